@@ -1,0 +1,75 @@
+"""What can go wrong, in our words.
+
+Foreign errors are translated once, at the rim of the room that met them, with ``raise ... from exc``. The errno each
+of these becomes is a table in `cachefs.fuse.errno_table`; nothing here knows FUSE.
+"""
+
+from __future__ import annotations
+
+
+class CachefsError(Exception):
+    """Base of all expected failures. `str(exc)` is one line a user can act on."""
+
+
+class NotFound(CachefsError):
+    """No such object, directory or attribute."""
+
+
+class NotADirectory(CachefsError):
+    """A path component is a file."""
+
+
+class IsADirectory(CachefsError):
+    """A file operation met a directory."""
+
+
+class ReadOnly(CachefsError):
+    """A write reached a read-only mount."""
+
+
+class Unsupported(CachefsError):
+    """The origin or this front cannot do that at all."""
+
+
+class ObjectChanged(CachefsError):
+    """The object's version is no longer the one that was asked for (etag mismatch, 412, or gone while open)."""
+
+
+class PermissionDenied(CachefsError):
+    """Credentials are missing, wrong, expired, or lack the right. Not retried; recovers when they are renewed."""
+
+
+class Transient(CachefsError):
+    """The origin failed in a way that another attempt may not meet (reset, truncated body, 5xx, timeout)."""
+
+
+class Throttled(Transient):
+    """The origin asked for fewer requests (503 SlowDown, 429)."""
+
+
+class OriginFailed(CachefsError):
+    """The origin could not serve the request within its retries and deadline."""
+
+
+class DeadlineExceeded(CachefsError):
+    """An operation did not finish within its deadline."""
+
+
+class NoRoom(CachefsError):
+    """No tier can take the bytes now (full of blocks in use, disk full, disk failing). Readers never see this."""
+
+
+class CacheUnusable(CachefsError):
+    """A cache directory or index cannot be used at all; the text says why and what to change."""
+
+
+class CacheInUse(CacheUnusable):
+    """Another daemon holds this cache directory."""
+
+
+class ConfigError(CachefsError):
+    """Bad input; the text is one line that says what to change."""
+
+
+class MountError(CachefsError):
+    """Mounting failed; the text says why and what to do."""

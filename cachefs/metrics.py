@@ -1,0 +1,66 @@
+"""One table of counters: name, unit, meaning.
+
+A counter is a plain integer attribute, so that counting costs one dictionary operation on the hot path. They are only
+changed from the trio thread; worker threads report back instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+def _counter(unit: str, meaning: str) -> Any:
+    from dataclasses import field
+
+    return field(default=0, metadata={"unit": unit, "meaning": meaning})
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything the daemon counts since it started."""
+
+    # The kernel's requests to us (one each per FUSE message).
+    fuse_lookup: int = _counter("requests", "names the kernel asked for")
+    fuse_getattr: int = _counter("requests", "attributes the kernel asked for")
+    fuse_open: int = _counter("requests", "files opened")
+    fuse_read: int = _counter("requests", "reads the kernel could not answer from its page cache")
+    fuse_read_bytes: int = _counter("bytes", "bytes returned to those reads")
+    fuse_release: int = _counter("requests", "files closed for the last time")
+    fuse_opendir: int = _counter("requests", "directories opened")
+    fuse_readdir: int = _counter("requests", "directory pages read")
+    fuse_other: int = _counter("requests", "every other FUSE request")
+    fuse_errors: int = _counter("requests", "requests answered with an errno that is not an expected ENOENT/ENODATA")
+    # The origin.
+    origin_get: int = _counter("requests", "ranged or whole GETs sent")
+    origin_head: int = _counter("requests", "HEADs sent")
+    origin_list: int = _counter("requests", "LIST pages requested")
+    origin_bytes: int = _counter("bytes", "body bytes received from the origin")
+    origin_retries: int = _counter("requests", "attempts repeated after a transient failure")
+    origin_throttled: int = _counter("replies", "503/429 replies")
+    origin_errors: int = _counter("requests", "requests that failed for good")
+    # The cache.
+    ram_hits: int = _counter("blocks", "blocks read from the RAM tier")
+    ssd_hits: int = _counter("blocks", "blocks read from the SSD tier")
+    misses: int = _counter("blocks", "blocks a reader had to wait for")
+    prefetched: int = _counter("blocks", "blocks fetched ahead of any reader")
+    admitted_blocks: int = _counter("blocks", "blocks written to a tier")
+    bypassed_blocks: int = _counter("blocks", "blocks served without being cached because no tier could take them")
+    evicted_blocks: int = _counter("blocks", "blocks removed to make room")
+    spilled_blocks: int = _counter("blocks", "blocks moved from RAM to SSD")
+    promoted_blocks: int = _counter("blocks", "blocks copied from SSD to RAM on re-use")
+    checksum_failures: int = _counter("blocks", "cached blocks dropped because their checksum did not match")
+    tier_errors: int = _counter("errors", "I/O errors on a cache tier (each costs a refetch, never data)")
+    # The tree.
+    negative_hits: int = _counter("lookups", "missing names answered without a request")
+    objects_changed: int = _counter("events", "open files whose object was replaced at the origin (ESTALE)")
+    hidden_names: int = _counter("names", "keys that no path can name, left out of listings")
+
+    def as_dict(self) -> dict[str, int]:
+        """Name → value, in the order of the table."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def table(cls) -> list[tuple[str, str, str]]:
+        """(name, unit, meaning) rows, for documentation and exporters."""
+        return [(f.name, f.metadata["unit"], f.metadata["meaning"]) for f in fields(cls)]

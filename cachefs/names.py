@@ -1,0 +1,53 @@
+"""The vocabulary: which bytes are meant.
+
+Names carry versions. An `ObjectId` names one immutable version of one object: source, key, etag and size. Whatever
+is cached under it never has to be invalidated, only forgotten; a changed object simply has another name. Blocks and
+extents are positions inside it. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+BLOCKS_PER_EXTENT = 16
+"""Blocks whose bookkeeping is one index row, evicted together: 16 MiB at the default block size. Derived: a row stays
+under 200 bytes, a terabyte of cache is 65,000 rows, and the unit equals the largest range one GET fetches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectId:
+    """One version of one object.
+
+    `source` names the store (for example ``s3://bucket`` plus endpoint), `key` is the store's own key, `etag` is the
+    store's version tag exactly as If-Match wants it, `size` is in bytes.
+    """
+
+    source: str
+    key: str
+    etag: str
+    size: int
+    digest: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # blake2b, not xxhash: whoever can name objects must not be able to make two names collide.
+        text = "\0".join((self.source, self.key, self.etag, str(self.size)))
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        object.__setattr__(self, "digest", digest)
+
+
+def blocks_covering(offset: int, length: int, block_size: int) -> range:
+    """Indices of the blocks that hold bytes [offset, offset+length); empty for length <= 0."""
+    if length <= 0:
+        return range(0)
+    return range(offset // block_size, (offset + length - 1) // block_size + 1)
+
+
+def block_count(size: int, block_size: int) -> int:
+    """How many blocks an object of `size` bytes has."""
+    return -(-size // block_size)
+
+
+def block_length(index: int, size: int, block_size: int) -> int:
+    """Bytes in block `index` of an object of `size` bytes (the last one may be short)."""
+    return min(block_size, size - index * block_size)
