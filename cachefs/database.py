@@ -1,0 +1,288 @@
+"""The only file that opens LMDB: one environment, named tables of bytes to bytes.
+
+Idea: what the tables mean belongs to the rooms that own them; what a database can suffer belongs here. A damaged
+database is never repaired and never believed: it is dropped with one line in the log, because everything in it can be
+learnt again.
+
+How damage is noticed, without scanning a healthy database at start: a clean close leaves the xxh3 of the file beside
+it, so the next open compares one hash (a gigabyte a second and more). After an unclean stop there is no such hash, and
+a forked child walks every row first: whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV), it does to the
+child. `fsync=False` gives up the ordering of writes on power loss, so such a database is also dropped when it was not
+closed and the machine has been rebooted since.
+
+Calls are synchronous and short. Reads may run in any thread; writes take LMDB's single writer lock, and with
+``fsync=True`` they wait for the disk: call them from a worker thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import xxhash
+
+from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
+
+log = logging.getLogger(__name__)
+
+MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
+"""Address space reserved, largest that the process may have (RLIMIT_AS). Not disk: the file grows as it is used."""
+
+Put = tuple[str, bytes, bytes | None]
+"""(table, key, value) to write; a value of None deletes the key."""
+
+
+class Database:
+    """A set of ordered tables in one LMDB environment. Keys are at most 511 bytes."""
+
+    def __init__(self, path: Path, tables: Sequence[str], *, version: str, fsync: bool) -> None:
+        """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
+
+        `version` names the format of the rows; a database of another version is dropped."""
+        self.path = path
+        self.dropped: str | None = None
+        self._fsync = fsync
+        self._version = version
+        self._clean_mark = path / "clean"
+        self._dirty_mark = path / "dirty"
+        self._closed = False
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = _lock(path / "lock.pid")
+        except OSError as exc:
+            raise CacheUnusable(f"cannot use {path}: {exc.strerror}") from exc
+        try:
+            reason = self._damage()
+            if reason:
+                self._drop(reason)
+            try:
+                self._open(tables)
+            except (lmdb.Error, OSError) as exc:
+                if _is_disk_trouble(exc):
+                    raise
+                self._drop(str(exc))
+                self._open(tables)
+            (path / "version").write_text(version)
+            self._clean_mark.unlink(missing_ok=True)
+            self._dirty_mark.write_text(_boot_id())
+        except (lmdb.Error, OSError) as exc:
+            os.close(self._lock_fd)
+            raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
+
+    def _open(self, tables: Sequence[str]) -> None:
+        self._env: Any = _open_env(self.path, len(tables), fsync=self._fsync)
+        try:
+            self._tables = {name: self._env.open_db(name.encode()) for name in tables}
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _damage(self) -> str | None:
+        """Why what lies at `path` must not be believed, or None."""
+        data = self.path / "data.mdb"
+        if not data.exists():
+            return None
+        version_file = self.path / "version"
+        found = version_file.read_text() if version_file.exists() else "unknown"
+        if found != self._version:
+            return f"its format is {found}, this version reads {self._version}"
+        if self._clean_mark.exists():
+            if self._clean_mark.read_text() != _file_hash(data):
+                return "its contents changed since it was closed"
+            return None
+        if not self._fsync and (not self._dirty_mark.exists() or self._dirty_mark.read_text() != _boot_id()):
+            return "the machine stopped before it was written out"
+        return _walk_in_child(self.path)
+
+    def _drop(self, reason: str) -> None:
+        self.dropped = reason
+        log.warning("dropping the database in %s: %s; it will be learnt again", self.path, reason)
+        for name in ("data.mdb", "lock.mdb", "version", "clean", "dirty"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def get(self, table: str, key: bytes) -> bytes | None:
+        """The value of `key`, or None."""
+        with self._env.begin(db=self._tables[table]) as txn:
+            value: bytes | None = txn.get(key)
+            return value
+
+    def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
+        """Values in the order of `keys`, from one snapshot."""
+        with self._env.begin(db=self._tables[table]) as txn:
+            return [txn.get(key) for key in keys]
+
+    def scan(
+        self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
+    ) -> list[tuple[bytes, bytes]]:
+        """Rows with start <= key < stop in key order, at most `limit`. One snapshot."""
+        rows: list[tuple[bytes, bytes]] = []
+        with self._env.begin(db=self._tables[table]) as txn, txn.cursor() as cursor:
+            if not cursor.set_range(start):
+                return rows
+            for key, value in cursor:
+                if (stop is not None and key >= stop) or len(rows) == limit:
+                    break
+                rows.append((key, value))
+        return rows
+
+    def last(self, table: str, before: bytes | None = None) -> tuple[bytes, bytes] | None:
+        """The row with the greatest key (below `before`, when given)."""
+        with self._env.begin(db=self._tables[table]) as txn, txn.cursor() as cursor:
+            if before is None or not cursor.set_range(before):
+                found = cursor.last()
+            else:
+                found = cursor.prev()
+            return (cursor.key(), cursor.value()) if found else None
+
+    def count(self, table: str) -> int:
+        with self._env.begin() as txn:
+            entries: int = txn.stat(self._tables[table])["entries"]
+            return entries
+
+    def write(self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = ()) -> None:
+        """Delete the (table, start, stop) `ranges`, then apply `puts`, in one transaction. `NoRoom` when the disk is full,
+        `CacheUnusable` on any other failure; either way nothing of it is written."""
+        if self._closed:
+            return
+        try:
+            with self._env.begin(write=True) as txn:
+                for table, start, stop in ranges:
+                    with txn.cursor(db=self._tables[table]) as cursor:
+                        alive = cursor.set_range(start)
+                        while alive and cursor.key() < stop:
+                            alive = cursor.delete()
+                for table, key, value in puts:
+                    if value is None:
+                        txn.delete(key, db=self._tables[table])
+                    else:
+                        txn.put(key, value, db=self._tables[table])
+        except lmdb.MapFullError as exc:
+            raise NoRoom(f"the database in {self.path} is full") from exc
+        except lmdb.Error as exc:
+            if _is_disk_trouble(exc):
+                raise NoRoom(f"cannot write the database in {self.path}: {exc}") from exc
+            raise CacheUnusable(f"the database in {self.path} failed: {exc}") from exc
+
+    def sync(self) -> None:
+        """Write everything out to the disk. Blocking."""
+        if not self._closed:
+            self._env.sync(True)
+
+    def close(self) -> None:
+        """Close cleanly: the next open believes the file after one hash. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._env.sync(True)
+            self._env.close()
+            self._clean_mark.write_text(_file_hash(self.path / "data.mdb"))
+            self._dirty_mark.unlink(missing_ok=True)
+        except (lmdb.Error, OSError) as exc:
+            log.warning("could not close the database in %s cleanly: %s", self.path, exc)
+        finally:
+            os.close(self._lock_fd)
+
+
+def _open_env(path: Path, tables: int, *, fsync: bool, readonly: bool = False) -> Any:
+    for size in MAP_SIZES:
+        try:
+            return lmdb.open(
+                str(path),
+                map_size=size,
+                max_dbs=tables + 1,
+                max_readers=512,
+                sync=fsync,
+                readahead=False,  # rows are small and scattered: reading ahead only inflates resident memory
+                meminit=False,
+                readonly=readonly,
+                lock=not readonly,
+            )
+        except lmdb.MemoryError:
+            if size == MAP_SIZES[-1]:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _lock(path: Path) -> int:
+    """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise CacheInUse(f"{path.parent} is in use by another cachefs (pid {holder}): give this one another --cache-dir") from exc
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError:
+        pass  # a full disk may not take eleven bytes; the lock itself holds
+    return fd
+
+
+def _is_disk_trouble(exc: Exception) -> bool:
+    if isinstance(exc, OSError):
+        return exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
+    text = str(exc)
+    return any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _file_hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        for chunk in _chunks(file):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(file: Any) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(4 << 20))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
+
+
+def _walk_in_child(path: Path) -> str | None:
+    """Read every row in a forked child; the reason it failed, or None."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT):
+                signal.signal(number, signal.SIG_DFL)
+            os.close(2)
+            env = _open_env(path, 16, fsync=False, readonly=True)
+            if (path / "data.mdb").stat().st_size >= (env.info()["last_pgno"] + 1) * env.stat()["psize"]:
+                with env.begin() as txn:
+                    for name, _ in list(txn.cursor()):
+                        for _row in txn.cursor(db=env.open_db(name, txn=txn, create=False)):
+                            pass
+                status = 0
+        finally:
+            os._exit(status)
+    _, wait_status = os.waitpid(pid, 0)
+    if wait_status == 0:
+        return None
+    if os.WIFSIGNALED(wait_status):
+        return f"reading it ends in {signal.Signals(os.WTERMSIG(wait_status)).name}"
+    return "it is truncated or damaged"
+
+
+def remove(path: Path) -> None:
+    """Delete a closed database."""
+    shutil.rmtree(path, ignore_errors=True)
