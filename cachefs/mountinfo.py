@@ -1,0 +1,68 @@
+"""What the kernel says is mounted: `/proc/self/mountinfo`, parsed.
+
+Asking this file never touches a mount, so it answers also when the filesystem behind a path hangs or is dead.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo. `device` is "major:minor"; `root` is the part of the filesystem that is mounted
+    here."""
+
+    device: str
+    root: str
+    path: str
+    fstype: str
+    source: str
+    options: tuple[str, ...]
+
+    @property
+    def is_cachefs(self) -> bool:
+        return self.fstype == "fuse.cachefs" or (self.fstype == "fuse" and self.source == "cachefs")
+
+
+def parse(text: str) -> list[Mount]:
+    """Every line, in mount order: of several on one path the last is the one that is seen."""
+    mounts = []
+    for line in text.splitlines():
+        left, separator, right = line.partition(" - ")
+        before, after = left.split(" "), right.split(" ")
+        if not separator or len(before) < 6 or len(after) < 3:
+            continue
+        mounts.append(
+            Mount(
+                device=before[2],
+                root=unescape(before[3]),
+                path=unescape(before[4]),
+                fstype=after[0],
+                source=unescape(after[1]),
+                options=(*before[5].split(","), *after[2].split(",")),
+            )
+        )
+    return mounts
+
+
+def unescape(field: str) -> str:
+    """Undo the kernel's octal escapes of space, tab, newline, backslash and #."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mounts(root: Path = Path("/")) -> list[Mount]:
+    """All mounts this process sees; none where there is no /proc."""
+    try:
+        text = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return []
+    return parse(text)
+
+
+def mount_at(path: Path) -> Mount | None:
+    """The topmost mount whose mountpoint is exactly `path`."""
+    found = [mount for mount in mounts() if mount.path == str(path)]
+    return found[-1] if found else None
