@@ -1,12 +1,12 @@
 """The origin: an object store seen from trio.
 
-Idea: a *client* (obstore, fsspec) is a blocking, thread-safe object that makes one attempt per call and knows one
-vendor; `Origin` wraps it with everything that is the same for all of them: worker threads, the concurrency limiter,
-retries with jitter, resuming a broken body where it stopped, deadlines, the download limit, and counting. The rooms
-above only ever see `Origin`.
+Idea: a *client* (obstore, fsspec) is a blocking, thread-safe object that makes one attempt per call and knows
+one vendor; `Origin` wraps it with everything that is the same for all of them: worker threads, the
+concurrency limiter, retries with jitter, resuming a broken body where it stopped, deadlines, the download
+limit, and counting. The rooms above only ever see `Origin`.
 
-Invariants: a read is conditional on the etag, so bytes of two versions never mix; every call ends within its deadline;
-foreign exceptions do not leave this room.
+Invariants: a read is conditional on the etag, so bytes of two versions never mix; every call ends within its
+deadline; foreign exceptions do not leave this room.
 """
 
 from cachefs.origin.origin import Origin

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
+
+from cachefs.errors import Throttled
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One object as a LIST page or a HEAD shows it.
 
-    `key` is the store's full key (prefix included). `etag` is what If-Match wants, quotes included where the store
-    quotes; a store without etags gets one made of mtime and size. `size` is in bytes, -1 when a listing does not tell
-    (plain HTTP index pages): then only a HEAD knows. `mtime_ns` is nanoseconds since the epoch.
+    `key` is the store's full key (prefix included). `etag` is what If-Match wants, quotes included where the
+    store quotes; a store without etags gets one made of mtime and size. `size` is in bytes, -1 when a listing
+    does not tell (plain HTTP index pages): then only a HEAD knows. `mtime_ns` is nanoseconds since the epoch.
     """
 
     key: str
@@ -24,17 +26,27 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """One page of a delimited listing, in the store's order (for S3, GCS and Azure: by UTF-8 bytes of the key).
+    """One page of a delimited listing, in the store's order (for S3, GCS and Azure: by UTF-8 bytes of the
+    key).
 
-    `objects` are the keys directly below the prefix (directory markers included, exactly as the store has them);
-    `prefixes` are the common prefixes, each ending in "/". `next_token` continues; None means this was the last page.
-    `ordered` tells whether pages come in byte order, so that a page's last key says what is already known.
+    `objects` are the keys directly below the prefix (directory markers included, exactly as the store has
+    them); `prefixes` are the common prefixes, each ending in "/". `next_token` continues; None means this was
+    the last page. `ordered` tells whether pages come in byte order, so that a page's last key says what is
+    already known.
     """
 
     objects: list[ObjectInfo]
     prefixes: list[str]
     next_token: str | None
     ordered: bool = True
+
+
+class AskedToWait(Throttled):
+    """Throttled, and the reply said for how long (Retry-After)."""
+
+    def __init__(self, text: str, seconds: float) -> None:
+        super().__init__(text)
+        self.seconds = seconds
 
 
 class Sink(Protocol):
@@ -44,24 +56,40 @@ class Sink(Protocol):
         """Take the next bytes of the range. May raise to stop the transfer (the reader is gone)."""
 
 
-class Client(Protocol):
-    """One vendor's store, blocking and thread-safe; each call is one attempt and raises only `cachefs.errors`.
+class Lister(Protocol):
+    """The listing half of a client, where one library lists and another reads."""
 
-    `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported` are what callers expect.
+    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage: ...
+
+
+class Client(Protocol):
+    """One vendor's store, blocking and thread-safe; each call is one attempt and raises only
+    `cachefs.errors`.
+
+    `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported` are what callers
+    expect.
     """
 
     can_list: bool
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"), delimiter "/".
+        """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"),
+        delimiter "/".
 
         `start_after`: only names after this full key (best effort: a client that cannot may ignore it)."""
 
     def head(self, key: str) -> ObjectInfo: ...
 
-    def read(self, key: str, etag: str, start: int, stop: int, whole: bool) -> Iterator[memoryview | bytes]:
-        """Bytes [start, stop) of the version `etag`, in chunks as they arrive. `whole` says the range is the whole
-        object, so no Range header is needed. A store whose reply shows another version raises `ObjectChanged`; one that
-        cannot do conditional reads compares the etag of the reply (or of a HEAD) itself."""
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        """Bytes [start, stop) of the version `etag`, in chunks as they arrive. `whole` says the range is the
+        whole object, so no Range header is needed. A store whose reply shows another version raises
+        `ObjectChanged`; one that cannot do conditional reads compares the etag of the reply (or of a HEAD)
+        itself."""
+
+    def renew(self) -> bool:
+        """Forget cached credentials and look again (files, environment, metadata). True when they differ from
+        before, so that a refused request is worth repeating at once."""
 
     def close(self) -> None: ...

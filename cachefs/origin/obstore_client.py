@@ -1,0 +1,218 @@
+"""Bytes through obstore: S3, Azure, Google and plain HTTP behind one library written in Rust.
+
+Its synchronous calls release the interpreter and run in our worker threads. Its own retries are off: a 503
+must reach the limiter, and a broken body is resumed where it broke, not started again. What it cannot do is
+done elsewhere: listing (see `cachefs.origin.listing`), and keys with empty, `.` or `..` segments, which no
+path can name anyway.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import obstore
+from obstore import exceptions as failures
+
+from cachefs.errors import CachefsError, NotFound, ObjectChanged, PermissionDenied, Transient, Unsupported
+from cachefs.origin.listing.http import CONNECT_S, quoted, seconds_ns
+from cachefs.origin.protocol import Lister, ListPage, ObjectInfo
+from cachefs.origin.replies import one_line, refusal
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+AT_ONCE = 256 << 10
+"""Up to here a range is taken as one buffer (no copy into Python's bytes); above, it is streamed so that the
+first reader can be woken early. Also the least a streamed chunk has. Guessed: 0.3 ms at 1 GB/s, and few
+enough chunks a second to be cheap."""
+
+
+class Credentials(Protocol):
+    """What a client needs of a vendor's credentials: to fail clearly before the request does, and to look
+    again."""
+
+    def current(self) -> object: ...
+    def renew(self) -> bool: ...
+    @property
+    def advice(self) -> str: ...
+
+
+class Nobody:
+    """No credentials, for stores that want none."""
+
+    advice = "the server wants credentials, and this kind of source has none"
+
+    def current(self) -> object:
+        return None
+
+    def renew(self) -> bool:
+        return False
+
+
+class ObstoreClient:
+    """One store: `lister` lists, obstore does the rest. `conditional` is whether the store honours If-Match;
+    where it does not, the reply's own version is all there is to compare."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], ObjectStore],
+        lister: Lister | None,
+        *,
+        label: str,
+        credentials: Credentials | None = None,
+        conditional: bool = True,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.can_list = lister is not None
+        self._open_store, self._lister, self._label = open_store, lister, label
+        self._credentials = credentials or Nobody()
+        self._conditional = conditional
+        self._close = close
+        self._store: ObjectStore | None = None
+        self._lock = threading.Lock()
+
+    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+        if self._lister is None:
+            raise Unsupported(f"{self._label}: this store cannot be listed")
+        return self._lister.list_page(prefix, token, start_after, limit)
+
+    def head(self, key: str) -> ObjectInfo:
+        try:
+            meta = obstore.head(self._opened(), key)
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+        return _info(key, meta)
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        options: dict[str, Any] = {}
+        if self._conditional and not _is_made_up(etag) and not etag.startswith("W/"):
+            options["if_match"] = etag
+        if not whole:
+            options["range"] = (start, stop)
+        try:
+            reply = obstore.get(self._opened(), key, options=options)  # type: ignore[arg-type]
+        except failures.NotSupportedError:
+            yield from self._read_without_range(key, etag, start, stop)
+            return
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+        self._same_version(key, etag, reply.meta)
+        if reply.range != (start, stop):
+            raise ObjectChanged(
+                f"{self._label}/{key}: the store has bytes {reply.range} of ({start}, {stop})"
+            )
+        yield from self._body(reply, key, stop - start)
+
+    def renew(self) -> bool:
+        with self._lock:
+            self._store = None
+        return self._credentials.renew()
+
+    def close(self) -> None:
+        self._store = None
+        self._close()
+
+    def _opened(self) -> ObjectStore:
+        self._credentials.current()
+        with self._lock:
+            if self._store is None:
+                self._store = self._open_store()
+            return self._store
+
+    def _body(
+        self, reply: obstore.GetResult, key: str, size: int
+    ) -> Generator[memoryview | bytes, None, None]:
+        try:
+            if size <= AT_ONCE:
+                yield memoryview(reply.bytes())
+            else:
+                yield from reply.stream(min_chunk_size=AT_ONCE)
+        except GeneratorExit:
+            raise
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+
+    def _read_without_range(
+        self, key: str, etag: str, start: int, stop: int
+    ) -> Generator[memoryview | bytes, None, None]:
+        """Servers that answer a range with the whole (Python's http.server): read over what was not asked
+        for."""
+        try:
+            reply = obstore.get(self._opened(), key)
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+        self._same_version(key, etag, reply.meta)
+        at = 0
+        for chunk in self._body(reply, key, AT_ONCE + 1):
+            wanted = memoryview(chunk)[max(0, start - at) : max(0, stop - at)]
+            at += len(chunk)
+            if wanted:
+                yield wanted
+            if at >= stop:
+                return
+
+    def _same_version(self, key: str, etag: str, meta: Any) -> None:
+        # Also where the store should have compared: one that ignores If-Match must not slip another version
+        # in.
+        if _info(key, meta).etag != etag:
+            raise ObjectChanged(f"{self._label}/{key}: the object changed at the store")
+
+    def _translated(self, exc: Exception, key: str) -> CachefsError:
+        what = f"{self._label}/{key}"
+        text = str(exc)
+        if isinstance(exc, CachefsError):
+            return exc
+        status = re.search(r"status code: (\d{3})", text)
+        if status:
+            return refusal(int(status[1]), text, what=what, advice=self._credentials.advice)
+        if isinstance(exc, FileNotFoundError):
+            return NotFound(f"{what}: no such object")
+        if isinstance(exc, failures.PreconditionError):
+            return ObjectChanged(f"{what}: the object changed at the store")
+        if isinstance(exc, failures.PermissionDeniedError | failures.UnauthenticatedError):
+            return PermissionDenied(one_line(f"{what}: {text}; {self._credentials.advice}"))
+        if isinstance(exc, ValueError | failures.InvalidPathError):
+            return Unsupported(one_line(f"{what}: {text}"))
+        # Connections refused or reset, timeouts, broken bodies. The reason is at the bottom of obstore's
+        # dump.
+        reasons = re.findall(r'(?:message|error): "([^"]*)"', text)
+        return Transient(one_line(f"{what}: {reasons[-1] if reasons else _timeout(text) or text}"))
+
+
+def client_options(stall_s: float) -> Any:
+    """Connections that end when the store is silent for `stall_s`; no limit on a body that keeps coming."""
+    return {
+        "allow_http": True,
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        "read_timeout": timedelta(seconds=stall_s),
+        "timeout": timedelta(days=1),
+    }
+
+
+def retry_config() -> Any:
+    return {"max_retries": 0}
+
+
+def _info(key: str, meta: Any) -> ObjectInfo:
+    mtime_ns, size = seconds_ns(meta["last_modified"]), meta["size"]
+    etag = quoted(meta["e_tag"] or "") or made_up(mtime_ns, size)
+    return ObjectInfo(key, size, mtime_ns, etag)
+
+
+def made_up(mtime_ns: int, size: int) -> str:
+    """The etag of an object in a store that has none."""
+    return f"mtime-{mtime_ns}-{size}"
+
+
+def _is_made_up(etag: str) -> bool:
+    return etag.startswith("mtime-")
+
+
+def _timeout(text: str) -> str:
+    return "the store stayed silent for too long" if "TimedOut" in text or "kind: Timeout" in text else ""

@@ -1,0 +1,108 @@
+"""What a store's refusal means, in our words: one table for every HTTP store and every library in front of
+it.
+
+The text that comes out is one line a user can act on. It is put together from the status, the store's own
+error code and message, never from a URL (signatures travel in those) and never from a library's multi-line
+dump.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cachefs.errors import (
+    CachefsError,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    Throttled,
+    Transient,
+    Unsupported,
+)
+from cachefs.origin.protocol import AskedToWait
+
+LONGEST_LINE = 300
+NO_STORE = {
+    "NoSuchBucket",
+    "ContainerNotFound",
+    "AccountNotFound",
+    "InvalidBucketName",
+    "InvalidResourceName",
+}
+BAD_CREDENTIALS = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "AuthenticationFailed",
+    "InvalidAuthenticationInfo",
+}
+BUSY = {"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "ThrottlingException"}
+BROKEN = {"RequestTimeout", "InternalError", "OperationTimedOut", "IncompleteBody"}
+
+
+def refusal(
+    status: int,
+    body: str = "",
+    *,
+    what: str,
+    code: str = "",
+    message: str = "",
+    advice: str = "check the credentials",
+    retry_after: str | None = None,
+) -> CachefsError:
+    """The error for an HTTP reply that is not a success. `what` names the object; `advice` says what to
+    change when the store does not accept who we are; `body` is searched for the code and message when they
+    are not given."""
+    code = code or _tag("Code", body)
+    message = message or _tag("Message", body)
+    told = f"{status} {code}".strip() + (f" ({message})" if message else "")
+    line = one_line(f"{what}: the store answered {told}")
+    if code in NO_STORE:
+        return NotFound(
+            one_line(f"{what}: no such bucket or container ({told}); check its name and the endpoint")
+        )
+    if code in BUSY or status in (429, 503):
+        seconds = _seconds(retry_after)
+        return Throttled(line) if seconds is None else AskedToWait(line, seconds)
+    if code in BROKEN or status in (408, 500, 502, 504):
+        return Transient(line)
+    # A HEAD's reply has no body to tell more; what a 400 means there is, on S3, an expired token or a wrong
+    # region.
+    if code in BAD_CREDENTIALS or status in (401, 403) or (status == 400 and not code):
+        return PermissionDenied(one_line(f"{line}; {advice}"))
+    if status == 404:
+        return NotFound(line)
+    if status in (412, 416):
+        return ObjectChanged(f"{what}: the object changed at the store")
+    if status in (301, 302, 307, 308):
+        return OriginFailed(f"{line}: the store lives elsewhere; set --region or --endpoint-url")
+    if status in (405, 501):
+        return Unsupported(line)
+    return OriginFailed(line)
+
+
+def one_line(text: str) -> str:
+    """The first line of `text`, without signatures or secrets in URLs, cut to a readable length."""
+    first = text.strip().partition("\n")[0]
+    first = re.sub(r"(https?://)[^/\s@]*@", r"\1", first)
+    first = re.sub(r"\?[^\s)]*=[^\s)]*", "", first)
+    return first if len(first) <= LONGEST_LINE else first[: LONGEST_LINE - 1] + "…"
+
+
+def _tag(name: str, body: str) -> str:
+    found = re.search(rf"<{name}>\s*([^<]*?)\s*</{name}>", body) or re.search(
+        rf'"{name.lower()}"\s*:\s*"([^"]*)"', body
+    )
+    return found.group(1).partition("\n")[0] if found else ""
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    try:
+        return float(retry_after) if retry_after else None
+    except ValueError:
+        return None  # an HTTP date: our own backoff is as good
