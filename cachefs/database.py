@@ -49,6 +49,7 @@ class Database:
         `version` names the format of the rows; a database of another version is dropped."""
         self.path = path
         self.dropped: str | None = None
+        self.was_clean = False
         self._fsync = fsync
         self._version = version
         self._clean_mark = path / "clean"
@@ -97,6 +98,7 @@ class Database:
         if self._clean_mark.exists():
             if self._clean_mark.read_text() != _file_hash(data):
                 return "its contents changed since it was closed"
+            self.was_clean = True
             return None
         if not self._fsync and (not self._dirty_mark.exists() or self._dirty_mark.read_text() != _boot_id()):
             return "the machine stopped before it was written out"
@@ -136,10 +138,8 @@ class Database:
     def last(self, table: str, before: bytes | None = None) -> tuple[bytes, bytes] | None:
         """The row with the greatest key (below `before`, when given)."""
         with self._env.begin(db=self._tables[table]) as txn, txn.cursor() as cursor:
-            if before is None or not cursor.set_range(before):
-                found = cursor.last()
-            else:
-                found = cursor.prev()
+            past = before is not None and cursor.set_range(before)
+            found = cursor.prev() if past else cursor.last()
             return (cursor.key(), cursor.value()) if found else None
 
     def count(self, table: str) -> int:
@@ -220,7 +220,9 @@ def _lock(path: Path) -> int:
     except BlockingIOError as exc:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
-        raise CacheInUse(f"{path.parent} is in use by another cachefs (pid {holder}): give this one another --cache-dir") from exc
+        raise CacheInUse(
+            f"{path.parent} is in use by another cachefs (pid {holder}): give this one another --cache-dir"
+        ) from exc
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -233,7 +235,10 @@ def _is_disk_trouble(exc: Exception) -> bool:
     if isinstance(exc, OSError):
         return exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
     text = str(exc)
-    return any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
+    return any(
+        os.strerror(code) in text
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+    )
 
 
 def _boot_id() -> str:

@@ -1,0 +1,268 @@
+"""The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
+
+Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), the
+filesystem, the mount. Stop, whatever the cause (signal, umount, a failing room): the mount goes first so that no new
+request comes, transfers are cancelled, RAM is saved to SSD, databases are closed cleanly.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+import cachefs
+from cachefs import control, mounting
+from cachefs.config import Config, control_path
+from cachefs.database import Database
+from cachefs.errors import CacheInUse, CacheUnusable, MountError
+from cachefs.fetch import Fetcher
+from cachefs.fs import FileSystem, Options, Volume, names_tables
+from cachefs.fuse import kernel, skin
+from cachefs.metrics import Metrics
+from cachefs.origin import Origin, open_origin
+from cachefs.store import Opened, open_store, scrub
+
+log = logging.getLogger(__name__)
+
+SPILL_DEADLINE_S = 10.0
+"""How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
+
+NAMES_VERSION = "names-1"
+
+
+def run(config: Config, on_ready: Callable[[], None]) -> int:
+    """Mount and serve until told to stop; the exit code. Raises `CachefsError` when mounting is impossible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
+    )
+    metrics = Metrics()
+    opened = _open_store(config, metrics)
+    for line in opened.warnings:
+        log.warning("%s", line)
+    names = _open_names(opened, config)
+    try:
+        return trio.run(Daemon(config, opened, names, metrics, on_ready).main, strict_exception_groups=False)
+    finally:
+        names.close()
+        for path in opened.temporary:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _open_store(config: Config, metrics: Metrics) -> Opened:
+    place = config.cache_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        disk = os.statvfs(place)
+        free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    except OSError:
+        free = total = 0
+    held = _held_bytes(config.cache_dir)
+    return open_store(
+        config.cache_dir,
+        config.cache_size.resolve(free + held),
+        config.ram.resolve(mounting.memory_limit()),
+        config.keep_free.resolve(total),
+        config.block_size,
+        config.verify,
+        metrics,
+    )
+
+
+def _held_bytes(cache_dir: Path) -> int:
+    """What this cache holds already, as its last stop noted it: a share of the disk includes it."""
+    try:
+        return int((cache_dir / "held").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _open_names(opened: Opened, config: Config) -> Database:
+    return Database(opened.state_dir / "names", names_tables, version=NAMES_VERSION, fsync=False)
+
+
+class Daemon:
+    """One mount."""
+
+    def __init__(
+        self, config: Config, opened: Opened, names: Database, metrics: Metrics, on_ready: Callable[[], None]
+    ) -> None:
+        self._config = config
+        self._opened = opened
+        self._store = opened.store
+        self._names = names
+        self._metrics = metrics
+        self._on_ready = on_ready
+        self._started = time.time()
+        self._origins: list[Origin] = []
+        self._tuning: list[str] = []
+        self._stopped_by = "umount"
+
+    async def main(self) -> int:
+        config = self._config
+        self._origins = [
+            open_origin(
+                source.url,
+                client=source.client,
+                endpoint_url=source.endpoint_url,
+                region=source.region,
+                profile=source.profile,
+                anonymous=source.anonymous,
+                concurrency=config.concurrency,
+                download_limit=config.download_limit,
+                deadline_s=config.deadline_s,
+                metrics=self._metrics,
+            )
+            for source in config.sources
+        ]
+        async with trio.open_nursery() as nursery:
+            for origin in self._origins:
+                nursery.start_soon(origin.check)
+        try:
+            async with trio.open_nursery() as nursery:
+                await self._serve(nursery)
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._store.aclose(SPILL_DEADLINE_S)
+                self._note_held()
+                for origin in self._origins:
+                    await origin.aclose()
+        log.info("stopped (%s)", self._stopped_by)
+        return 0
+
+    async def _serve(self, nursery: trio.Nursery) -> None:
+        config = self._config
+        fetcher = Fetcher(self._store, nursery, self._metrics, max_readahead=config.max_readahead)
+        self._fs = FileSystem(
+            [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)],
+            self._names,
+            fetcher,
+            Options(
+                uid=config.uid,
+                gid=config.gid,
+                file_mode=config.file_mode,
+                dir_mode=config.dir_mode,
+                metadata_ttl=config.metadata_ttl,
+                negative_ttl=config.negative_ttl,
+                revalidate_at_open=config.consistency == "strict",
+                immutable=config.consistency == "immutable",
+            ),
+            self._metrics,
+        )
+        send, receive = trio.open_memory_channel[tuple[int | None, int | None, bytes | None]](4096)
+
+        def invalidate(inode: int | None, parent: int | None, name: bytes | None) -> None:
+            try:
+                send.send_nowait((inode, parent, name))
+            except trio.WouldBlock:
+                pass  # the kernel's own TTL forgets it a little later
+
+        self._fs.on_invalidate = invalidate
+        front = skin.Skin(self._fs, self._metrics, config.deadline_s, lambda: nursery.start_soon(self._ready))
+        try:
+            skin.mount(front, config.mountpoint, self._title(), allow_other=config.allow_other)
+        except MountError as exc:
+            raise mounting.translate_mount_failure(exc) from exc
+        try:
+            nursery.start_soon(self._store.run)
+            if not self._store.was_clean:
+                nursery.start_soon(scrub, self._store)
+            nursery.start_soon(self._invalidate_loop, receive)
+            nursery.start_soon(self._stop_on_signal)
+            await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
+            gc.collect()
+            gc.freeze()  # what is alive now stays alive: no need to look at it again and again
+            await skin.serve()
+        finally:
+            skin.close()
+            with trio.move_on_after(5, shield=True):
+                await self._fs.aclose()
+
+    def _title(self) -> str:
+        return self._config.sources[0].url if len(self._config.sources) == 1 else "cachefs"
+
+    async def _ready(self) -> None:
+        """The kernel has shaken hands: tune it, then say so."""
+        self._tuning = await trio.to_thread.run_sync(kernel.tune, self._config.mountpoint)
+        for line in self._tuning:
+            log.info("%s", line)
+        log.info("mounted %s on %s", self._title(), self._config.mountpoint)
+        self._on_ready()
+
+    async def _stop_on_signal(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            async for number in signals:
+                self._stopped_by = signal.Signals(number).name
+                skin.terminate()
+                return
+
+    async def _invalidate_loop(self, receive: trio.MemoryReceiveChannel[Any]) -> None:
+        async for inode, parent, name in receive:
+            await trio.to_thread.run_sync(skin.invalidate, inode, parent, name, abandon_on_cancel=True)
+
+    def _note_held(self) -> None:
+        try:
+            used = sum(t.used_bytes for t in self._store.tiers if t.name == "ssd")
+            (self._config.cache_dir / "held").write_text(str(used))
+        except OSError:
+            pass
+
+    # -- control verbs -----------------------------------------------------------------------------
+
+    def _verbs(self) -> dict[str, Any]:
+        return {"status": self._status, "refresh": self._refresh}
+
+    async def _refresh(self, path: str = "") -> str:
+        await self._fs.refresh(path)
+        return "looking again"
+
+    async def _status(self) -> dict[str, Any]:
+        return {
+            "version": cachefs.__version__,
+            "pid": os.getpid(),
+            "started": self._started,
+            "mountpoint": str(self._config.mountpoint),
+            "sources": [
+                {"name": s.name, "url": s.url, "client": s.client, "origin": o.status()}
+                for s, o in zip(self._config.sources, self._origins, strict=True)
+            ],
+            "front": "pyfuse3",
+            "tiers": [
+                {
+                    "name": t.name,
+                    "path": str(t.path),
+                    "used_bytes": t.used_bytes,
+                    "cap_bytes": t.limit_bytes(),
+                    "blocks": t.blocks,
+                    "state": t.state,
+                }
+                for t in self._store.tiers
+            ],
+            "metrics": self._metrics.as_dict(),
+            "tuning": self._tuning,
+            "warnings": [
+                *self._opened.warnings,
+                *([self._store.index_error] if self._store.index_error else []),
+            ],
+            "memory_bytes": _resident_bytes(),
+            **self._fs.status(),
+        }
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+__all__ = ["CacheInUse", "CacheUnusable", "Daemon", "run"]

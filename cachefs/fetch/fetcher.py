@@ -1,0 +1,222 @@
+"""The ladder: store, then what is on its way, then the origin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import trio
+
+from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
+from cachefs.fetch.flight import Flight
+from cachefs.fetch.readahead import Readahead
+from cachefs.metrics import Metrics
+from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
+from cachefs.origin import Origin
+from cachefs.store import CachedObject, FillClosed, Store
+
+log = logging.getLogger(__name__)
+
+WHOLE_BYTES = 4 << 20
+"""Objects up to this size come in one GET whatever is read of them: a round trip costs more than the bytes (at 20 ms and
+200 MB/s they are equal at 4 MB). Derived."""
+
+ATTEMPTS = 8
+"""How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class OpenedObject:
+    """One open handle's view of a version."""
+
+    __slots__ = ("cached", "id", "origin")
+
+    def __init__(self, origin: Origin, object_id: ObjectId) -> None:
+        self.origin = origin
+        self.id = object_id
+        self.cached: CachedObject | None = None
+
+
+class Fetcher:
+    """Reads through the cache. `nursery` runs the transfers; `max_readahead` is in bytes per stream."""
+
+    def __init__(
+        self,
+        store: Store,
+        nursery: trio.Nursery,
+        metrics: Metrics,
+        *,
+        max_readahead: int,
+        part_bytes: int = 8 << 20,
+    ) -> None:
+        self._store = store
+        self._nursery = nursery
+        self._metrics = metrics
+        self._block_size = store.block_size
+        # A window that fills the cache would evict what it has just brought.
+        room = sum(tier.limit_bytes() for tier in store.tiers) // 8
+        self._window_blocks = min(max_readahead, room) // store.block_size
+        self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
+        self._token = trio.lowlevel.current_trio_token()
+        self._readaheads: dict[bytes, Readahead] = {}
+        self.flights = 0
+
+    # -- what fs asks ------------------------------------------------------------------------------
+
+    def open(self, origin: Origin, object_id: ObjectId) -> OpenedObject:
+        """No I/O: an open whose pages the kernel still has never touches the store."""
+        return OpenedObject(origin, object_id)
+
+    def close(self, opened: OpenedObject) -> None:
+        obj = opened.cached
+        if obj is not None:
+            opened.cached = None
+            self._store.release(obj)
+            if not obj.refs:
+                self._readaheads.pop(obj.id.digest, None)
+
+    def cached_bytes(self, object_id: ObjectId) -> int:
+        return self._store.cached_bytes(object_id)
+
+    def read_now(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer | None:
+        """What can be had without waiting, or None. Reads [offset, offset+size), within the object."""
+        obj = opened.cached or self._attach(opened)
+        data = self._store.read_now(obj, offset, size)
+        if data is not None and opened.id.size > WHOLE_BYTES:
+            self._read_ahead(opened, obj, offset, size, pid)
+        return data
+
+    async def read(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer:
+        """The bytes [offset, offset+size). Raises `ObjectChanged`, `PermissionDenied`, `OriginFailed`, ..."""
+        obj = opened.cached or self._attach(opened)
+        blocks = blocks_covering(offset, size, self._block_size)
+        counted = observed = False
+        for _ in range(ATTEMPTS):
+            missing = [b for b in blocks if not self._store.has(obj, b)]
+            if not missing:
+                data = await self._store.read(obj, offset, size)
+                if not observed and opened.id.size > WHOLE_BYTES:
+                    self._read_ahead(opened, obj, offset, size, pid)
+                    observed = True
+                if data is not None:
+                    return data
+                continue
+            if not counted:
+                self._metrics.misses += len(missing)
+                counted = True
+            flights = self._demand(opened, obj, missing)
+            if not observed and opened.id.size > WHOLE_BYTES:
+                self._read_ahead(opened, obj, offset, size, pid)
+                observed = True
+            for flight in flights:
+                await flight.landed(offset + size)
+            data = self._collect(obj, flights, offset, size)
+            if data is not None:
+                return data
+            self._raise_failure(flights)
+        raise OriginFailed(
+            f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
+        )
+
+    # -- the parts of it ---------------------------------------------------------------------------
+
+    def _attach(self, opened: OpenedObject) -> CachedObject:
+        obj = opened.cached = self._store.object(opened.id)
+        obj.refs += 1
+        return obj
+
+    def _demand(self, opened: OpenedObject, obj: CachedObject, missing: list[int]) -> list[Flight]:
+        """The flights that bring `missing`, joined or started."""
+        wanted = missing
+        if opened.id.size <= WHOLE_BYTES:
+            wanted = [
+                b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
+            ]
+        for start, stop in self._runs([b for b in wanted if b not in obj.flights], BLOCKS_PER_EXTENT):
+            self._start(opened, obj, start, stop, background=False)
+        return list({id(f): f for b in missing if (f := obj.flights.get(b)) is not None}.values())
+
+    def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
+        policy = self._readaheads.get(opened.id.digest)
+        if policy is None:
+            policy = Readahead(opened.id.size, self._block_size, self._window_blocks)
+            self._readaheads[opened.id.digest] = policy
+        wanted = policy.observe(pid, offset, size)
+        if wanted:
+            blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
+            part = max(1, min(self._part_blocks, len(wanted) // 2))
+            for start, stop in self._runs(blocks, part):
+                self._start(opened, obj, start, stop, background=True)
+
+    def _runs(self, blocks: list[int], longest: int) -> Iterator[tuple[int, int]]:
+        """Consecutive blocks as [start, stop) runs of at most `longest` that do not leave their extent."""
+        start = stop = -1
+        for block in blocks:
+            if block == stop and block - start < longest and block % BLOCKS_PER_EXTENT:
+                stop += 1
+                continue
+            if stop > start:
+                yield start, stop
+            start, stop = block, block + 1
+        if stop > start:
+            yield start, stop
+
+    def _start(
+        self, opened: OpenedObject, obj: CachedObject, start: int, stop: int, *, background: bool
+    ) -> None:
+        fill = self._store.begin_fill(obj, start, stop, demanded=not background)
+        if fill is None:
+            return
+        if background:
+            self._metrics.prefetched += stop - start
+        flight = Flight(self._store, obj, fill, self._token, background=background)
+        self._nursery.start_soon(self._fly, flight, opened.origin, opened.id)
+
+    async def _fly(self, flight: Flight, origin: Origin, object_id: ObjectId) -> None:
+        self.flights += 1
+        try:
+            await flight.run(origin, object_id)
+        finally:
+            self.flights -= 1
+        error = flight.error
+        if error is not None and not isinstance(error, CachefsError | FillClosed):
+            log.error("transfer of %s failed unexpectedly", object_id.key, exc_info=error)
+        if not flight.object.refs:
+            flight.object.refs += 1
+            self._store.release(flight.object)  # nobody is reading it: its descriptors can go
+
+    def _collect(self, obj: CachedObject, flights: list[Flight], offset: int, size: int) -> Buffer | None:
+        """The bytes, from blocks that exist and from transfers that have passed them; None when some are in neither."""
+        if len(flights) == 1:
+            fill = flights[0].fill
+            if not flights[0].done and fill.start <= offset and offset + size <= fill.landed:
+                return fill.read(offset, size)
+        parts: list[Buffer] = []
+        at, end = offset, offset + size
+        while at < end:
+            stop = min(end, (at // self._block_size + 1) * self._block_size)
+            data = self._store.read_now(obj, at, stop - at)
+            if data is None:
+                for flight in flights:
+                    if not flight.done and flight.fill.start <= at and stop <= flight.fill.landed:
+                        data = flight.fill.read(at, stop - at)
+                        break
+                else:
+                    return None
+            parts.append(data)
+            at = stop
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _raise_failure(self, flights: list[Flight]) -> None:
+        for flight in flights:
+            error = flight.error
+            if error is None or isinstance(error, NoRoom):
+                continue  # the next attempt takes another tier, or the heap
+            if isinstance(error, ObjectChanged):
+                raise error
+            if flight.background:
+                continue  # nobody asked for it yet; the reader's own attempt decides
+            if isinstance(error, CachefsError):
+                raise error
+            raise OriginFailed(f"{flight.object.id.key}: unexpected {type(error).__name__}") from error

@@ -1,0 +1,49 @@
+"""Exception → errno and log level: one total table.
+
+Expected absences are DEBUG, what a user can cause is INFO, what an operator should see is WARNING, and anything not in
+the table is our bug: EIO, a traceback, and the daemon lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+import trio
+
+from cachefs import errors
+
+TABLE: dict[type[BaseException], tuple[int, int]] = {
+    errors.NotFound: (errno.ENOENT, logging.DEBUG),
+    errors.NotADirectory: (errno.ENOTDIR, logging.DEBUG),
+    errors.IsADirectory: (errno.EISDIR, logging.DEBUG),
+    errors.ReadOnly: (errno.EROFS, logging.DEBUG),
+    errors.Unsupported: (errno.EOPNOTSUPP, logging.DEBUG),
+    errors.ObjectChanged: (errno.ESTALE, logging.INFO),
+    errors.PermissionDenied: (errno.EACCES, logging.WARNING),
+    errors.Throttled: (errno.EIO, logging.WARNING),
+    errors.Transient: (errno.EIO, logging.WARNING),
+    errors.OriginFailed: (errno.EIO, logging.WARNING),
+    errors.DeadlineExceeded: (errno.EIO, logging.WARNING),
+    errors.NoRoom: (errno.EIO, logging.WARNING),
+    errors.CacheInUse: (errno.EIO, logging.ERROR),
+    errors.CacheUnusable: (errno.EIO, logging.ERROR),
+    errors.ConfigError: (errno.EINVAL, logging.ERROR),
+    errors.MountError: (errno.EIO, logging.ERROR),
+    errors.CachefsError: (errno.EIO, logging.ERROR),
+    trio.TooSlowError: (errno.EIO, logging.WARNING),
+    MemoryError: (errno.ENOMEM, logging.ERROR),
+}
+
+
+def errno_of(exc: BaseException) -> tuple[int, int]:
+    """(errno, log level) for an exception; the nearest class in the table counts."""
+    for kind in type(exc).__mro__:
+        if kind in TABLE:
+            return TABLE[kind]
+    return errno.EIO, logging.ERROR
+
+
+def is_expected(exc: BaseException) -> bool:
+    """Whether the table knows it (else a traceback is worth its lines)."""
+    return any(kind in TABLE for kind in type(exc).__mro__)

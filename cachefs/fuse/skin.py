@@ -1,0 +1,277 @@
+"""pyfuse3's handlers over `FileSystem`.
+
+Warm requests never await: they ask the `*_now` form first, so neither a deadline nor the scheduler costs them anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyfuse3
+import trio
+
+from cachefs.errors import MountError
+from cachefs.fs import Attributes, FileSystem
+from cachefs.fuse.errno_table import errno_of, is_expected
+from cachefs.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How much longer than the origin's own deadline an operation may take before it is cut off. Guessed."""
+
+
+class Skin(pyfuse3.Operations):
+    """`deadline_s` bounds every operation that has to wait."""
+
+    enable_writeback_cache = False
+    supports_dot_lookup = False
+
+    def __init__(
+        self, fs: FileSystem, metrics: Metrics, deadline_s: float, on_ready: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._fs = fs
+        self._metrics = metrics
+        self._deadline_s = deadline_s + GRACE_S
+        self._on_ready = on_ready
+        self._page = 32  # directory entries that fitted the kernel's last buffer
+
+    def init(self) -> None:
+        self._on_ready()
+
+    # -- names and attributes ----------------------------------------------------------------------
+
+    async def lookup(self, parent_inode: int, name: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
+        self._metrics.fuse_lookup += 1
+        try:
+            found = self._fs.lookup_now(parent_inode, name)
+            if found is None:
+                with trio.fail_after(self._deadline_s):
+                    found = await self._fs.lookup(parent_inode, name)
+        except Exception as exc:
+            self._fail("lookup", exc)
+        attributes, ttl = found
+        if attributes is not None:
+            return _entry(attributes, ttl)
+        if not ttl:
+            raise pyfuse3.FUSEError(errno.ENOENT)
+        negative = pyfuse3.EntryAttributes()
+        negative.st_ino = 0
+        negative.entry_timeout = ttl
+        return negative
+
+    async def getattr(self, inode: int, ctx: Any) -> pyfuse3.EntryAttributes:
+        self._metrics.fuse_getattr += 1
+        try:
+            found = self._fs.attributes_now(inode)
+            if found is None:
+                with trio.fail_after(self._deadline_s):
+                    found = await self._fs.getattr(inode)
+        except Exception as exc:
+            self._fail("getattr", exc)
+        return _entry(*found)
+
+    async def forget(self, inode_list: Any) -> None:
+        for inode, count in inode_list:
+            self._fs.forget(inode, count)
+
+    async def statfs(self, ctx: Any) -> pyfuse3.StatvfsData:
+        self._metrics.fuse_other += 1
+        shown = self._fs.statfs()
+        data = pyfuse3.StatvfsData()
+        data.f_bsize = data.f_frsize = shown.block_size
+        data.f_blocks = shown.blocks
+        data.f_bfree = data.f_bavail = 0
+        data.f_files = shown.files
+        data.f_ffree = data.f_favail = 0
+        data.f_namemax = 255
+        return data
+
+    # -- directories -------------------------------------------------------------------------------
+
+    async def opendir(self, inode: int, ctx: Any) -> int:
+        self._metrics.fuse_opendir += 1
+        try:
+            with trio.fail_after(self._deadline_s):
+                return await self._fs.opendir(inode)
+        except Exception as exc:
+            self._fail("opendir", exc)
+
+    async def readdir(self, fh: int, start_id: int, token: Any) -> None:
+        self._metrics.fuse_readdir += 1
+        try:
+            with trio.fail_after(self._deadline_s):
+                entries = await self._fs.readdir(fh, start_id, self._page + 4)
+        except Exception as exc:
+            self._fail("readdir", exc)
+        fitted = 0
+        for entry in entries:
+            if not pyfuse3.readdir_reply(
+                token, entry.name, _entry(entry.attributes, entry.ttl), entry.next_offset
+            ):
+                break
+            fitted += 1
+        else:
+            self._page = min(1024, self._page + 16)
+            return
+        self._page = max(8, fitted)
+
+    async def releasedir(self, fh: int) -> None:
+        self._fs.releasedir(fh)
+
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        return
+
+    # -- files -------------------------------------------------------------------------------------
+
+    async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
+        self._metrics.fuse_open += 1
+        try:
+            opened = self._fs.open_now(inode, flags, ctx.pid)
+            if opened is None:
+                with trio.fail_after(self._deadline_s):
+                    opened = await self._fs.open(inode, flags, ctx.pid)
+        except Exception as exc:
+            self._fail("open", exc)
+        return pyfuse3.FileInfo(fh=opened[0], keep_cache=opened[1])
+
+    async def read(self, fh: int, off: int, size: int) -> Any:
+        metrics = self._metrics
+        metrics.fuse_read += 1
+        try:
+            data = self._fs.read_now(fh, off, size)
+            if data is None:
+                with trio.fail_after(self._deadline_s):
+                    data = await self._fs.read(fh, off, size)
+        except Exception as exc:
+            self._fail("read", exc)
+        metrics.fuse_read_bytes += len(data)
+        return data
+
+    async def flush(self, fh: int) -> None:
+        # Answered once, this stops the kernel from sending FLUSH at all; a read-only mount has nothing to report.
+        raise pyfuse3.FUSEError(errno.ENOSYS)
+
+    async def release(self, fh: int) -> None:
+        self._metrics.fuse_release += 1
+        self._fs.release(fh)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        return
+
+    # -- extended attributes -----------------------------------------------------------------------
+
+    async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
+        self._metrics.fuse_other += 1
+        try:
+            with trio.fail_after(self._deadline_s):
+                return await self._fs.getxattr(inode, name)
+        except Exception as exc:
+            self._fail("getxattr", exc)
+
+    async def listxattr(self, inode: int, ctx: Any) -> list[bytes]:
+        self._metrics.fuse_other += 1
+        try:
+            return self._fs.listxattr(inode)
+        except Exception as exc:
+            self._fail("listxattr", exc)
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: Any) -> None:
+        self._metrics.fuse_other += 1
+        try:
+            with trio.fail_after(self._deadline_s):
+                await self._fs.setxattr(inode, name, value)
+        except Exception as exc:
+            self._fail("setxattr", exc)
+
+    # -- everything that would change something ----------------------------------------------------
+
+    async def _read_only(self, *_: Any, **__: Any) -> NoReturn:
+        self._metrics.fuse_other += 1
+        raise pyfuse3.FUSEError(errno.EROFS)
+
+    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = create = write = removexattr = (
+        _read_only
+    )
+
+    async def access(self, inode: int, mode: int, ctx: Any) -> bool:
+        return True  # the kernel checks the mode bits (default_permissions)
+
+    async def readlink(self, inode: int, ctx: Any) -> bytes:
+        raise pyfuse3.FUSEError(errno.EINVAL)  # there are no symbolic links
+
+    def _fail(self, operation: str, exc: Exception) -> NoReturn:
+        if isinstance(exc, pyfuse3.FUSEError):
+            raise exc
+        number, level = errno_of(exc)
+        if level > logging.DEBUG:
+            self._metrics.fuse_errors += 1
+        text = str(exc) or type(exc).__name__
+        if isinstance(exc, trio.TooSlowError):
+            text = f"no answer within {self._deadline_s:.0f} s"
+        log.log(level, "%s: %s", operation, text, exc_info=None if is_expected(exc) else exc)
+        raise pyfuse3.FUSEError(number) from exc
+
+
+def _entry(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = attributes.ino
+    entry.st_mode = attributes.mode
+    entry.st_nlink = attributes.nlink
+    entry.st_size = attributes.size
+    entry.st_uid = attributes.uid
+    entry.st_gid = attributes.gid
+    entry.st_blksize = 1 << 20 if stat.S_ISREG(attributes.mode) else 4096
+    entry.st_blocks = -(-attributes.size // 512)
+    entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
+    entry.entry_timeout = entry.attr_timeout = ttl
+    return entry
+
+
+def mount(skin: Skin, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+    """Mount; the kernel's questions are answered once `serve` runs. Raises `MountError`."""
+    options = set(pyfuse3.default_options)
+    # Read-only by our own answers, not by the option `ro`: the kernel would refuse setfattr -n user.cachefs.refresh.
+    options |= {f"fsname={_plain(name)}", "subtype=cachefs", "default_permissions"}
+    if allow_other:
+        options.add("allow_other")
+    try:
+        pyfuse3.init(skin, str(mountpoint), options)
+    except RuntimeError as exc:
+        raise MountError(str(exc)) from exc
+
+
+async def serve() -> None:
+    """Answer the kernel until the mount is gone or `terminate` is called."""
+    # 128 background reads (see kernel.py) and as many others may wait at a time.
+    await pyfuse3.main(min_tasks=1, max_tasks=256)
+
+
+def terminate() -> None:
+    pyfuse3.terminate()
+
+
+def close() -> None:
+    """Unmount (lazily, if it is still mounted) and end the session; readers still waiting get ENOTCONN."""
+    pyfuse3.close(unmount=True)
+
+
+def invalidate(inode: int | None, parent: int | None, name: bytes | None) -> None:
+    """Make the kernel forget pages and attributes of `inode`, or the name. Blocking: from a worker thread only."""
+    try:
+        if inode is not None:
+            pyfuse3.invalidate_inode(inode, attr_only=False)
+        if parent is not None and name is not None:
+            pyfuse3.invalidate_entry(parent, name)
+    except OSError as exc:
+        log.debug("invalidate: %s", exc)  # ENOENT: the kernel does not know it
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isascii() and c.isprintable() and c not in ",\\ " else "_" for c in name)

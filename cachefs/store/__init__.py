@@ -1,0 +1,19 @@
+"""This node's blocks.
+
+Idea: tiers are directories (RAM is tmpfs, SSD is a disk), one sparse file per object version and tier, and an LMDB
+index that says which blocks lie there and what they hash to. Blocks are kept and evicted per *extent* of sixteen, least
+recently used first; RAM spills down, SSD drops.
+
+Invariants: a block that the index lists and whose checksum matches is served, anything else is a miss; `used_bytes`
+never passes a tier's limit, because room is reserved before bytes come; copies with pins are neither moved nor dropped.
+A crash may lose the last second of bookkeeping, never make a wrong byte readable.
+
+Who may call: `fetch` (reading and filling), `daemon` (opening, closing, status).
+"""
+
+from cachefs.store.fill import Fill, FillClosed
+from cachefs.store.opening import Opened, open_store
+from cachefs.store.scrub import scrub
+from cachefs.store.store import CachedObject, Store
+
+__all__ = ["CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]

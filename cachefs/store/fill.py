@@ -1,0 +1,137 @@
+"""Bytes on their way in: a run of blocks being written to a tier, or to the heap when no tier has room.
+
+A fill is an origin's sink. `write` runs in a worker thread and touches nothing but the fill itself; everything that
+others see happens in `settle`, on the trio thread. Until a block is settled it does not exist for anybody but the
+readers that wait for this very transfer: they may read bytes below `landed`, which never goes back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import xxhash
+
+from cachefs.errors import NoRoom
+from cachefs.names import block_length
+from cachefs.store.index import Copy
+from cachefs.store.tier import Tier
+
+
+class FillClosed(Exception):
+    """The transfer outlived its fill; whoever delivers must stop."""
+
+
+class Fill:
+    """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on."""
+
+    def __init__(self, size: int, block_size: int, start_block: int, stop_block: int) -> None:
+        self.start_block = start_block
+        self.stop_block = stop_block
+        self.start = start_block * block_size
+        self.stop = min(size, stop_block * block_size)
+        self.landed = self.start
+        self.wake_at = (
+            self.stop + 1
+        )  # the lowest offset anybody waits for: below it, landing bytes disturb nobody
+        self.on_landed: Callable[[], None] | None = None
+        self._size = size
+        self._block_size = block_size
+        self._completed: list[tuple[int, int]] = []
+        self._hash = xxhash.xxh3_64()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Take the next bytes. Worker thread. Raises `NoRoom` when the tier cannot take them, `FillClosed` when late."""
+        view = memoryview(data)
+        with self._lock:
+            if self._closed:
+                raise FillClosed
+            if self.landed + len(view) > self.stop:
+                raise ValueError("more bytes than the range has")
+            self._put(view, self.landed)
+            position = self.landed
+            while len(view):
+                block = position // self._block_size
+                end = block * self._block_size + block_length(block, self._size, self._block_size)
+                part = view[: end - position]
+                self._hash.update(part)
+                position += len(part)
+                view = view[len(part) :]
+                if position == end:
+                    self._completed.append((block, self._hash.intdigest()))
+                    self._hash = xxhash.xxh3_64()
+            self.landed = position
+        if position >= self.wake_at and self.on_landed is not None:
+            self.on_landed()
+
+    def take_completed(self) -> list[tuple[int, int]]:
+        """(block, checksum) pairs that became whole since the last call."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def close(self) -> None:
+        """No bytes are taken from here on. Waits for a `write` under way."""
+        with self._lock:
+            self._closed = True
+            self._release()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes that have landed (offset + size <= landed)."""
+        raise NotImplementedError
+
+    def _put(self, view: memoryview, offset: int) -> None:
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+
+class TierFill(Fill):
+    """Into a tier's file."""
+
+    def __init__(
+        self, tier: Tier, copy: Copy, fd: int, size: int, block_size: int, start: int, stop: int
+    ) -> None:
+        super().__init__(size, block_size, start, stop)
+        self.tier = tier
+        self.copy = copy
+        self._fd = os.dup(fd)  # its own: the object's may be closed while a transfer is still being abandoned
+        self.failure: OSError | None = None
+
+    def _put(self, view: memoryview, offset: int) -> None:
+        try:
+            while len(view):
+                count = os.pwrite(self._fd, view, offset)
+                offset += count
+                view = view[count:]
+        except OSError as exc:
+            self.failure = exc
+            raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._fd, size, offset)
+
+    def _release(self) -> None:
+        os.close(self._fd)
+
+
+class HeapFill(Fill):
+    """Into memory: for readers that must be served although no tier can take the blocks."""
+
+    def __init__(self, size: int, block_size: int, start: int, stop: int) -> None:
+        super().__init__(size, block_size, start, stop)
+        self._buffer = bytearray(self.stop - self.start)
+
+    def _put(self, view: memoryview, offset: int) -> None:
+        at = offset - self.start
+        self._buffer[at : at + len(view)] = view
+
+    def read(self, offset: int, size: int) -> bytes:
+        at = offset - self.start
+        return bytes(memoryview(self._buffer)[at : at + size])
+
+    def _release(self) -> None:
+        pass

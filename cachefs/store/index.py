@@ -1,0 +1,153 @@
+"""The index: which blocks lie where, how old they are and what they hash to. Rows and their codec.
+
+One row per *copy*: an extent of one version on one tier. Rows are only written in batches (a flush every second or so,
+fsynced, from a worker thread); a lost batch after a crash costs a refetch. The order of eviction is a table of its own,
+(tier, clock) → copy, so a start reads nothing and eviction reads only its victims.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from cachefs.database import Database, Put
+from cachefs.names import BLOCKS_PER_EXTENT
+from cachefs.store.tier import RAM, SSD
+
+_HEAD = struct.Struct(">QQHB")  # object size, clock, bitmap, number of checksums
+_KEY = struct.Struct(">B16sI")
+_CLOCK = struct.Struct(">BQ")
+_TOTAL = struct.Struct(">QQ")
+_CHECK = struct.Struct(">I")
+
+CopyKey = tuple[int, bytes, int]
+"""(tier number, object digest, extent index)"""
+
+
+@dataclass(slots=True)
+class Copy:
+    """The blocks of one extent that one tier holds.
+
+    `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
+    logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts who is using
+    the bytes across an await: fills and threaded reads.
+    """
+
+    tier: int
+    digest: bytes
+    extent: int
+    object_size: int
+    bitmap: int = 0
+    verified: int = 0
+    clock: int = 0
+    stored_clock: int | None = None
+    pins: int = 0
+    uses: int = 0
+    checksums: list[int] = field(default_factory=lambda: [0] * BLOCKS_PER_EXTENT)
+
+    @property
+    def key(self) -> CopyKey:
+        return (self.tier, self.digest, self.extent)
+
+
+def pack_key(key: CopyKey) -> bytes:
+    return _KEY.pack(*key)
+
+
+def pack_copy(copy: Copy) -> bytes:
+    count = copy.bitmap.bit_length()
+    body = _HEAD.pack(copy.object_size, copy.clock, copy.bitmap, count) + struct.pack(
+        f">{count}Q", *copy.checksums[:count]
+    )
+    return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
+
+
+def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
+    """The copy, or None when the row is damaged (then it is a miss)."""
+    if len(row) < _HEAD.size + _CHECK.size:
+        return None
+    body, check = row[: -_CHECK.size], row[-_CHECK.size :]
+    if _CHECK.pack(xxhash.xxh32_intdigest(body)) != check:
+        return None
+    size, clock, bitmap, count = _HEAD.unpack_from(body)
+    checksums = list(struct.unpack_from(f">{count}Q", body, _HEAD.size))
+    checksums += [0] * (BLOCKS_PER_EXTENT - count)
+    return Copy(*key, object_size=size, bitmap=bitmap, clock=clock, stored_clock=clock, checksums=checksums)
+
+
+class Index:
+    """Typed access to the three tables. Reads are microseconds and happen on the spot; `write` belongs in a thread."""
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        self._db = Database(path, ["copies", "order", "meta"], version=f"blocks-1-{block_size}", fsync=True)
+        self.dropped = self._db.dropped is not None
+        self.was_clean = self._db.was_clean
+
+    def load(self, key: CopyKey) -> Copy | None:
+        row = self._db.get("copies", pack_key(key))
+        return unpack_copy(key, row) if row is not None else None
+
+    def extents_of(self, tier: int, digest: bytes) -> list[int]:
+        """Extent indices of a version that the tier has rows for."""
+        start = _KEY.pack(tier, digest, 0)
+        return [
+            _KEY.unpack(key)[2]
+            for key, _ in self._db.scan("copies", start, start[:-4] + b"\xff\xff\xff\xff\xff")
+        ]
+
+    def oldest(self, tier: int, after: bytes, limit: int) -> list[tuple[bytes, CopyKey, int]]:
+        """(cursor, copy key, stored clock), oldest first; `after` is the previous cursor (b"" to begin)."""
+        start = after + b"\0" if after else _CLOCK.pack(tier, 0)
+        rows = self._db.scan("order", start, _CLOCK.pack(tier + 1, 0), limit)
+        return [(key, _KEY.unpack(value), _CLOCK.unpack(key)[1]) for key, value in rows]
+
+    def newest_clock(self) -> int:
+        rows = [self._db.last("order", _CLOCK.pack(tier + 1, 0)) for tier in (RAM, SSD)]
+        return max((_CLOCK.unpack(row[0])[1] for row in rows if row is not None), default=0)
+
+    def totals(self, tier: int) -> tuple[int, int]:
+        """(allocated bytes, blocks) as of the last flush."""
+        row = self._db.get("meta", b"total%d" % tier)
+        return _TOTAL.unpack(row) if row is not None else (0, 0)
+
+    def tag(self, tier: int) -> bytes | None:
+        return self._db.get("meta", b"tag%d" % tier)
+
+    def forget_tier(self, tier: int, tag: bytes) -> None:
+        """The tier's directory is not the one the rows speak of (tmpfs after a reboot): drop its rows."""
+        self._db.write(
+            [("meta", b"tag%d" % tier, tag), ("meta", b"total%d" % tier, None)],
+            ranges=[
+                ("copies", _KEY.pack(tier, b"", 0), bytes([tier + 1])),
+                ("order", _CLOCK.pack(tier, 0), bytes([tier + 1])),
+            ],
+        )
+
+    def write(
+        self,
+        saved: list[tuple[bytes, bytes, int, int | None]],
+        removed: list[tuple[CopyKey, int | None]],
+        totals: dict[int, tuple[int, int]],
+    ) -> None:
+        """One durable transaction. `saved`: (packed key, packed row, clock, clock stored before); `removed`: (key, stored
+        clock). Blocking."""
+        puts: list[Put] = []
+        for key, stored in removed:
+            puts.append(("copies", pack_key(key), None))
+            if stored is not None:
+                puts.append(("order", _CLOCK.pack(key[0], stored), None))
+        for packed_key, row, clock, stored in saved:
+            tier = packed_key[0]
+            if stored is not None and stored != clock:
+                puts.append(("order", _CLOCK.pack(tier, stored), None))
+            puts.append(("copies", packed_key, row))
+            puts.append(("order", _CLOCK.pack(tier, clock), packed_key))
+        for tier, total in totals.items():
+            puts.append(("meta", b"total%d" % tier, _TOTAL.pack(*total)))
+        self._db.write(puts)
+
+    def close(self) -> None:
+        self._db.close()

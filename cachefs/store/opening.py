@@ -1,0 +1,152 @@
+"""Opening the store: the best service that the directories at hand allow.
+
+A missing, read-only or full cache directory costs the SSD tier, not the mount; no tmpfs costs the RAM tier; without
+either, blocks only pass through memory. Each loss is one line in `warnings`. Only another daemon on the same directory
+is refused: two owners would corrupt each other's accounting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
+from cachefs.metrics import Metrics
+from cachefs.store.index import Index
+from cachefs.store.store import Store
+from cachefs.store.tier import RAM, SSD, Tier
+
+log = logging.getLogger(__name__)
+
+SHM = Path("/dev/shm")
+
+
+@dataclass
+class Opened:
+    """`state_dir` is where small databases can live: the cache directory, or what replaced it. `temporary` ones go on close."""
+
+    store: Store
+    state_dir: Path
+    warnings: list[str] = field(default_factory=list)
+    temporary: list[Path] = field(default_factory=list)
+
+
+def ram_directory(cache_dir: Path) -> Path:
+    """The tmpfs directory that belongs to a cache directory: found again by the next daemon, even after kill -9."""
+    tag = hashlib.blake2b(os.fsencode(os.path.realpath(cache_dir)), digest_size=6).hexdigest()
+    return SHM / f"cachefs-{os.getuid()}-{tag}"
+
+
+def open_store(
+    cache_dir: Path,
+    cache_bytes: int,
+    ram_bytes: int,
+    keep_free_bytes: int,
+    block_size: int,
+    verify: str,
+    metrics: Metrics,
+) -> Opened:
+    """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
+    warnings: list[str] = []
+    temporary: list[Path] = []
+    ram_dir = ram_directory(cache_dir)
+    index, state_dir = _open_index(cache_dir, ram_dir, block_size, warnings, temporary)
+    if index.dropped:
+        warnings.append("the cache index was damaged or of another format: the cache starts empty")
+        for place in (cache_dir, ram_dir):
+            _discard(place / "objects")
+    tiers: list[Tier] = []
+    wanted = [
+        (RAM, "ram", ram_dir, ram_bytes, 0),
+        (SSD, "ssd", cache_dir, cache_bytes, keep_free_bytes),
+    ]
+    for number, name, path, cap, keep_free in wanted:
+        if cap < block_size:
+            continue
+        try:
+            if number == RAM and not _is_tmpfs(SHM):
+                raise CacheUnusable(f"{SHM} is not a tmpfs")
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.stat().st_uid != os.getuid():
+                raise CacheUnusable(f"{path} belongs to another user")
+            tier = Tier(
+                number,
+                name,
+                path,
+                cap,
+                blocking=number == SSD,
+                keep_free_bytes=keep_free,
+                clock=time.monotonic,
+            )
+            _check_tag(index, tier)
+            tiers.append(tier)
+        except (CacheUnusable, NoRoom, OSError) as exc:
+            warnings.append(f"no {name} tier: {exc}")
+    if not tiers:
+        warnings.append("no tier at all: nothing is cached but what the kernel keeps")
+    store = Store(index, tiers, block_size, verify, metrics, time.monotonic)
+    return Opened(store, state_dir, warnings, temporary)
+
+
+def _open_index(
+    cache_dir: Path, ram_dir: Path, block_size: int, warnings: list[str], temporary: list[Path]
+) -> tuple[Index, Path]:
+    first: CacheUnusable | None = None
+    for place in (cache_dir, ram_dir, None):
+        if place is None:
+            place = Path(tempfile.mkdtemp(prefix="cachefs-"))
+            temporary.append(place)
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            index = Index(place / "index", block_size)
+        except CacheInUse:
+            raise
+        except (CacheUnusable, OSError) as exc:
+            first = first or CacheUnusable(str(exc))
+            continue
+        if first is not None:
+            warnings.append(f"{first}; keeping the index in {place} instead, a restart may be cold")
+        return index, place
+    raise first or CacheUnusable("no directory can be written")
+
+
+def _check_tag(index: Index, tier: Tier) -> None:
+    """A directory that is not the one the index speaks of (tmpfs after a reboot, a swapped disk) has none of its blocks."""
+    file = tier.path / "tag"
+    tag = file.read_bytes() if file.exists() else b""
+    if not tag or index.tag(tier.number) != tag:
+        if index.tag(tier.number) is not None:
+            log.info("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
+        tag = uuid.uuid4().bytes
+        _discard(tier.path / "objects")
+        (tier.path / "objects").mkdir(exist_ok=True)
+        file.write_bytes(tag)
+        index.forget_tier(tier.number, tag)
+
+
+def _discard(path: Path) -> None:
+    """Move away at once, delete in the background: cleaning never delays a mount."""
+    if not path.exists():
+        return
+    trash = path.with_name(f"trash-{uuid.uuid4().hex}")
+    try:
+        path.rename(trash)
+    except OSError:
+        return
+    threading.Thread(target=shutil.rmtree, args=(trash,), kwargs={"ignore_errors": True}, daemon=True).start()
+
+
+def _is_tmpfs(path: Path) -> bool:
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.split()[1] == str(path) and line.split()[2] == "tmpfs" for line in mounts)

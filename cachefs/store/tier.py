@@ -1,0 +1,167 @@
+"""A tier: one directory that holds object versions as sparse files, and knows what it may take.
+
+`used_bytes` counts allocated bytes (block lengths rounded up to the page), because that is what the cap and the disk
+count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded.
+
+Health is a small table. An I/O error makes a tier *unstable*: nothing new is written for a while, reads go on and each
+failing one is a miss. Three errors in a row without a success make it *down* until the pause is over; then one write
+probes it. A full disk is not sickness: it lowers the cap to what is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from cachefs.errors import CacheUnusable
+
+log = logging.getLogger(__name__)
+
+PAGE = 4096
+"""Allocation unit of ext4, xfs and tmpfs as they are commonly made."""
+
+RETRY_AFTER_S = 30.0
+"""How long a failing tier is left alone before a write probes it again. Guessed."""
+
+FREE_SPACE_EVERY_S = 0.5
+"""How old a reading of the disk's free space may be. Derived: 0.5 s at 2 GB/s of other writers is 1 GB, far less than
+the default reserve of 10 % of a cache disk."""
+
+RAM, SSD = 0, 1
+"""Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+
+def allocated(length: int) -> int:
+    """Disk bytes that `length` bytes take."""
+    return -(-length // PAGE) * PAGE
+
+
+class Tier:
+    """`number` is `RAM` or `SSD`; `blocking` tells whether reading can wait
+    for a device (a disk does, tmpfs does not)."""
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        path: Path,
+        cap_bytes: int,
+        *,
+        blocking: bool,
+        keep_free_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.path = path
+        self.cap_bytes = cap_bytes
+        self.blocking = blocking
+        self.used_bytes = 0
+        self.blocks = 0
+        self.errors_in_a_row = 0
+        self.last_error = ""
+        self._keep_free_bytes = keep_free_bytes
+        self._clock = clock
+        self._retry_at = 0.0
+        self._free_bytes = 0
+        self._free_read_at = -1e9
+        self._used_at_reading = 0
+        try:
+            (path / "objects").mkdir(parents=True, exist_ok=True)
+            probe = path / "probe"
+            probe.write_bytes(b"x")
+            probe.unlink()
+        except OSError as exc:
+            raise CacheUnusable(f"cannot write to the cache directory {path}: {exc.strerror}") from exc
+
+    # -- what it may take --------------------------------------------------------------------------
+
+    def limit_bytes(self) -> int:
+        """The cap now: what was asked for, or less when the disk has less to give."""
+        now = self._clock()
+        if now - self._free_read_at >= FREE_SPACE_EVERY_S:
+            self._free_read_at = now
+            try:
+                stats = os.statvfs(self.path)
+                self._free_bytes = stats.f_bavail * stats.f_frsize
+            except OSError as exc:
+                self.failed(exc)
+                self._free_bytes = 0
+            self._used_at_reading = self.used_bytes
+        # What this tier took since the reading came out of the same free space.
+        return min(self.cap_bytes, self._used_at_reading + self._free_bytes - self._keep_free_bytes)
+
+    def full(self) -> None:
+        """The disk said ENOSPC: believe it at once."""
+        self._free_read_at = self._clock()
+        self._free_bytes = 0
+        self._used_at_reading = self.used_bytes
+
+    def writable(self) -> bool:
+        """Whether new blocks may be offered to it now."""
+        return self.errors_in_a_row == 0 or self._clock() >= self._retry_at
+
+    @property
+    def state(self) -> str:
+        if self.errors_in_a_row == 0:
+            return "normal"
+        return "unstable" if self.errors_in_a_row < 3 else "down"
+
+    def failed(self, exc: OSError) -> None:
+        """An I/O error happened on this tier."""
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.full()
+            return
+        if exc.errno == errno.ENOENT:
+            return  # a file vanished under us: that block is a miss, the tier is not sick
+        before = self.state
+        self.errors_in_a_row += 1
+        self.last_error = f"{os.strerror(exc.errno or 0)}"
+        self._retry_at = self._clock() + RETRY_AFTER_S
+        if self.state != before:
+            log.warning("cache tier %s (%s) is %s: %s", self.name, self.path, self.state, self.last_error)
+
+    def worked(self) -> None:
+        """A write succeeded."""
+        if self.errors_in_a_row:
+            log.warning("cache tier %s (%s) works again", self.name, self.path)
+            self.errors_in_a_row = 0
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def file_path(self, digest: bytes) -> Path:
+        """Where the version `digest` lies. 256 directories keep a million files at 4,000 each."""
+        name = digest.hex()
+        return self.path / "objects" / name[:2] / name[2:]
+
+    def open_file(self, digest: bytes, *, create: bool) -> int:
+        """A descriptor of the version's file. OSError(ENOENT) without `create` when it is not there."""
+        path = self.file_path(digest)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
+        except FileNotFoundError:
+            if not create:
+                raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags | os.O_CREAT, 0o600)
+
+    def unlink(self, digest: bytes) -> None:
+        try:
+            os.unlink(self.file_path(digest))
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            self.failed(exc)
+
+    def punch(self, fd: int, offset: int, length: int) -> bool:
+        """Give the bytes back to the file system; False where it cannot do that."""
+        done: int = _libc.fallocate(fd, _PUNCH, ctypes.c_long(offset), ctypes.c_long(length))
+        return done == 0
