@@ -11,9 +11,10 @@ A crash may lose the last second of bookkeeping, never make a wrong byte readabl
 Who may call: `fetch` (reading and filling), `daemon` (opening, closing, status).
 """
 
+from cachefs.store.catalog import CachedObject
 from cachefs.store.fill import Fill, FillClosed
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.scrub import scrub
-from cachefs.store.store import CachedObject, Store
+from cachefs.store.store import Store
 
 __all__ = ["CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]

@@ -36,6 +36,7 @@ class Fill:
             self.stop + 1
         )  # the lowest offset anybody waits for: below it, landing bytes disturb nobody
         self.on_landed: Callable[[], None] | None = None
+        self.settled = 0  # blocks that exist for everybody
         self._size = size
         self._block_size = block_size
         self._completed: list[tuple[int, int]] = []
@@ -69,7 +70,8 @@ class Fill:
 
     def take_completed(self) -> list[tuple[int, int]]:
         """(block, checksum) pairs that became whole since the last call."""
-        completed, self._completed = self._completed, []
+        completed = self._completed[self.settled :]
+        self.settled += len(completed)
         return completed
 
     def close(self) -> None:

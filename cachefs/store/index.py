@@ -33,7 +33,7 @@ class Copy:
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts who is using
-    the bytes across an await: fills and threaded reads.
+    the bytes across an await: fills and threaded reads. `first_use` is when the SSD copy was first read in this process.
     """
 
     tier: int
@@ -45,7 +45,7 @@ class Copy:
     clock: int = 0
     stored_clock: int | None = None
     pins: int = 0
-    uses: int = 0
+    first_use: float = 0.0
     checksums: list[int] = field(default_factory=lambda: [0] * BLOCKS_PER_EXTENT)
 
     @property

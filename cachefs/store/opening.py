@@ -31,7 +31,8 @@ SHM = Path("/dev/shm")
 
 @dataclass
 class Opened:
-    """`state_dir` is where small databases can live: the cache directory, or what replaced it. `temporary` ones go on close."""
+    """`state_dir` is where small databases can live: the cache directory, or what replaced it. `temporary` ones go on
+    close."""
 
     store: Store
     state_dir: Path
@@ -72,11 +73,7 @@ def open_store(
         if cap < block_size:
             continue
         try:
-            if number == RAM and not _is_tmpfs(SHM):
-                raise CacheUnusable(f"{SHM} is not a tmpfs")
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if path.stat().st_uid != os.getuid():
-                raise CacheUnusable(f"{path} belongs to another user")
+            _prepare(number, path)
             tier = Tier(
                 number,
                 name,
@@ -94,6 +91,15 @@ def open_store(
         warnings.append("no tier at all: nothing is cached but what the kernel keeps")
     store = Store(index, tiers, block_size, verify, metrics, time.monotonic)
     return Opened(store, state_dir, warnings, temporary)
+
+
+def _prepare(number: int, path: Path) -> None:
+    if number == RAM and not _is_tmpfs(SHM):
+        raise CacheUnusable(f"{SHM} is not a tmpfs")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Anybody may make a name in /dev/shm: a directory that is not ours may hold bytes that are not ours.
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise CacheUnusable(f"{path} belongs to another user")
 
 
 def _open_index(

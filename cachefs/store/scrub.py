@@ -13,7 +13,6 @@ from pathlib import Path
 import trio
 
 from cachefs.store.store import Store
-from cachefs.store.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +23,15 @@ async def scrub(store: Store) -> None:
         freed = 0
         for number in range(256):
             folder = tier.path / "objects" / f"{number:02x}"
-            for name, allocated in await trio.to_thread.run_sync(_files, folder):
-                freed += _check(store, tier, folder.name + name, allocated)
+            for name, on_disk in await trio.to_thread.run_sync(_files, folder):
+                try:
+                    digest = bytes.fromhex(folder.name + name)
+                except ValueError:
+                    continue  # not ours
+                freed += store.room.reclaim(tier, digest, on_disk)
                 await trio.lowlevel.checkpoint()
         if freed:
-            log.info("the %s tier had %d bytes in files without rows (unclean stop): freed", tier.name, freed)
+            log.info("the %s tier had %d bytes in no row (unclean stop): freed", tier.name, freed)
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:
@@ -37,18 +40,3 @@ def _files(folder: Path) -> list[tuple[str, int]]:
             return [(entry.name, entry.stat(follow_symlinks=False).st_blocks * 512) for entry in entries]
     except OSError:
         return []
-
-
-def _check(store: Store, tier: Tier, name: str, allocated: int) -> int:
-    try:
-        digest = bytes.fromhex(name)
-    except ValueError:
-        return 0
-    expected = store.allocated_of(tier, digest)
-    if expected is None or allocated <= expected:
-        return 0
-    if expected == 0:
-        tier.unlink(digest)
-    else:
-        store.punch_unknown(tier, digest)
-    return allocated - expected

@@ -1,0 +1,284 @@
+"""What is where, in memory: the versions lately used, their copies, and what the index has yet to be told.
+
+The index on disk lists every copy; the catalog holds those that were looked at, and writes changes back in batches. The
+rules that keep the two one are all here: a key that was removed, or that a flush under way is writing, is never loaded
+from the index again; a row whose clock is not the copy's is out of date.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import trio
+
+from cachefs.errors import CacheUnusable, NoRoom
+from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.store.index import Copy, CopyKey, Index, pack_copy, pack_key
+from cachefs.store.tier import Tier
+
+log = logging.getLogger(__name__)
+
+OBJECTS_IN_MEMORY = 8192
+"""Versions whose bookkeeping is kept in memory after use, about 1 KiB each. Guessed."""
+
+
+class CachedObject:
+    """One version that is open or was lately used. `copies` has the loaded ones by (tier, extent), None where there is
+    none; `fds` its open files by tier. `flights` belongs to the fetch room: block → the transfer that is bringing it."""
+
+    __slots__ = ("copies", "fds", "flights", "id", "refs")
+
+    def __init__(self, object_id: ObjectId) -> None:
+        self.id = object_id
+        self.copies: dict[tuple[int, int], Copy | None] = {}
+        self.fds: dict[int, int] = {}
+        self.flights: dict[int, Any] = {}
+        self.refs = 0
+
+    def in_use(self) -> bool:
+        return bool(self.refs or self.flights or any(c and c.pins for c in self.copies.values()))
+
+    def file(self, tier: Tier) -> int:
+        """A descriptor of its file on the tier, kept open while the object is in use. OSError when it is not there."""
+        fd = self.fds.get(tier.number)
+        if fd is None:
+            fd = self.fds[tier.number] = tier.open_file(self.id.digest, create=False)
+        return fd
+
+    def close_files(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+
+
+class _Unnamed:
+    """Stands in for the ObjectId of a version only met by its digest (while evicting): the index keeps no keys."""
+
+    __slots__ = ("digest", "key")
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        self.key = f"version {digest.hex()}"
+
+
+class Catalog:
+    """`trust` takes the index's word for the bytes of its blocks; otherwise each is checked before its first use."""
+
+    def __init__(self, index: Index, tiers: list[Tier], block_size: int, *, trust: bool) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._block_size = block_size
+        self._trust = trust
+        self._objects: OrderedDict[bytes, CachedObject] = OrderedDict()
+        self._dirty: dict[CopyKey, Copy] = {}
+        self._removed: dict[CopyKey, int | None] = {}
+        self._flushing: dict[CopyKey, Any] = {}
+        self._victims: dict[int, list[tuple[bytes, CopyKey, int]]] = {}
+        self._clock = index.newest_clock() + 1
+        self._recent = self._clock
+        self._flush_lock = trio.Lock()
+        self.index_error = ""
+        for tier in tiers:
+            tier.used_bytes, tier.blocks = index.totals(tier.number)
+
+    # -- objects and copies ------------------------------------------------------------------------
+
+    def object(self, object_id: ObjectId) -> CachedObject:
+        """The bookkeeping of this version (made when there is none)."""
+        found = self._get(object_id.digest, object_id)
+        found.id = object_id  # it may have been met by its digest only
+        return found
+
+    def _get(self, digest: bytes, object_id: Any) -> CachedObject:
+        found = self._objects.get(digest)
+        if found is not None:
+            self._objects.move_to_end(digest)
+            return found
+        if len(self._objects) >= OBJECTS_IN_MEMORY:
+            self._forget_some()
+        found = self._objects[digest] = CachedObject(object_id)
+        return found
+
+    def _forget_some(self) -> None:
+        for digest, obj in list(self._objects.items())[: OBJECTS_IN_MEMORY // 8]:
+            if obj.in_use():
+                continue
+            if any(c and (c.key in self._dirty or c.key in self._flushing) for c in obj.copies.values()):
+                continue
+            obj.close_files()
+            del self._objects[digest]
+
+    def copy(self, obj: CachedObject, tier: int, extent: int) -> Copy | None:
+        """What the tier holds of the extent, loaded on first use."""
+        try:
+            return obj.copies[tier, extent]
+        except KeyError:
+            pass
+        key = (tier, obj.id.digest, extent)
+        copy = None
+        if key not in self._removed and key not in self._flushing:
+            copy = self._index.load(key)
+            if copy is not None and self._trust:
+                copy.verified = copy.bitmap
+        obj.copies[tier, extent] = copy
+        return copy
+
+    def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
+        """All copies of the version on a tier."""
+        extents = set(self._index.extents_of(tier, obj.id.digest)) | {e for t, e in obj.copies if t == tier}
+        return [c for e in sorted(extents) if (c := self.copy(obj, tier, e)) is not None]
+
+    def find(self, obj: CachedObject, block: int) -> Copy | None:
+        """The fastest copy that holds the block, verified ones first."""
+        extent, bit = block // BLOCKS_PER_EXTENT, 1 << (block % BLOCKS_PER_EXTENT)
+        held = None
+        for tier in self._tiers:
+            copy = self.copy(obj, tier.number, extent)
+            if copy is not None and copy.bitmap & bit:
+                if copy.verified & bit:
+                    return copy
+                held = held or copy
+        return held
+
+    def ranges(self, copy: Copy, bits: int) -> Iterator[tuple[int, int]]:
+        """(offset, length) of each block in `bits`."""
+        for position in range(BLOCKS_PER_EXTENT):
+            if bits >> position & 1:
+                block = copy.extent * BLOCKS_PER_EXTENT + position
+                yield block * self._block_size, block_length(block, copy.object_size, self._block_size)
+
+    def idle(self, digest: bytes) -> CachedObject | None:
+        """The version by its digest; None while it is in use."""
+        obj = self._objects.get(digest)
+        if obj is None:
+            return CachedObject(_Unnamed(digest))  # type: ignore[arg-type]
+        return None if obj.in_use() else obj
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def create(self, obj: CachedObject, tier: int, extent: int) -> Copy:
+        """The copy to write into, made when there is none."""
+        copy = self.copy(obj, tier, extent)
+        if copy is None:
+            copy = Copy(tier, obj.id.digest, extent, obj.id.size)
+            copy.stored_clock = self._removed.pop(copy.key, None)
+            obj.copies[tier, extent] = copy
+        return copy
+
+    def touch(self, copy: Copy) -> None:
+        """Used now, and changed: the next flush writes it."""
+        self._clock += 1
+        copy.clock = self._clock
+        self._dirty[copy.key] = copy
+
+    def touch_if_old(self, copy: Copy) -> bool:
+        """Used now. Once per flush is enough to keep the order, and costs a row a second at most."""
+        if copy.clock >= self._recent:
+            return False
+        self.touch(copy)
+        return True
+
+    def changed(self, copy: Copy) -> None:
+        """Its blocks changed, its age did not."""
+        self._dirty[copy.key] = copy
+
+    def remove(self, obj: CachedObject, copy: Copy) -> None:
+        obj.copies[copy.tier, copy.extent] = None
+        self._dirty.pop(copy.key, None)
+        self._removed[copy.key] = copy.stored_clock
+
+    def oldest(self, tier: int) -> tuple[CachedObject, Copy] | None:
+        """The least recently used copy on a tier that nobody is using."""
+        cursor = b""
+        # Rows first: whatever was touched since the last flush is younger than every row that is up to date.
+        while True:
+            queue = self._victims.get(tier)
+            if not queue:
+                queue = self._index.oldest(tier, cursor, 256)
+                if not queue:
+                    break
+                queue.reverse()
+                self._victims[tier] = queue
+            cursor, key, clock = queue.pop()
+            if key in self._removed or key in self._flushing:
+                continue
+            obj = self._get(key[1], _Unnamed(key[1]))
+            copy = self.copy(obj, key[0], key[2])
+            if copy is None:
+                self._removed[key] = clock  # an order row without a copy: its row was damaged
+            elif copy.clock == clock and not copy.pins:
+                return obj, copy
+        self._victims.pop(tier, None)
+        dirty = [c for c in self._dirty.values() if c.tier == tier and not c.pins and c.bitmap]
+        if not dirty:
+            return None
+        youngest = min(dirty, key=lambda c: c.clock)
+        return self._objects[youngest.digest], youngest
+
+    # -- the index ---------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Write what changed to the index. Durable when this returns, or kept for next time and `index_error` says why."""
+        async with self._flush_lock:
+            self._recent = self._clock
+            if not self._dirty and not self._removed:
+                return
+            saving, self._dirty = self._dirty, {}
+            removing, self._removed = self._removed, {}
+            saved = []
+            before = {}
+            for key, copy in saving.items():
+                if copy.bitmap:
+                    saved.append((pack_key(key), pack_copy(copy), copy.clock, copy.stored_clock))
+                    before[key] = copy.stored_clock
+                    copy.stored_clock = copy.clock
+            self._flushing = {**saving, **removing}
+            self._victims.clear()
+            totals = {t.number: (max(0, t.used_bytes), max(0, t.blocks)) for t in self._tiers}
+            try:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(self._index.write, saved, list(removing.items()), totals)
+                if self.index_error:
+                    log.warning("the cache index can be written again")
+                self.index_error = ""
+            except (NoRoom, CacheUnusable) as exc:
+                if not self.index_error:
+                    log.warning("cannot write the cache index, a restart will be colder: %s", exc)
+                self.index_error = str(exc)
+                self._take_back(saving, removing, before)
+            finally:
+                self._flushing = {}
+                self._victims.clear()
+
+    def _take_back(
+        self,
+        saving: dict[CopyKey, Copy],
+        removing: dict[CopyKey, int | None],
+        before: dict[CopyKey, int | None],
+    ) -> None:
+        """A flush failed: everything it was to write is still to be written, except what has changed since."""
+        for key, copy in saving.items():
+            if key in before:
+                copy.stored_clock = before[key]
+            if key in self._removed:
+                self._removed[key] = copy.stored_clock
+            else:
+                self._dirty.setdefault(key, copy)
+        for key, clock in removing.items():
+            newer = self._dirty.get(key)
+            if newer is not None:
+                newer.stored_clock = clock
+            else:
+                self._removed.setdefault(key, clock)
+
+    async def aclose(self) -> None:
+        """Flush, then close the index cleanly."""
+        with trio.CancelScope(shield=True):
+            await self.flush()
+            for obj in self._objects.values():
+                obj.close_files()
+            await trio.to_thread.run_sync(self._index.close)
