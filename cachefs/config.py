@@ -19,25 +19,32 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from cachefs.cgroup import memory_limit
-from cachefs.sources import check_url
-from cachefs.units import (
-    FOREVER,
-    Size,
-    format_bytes,
-    format_duration,
-    format_mode,
-    parse_bool,
-    parse_bytes,
-    parse_duration,
-    parse_mode,
-    parse_rate,
+from cachefs.options import (
+    BLOCK_SIZE,
+    BYTE_COUNT,
+    COUNT,
+    DERIVED,
+    DURATION,
+    GROUP,
+    MODE,
+    PATH,
+    RATE,
+    SIZE,
+    SWITCH,
+    TEXT,
+    URL,
+    USER,
+    Row,
+    choice,
+    option,
 )
+from cachefs.units import FOREVER, Size
 
 Consistency = Literal["strict", "default", "immutable"]
 Verify = Literal["full", "first", "none"]
@@ -49,27 +56,8 @@ GROUPS = ("Cache", "Freshness", "Source", "Permissions", "Transfer", "Running")
 METADATA_TTL = {"strict": 0.0, "default": 60.0, "immutable": FOREVER}
 NEGATIVE_TTL = {"strict": 0.0, "default": 5.0, "immutable": 3600.0}
 
-DERIVED: Any = object()
-"""Stands for "work it out from the other fields" until `Config.__post_init__` has."""
-
 _SOCKET_PATH_MAX = 107
 """Derived: sun_path is 108 bytes with its terminating NUL."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What an option is outside of Python: how its text reads, and what is said about it."""
-
-    help: str
-    group: str
-    parse: Callable[[str], Any]
-    show: Callable[[Any], str | int | float | bool]
-    metavar: str = "TEXT"
-    default: str = ""
-    flags: tuple[str, ...] = ()
-    key: str = ""
-    flag_only: bool = False
-    derive: Callable[[Config], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,149 +74,57 @@ class Source:
     anonymous: bool = False
 
 
-def _row(kind: Callable[..., Row], group: str, help: str, *, value: Any = DERIVED, **more: Any) -> Any:
-    return field(default=value, metadata={"row": kind(group=group, help=help, **more)})
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _parse_text(text: str) -> str:
-    if not text.strip():
-        raise ValueError("empty: give it a value or leave it out")
-    return text.strip()
-
-
-def _parse_count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text.strip()):
-        raise ValueError("not a number from 1 up")
-    return int(text)
-
-
-def _parse_path(text: str) -> Path:
-    # Made absolute by its text alone: touching a path may hang in a dead mount.
-    return Path(os.path.abspath(Path(_parse_text(text)).expanduser()))  # noqa: PTH100
-
-
-def _parse_block_size(text: str) -> int:
-    size = parse_bytes(text)
-    if size & (size - 1) or not 64 << 10 <= size <= 16 << 20:
-        raise ValueError("not a power of two from 64K to 16M: write it like 1M")
-    return size
-
-
-def _parse_url(text: str) -> str:
-    return check_url(_parse_text(text))
-
-
-def _parse_user(text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        return int(text)
-    import pwd
-
-    try:
-        return pwd.getpwnam(text.strip()).pw_uid
-    except KeyError:
-        raise ValueError("not a user of this machine: write a number or a user name") from None
-
-
-def _parse_group(text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        return int(text)
-    import grp
-
-    try:
-        return grp.getgrnam(text.strip()).gr_gid
-    except KeyError:
-        raise ValueError("not a group of this machine: write a number or a group name") from None
-
-
-def _kind(
-    metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
-) -> Callable[..., Row]:
-    def make(**more: Any) -> Row:
-        return Row(parse=parse, show=show, metavar=metavar, **more)
-
-    return make
-
-
-_size = _kind("SIZE", Size.parse, str)
-_bytes = _kind("SIZE", parse_bytes, format_bytes)
-_block = _kind("SIZE", _parse_block_size, format_bytes)
-_rate = _kind("RATE", parse_rate, format_bytes)
-_duration = _kind("TIME", parse_duration, format_duration)
-_mode = _kind("OCTAL", parse_mode, format_mode)
-_count = _kind("N", _parse_count)
-_text = _kind("TEXT", _parse_text)
-_url = _kind("URL", _parse_url)
-_path = _kind("PATH", _parse_path, str)
-_user = _kind("USER", _parse_user)
-_group = _kind("GROUP", _parse_group)
-_switch = _kind("", parse_bool)
-
-
-def _choice(*choices: str) -> Callable[..., Row]:
-    def parse(text: str) -> str:
-        word = text.strip().lower()
-        if word not in choices:
-            raise ValueError(f"not one of {', '.join(choices)}")
-        return word
-
-    return _kind("|".join(choices), parse)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a mount is told. Paths are absolute; sizes in percent are resolved by the room that knows the
-    whole.
+    """Everything a mount is told. Paths are absolute; a size in percent is resolved by the room that knows
+    the whole.
 
-    The daemon reads what concerns one store (`client`, `endpoint_url`, …) from its `Source`, where `layers.load`
-    has filled the options below in. `dataclasses.replace` keeps what was derived: it does not look at the
-    presets again.
+    The daemon reads what concerns one store (`client`, `endpoint_url`, …) from its `Source`, where
+    `layers.load` has filled the options below in. `dataclasses.replace` keeps what was derived: it does not
+    look at the presets again.
     """
 
     sources: tuple[Source, ...]
     mountpoint: Path
 
-    cache_dir: Path = _row(
-        _path,
+    cache_dir: Path = option(
+        PATH,
         "Cache",
         "Directory of the SSD cache. Also found again when the same source is mounted elsewhere.",
         default="/var/cache/cachefs/SOURCE for root, else ~/.cache/cachefs/SOURCE",
         derive=lambda config: default_cache_dir(config.sources),
     )
-    cache_size: Size = _row(
-        _size,
+    cache_size: Size = option(
+        SIZE,
         "Cache",
         "How much of the SSD to use: 500G, or a share of the space that is free or already holds this cache.",
         value=Size(percent=80.0),
         default="80%",
     )
-    ram: Size = _row(
-        _size,
+    ram: Size = option(
+        SIZE,
         "Cache",
         "How much memory holds blocks: 8G, or a share of this process's memory limit (cgroups included). "
         "0 does without.",
         default="25%, at most 4G",
         derive=lambda _: Size(bytes=min(memory_limit() // 4, 4 << 30)),
     )
-    keep_free: Size = _row(
-        _size,
+    keep_free: Size = option(
+        SIZE,
         "Cache",
         "Disk space the cache always leaves free: 50G, or a share of the filesystem.",
         value=Size(percent=10.0),
         default="10%",
     )
-    block_size: int = _row(
-        _block,
+    block_size: int = option(
+        BLOCK_SIZE,
         "Cache",
         "Unit of bookkeeping; a power of two, 64K to 16M.",
         value=1 << 20,
         default="1M",
     )
-    verify: Verify = _row(
-        _choice("full", "first", "none"),
+    verify: Verify = option(
+        choice("full", "first", "none"),
         "Cache",
         "When cached blocks are checked against their checksum: at every read from disk, at the first one "
         "after a start, or never.",
@@ -236,129 +132,131 @@ class Config:
         default="first",
     )
 
-    consistency: Consistency = _row(
-        _choice("strict", "default", "immutable"),
+    consistency: Consistency = option(
+        choice("strict", "default", "immutable"),
         "Freshness",
         "strict asks the store at every open; default believes what it knows for a minute; immutable "
         "never asks again.",
         value="default",
         default="default",
     )
-    metadata_ttl: float = _row(
-        _duration,
+    metadata_ttl: float = option(
+        DURATION,
         "Freshness",
         "How long attributes and listings are believed: 60s, 5m, 1h, forever.",
         default="by --consistency: 0, 60s or forever",
         derive=lambda config: METADATA_TTL[config.consistency],
     )
-    negative_ttl: float = _row(
-        _duration,
+    negative_ttl: float = option(
+        DURATION,
         "Freshness",
         "How long a missing name is believed to be missing.",
         default="by --consistency: 0, 5s or 1h",
         derive=lambda config: NEGATIVE_TTL[config.consistency],
     )
 
-    client: Client = _row(
-        _choice("auto", "obstore", "fsspec"),
+    client: Client = option(
+        choice("auto", "obstore", "fsspec"),
         "Source",
         "Library that talks to the store. auto takes obstore where it knows the scheme, else fsspec.",
         value="auto",
         default="auto",
     )
-    endpoint_url: str | None = _row(
-        _url, "Source", "Address of an S3- or Azure-compatible store, such as http://minio:9000.", value=None
+    endpoint_url: str | None = option(
+        URL, "Source", "Address of an S3- or Azure-compatible store, such as http://minio:9000.", value=None
     )
-    region: str | None = _row(_text, "Source", "Region of the bucket.", value=None)
-    profile: str | None = _row(
-        _text, "Source", "Named profile in ~/.aws/config to take credentials from.", value=None
+    region: str | None = option(TEXT, "Source", "Region of the bucket.", value=None)
+    profile: str | None = option(
+        TEXT, "Source", "Named profile in ~/.aws/config to take credentials from.", value=None
     )
-    anonymous: bool = _row(
-        _switch, "Source", "Send requests unsigned: public data.", value=False, flags=("--no-sign-request",)
+    anonymous: bool = option(
+        SWITCH, "Source", "Send requests unsigned: public data.", value=False, flags=("--no-sign-request",)
     )
 
-    uid: int = _row(
-        _user,
+    uid: int = option(
+        USER,
         "Permissions",
         "Owner that files show.",
         default="the user who mounts",
         derive=lambda _: os.getuid(),
     )
-    gid: int = _row(
-        _group,
+    gid: int = option(
+        GROUP,
         "Permissions",
         "Group that files show.",
         default="the group of the user who mounts",
         derive=lambda _: os.getgid(),
     )
-    umask: int = _row(_mode, "Permissions", "Bits taken away from 0666 and 0777.", value=0o022, default="022")
-    file_mode: int = _row(
-        _mode,
+    umask: int = option(
+        MODE, "Permissions", "Bits taken away from 0666 and 0777.", value=0o022, default="022"
+    )
+    file_mode: int = option(
+        MODE,
         "Permissions",
         "Mode of files. Writing is refused whatever it says (EROFS), and copies stay writable.",
         default="0666 less umask: 0644",
         derive=lambda config: 0o666 & ~config.umask,
     )
-    dir_mode: int = _row(
-        _mode,
+    dir_mode: int = option(
+        MODE,
         "Permissions",
         "Mode of directories.",
         default="0777 less umask: 0755",
         derive=lambda config: 0o777 & ~config.umask,
     )
-    allow_other: bool = _row(
-        _switch, "Permissions", "Let other users in, as far as the modes do.", value=False
+    allow_other: bool = option(
+        SWITCH, "Permissions", "Let other users in, as far as the modes do.", value=False
     )
 
-    concurrency: int = _row(
-        _count,
+    concurrency: int = option(
+        COUNT,
         "Transfer",
         "Most requests in flight to the store; fewer while it throttles.",
         value=64,
         default="64",
     )
-    download_limit: int = _row(
-        _rate, "Transfer", "Most bytes a second from the store: 200M. 0 is no limit.", value=0, default="0"
+    download_limit: int = option(
+        RATE, "Transfer", "Most bytes a second from the store: 200M. 0 is no limit.", value=0, default="0"
     )
-    deadline_s: float = _row(
-        _duration,
+    deadline_s: float = option(
+        DURATION,
         "Transfer",
         "How long one operation may take, retries included, before it fails.",
         value=60.0,
         default="60s",
         key="timeout",
     )
-    max_readahead: int = _row(
-        _bytes,
+    max_readahead: int = option(
+        BYTE_COUNT,
         "Transfer",
         "Furthest a sequential reader is read ahead of.",
         value=64 << 20,
         default="64M",
     )
 
-    foreground: bool = _row(
-        _switch, "Running", "Stay in the foreground and log to stderr.", value=False, flags=("-f",)
+    foreground: bool = option(
+        SWITCH, "Running", "Stay in the foreground and log to stderr.", value=False, flags=("-f",)
     )
-    nonempty: bool = _row(_switch, "Running", "Mount over a directory that is not empty.", value=False)
-    mount_timeout: float = _row(
-        _duration,
+    nonempty: bool = option(SWITCH, "Running", "Mount over a directory that is not empty.", value=False)
+    mount_timeout: float = option(
+        DURATION,
         "Running",
         "How long to wait for the mount to answer before giving up.",
         value=30.0,
         default="30s",
     )
-    log_level: str = _row(
-        _choice("debug", "info", "warning", "error"),
+    log_level: str = option(
+        choice("debug", "info", "warning", "error"),
         "Running",
         "How much to log.",
         value="info",
         default="info",
     )
-    log_format: Literal["text", "json"] = _row(
-        _choice("text", "json"), "Running", "How a log line looks.", value="text", default="text"
+    log_format: Literal["text", "json"] = option(
+        choice("text", "json"), "Running", "How a log line looks.", value="text", default="text"
     )
-    log_file: Path | None = _row(
-        _path,
+    log_file: Path | None = option(
+        PATH,
         "Running",
         "Log to this file (rotated at 10 MiB, three kept).",
         default="cachefs.log in the cache directory; stderr with -f",
@@ -369,7 +267,7 @@ class Config:
         default=False,
         compare=False,
         metadata={
-            "row": _switch(
+            "row": SWITCH(
                 group="Running",
                 help="Print what all these add up to, and where each came from, as a config file; then stop.",
                 flag_only=True,
@@ -380,7 +278,7 @@ class Config:
         default=None,
         compare=False,
         metadata={
-            "row": _path(
+            "row": PATH(
                 group="Running",
                 help="TOML file with any of these options, and with several sources: [[source]] name=… url=…",
                 default="$CACHEFS_CONFIG",
@@ -421,10 +319,8 @@ def slug(text: str, unique: str, longest: int = 48) -> str:
 
 def default_cache_dir(sources: tuple[Source, ...]) -> Path:
     """Named after the sources and not after the mountpoint: the same source mounted elsewhere is warm."""
-    if os.getuid() == 0:
-        base = Path("/var/cache")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    of_user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = Path("/var/cache") if os.getuid() == 0 else Path(of_user).expanduser()
     unique = "\0".join(f"{source.name}\1{source.url}\1{source.endpoint_url or ''}" for source in sources)
     readable = "+".join(source.url.replace("://", "-") for source in sources)
     return base / "cachefs" / slug(readable, unique)

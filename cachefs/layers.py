@@ -17,8 +17,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cachefs.config import Config, Row, Source, option_name, rows
+from cachefs.config import Config, Source, option_name, rows
 from cachefs.errors import ConfigError
+from cachefs.options import Row
 from cachefs.sources import SECRET_ADVICE, SecretInside, check_name, check_url, looks_secret
 
 ENV_PREFIX = "CACHEFS_"

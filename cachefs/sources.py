@@ -31,9 +31,9 @@ def looks_secret(name: str) -> bool:
 
 
 def check_url(text: str) -> str:
-    """The URL, without trailing slashes; `ValueError` if it is none or holds a credential."""
+    """The URL, without a trailing slash; `ValueError` if it is none or holds a credential."""
     if text.startswith(("/", "./", "../", "~/")):
-        text = "file://" + os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+        text = "file://" + os.path.abspath(os.path.expanduser(text))
     if not _URL.fullmatch(text):
         raise ValueError(
             "not a URL: write it like s3://bucket/prefix, az://container, https://host/path or file:///path"
@@ -44,7 +44,8 @@ def check_url(text: str) -> str:
     scheme, _, rest = text.partition("://")
     if not rest.strip("/") and scheme.lower() != "file":
         raise ValueError(f"without a bucket or host: write it like {scheme}://bucket/prefix")
-    return f"{scheme.lower()}://{rest.rstrip('/') or '/'}"
+    # One slash only: further ones belong to the name of a prefix.
+    return f"{scheme.lower()}://{rest.removesuffix('/') or '/'}"
 
 
 def _refuse_secrets(text: str) -> None:

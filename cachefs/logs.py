@@ -1,0 +1,87 @@
+"""Where log records go: one line each, as text for people or as JSON for machines.
+
+The loggers of this package are set up, not the root logger's level, so that `debug` does not mean the debug
+output of every library; warnings of the libraries still get through.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MAX_FILE_BYTES = 10 << 20
+KEPT_FILES = 3
+HANDLER = "cachefs"
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class TextFormatter(logging.Formatter):
+    """``2024-05-01T12:00:00.123Z WARNING fetch: message`` and, for exceptions, a traceback below it."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(shortname)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.shortname = record.name.removeprefix("cachefs.")
+        return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        # Names of objects may hold line breaks; a record is one line all the same.
+        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+
+
+class JsonFormatter(TextFormatter):
+    """One JSON object a line; `extra` fields are members, an exception is one escaped string."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            entry["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(entry, default=str)
+
+
+def setup(level: str, format: str, file: Path | None = None) -> None:
+    """Send records to `file`, rotated, or to stderr. Replaces what an earlier call set up. Raises `OSError`
+    when the file cannot be written; then nothing has changed."""
+    handler: logging.Handler
+    if file is None:
+        handler = logging.StreamHandler(sys.stderr)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(
+            file, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
+        )
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if old.get_name() == HANDLER:
+            root.removeHandler(old)
+            old.close()
+    handler.set_name(HANDLER)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.raiseExceptions = False  # a full disk under the log is no reason to write tracebacks
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Change how much this package logs, at once: debug, info, warning or error."""
+    logging.getLogger("cachefs").setLevel(level.upper())

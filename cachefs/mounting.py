@@ -1,0 +1,252 @@
+"""The mountpoint, seen from outside: what must hold before mounting, and taking a mount away again.
+
+Idea: every reason the kernel or fusermount3 would give as a bare errno is looked for first, and refused with
+what to do about it. The mount table is asked before the path is touched, because a path under a dead or
+hanging mount answers with an error or not at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+from cachefs.cgroup import memory_limit as memory_limit
+from cachefs.config import Config
+from cachefs.errors import MountError
+from cachefs.mountinfo import Mount, mount_at
+
+FUSE_DEVICE = Path("/dev/fuse")
+FUSE_CONF = Path("/etc/fuse.conf")
+
+PROBE_DEADLINE_S = 5.0
+"""How long a mount may take to answer one stat before it counts as hanging."""
+
+_MNT_DETACH = 2
+_CAP_SYS_ADMIN = 21
+
+
+def canonical(path: Path) -> Path:
+    """The path as the mount table spells it: absolute, links resolved. Does not touch a mount at `path`
+    itself."""
+    lexical = Path(os.path.abspath(path))
+    for candidate in (lexical, Path(os.path.realpath(lexical.parent)) / lexical.name):
+        if mount_at(candidate) is not None:
+            return candidate
+    return Path(os.path.realpath(lexical))
+
+
+def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | OSError:
+    """`os.stat`, given up on after a while: a hanging mount gives ETIMEDOUT."""
+    answer: list[os.stat_result | OSError] = []
+
+    def ask() -> None:
+        try:
+            answer.append(path.stat())
+        except OSError as exc:
+            answer.append(exc)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answer[0] if answer else OSError(errno.ETIMEDOUT, "did not answer")
+
+
+def is_dead(answer: os.stat_result | OSError) -> bool:
+    """Whether the daemon behind a mount has gone ("Transport endpoint is not connected")."""
+    return isinstance(answer, OSError) and answer.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def check(config: Config) -> list[str]:
+    """Raise `MountError` for whatever would make this mount fail or hang. A dead mount left at the mountpoint
+    is taken away; the lines returned say so, for the log."""
+    notes = _clear_mountpoint(config.mountpoint)
+    _check_directory(config)
+    _check_overlap(config)
+    _check_fuse()
+    if os.getuid() == 0:
+        _check_capability()
+    else:
+        _check_user(config)
+    return notes
+
+
+def _clear_mountpoint(path: Path) -> list[str]:
+    notes: list[str] = []
+    for _ in range(32):  # dead mounts may have been stacked by others
+        mount = mount_at(path)
+        if mount is None or not mount.fstype.startswith("fuse"):
+            break
+        answer = probe(path)
+        if is_dead(answer):
+            detach(path, lazy=True)
+            notes.append(f"took away a dead mount of {mount.source} at {path}")
+        elif isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT:
+            raise MountError(f"{path} is mounted and does not answer: cachefs umount --lazy {path}")
+        elif mount.is_cachefs:
+            raise MountError(f"{path} already shows {mount.source}: cachefs umount {path} first")
+        else:
+            break
+    return notes
+
+
+def _check_directory(config: Config) -> None:
+    path = config.mountpoint
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISDIR(mode):
+            raise MountError(f"{path} is not a directory: give an empty directory to mount on")
+        with os.scandir(path) as entries:
+            empty = next(entries, None) is None
+    except FileNotFoundError:
+        raise MountError(f"{path} does not exist: create it: mkdir -p {path}") from None
+    except NotADirectoryError:
+        raise MountError(f"{path} does not exist, and what is above it is a file") from None
+    except OSError as exc:
+        raise MountError(f"{path} cannot be used as a mountpoint: {exc.strerror}") from exc
+    if not empty and not config.nonempty:
+        raise MountError(
+            f"{path} is not empty: mount on an empty directory, or cover what is there with --nonempty"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    mountpoint, cache_dir = config.mountpoint, Path(os.path.realpath(config.cache_dir))
+    if cache_dir.is_relative_to(mountpoint):
+        raise MountError(
+            f"the cache directory {cache_dir} is inside the mountpoint: choose another --cache-dir"
+        )
+    if mountpoint.is_relative_to(cache_dir):
+        raise MountError(
+            f"the mountpoint {mountpoint} is inside the cache directory: choose another --cache-dir"
+        )
+    for source in config.sources:
+        if not source.url.startswith("file://"):
+            continue
+        shown = Path(os.path.realpath(source.url.removeprefix("file://").removeprefix("localhost")))
+        if shown.is_relative_to(mountpoint) or mountpoint.is_relative_to(shown):
+            raise MountError(
+                f"{mountpoint} and its source {source.url} contain one another, so the mount would read itself: "
+                "mount somewhere else"
+            )
+
+
+def _check_fuse() -> None:
+    container = "in a container add --device /dev/fuse --cap-add SYS_ADMIN"
+    try:
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        raise MountError(f"{FUSE_DEVICE} is missing: modprobe fuse; {container}") from None
+    except PermissionError:
+        raise MountError(
+            f"no permission to open {FUSE_DEVICE}: chmod 666 {FUSE_DEVICE}; {container}"
+        ) from None
+    except OSError as exc:
+        raise MountError(
+            f"{FUSE_DEVICE} cannot be opened ({exc.strerror}): modprobe fuse; {container}"
+        ) from exc
+
+
+def _check_capability() -> None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        capabilities = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    except (OSError, StopIteration, ValueError):
+        return
+    if not capabilities >> _CAP_SYS_ADMIN & 1:
+        raise MountError("this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse")
+
+
+def _check_user(config: Config) -> None:
+    if shutil.which("fusermount3") is None:
+        raise MountError("fusermount3 is missing: apt-get install fuse3")
+    if not os.access(config.mountpoint, os.W_OK):
+        raise MountError(
+            f"{config.mountpoint} is not writable by this user, who may therefore not mount there: chown it"
+        )
+    if config.allow_other and not _user_allow_other():
+        raise MountError(
+            f"--allow-other needs the line user_allow_other in {FUSE_CONF}: add it, or mount as root"
+        )
+
+
+def _user_allow_other() -> bool:
+    try:
+        return any(line.strip() == "user_allow_other" for line in FUSE_CONF.read_text().splitlines())
+    except OSError:
+        return False
+
+
+def translate_mount_failure(exc: BaseException) -> MountError:
+    """What libfuse's ``fuse_session_mount failed`` was about, as far as can be found out now."""
+    try:
+        _check_fuse()
+        if os.getuid() == 0:
+            _check_capability()
+    except MountError as reason:
+        return reason
+    hint = (
+        "seccomp or AppArmor of a container may forbid it" if os.getuid() == 0 else "the line before says why"
+    )
+    return MountError(f"mounting failed ({exc}): {hint}")
+
+
+def detach(path: Path, *, lazy: bool) -> None:
+    """Take the topmost mount at `path` away. Raises `OSError` (EBUSY, EPERM, EINVAL, …)."""
+    if os.getuid() == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.umount2(os.fsencode(path), _MNT_DETACH if lazy else 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+        return
+    tool = shutil.which("fusermount3") or shutil.which("fusermount")
+    if tool is None:
+        raise OSError(errno.ENOENT, "fusermount3 is missing: apt-get install fuse3", str(path))
+    command = [tool, "-u", *(["-z"] if lazy else []), "--", str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, env={**os.environ, "LC_ALL": "C"}
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()[-1:] or ["fusermount3 failed"]
+        raise OSError(errno.EBUSY if "busy" in said[0].lower() else errno.EPERM, said[0], str(path))
+
+
+def holders(mount: Mount, most: int = 8) -> list[str]:
+    """Processes with something open, mapped or current below a mount, as ``name (pid N)``. Best effort: other
+    users' processes show nothing to anyone but root. Compares names only, so a hanging mount does not hang
+    it."""
+    found: list[str] = []
+    for process in Path("/proc").iterdir():
+        if len(found) >= most:
+            break
+        if process.name.isdigit() and int(process.name) != os.getpid() and _holds(process, mount):
+            try:
+                name = (process / "comm").read_text().strip()
+            except OSError:
+                continue
+            found.append(f"{name} (pid {process.name})")
+    return found
+
+
+def _holds(process: Path, mount: Mount) -> bool:
+    inside = (mount.path, mount.path.rstrip("/") + "/")
+    try:
+        links = [process / "cwd", process / "root", *(process / "fd").iterdir()]
+    except OSError:
+        return False
+    for link in links:
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target == inside[0] or target.startswith(inside[1]):
+            return True
+    try:
+        return any(inside[1] in line for line in (process / "maps").read_text(errors="replace").splitlines())
+    except OSError:
+        return False

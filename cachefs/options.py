@@ -1,0 +1,138 @@
+"""The rows of the options table: what an option is outside of Python, and the kinds of values there are.
+
+A parser takes text and returns the value, or raises `ValueError` whose text completes "'12X' is …". `show`
+gives text, a bare number or a switch, which the parser reads back to the same value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cachefs.sources import check_url
+from cachefs.units import (
+    Size,
+    format_bytes,
+    format_duration,
+    format_mode,
+    parse_bool,
+    parse_bytes,
+    parse_duration,
+    parse_mode,
+    parse_rate,
+)
+
+DERIVED: Any = object()
+"""Stands for "work it out from the other fields" until the Config has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What an option is outside of Python: how its text reads, and what is said about it."""
+
+    help: str
+    group: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str | int | float | bool]
+    metavar: str = "TEXT"
+    default: str = ""
+    flags: tuple[str, ...] = ()
+    key: str = ""
+    flag_only: bool = False
+    derive: Callable[[Any], Any] | None = None
+
+
+def option(kind: Callable[..., Row], group: str, help: str, *, value: Any = DERIVED, **more: Any) -> Any:
+    return field(default=value, metadata={"row": kind(group=group, help=help, **more)})
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _parse_text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("empty: give it a value or leave it out")
+    return text.strip()
+
+
+def _parse_count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text.strip()):
+        raise ValueError("not a number from 1 up")
+    return int(text)
+
+
+def _parse_path(text: str) -> Path:
+    # Made absolute by its text alone: touching a path may hang in a dead mount.
+    return Path(os.path.abspath(Path(_parse_text(text)).expanduser()))
+
+
+def _parse_block_size(text: str) -> int:
+    size = parse_bytes(text)
+    if size & (size - 1) or not 64 << 10 <= size <= 16 << 20:
+        raise ValueError("not a power of two from 64K to 16M: write it like 1M")
+    return size
+
+
+def _parse_url(text: str) -> str:
+    return check_url(_parse_text(text))
+
+
+def _parse_user(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        return int(text)
+    import pwd
+
+    try:
+        return pwd.getpwnam(text.strip()).pw_uid
+    except KeyError:
+        raise ValueError("not a user of this machine: write a number or a user name") from None
+
+
+def _parse_group(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        return int(text)
+    import grp
+
+    try:
+        return grp.getgrnam(text.strip()).gr_gid
+    except KeyError:
+        raise ValueError("not a group of this machine: write a number or a group name") from None
+
+
+def _kind(
+    metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
+) -> Callable[..., Row]:
+    def make(**more: Any) -> Row:
+        return Row(parse=parse, show=show, metavar=metavar, **more)
+
+    return make
+
+
+SIZE = _kind("SIZE", Size.parse, str)
+BYTE_COUNT = _kind("SIZE", parse_bytes, format_bytes)
+BLOCK_SIZE = _kind("SIZE", _parse_block_size, format_bytes)
+RATE = _kind("RATE", parse_rate, format_bytes)
+DURATION = _kind("TIME", parse_duration, format_duration)
+MODE = _kind("OCTAL", parse_mode, format_mode)
+COUNT = _kind("N", _parse_count)
+TEXT = _kind("TEXT", _parse_text)
+URL = _kind("URL", _parse_url)
+PATH = _kind("PATH", _parse_path, str)
+USER = _kind("USER", _parse_user)
+GROUP = _kind("GROUP", _parse_group)
+SWITCH = _kind("", parse_bool)
+
+
+def choice(*choices: str) -> Callable[..., Row]:
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in choices:
+            raise ValueError(f"not one of {', '.join(choices)}")
+        return word
+
+    return _kind("|".join(choices), parse)

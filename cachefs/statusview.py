@@ -1,0 +1,138 @@
+"""A daemon's status for people: a few aligned lines, plain when the output is not a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def show(statuses: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print one block for each status; keys that are missing are left out."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    for number, status in enumerate(statuses):
+        if number:
+            console.print()
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="bold" if console.is_terminal else "")
+        table.add_column(overflow="fold")
+        for name, value in lines(status):
+            table.add_row(Text(name), Text(_printable(value)))
+        console.print(table)
+
+
+def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(what, value) in the order they are shown."""
+    yield "mountpoint", str(status.get("mountpoint", "?"))
+    for source in status.get("sources") or []:
+        name = f"{source['name']}: " if source.get("name") else ""
+        yield (
+            "source",
+            f"{name}{source.get('url', '?')}  {_pairs(source.get('client'), source.get('origin'))}".rstrip(),
+        )
+    yield "daemon", ", ".join(_daemon(status))
+    for tier in status.get("tiers") or []:
+        yield str(tier.get("name", "tier")), _tier(tier)
+    yield from _counts(status.get("metrics") or {})
+    for line in status.get("tuning") or []:
+        yield "tuning", str(line)
+    for line in status.get("warnings") or []:
+        yield "warning", str(line)
+
+
+def _daemon(status: Mapping[str, Any]) -> Iterator[str]:
+    if "pid" in status:
+        yield f"pid {status['pid']}"
+    if "started" in status:
+        yield f"up {duration(time.time() - float(status['started']))}"
+    if "version" in status:
+        yield f"version {status['version']}"
+    if "front" in status:
+        yield str(status["front"])
+    if "memory_bytes" in status:
+        yield f"{size(status['memory_bytes'])} resident"
+    if "inodes" in status:
+        yield f"{status['inodes']:,} inodes"
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    used, cap = int(tier.get("used_bytes", 0)), int(tier.get("cap_bytes", 0))
+    share = f" ({100 * used / cap:.0f} %)" if cap else ""
+    state = f", {tier['state']}" if tier.get("state") else ""
+    blocks = f"{int(tier.get('blocks', 0)):,} blocks"
+    return f"{size(used)} of {size(cap)}{share}, {blocks}{state}  {tier.get('path', '')}".rstrip()
+
+
+def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def count(name: str) -> int:
+        return int(metrics.get(name, 0))
+
+    if not metrics:
+        return
+    hits, misses = count("ram_hits") + count("ssd_hits"), count("misses")
+    if hits + misses:
+        yield (
+            "hits",
+            (
+                f"{100 * hits / (hits + misses):.1f} % of {hits + misses:,} blocks "
+                f"({count('ram_hits'):,} RAM, {count('ssd_hits'):,} SSD, {misses:,} waited for)"
+            ),
+        )
+    yield (
+        "origin",
+        (
+            f"{count('origin_get'):,} GET, {count('origin_head'):,} HEAD, {count('origin_list'):,} LIST, "
+            f"{size(count('origin_bytes'))} received"
+        ),
+    )
+    trouble = {
+        "origin_retries": "retries",
+        "origin_throttled": "throttled",
+        "origin_errors": "failed requests",
+        "checksum_failures": "checksum failures",
+        "tier_errors": "tier errors",
+        "fuse_errors": "failed operations",
+    }
+    met = [f"{count(name):,} {words}" for name, words in trouble.items() if count(name)]
+    if met:
+        yield "trouble", ", ".join(met)
+    yield (
+        "readers",
+        (
+            f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
+        ),
+    )
+
+
+def _pairs(client: object, origin: object) -> str:
+    shown = [f"client {client}"] if client else []
+    if isinstance(origin, Mapping):
+        shown += [f"{key} {value}" for key, value in origin.items() if isinstance(value, str | int | float)]
+    return "(" + ", ".join(shown) + ")" if shown else ""
+
+
+def size(count: float) -> str:
+    """Three digits and a unit of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """The two largest of days, hours, minutes, seconds."""
+    minutes, s = divmod(int(max(seconds, 0)), 60)
+    hours, m = divmod(minutes, 60)
+    d, h = divmod(hours, 24)
+    parts = [f"{value}{unit}" for value, unit in ((d, "d"), (h, "h"), (m, "m"), (s, "s")) if value]
+    return " ".join(parts[:2]) or "0s"
+
+
+def _printable(text: str) -> str:
+    """Names may hold anything, escape sequences included: the terminal gets none of it."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

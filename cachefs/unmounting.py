@@ -1,0 +1,79 @@
+"""Taking a mount away and seeing its daemon off.
+
+Clean means: the kernel has let go, and the process has written out its index and exited, so that the next
+mount of the same cache can start. A dead or hanging daemon must not stand in the way of that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from pathlib import Path
+
+from cachefs import control
+from cachefs.config import control_path
+from cachefs.errors import MountError
+from cachefs.mountinfo import Mount, mount_at
+from cachefs.mounting import canonical, detach, holders, is_dead, probe
+
+EXIT_DEADLINE_S = 30.0
+"""For the daemon to finish after its mount has gone. Guessed: closing the index takes well under a second a
+gigabyte."""
+
+
+def unmount(path: Path, *, lazy: bool = False) -> str:
+    """Unmount the cachefs at `path`; returns one line about what was done. Raises `MountError`."""
+    path = canonical(path)
+    mount = mount_at(path)
+    if mount is None:
+        raise MountError(f"{path} is not mounted")
+    if not mount.is_cachefs:
+        raise MountError(f"{path} is a mount of type {mount.fstype}, not a cachefs: use umount")
+    answer = probe(path)
+    if is_dead(answer):
+        _detach(mount, lazy=True)
+        return f"{path}: its daemon had gone; the dead mount is taken away"
+    hangs = isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT
+    if hangs and not lazy:
+        raise MountError(f"{path} does not answer: cachefs umount --lazy {path}")
+    daemon = None if hangs or lazy else _daemon(path)
+    try:
+        _detach(mount, lazy=lazy)
+        if daemon is not None:
+            _wait_for_exit(daemon, path)
+    finally:
+        if daemon is not None:
+            os.close(daemon)
+    return f"{path}: detached; its daemon ends when the last user has gone" if lazy else f"{path}: unmounted"
+
+
+def _detach(mount: Mount, *, lazy: bool) -> None:
+    path = Path(mount.path)
+    try:
+        detach(path, lazy=lazy)
+    except OSError as exc:
+        if exc.errno == errno.EBUSY:
+            users = ", ".join(holders(mount)) or "a process of another user, or another mount below it"
+            raise MountError(
+                f"{path} is in use by {users}: stop that first, or cachefs umount --lazy {path}"
+            ) from exc
+        raise MountError(f"{path} cannot be unmounted: {exc.strerror}") from exc
+
+
+def _daemon(path: Path) -> int | None:
+    """A pidfd of the daemon that serves `path`: unlike a pid it cannot come to mean another process."""
+    try:
+        status = control.request(control_path(path), "status", timeout_s=2.0)
+        return os.pidfd_open(int(status["pid"]))
+    except (control.ControlError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _wait_for_exit(pidfd: int, path: Path) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(EXIT_DEADLINE_S * 1000):
+        raise MountError(
+            f"{path} is unmounted, but its daemon has not ended within {EXIT_DEADLINE_S:.0f} s: see its log"
+        )
