@@ -1,0 +1,1 @@
+"""Measurements of cachefs, and the lab they are made in."""

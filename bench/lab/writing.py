@@ -1,0 +1,236 @@
+"""Handlers that change: objects, multipart uploads, buckets."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from urllib.parse import unquote
+
+from bench.lab import markup
+from bench.lab.exchange import Exchange, S3Error
+from bench.lab.markup import element, leaf
+from bench.lab.objects import Stored, Upload
+from bench.lab.reading import XML, matches, the_bucket
+from bench.lab.wire import Request
+
+
+def _kept(request: Request) -> dict[str, str]:
+    """Headers of a write that every read gives back."""
+    return {
+        name: value
+        for name, value in request.headers.items()
+        if name == "content-type" or name.startswith("x-amz-meta-")
+    }
+
+
+def _check(request: Request, current: Stored | None) -> None:
+    """The conditions of a write against what it would replace."""
+    if (known := request.header("if-none-match")) and matches(known, current):
+        raise S3Error("PreconditionFailed")
+    if wanted := request.header("if-match"):
+        if current is None:
+            raise S3Error("NoSuchKey")
+        if not matches(wanted, current):
+            raise S3Error("PreconditionFailed")
+
+
+def _commit(exchange: Exchange, stored: Stored) -> None:
+    """Put the new version under its key, if the request's conditions hold at this very moment."""
+    key = exchange.request.key
+    try:
+        with exchange.lab.warehouse.lock:
+            bucket = the_bucket(exchange)
+            _check(exchange.request, bucket.get(key))
+            bucket.put(key, stored)
+    except S3Error:
+        stored.body.discard()
+        raise
+
+
+def put_object(exchange: Exchange) -> None:
+    with exchange.lab.warehouse.lock:
+        the_bucket(exchange)
+    stored = exchange.lab.warehouse.store(exchange.payload(), _kept(exchange.request))
+    _commit(exchange, stored)
+    exchange.reply(200, {"ETag": stored.etag})
+
+
+def copy_object(exchange: Exchange) -> None:
+    request, warehouse = exchange.request, exchange.lab.warehouse
+    bucket, _, key = unquote(request.header("x-amz-copy-source")).removeprefix("/").partition("/")
+    with warehouse.lock:
+        source = warehouse.buckets[bucket].get(key) if bucket in warehouse.buckets else None
+        if source is None:
+            raise S3Error("NoSuchKey")
+        opened = source.body.opened()
+    try:
+        if (wanted := request.header("x-amz-copy-source-if-match")) and not matches(wanted, source):
+            raise S3Error("PreconditionFailed")
+        stored = warehouse.store(opened.pieces(source.size), source.headers)
+    finally:
+        opened.close()
+    if request.header("x-amz-metadata-directive") == "REPLACE":
+        stored = replace(stored, headers=_kept(request))
+    _commit(exchange, stored)
+    parts = leaf("LastModified", markup.timestamp(int(stored.mtime))), leaf("ETag", stored.etag)
+    exchange.reply(200, XML, markup.document("CopyObjectResult", *parts))
+
+
+def delete_object(exchange: Exchange) -> None:
+    with exchange.lab.warehouse.lock:
+        the_bucket(exchange).delete(exchange.request.key)
+    exchange.reply(204, {})
+
+
+def delete_objects(exchange: Exchange) -> None:
+    wanted = markup.parse(exchange.payload())
+    keys = [node.findtext("Key", "") for node in wanted.iter("Object")]
+    with exchange.lab.warehouse.lock:
+        bucket = the_bucket(exchange)
+        for key in keys:
+            bucket.delete(key)
+    rows = (
+        [] if wanted.findtext("Quiet") == "true" else [element("Deleted", leaf("Key", key)) for key in keys]
+    )
+    exchange.reply(200, XML, markup.document("DeleteResult", *rows))
+
+
+def create_bucket(exchange: Exchange) -> None:
+    exchange.lab.warehouse.bucket(exchange.request.bucket)
+    exchange.reply(200, {"Location": f"/{exchange.request.bucket}"})
+
+
+def create_upload(exchange: Exchange) -> None:
+    request, name = exchange.request, uuid.uuid4().hex
+    with exchange.lab.warehouse.lock:
+        the_bucket(exchange)
+        exchange.lab.warehouse.uploads[name] = Upload(request.bucket, request.key, _kept(request))
+    names = leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("UploadId", name)
+    exchange.reply(200, XML, markup.document("InitiateMultipartUploadResult", *names))
+
+
+def _upload(exchange: Exchange) -> Upload:
+    request = exchange.request
+    upload = exchange.lab.warehouse.uploads.get(request.query["uploadId"])
+    if upload is None or (upload.bucket, upload.key) != (request.bucket, request.key):
+        raise S3Error("NoSuchUpload")
+    return upload
+
+
+def upload_part(exchange: Exchange) -> None:
+    number = exchange.request.query["partNumber"]
+    if not (number.isdecimal() and 1 <= int(number) <= 10_000):
+        raise S3Error("InvalidArgument", "Part number must be an integer between 1 and 10000, inclusive")
+    _upload(exchange)
+    part = exchange.lab.warehouse.store(exchange.payload())
+    with exchange.lab.warehouse.lock:
+        try:
+            parts = _upload(exchange).parts
+        except S3Error:
+            part.body.discard()
+            raise
+        before = parts.get(int(number))
+        parts[int(number)] = part
+    if before is not None:
+        before.body.discard()
+    exchange.reply(200, {"ETag": part.etag})
+
+
+def complete_upload(exchange: Exchange) -> None:
+    warehouse, request = exchange.lab.warehouse, exchange.request
+    wanted = [
+        (int(node.findtext("PartNumber", "0")), node.findtext("ETag", "").strip('"'))
+        for node in markup.parse(exchange.payload()).iter("Part")
+    ]
+    if not wanted:
+        raise S3Error("MalformedXML", "no parts")
+    if [number for number, _ in wanted] != sorted({number for number, _ in wanted}):
+        raise S3Error("InvalidPartOrder")
+    with warehouse.lock:
+        upload = _upload(exchange)
+        parts = []
+        for number, etag in wanted:
+            part = upload.parts.get(number)
+            if part is None or part.etag.strip('"') != etag:
+                raise S3Error("InvalidPart")
+            parts.append(part)
+    digests = b"".join(bytes.fromhex(etag) for _, etag in wanted)
+    tag = hashlib.md5(digests, usedforsecurity=False).hexdigest()
+    stored = warehouse.store((piece for part in parts for piece in _pieces(part)), upload.headers)
+    stored = replace(stored, etag=f'"{tag}-{len(parts)}"')
+    _commit(exchange, stored)
+    _forget(exchange)
+    names = leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("ETag", stored.etag)
+    exchange.reply(200, XML, markup.document("CompleteMultipartUploadResult", *names))
+
+
+def _pieces(stored: Stored) -> Iterator[bytes]:
+    opened = stored.body.opened()
+    try:
+        yield from opened.pieces(stored.size)
+    finally:
+        opened.close()
+
+
+def _forget(exchange: Exchange) -> None:
+    with exchange.lab.warehouse.lock:
+        upload = _upload(exchange)
+        del exchange.lab.warehouse.uploads[exchange.request.query["uploadId"]]
+    for part in upload.parts.values():
+        part.body.discard()
+
+
+def abort_upload(exchange: Exchange) -> None:
+    _forget(exchange)
+    exchange.reply(204, {})
+
+
+def list_parts(exchange: Exchange) -> None:
+    request = exchange.request
+    with exchange.lab.warehouse.lock:
+        parts = sorted(_upload(exchange).parts.items())
+    rows = [
+        element(
+            "Part",
+            leaf("PartNumber", number),
+            leaf("LastModified", markup.timestamp(int(part.mtime))),
+            leaf("ETag", part.etag),
+            leaf("Size", part.size),
+        )
+        for number, part in parts
+    ]
+    head = [
+        leaf("Bucket", request.bucket),
+        leaf("Key", request.key),
+        leaf("UploadId", request.query["uploadId"]),
+        leaf("IsTruncated", "false"),
+    ]
+    exchange.reply(200, XML, markup.document("ListPartsResult", *head, *rows))
+
+
+def list_uploads(exchange: Exchange) -> None:
+    request, prefix = exchange.request, exchange.request.query.get("prefix", "")
+    with exchange.lab.warehouse.lock:
+        the_bucket(exchange)
+        uploads = [
+            (upload.key, name, upload.begun)
+            for name, upload in exchange.lab.warehouse.uploads.items()
+            if upload.bucket == request.bucket and upload.key.startswith(prefix)
+        ]
+    encoding = request.query.get("encoding-type", "")
+    encoded = markup.url_encoded if encoding == "url" else str
+    rows = [
+        element(
+            "Upload",
+            leaf("Key", encoded(key)),
+            leaf("UploadId", name),
+            leaf("Initiated", markup.timestamp(int(begun))),
+        )
+        for key, name, begun in sorted(uploads)
+    ]
+    head = [leaf("Bucket", request.bucket), leaf("IsTruncated", "false")]
+    if encoding:
+        head.append(leaf("EncodingType", encoding))
+    exchange.reply(200, XML, markup.document("ListMultipartUploadsResult", *head, *rows))
