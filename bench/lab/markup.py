@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from bench.lab.exchange import S3Error
 
+_PROLOG = '<?xml version="1.0" encoding="UTF-8"?>\n'
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 # References even for what XML 1.0 has no reference for: so does S3, which is why clients ask for encoding-type=url.
 _ESCAPES = {code: f"&#{code};" for code in (*range(32), 127)} | {
@@ -31,10 +32,12 @@ def leaf(name: str, value: object) -> str:
 
 
 def document(name: str, *children: str) -> bytes:
-    text = (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n<{name} xmlns="{_NAMESPACE}">{"".join(children)}</{name}>'
-    )
-    return text.encode("utf-8")
+    return f'{_PROLOG}<{name} xmlns="{_NAMESPACE}">{"".join(children)}</{name}>'.encode()
+
+
+def error_document(*children: str) -> bytes:
+    """Errors alone have no namespace, and clients mind."""
+    return (_PROLOG + element("Error", *children)).encode()
 
 
 def url_encoded(text: str) -> str:

@@ -104,5 +104,5 @@ def _refuse(exchange: Exchange, error: S3Error) -> None:
     parts = leaf("Code", error.code), leaf("Message", error), leaf("Resource", exchange.subject)
     # Neither a HEAD nor a 304 may have a body.
     bare = exchange.request.method == "HEAD" or error.status == 304
-    body = b"" if bare else markup.document("Error", *parts)
+    body = b"" if bare else markup.error_document(*parts)
     exchange.reply(error.status, {**reading.XML, **error.headers}, body)
