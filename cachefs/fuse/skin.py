@@ -87,10 +87,10 @@ class Skin(pyfuse3.Operations):
         data = pyfuse3.StatvfsData()
         data.f_bsize = data.f_frsize = shown.block_size
         data.f_blocks = shown.blocks
-        data.f_bfree = data.f_bavail = 0
+        data.f_bfree = data.f_bavail = shown.blocks_free
         data.f_files = shown.files
         data.f_ffree = data.f_favail = 0
-        data.f_namemax = 255
+        data.f_namemax = shown.name_max
         return data
 
     # -- directories -------------------------------------------------------------------------------
