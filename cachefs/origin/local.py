@@ -87,7 +87,7 @@ class LocalClient:
         parts = key.removesuffix("/").split("/") if key else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise NotFound(f"{self._name(key)}: no such file")
-        real = os.path.realpath(os.path.join(self.root, *parts), strict=True)  # noqa: PTH118
+        real = os.path.realpath(os.path.join(self.root, *parts), strict=True)
         if real != self.root and not real.startswith(self.root.rstrip("/") + "/"):
             raise NotFound(f"{self._name(key)}: leads out of {self.root}")
         return real

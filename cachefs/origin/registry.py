@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from cachefs.errors import ConfigError
 from cachefs.metrics import Metrics
@@ -42,24 +43,50 @@ def open_origin(
         raise ConfigError(f"the endpoint {endpoint_url!r} must begin with http:// or https://")
     scheme, place = split_url(url)
     made: tuple[Client, str]
-    if scheme == "file" and client != "fsspec":
-        from cachefs.origin.local import local_client
+    prefix = ""
+    if scheme in ("s3", "s3a"):
+        bucket, prefix = split_bucket(url, place)
+        access: dict[str, Any] = {"region": region, "profile": profile}
+        access |= {"endpoint_url": endpoint_url, "anonymous": anonymous, "stall_s": stall_s}
+        if client == "fsspec":
+            from cachefs.origin.fsspec_stores import s3fs_client
 
-        made, prefix = local_client(place), ""
-    elif scheme in ("s3", "s3a") and client != "fsspec":
-        from cachefs.origin.s3 import s3_client
+            made = s3fs_client(bucket, **access)
+        else:
+            from cachefs.origin.s3 import s3_client
+
+            made = s3_client(bucket, **access)
+    elif scheme in ("az", "azure", "abfs", "abfss"):
+        container, prefix = split_bucket(url, place)
+        access = {"endpoint_url": endpoint_url, "anonymous": anonymous, "stall_s": stall_s}
+        if client == "fsspec":
+            from cachefs.origin.fsspec_stores import adlfs_client
+
+            made = adlfs_client(container, **access)
+        else:
+            from cachefs.origin.azure import azure_client
+
+            made = azure_client(container, **access)
+    elif scheme in ("gs", "gcs") and client != "fsspec":
+        from cachefs.origin.google import google_client
 
         bucket, prefix = split_bucket(url, place)
-        made = s3_client(
-            bucket,
-            endpoint_url=endpoint_url,
-            region=region,
-            profile=profile,
-            anonymous=anonymous,
-            stall_s=stall_s,
-        )
+        made = google_client(bucket, endpoint_url=endpoint_url, anonymous=anonymous, stall_s=stall_s)
+    elif scheme in ("http", "https") and client != "fsspec":
+        from cachefs.origin.web import web_client
+
+        found, host, prefix = web_client(url, stall_s=stall_s)
+        made = (found, host)
+    elif scheme == "file" and client != "fsspec":
+        from cachefs.origin.local import local_client
+
+        made = local_client(place)
+    elif client == "obstore":
+        raise ConfigError(f"obstore knows no {scheme}://; use --client fsspec")
     else:
-        raise ConfigError(f"{url}: unknown scheme {scheme!r}")
+        from cachefs.origin.fsspec_client import any_filesystem
+
+        made = any_filesystem(url, scheme)
     return Origin(
         made[0],
         source=made[1],

@@ -37,6 +37,11 @@ class Bucket:
         # A dot in a bucket's name breaks the wildcard certificate of virtual hosts, so those use the path.
         self.virtual_host = not self.endpoint_url and "." not in name
 
+    @property
+    def source(self) -> str:
+        """The store's identity."""
+        return f"s3://{self.name}" + (f"@{self.endpoint_url.rstrip('/')}" if self.endpoint_url else "")
+
     def url(self) -> str:
         """The URL that a key is appended to after a slash."""
         if self.endpoint_url:
@@ -130,4 +135,4 @@ def s3_client(
         credentials=credentials,
         close=fetcher.close,
     )
-    return client, label + (f"@{bucket.endpoint_url}" if bucket.endpoint_url else "")
+    return client, bucket.source

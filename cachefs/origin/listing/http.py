@@ -83,3 +83,15 @@ def seconds_ns(when: datetime) -> int:
     """A time as nanoseconds, cut to seconds: LIST replies have milliseconds, HEAD replies have not, and one
     object must not have two mtimes."""
     return int(when.timestamp()) * 1_000_000_000
+
+
+MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+def http_date_ns(text: str) -> int:
+    """`Sat, 21 Nov 2026 08:06:30 GMT` as nanoseconds. By hand: the library's parser takes ten times as long,
+    which a page of thousands of them shows."""
+    _, day, month, year, clock, _ = text.split()
+    return seconds_ns(
+        datetime.fromisoformat(f"{year}-{MONTHS.index(month) + 1:02d}-{int(day):02d}T{clock}+00:00")
+    )

@@ -1,0 +1,70 @@
+"""Google credentials by google-auth's own chain: GOOGLE_APPLICATION_CREDENTIALS, gcloud's, the metadata
+server."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime
+from typing import Any
+
+from cachefs.errors import ConfigError, PermissionDenied
+from cachefs.origin.replies import one_line
+
+READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
+
+
+class GoogleCredentials:
+    """Credentials of one mount. Thread-safe."""
+
+    def __init__(self, anonymous: bool) -> None:
+        self.anonymous = anonymous
+        self._lock = threading.Lock()
+        self._found: Any = None
+        if not anonymous:
+            try:
+                import google.auth  # noqa: F401
+            except ImportError as exc:
+                raise ConfigError(
+                    "gs:// needs google-auth: pip install 'cachefs[gcs]', or use --anonymous for a public bucket"
+                ) from exc
+
+    def current(self) -> Any:
+        """google-auth's credentials with a valid token; None when anonymous."""
+        if self.anonymous:
+            return None
+        import google.auth
+        import google.auth.transport.urllib3
+        import urllib3
+        from google.auth.exceptions import GoogleAuthError
+
+        with self._lock:
+            try:
+                if self._found is None:
+                    self._found, _ = google.auth.default(scopes=[READ_ONLY])
+                if not self._found.valid:
+                    self._found.refresh(google.auth.transport.urllib3.Request(urllib3.PoolManager()))
+            except (GoogleAuthError, OSError) as exc:
+                raise PermissionDenied(one_line(f"no Google credentials: {exc}; {self.advice}")) from exc
+            return self._found
+
+    def sign(self, url: str) -> dict[str, str]:
+        found = self.current()
+        return {} if found is None else {"Authorization": f"Bearer {found.token}"}
+
+    def provide(self) -> dict[str, Any]:
+        """For obstore, which asks again before `expires_at`."""
+        found = self.current()
+        expires_at = found.expiry.replace(tzinfo=UTC) if isinstance(found.expiry, datetime) else None
+        return {"token": found.token, "expires_at": expires_at}
+
+    def renew(self) -> bool:
+        """Files and metadata are read again at the next request."""
+        with self._lock:
+            had, self._found = self._found, None
+        return had is not None
+
+    @property
+    def advice(self) -> str:
+        if self.anonymous:
+            return "the mount is --anonymous; a private bucket needs credentials"
+        return "set GOOGLE_APPLICATION_CREDENTIALS, or grant the account Storage Object Viewer"

@@ -1,0 +1,213 @@
+"""Any store that fsspec knows, through its synchronous face.
+
+fsspec promises neither conditional reads nor pages. Here is what works for every filesystem: a listing is one
+page (as much memory as the directory is long), and a read asks for the version before and after it fetches
+the bytes, and passes them on only if it was the same both times. `cachefs.origin.fsspec_stores` does better
+for S3 and Azure.
+
+fsspec's own listing cache never expires and its instances are shared; both are switched off.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from datetime import UTC, datetime
+from typing import Any
+
+from cachefs.errors import (
+    CachefsError,
+    ConfigError,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    Transient,
+    Unsupported,
+)
+from cachefs.origin.listing.http import quoted
+from cachefs.origin.obstore_client import made_up
+from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.origin.replies import one_line, refusal
+
+NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
+
+
+class FsspecClient:
+    """The tree below `root` (a path as the filesystem wants it, without its scheme). Keys are relative to
+    it."""
+
+    can_list = True
+
+    def __init__(
+        self, open_filesystem: Callable[[], Any], *, root: str, label: str, advice: str = ""
+    ) -> None:
+        self._open_filesystem = open_filesystem
+        self._root = root
+        self._label = label
+        self._advice = advice or "check the credentials in the environment"
+        self._filesystem: Any = None
+        self._lock = threading.Lock()
+
+    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+        """All of the directory, whatever the limit: fsspec has nothing smaller."""
+        here = self._path(prefix).rstrip("/")
+        try:
+            entries = self._opened().ls(here, detail=True)
+        except Exception as exc:
+            raise self._translated(exc, prefix) from exc
+        objects, prefixes = [], []
+        for entry in entries:
+            name = entry["name"].rstrip("/")
+            key = prefix + name.rpartition("/")[2]
+            if name == here or (start_after and key <= start_after):
+                continue  # some filesystems list a directory's own marker in it
+            if entry["type"] == "directory":
+                prefixes.append(key + "/")
+            else:
+                objects.append(self._info(key, entry))
+        objects.sort(key=lambda o: o.key.encode("utf-8", "surrogatepass"))
+        prefixes.sort(key=lambda p: p.encode("utf-8", "surrogatepass"))
+        return ListPage(objects, prefixes, None)
+
+    def head(self, key: str) -> ObjectInfo:
+        try:
+            entry = self._opened().info(self._path(key))
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+        if entry["type"] == "directory":
+            raise NotFound(f"{self._label}/{key}: no such object")
+        return self._info(key, entry)
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        self._same_version(key, etag, self.head(key).etag)
+        try:
+            # By keyword: the second positional argument is a version in s3fs and a start elsewhere.
+            data = self._opened().cat_file(self._path(key), start=start, end=stop)
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+        self._same_version(key, etag, self.head(key).etag)
+        yield data
+
+    def renew(self) -> bool:
+        """The next request opens the filesystem anew; whether with other credentials, only the store can
+        tell."""
+        with self._lock:
+            self._filesystem = None
+        return True
+
+    def close(self) -> None:
+        self._filesystem = None
+
+    def _opened(self) -> Any:
+        with self._lock:
+            if self._filesystem is None:
+                self._filesystem = self._open_filesystem()
+            return self._filesystem
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _info(self, key: str, entry: dict[str, Any]) -> ObjectInfo:
+        mtime_ns, size = _mtime_ns(entry), entry.get("size")
+        size = -1 if size is None else int(size)
+        etag = entry.get("ETag") or entry.get("etag") or entry.get("e_tag") or ""
+        return ObjectInfo(key, size, mtime_ns, quoted(str(etag)) or made_up(mtime_ns, size))
+
+    def _same_version(self, key: str, wanted: str, found: str) -> None:
+        if found != wanted:
+            raise ObjectChanged(f"{self._label}/{key}: the object changed at the store")
+
+    def _translated(self, exc: BaseException, key: str) -> CachefsError:
+        return translated(exc, f"{self._label}/{key}", self._advice)
+
+
+def translated(exc: BaseException, what: str, advice: str) -> CachefsError:
+    """What an fsspec filesystem raised, in our words. Their exceptions share no base, but most carry the HTTP
+    status somewhere: it is looked for before the type says anything."""
+    if isinstance(exc, CachefsError):
+        return exc
+    cause: BaseException | None = exc
+    while cause is not None:
+        found = _http_status(cause)
+        if found is not None:
+            status, code, message = found
+            return refusal(status, what=what, code=code, message=message, advice=advice)
+        cause = cause.__cause__
+    line = one_line(f"{what}: {type(exc).__name__}: {exc}")
+    if isinstance(exc, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return NotFound(f"{what}: no such object")
+    name = type(exc).__name__
+    if isinstance(exc, PermissionError) or "Credential" in name or "Auth" in name:
+        return PermissionDenied(f"{line}; {advice}")
+    if isinstance(exc, NotImplementedError | ValueError | TypeError):
+        return Unsupported(line)
+    # Connections, timeouts (fsspec's and asyncio's own), broken bodies. Every library has its own names for
+    # these.
+    if isinstance(exc, OSError | EOFError) or any(
+        word in name
+        for word in ("Timeout", "Connect", "Client", "Service", "Incomplete", "Payload", "Response")
+    ):
+        return Transient(line)
+    return OriginFailed(line)
+
+
+def _http_status(exc: BaseException) -> tuple[int, str, str] | None:
+    """(status, store's code, message) where an exception of botocore, azure-core, aiohttp or gcsfs has
+    them."""
+    response = getattr(exc, "response", None)
+    if isinstance(response, dict) and "Error" in response:
+        error = response["Error"]
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = str(error.get("Code", ""))
+        # A HEAD has no body; botocore then says the status where the code would be.
+        return int(status), "" if code.isdigit() else code, str(error.get("Message", ""))
+    for name in ("status_code", "status", "code"):
+        status = getattr(exc, name, None)
+        if isinstance(status, int) and 300 <= status < 600:
+            told = getattr(exc, "error_code", None)
+            return status, str(getattr(told, "value", told) or ""), one_line(str(getattr(exc, "message", "")))
+    return None
+
+
+def _mtime_ns(entry: dict[str, Any]) -> int:
+    """The time of an entry, under whichever name and type a filesystem has it; 0 when it has none."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "modified", "modify", "created"):
+        value = entry.get(name)
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value)
+            except ValueError:
+                continue
+        if isinstance(value, datetime):
+            aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+            return int(aware.timestamp()) * 1_000_000_000 + aware.microsecond * 1000
+        if isinstance(value, int | float):
+            return round(value * 1_000_000) * 1000  # as exact as a float of today is
+    return 0
+
+
+def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
+    """The client of a URL of any scheme that fsspec knows, and its store's identity."""
+    import fsspec
+
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+    except ImportError as exc:
+        raise ConfigError(one_line(f"{scheme}:// needs a package that is not installed: {exc}")) from exc
+    except ValueError as exc:
+        raise ConfigError(
+            f"unknown scheme {scheme!r}; s3, az, abfs, gs, http, https, file, or one fsspec knows"
+        ) from exc
+
+    def open_filesystem() -> Any:
+        # What the URL itself says, such as a host; credentials come from the environment or fsspec's config
+        # files.
+        options = kind._get_kwargs_from_urls(url)
+        return fsspec.filesystem(scheme, **{**options, **NO_CACHES})
+
+    root = str(kind._strip_protocol(url)).rstrip("/")
+    label = url.rstrip("/")
+    return FsspecClient(open_filesystem, root=root, label=label), label

@@ -1,0 +1,211 @@
+"""S3 through s3fs and Azure through adlfs, with what their fsspec faces lack: pages, and conditional reads.
+
+Both are asynchronous underneath and offer the vendor's calls there; fsspec's `sync` runs those on fsspec's
+own loop. Every call has the silence of the store (`stall_s`) as its timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from cachefs.origin.azure import account_and_endpoint
+from cachefs.origin.credentials.aws import AwsCredentials
+from cachefs.origin.credentials.azure import AzureCredentials
+from cachefs.origin.fsspec_client import NO_CACHES, FsspecClient
+from cachefs.origin.listing.http import CONNECT_S, quoted, seconds_ns
+from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.origin.s3 import Bucket
+
+CHUNK = 1 << 20
+
+
+class S3fsClient(FsspecClient):
+    """An S3 bucket through s3fs."""
+
+    def __init__(self, bucket: Bucket, stall_s: float) -> None:
+        label = f"s3://{bucket.name}"
+        super().__init__(self._s3fs, root=bucket.name, label=label, advice=bucket.credentials.advice)
+        self._bucket, self._stall_s = bucket, stall_s
+
+    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+        arguments: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/", "MaxKeys": limit}
+        if token is not None:
+            arguments["ContinuationToken"] = token
+        elif start_after is not None:
+            arguments["StartAfter"] = start_after
+        reply = self._call(prefix, "list_objects_v2", **arguments)
+        objects = [
+            ObjectInfo(o["Key"], o["Size"], seconds_ns(o["LastModified"]), quoted(o["ETag"]))
+            for o in reply.get("Contents", ())
+        ]
+        prefixes = [p["Prefix"] for p in reply.get("CommonPrefixes", ())]
+        return ListPage(objects, prefixes, reply.get("NextContinuationToken"))
+
+    def head(self, key: str) -> ObjectInfo:
+        reply = self._call(key, "head_object", Key=key)
+        return ObjectInfo(
+            key, reply["ContentLength"], seconds_ns(reply["LastModified"]), quoted(reply["ETag"])
+        )
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        arguments = {"Key": key, "IfMatch": etag}
+        if not whole:
+            arguments["Range"] = f"bytes={start}-{stop - 1}"
+        reply = self._call(key, "get_object", **arguments)
+        body = reply["Body"]
+        try:
+            self._same_version(key, etag, quoted(reply["ETag"]))
+            while data := self._sync(key, body.read, CHUNK):
+                yield data
+        finally:
+            body.close()
+
+    def renew(self) -> bool:
+        super().renew()
+        return self._bucket.credentials.renew()
+
+    def _call(self, key: str, method: str, **arguments: Any) -> Any:
+        try:
+            call = self._opened()._call_s3
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+        return self._sync(key, call, method, Bucket=self._bucket.name, **arguments)
+
+    def _sync(self, key: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        from fsspec.asyn import sync
+
+        try:
+            return sync(self._opened().loop, call, *args, timeout=self._stall_s + CONNECT_S, **kwargs)
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+
+    def _s3fs(self) -> Any:
+        import s3fs
+
+        bucket = self._bucket
+        found = bucket.credentials.current()
+        access: dict[str, Any] = {"anon": True} if found is None else {}
+        if found is not None:
+            access = {"key": found.access_key, "secret": found.secret_key, "token": found.token}
+        filesystem = s3fs.S3FileSystem(
+            **access,
+            endpoint_url=bucket.endpoint_url,
+            client_kwargs={"region_name": bucket.region},
+            config_kwargs={
+                "retries": {"max_attempts": 0},
+                "connect_timeout": CONNECT_S,
+                "read_timeout": self._stall_s,
+                "max_pool_connections": 64,
+            },
+            **NO_CACHES,
+        )
+        filesystem.retries = 1
+        return filesystem
+
+
+class AdlfsClient(FsspecClient):
+    """An Azure container through adlfs. A read arrives whole: azure-storage-blob fetches it as it likes."""
+
+    def __init__(self, container: str, endpoint: str, credentials: AzureCredentials, stall_s: float) -> None:
+        label = f"az://{credentials.account}/{container}"
+        super().__init__(self._adlfs, root=container, label=label, advice=credentials.advice)
+        self._container, self._endpoint = container, endpoint
+        self._credentials, self._stall_s = credentials, stall_s
+
+    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+        async def page() -> tuple[list[Any], str | None]:
+            container = self._opened().service_client.get_container_client(self._container)
+            blobs = container.walk_blobs(name_starts_with=prefix, delimiter="/", results_per_page=limit)
+            pages = blobs.by_page(continuation_token=token)
+            async for found in pages:
+                return [blob async for blob in found], pages.continuation_token
+            return [], None
+
+        blobs, next_token = self._sync(prefix, page)
+        objects = [_blob(b.name, b) for b in blobs if not b.name.endswith("/") or hasattr(b, "etag")]
+        prefixes = [b.name for b in blobs if b.name.endswith("/") and not hasattr(b, "etag")]
+        return ListPage(objects, prefixes, next_token or None)
+
+    def head(self, key: str) -> ObjectInfo:
+        async def properties() -> Any:
+            blob = self._opened().service_client.get_blob_client(self._container, key)
+            return await blob.get_blob_properties()
+
+        return _blob(key, self._sync(key, properties))
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        from azure.core import MatchConditions
+
+        async def download() -> tuple[str, bytes]:
+            blob = self._opened().service_client.get_blob_client(self._container, key)
+            stream = await blob.download_blob(
+                offset=start,
+                length=stop - start,
+                etag=etag,
+                match_condition=MatchConditions.IfNotModified,
+                max_concurrency=1,
+            )
+            return quoted(stream.properties.etag), await stream.readall()
+
+        found, data = self._sync(key, download)
+        self._same_version(key, etag, found)
+        yield data
+
+    def renew(self) -> bool:
+        super().renew()
+        return self._credentials.renew()
+
+    def _sync(self, key: str, call: Any) -> Any:
+        from fsspec.asyn import sync
+
+        try:
+            return sync(self._opened().loop, call, timeout=self._stall_s + CONNECT_S)
+        except Exception as exc:
+            raise self._translated(exc, key) from exc
+
+    def _adlfs(self) -> Any:
+        import adlfs
+
+        proof, account = self._credentials.current(), self._credentials.account
+        access: dict[str, Any] = {"account_name": account, "anon": self._credentials.anonymous}
+        for name, value in (("AccountKey", proof.key), ("SharedAccessSignature", proof.sas)):
+            if value:
+                text = f"BlobEndpoint={self._endpoint};AccountName={account};{name}={value}"
+                access = {"connection_string": text}
+        return adlfs.AzureBlobFileSystem(
+            **access, connection_timeout=CONNECT_S, read_timeout=self._stall_s, **NO_CACHES
+        )
+
+
+def _blob(key: str, properties: Any) -> ObjectInfo:
+    return ObjectInfo(
+        key, int(properties.size), seconds_ns(properties.last_modified), quoted(str(properties.etag))
+    )
+
+
+def s3fs_client(
+    name: str,
+    *,
+    endpoint_url: str | None,
+    region: str | None,
+    profile: str | None,
+    anonymous: bool,
+    stall_s: float,
+) -> tuple[S3fsClient, str]:
+    """The client, and its store's identity (the same as obstore's: the cache is shared between the two)."""
+    bucket = Bucket(name, endpoint_url, region, AwsCredentials(profile, anonymous))
+    return S3fsClient(bucket, stall_s), bucket.source
+
+
+def adlfs_client(
+    authority: str, *, endpoint_url: str | None, anonymous: bool, stall_s: float
+) -> tuple[AdlfsClient, str]:
+    """The client, and its store's identity (the same as obstore's)."""
+    place = account_and_endpoint(authority, endpoint_url)
+    credentials = AzureCredentials(place.account, anonymous)
+    return AdlfsClient(place.container, place.endpoint, credentials, stall_s), place.source
