@@ -426,6 +426,19 @@ def test_concurrency_is_seen(lab: LabStore, bucket: str) -> None:
     assert lab.counters()["max_in_flight"] == 64
 
 
+def test_connections_stay_open_unless_told(lab: LabStore, bucket: str) -> None:
+    lab.put(bucket, "k", b"fine")
+    received, how = raw_get(lab, f"/{bucket}/k", timeout=1)
+    assert (body_of(received), how) == (b"fine", "closed")
+    connection = HTTPConnection("127.0.0.1", lab.port, timeout=1)
+    for _ in range(2):
+        connection.request("GET", f"/{bucket}/k")
+        sock = connection.sock
+        assert connection.getresponse().read() == b"fine"
+        assert connection.sock is sock
+    connection.close()
+
+
 def test_streaming_uploads(lab: LabStore, bucket: str) -> None:
     body = b"5;chunk-signature=00\r\nhello\r\n6;chunk-signature=00\r\n world\r\n0;chunk-signature=00\r\n"
     body += b"x-amz-checksum-crc32:AAAAAA==\r\n\r\n"

@@ -71,6 +71,7 @@ class Connection:
 
     def on_headers_complete(self) -> None:
         self._head_done = True
+        self.keep_alive = self._parser.should_keep_alive()  # asked later, the parser has forgotten
 
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)
@@ -94,7 +95,6 @@ class Connection:
         while not self._head_done:
             if not self._feed():
                 return None
-        self.keep_alive = self._parser.should_keep_alive()
         self._expects = self._headers.get("expect", "").lower() == "100-continue"
         return Request(self._parser.get_method().decode("ascii"), self._target, self._headers)
 
