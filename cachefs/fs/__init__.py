@@ -1,0 +1,31 @@
+"""The filesystem without FUSE: names, inodes, attributes, listings, handles. Everything here is tested without a mount.
+
+Idea: the store's listings are mirrored in LMDB (`tree`, written by `pages`), row by row in the store's own order; what is
+known is believed for a time (`beliefs`); what is not known is found out with as few requests as possible: a page of a
+listing primes a thousand names (`listing`), a single name is asked for directly where a listing would be long (`looking`).
+
+Invariants: a listing that did not reach its end never looks complete; a failure is never taken for an absence; two
+versions of an object are never read through one handle, nor through two that are both alive. All of it runs in one trio
+thread; only transactions run in workers.
+"""
+
+from cachefs.fs.attributes import Attributes, Entry, Options, Space
+from cachefs.fs.filesystem import FileSystem, NoAttribute
+from cachefs.fs.reader import Reader
+from cachefs.fs.tree import FORMAT, TABLES, Volume
+
+names_tables = TABLES
+
+__all__ = [
+    "FORMAT",
+    "TABLES",
+    "Attributes",
+    "Entry",
+    "FileSystem",
+    "NoAttribute",
+    "Options",
+    "Reader",
+    "Space",
+    "Volume",
+    "names_tables",
+]

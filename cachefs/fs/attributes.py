@@ -1,0 +1,64 @@
+"""What stat and readdir show."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass
+
+DIRECTORY_SIZE = 4096
+"""Borrowed from ext4; some programs skip directories of size 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """One inode. Times are nanoseconds since the epoch; `mode` includes the type."""
+
+    ino: int
+    mode: int
+    nlink: int
+    size: int
+    mtime_ns: int
+    uid: int
+    gid: int
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name of a directory.
+
+    `attributes` is None when the listing did not tell the size: look the name up. Reading goes on behind this entry at
+    `next_offset`. `ttl` is how many seconds the attributes may be kept; 0 when they are only good for this reply."""
+
+    name: bytes
+    attributes: Attributes | None
+    next_offset: int
+    ttl: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What statfs shows. An object store has no size; df needs one."""
+
+    block_size: int
+    blocks: int
+    blocks_free: int
+    files: int
+    name_max: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the tree looks and how long it is believed. Modes are permission bits; TTLs are seconds."""
+
+    uid: int = 0
+    gid: int = 0
+    file_mode: int = 0o444
+    dir_mode: int = 0o555
+    metadata_ttl: float = 60.0
+    negative_ttl: float = 5.0
+    revalidate_at_open: bool = False
+    immutable: bool = False

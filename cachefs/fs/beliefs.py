@@ -1,0 +1,128 @@
+"""What of the known is still believed, and for how long. No I/O but reads of the tree.
+
+There are three grounds to believe that a name exists (or does not): a listing of its directory that has passed it and is
+not too old; an answer about that very name that is not too old; and neither of them when something is known to have
+changed since. Lists of single answers are bounded; what falls out of them is asked for again.
+
+A request believes what is younger than the TTL or younger than the request itself, so that a TTL of 0 means "look every
+time" and not "never be satisfied".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cachefs.fs.tree import Directory, Found, Tree, inode_of
+
+REMEMBERED = 65_536
+"""Single answers kept, about 110 bytes each. Guessed: more than the files a job opens within one TTL without listing."""
+
+
+class Beliefs:
+    """`ttl` and `negative_ttl` are seconds; a TTL of infinity never looks again."""
+
+    def __init__(self, tree: Tree, clock: Callable[[], float], ttl: float, negative_ttl: float) -> None:
+        self._tree = tree
+        self._clock = clock
+        self.ttl = ttl
+        self.negative_ttl = negative_ttl
+        self._checked: dict[int, float] = {}
+        self._stale: dict[int, float] = {}
+        self._absent: dict[tuple[int, bytes], float] = {}
+
+    def horizon(self, since: float, now: float) -> float:
+        """The oldest knowledge that a request which began at `since` may use."""
+        return min(since, now - self.ttl)
+
+    def coverage(self, directory: Directory, name: bytes) -> tuple[int, float] | None:
+        """(generation, time) of the newest listing that decides `name`."""
+        listing = directory.listing
+        if listing is not None and listing.covers(name) and self.in_force(directory, listing.epoch):
+            return listing.generation, listing.landed_at
+        return self.whole(directory)
+
+    def whole(self, directory: Directory) -> tuple[int, float] | None:
+        """(generation, time) of the last complete listing, unless somebody asked to look again since."""
+        if directory.complete and self.in_force(directory, directory.listed_epoch):
+            return directory.complete, directory.listed_at
+        return None
+
+    def in_force(self, directory: Directory, epoch: int) -> bool:
+        return epoch >= self._tree.epoch_needed(directory)
+
+    def decide(self, directory: Directory, name: bytes, since: float, now: float) -> Found | float | None:
+        """What is believed of a name: found; absent, for so many seconds; or None, when one has to look."""
+        as_dir, as_file = self._tree.find(directory, name)
+        cover = self.coverage(directory, name)
+        horizon = since if since < now - self.ttl else now - self.ttl
+        if cover is not None and cover[1] < horizon:
+            cover = None
+        doubtful = False
+        for row, is_dir in ((as_dir, True), (as_file, False)):
+            if row is None:
+                continue
+            ino = inode_of(directory, name, row)
+            seen = self._checked.get(ino) if self._checked else None
+            if cover is not None and row.generation >= cover[0] and (seen is None or cover[1] > seen):
+                seen = cover[1]
+            if seen is None or seen < horizon:
+                continue
+            if not row.known or (self._stale and ino in self._stale):
+                doubtful = True
+                continue
+            return Found(ino, is_dir, row, seen + self.ttl)
+        if doubtful:
+            return None
+        if cover is not None:
+            return min(self.negative_ttl, cover[1] + self.ttl - now)
+        if self._absent:
+            until = self._absent.get((directory.number, name), 0.0)
+            if until > now:
+                return until - now
+        return None
+
+    def note_answer(self, directory: Directory, name: bytes, ino: int | None, asked_at: float) -> None:
+        """An answer about one name came; `ino` is None when there is nothing."""
+        if ino is None:
+            _put(self._absent, (directory.number, name), asked_at + self.negative_ttl)
+            return
+        self._absent.pop((directory.number, name), None)
+        if self._stale.get(ino, 0.0) <= asked_at:
+            self._stale.pop(ino, None)
+        _put(self._checked, ino, asked_at)
+
+    def note_page(self, inos: list[int], asked_at: float) -> None:
+        """A listing showed these."""
+        if self._stale:
+            for ino in inos:
+                if self._stale.get(ino, float("inf")) <= asked_at:
+                    del self._stale[ino]
+
+    def doubt(self, ino: int) -> None:
+        """Something is known to have changed there: do not believe what is written."""
+        self._checked.pop(ino, None)
+        if len(self._stale) >= REMEMBERED and ino not in self._stale:
+            # Too many to remember: doubt everything that was listed up to now (the TTL would, a little later).
+            self._stale.clear()
+            self._checked.clear()
+            self._tree.refresh(self._tree.root)
+        self._stale[ino] = self._clock()
+
+    def is_doubted(self, ino: int) -> bool:
+        return ino in self._stale
+
+    def forget_answers(self) -> None:
+        """Somebody asked to look again somewhere: drop all single answers, which are cheap to ask for again."""
+        self._checked.clear()
+        self._absent.clear()
+
+
+def _put(
+    table: dict[object, float] | dict[int, float] | dict[tuple[int, bytes], float], key: object, value: float
+) -> None:
+    """Set, as the newest; the oldest goes when there are too many."""
+    plain: dict[object, float] = table  # type: ignore[assignment]
+    plain.pop(key, None)
+    plain[key] = value
+    if len(plain) > REMEMBERED:
+        del plain[next(iter(plain))]

@@ -1,0 +1,134 @@
+"""Reading directories: streamed from the tree while the listing lands.
+
+A cookie is the lower part of the inode number of the name it stands behind: it needs no memory, holds for every handle
+and after a restart, and can be sought to. A handle that began on a complete listing reads what is there, whatever is
+listed anew meanwhile; one that began on a running listing gives out a name once it is decided and waits for the next page
+when it has caught up. It never ends before the listing did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cachefs.errors import OriginFailed, Unsupported
+from cachefs.fs.attributes import Attributes, Entry
+from cachefs.fs.inodes import LOW_MASK
+from cachefs.fs.keys import name_in
+from cachefs.fs.listing import AHEAD
+from cachefs.fs.tree import Directory, inode_of
+
+if TYPE_CHECKING:
+    from cachefs.fs.beliefs import Beliefs
+    from cachefs.fs.listing import Lister
+    from cachefs.fs.rows import Row
+    from cachefs.fs.tree import Tree
+
+CHUNK = 256
+"""Names read from the tree at a time. Guessed: several of the kernel's buffers, well under a millisecond."""
+
+Shape = Callable[[int, bool, "Row"], Attributes]
+"""(ino, is_dir, row) → attributes."""
+
+
+class DirectoryHandle:
+    """One open directory. `generation` is the oldest listing whose rows it shows; 0 until it has begun."""
+
+    __slots__ = ("chunk", "directory", "generation", "last", "places")
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+        self.generation = 0
+        self.chunk: list[Entry] = []
+        self.places: dict[int, int] = {}  # cookie → index in the chunk of what comes behind it
+        self.last = b""  # the mark the chunk ends with
+
+
+class DirectoryReader:
+    def __init__(
+        self, tree: Tree, beliefs: Beliefs, lister: Lister, clock: Callable[[], float], shape: Shape
+    ) -> None:
+        self._tree = tree
+        self._beliefs = beliefs
+        self._lister = lister
+        self._clock = clock
+        self._shape = shape
+
+    async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
+        """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
+        if offset and (place := handle.places.get(offset)) is not None:
+            if place < len(handle.chunk):
+                return handle.chunk[place : place + limit]
+            after = handle.last
+        elif offset:
+            mark = self._tree.mark_at(handle.directory, offset)
+            if mark is None:
+                raise OriginFailed("the directory changed while it was read: the place to go on from is gone")
+            after = mark
+        else:
+            handle.generation = 0
+            after = b""
+        if not handle.generation:
+            handle.generation = self._begin(handle.directory)
+        if await self._fill(handle, after):
+            return handle.chunk[:limit]
+        return []
+
+    def _begin(self, directory: Directory) -> int:
+        """The generation that a reader who begins now may believe; its listing is under way if it is not complete."""
+        now = self._clock()
+        horizon = self._beliefs.horizon(now, now)
+        whole = self._beliefs.whole(directory)
+        if whole is not None and whole[1] >= horizon:
+            return whole[0]
+        if directory.origin is None or not directory.origin.can_list:
+            raise Unsupported("this store cannot be listed: open its files by their full names")
+        return self._lister.demand(directory, horizon).generation
+
+    async def _fill(self, handle: DirectoryHandle, after: bytes) -> bool:
+        """Read the next chunk behind the mark `after`, waiting for pages. False at the end."""
+        directory = handle.directory
+        while True:
+            rows = self._tree.scan(directory, after, CHUNK)
+            waiting = handle.generation > directory.complete
+            listing = None
+            if waiting:
+                listing = self._lister.demand(directory, float("-inf"))
+                self._lister.allow(directory, listing, AHEAD)
+                decided = 0
+                while decided < len(rows) and listing.has_passed(rows[decided][0]):
+                    decided += 1
+                del rows[decided:]
+            entries = self._entries(handle, rows)
+            if entries:
+                handle.chunk, handle.last = entries, rows[-1][0]
+                handle.places = {entry.next_offset: index for index, entry in enumerate(entries, 1)}
+                return True
+            if rows:
+                after = rows[-1][0]
+            elif listing is None:
+                return False
+            else:
+                await listing.turn.wait()
+
+    def _entries(self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]]) -> list[Entry]:
+        directory, generation = handle.directory, handle.generation
+        rows = [(mark, row) for mark, row in rows if row.generation >= generation]
+        files = [mark for mark, _ in rows if not mark.endswith(b"/")]
+        twins = self._tree.twins(directory, files)
+        hidden = {f for f, twin in zip(files, twins, strict=True) if twin and twin.generation >= generation}
+        now = self._clock()
+        entries: list[Entry] = []
+        for mark, row in rows:
+            if mark in hidden:
+                continue
+            name = name_in(mark)
+            ino = inode_of(directory, name, row)
+            attributes, ttl = None, 0.0
+            if row.known and not self._beliefs.is_doubted(ino):
+                attributes = self._shape(ino, mark.endswith(b"/"), row)
+                cover = self._beliefs.coverage(directory, name)
+                if cover is not None and row.generation >= cover[0]:
+                    ttl = max(0.0, cover[1] + self._beliefs.ttl - now)
+            entries.append(Entry(name, attributes, ino & LOW_MASK, ttl))
+        return entries

@@ -1,0 +1,393 @@
+"""The filesystem as the kernel's front asks for it.
+
+`*_now` are the synchronous forms of what is usually known: they return None (or leave a read to `read`) when one would
+have to wait. Everything else is delegation: names to `looking`, directories to `directories`, bytes to the `Reader`.
+
+Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
+given out. So `forget` has nothing to do, and nothing can leak.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import trio
+
+from cachefs.database import Database
+from cachefs.errors import CachefsError, IsADirectory, NotFound, ObjectChanged, ReadOnly
+from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes, Entry, Options, Space
+from cachefs.fs.beliefs import Beliefs
+from cachefs.fs.directories import DirectoryHandle, DirectoryReader
+from cachefs.fs.files import FileHandle, OpenFiles
+from cachefs.fs.inodes import ROOT
+from cachefs.fs.keys import MAX_NAME, name_in, nameable
+from cachefs.fs.listing import Lister
+from cachefs.fs.looking import Looker
+from cachefs.fs.reader import Buffer, Reader
+from cachefs.fs.rows import Row
+from cachefs.fs.tree import Directory, Found, Tree, Volume, inode_of
+from cachefs.metrics import Metrics
+from cachefs.names import ObjectId
+
+FOREVER = 31_536_000.0
+"""The longest the kernel is told to keep something: a year of seconds. More would overflow somewhere."""
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
+
+REFRESH = b"user.cachefs.refresh"
+ETAG = b"user.cachefs.etag"
+CACHED = b"user.cachefs.cached"
+KEY = b"user.cachefs.key"
+HIDDEN = b"user.cachefs.hidden"
+LISTED = b"user.cachefs.listed"
+
+InvalidateHook = Callable[[int, int, bytes], None]
+"""(ino, parent, name): whatever the kernel keeps of this inode and this name is out of date."""
+
+
+class NoAttribute(NotFound):
+    """There is no such extended attribute."""
+
+
+class FileSystem:
+    """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch."""
+
+    def __init__(
+        self,
+        volumes: Sequence[Volume],
+        database: Database,
+        reader: Reader,
+        options: Options,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.on_invalidate: InvalidateHook = _nobody_listens
+        self._options = options
+        self._metrics = metrics
+        self._clock = clock
+        self._reader = reader
+        self._tree = Tree(database, volumes)
+        ttl = float("inf") if options.immutable else options.metadata_ttl
+        self._beliefs = Beliefs(self._tree, clock, ttl, options.negative_ttl)
+        self._lister = Lister(self._tree, self._beliefs, metrics, clock, self._changed)
+        self._looker = Looker(self._tree, self._beliefs, self._lister, metrics, clock, self._changed)
+        self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
+        self._files = OpenFiles(reader)
+        self._open_directories: dict[int, DirectoryHandle] = {}
+        self._next_directory = 1
+        self._file_mode = stat.S_IFREG | options.file_mode
+        self._dir_mode = stat.S_IFDIR | options.dir_mode
+
+    # -- names and attributes ----------------------------------------------------------------------
+
+    def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
+        """Attributes and for how many seconds they hold. Raises `NotFound`."""
+        if ino == ROOT:
+            return self._root()
+        directory, mark = self._tree.locate(ino)
+        found = self._looker.now(directory, name_in(mark))
+        if found is None:
+            return None
+        return self._known(ino, found)
+
+    async def getattr(self, ino: int) -> tuple[Attributes, float]:
+        """The same, looking where necessary."""
+        if ino == ROOT:
+            return self._root()
+        directory, mark = self._tree.locate(ino)
+        return self._known(ino, await self._looker.look(directory, name_in(mark)))
+
+    def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
+        """Attributes and for how many seconds they hold; no attributes when there is no such name."""
+        found = self._looker.now(self._tree.directory(parent), name)
+        if found is None:
+            return None
+        if not isinstance(found, Found):
+            self._metrics.negative_hits += 1
+        return self._answer(found)
+
+    async def lookup(self, parent: int, name: bytes) -> tuple[Attributes | None, float]:
+        """The same, looking where necessary. An origin that fails raises: a failure is no absence."""
+        found = self.lookup_now(parent, name)
+        if found is not None:
+            return found
+        return self._answer(await self._looker.look(self._tree.directory(parent), name))
+
+    def forget(self, ino: int, nlookup: int) -> None:
+        """Nothing to do: see above."""
+
+    def _root(self) -> tuple[Attributes, float]:
+        return self._shape(ROOT, True, _NO_ROW), FOREVER
+
+    def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
+        if isinstance(found, Found) and found.ino == ino:
+            return self._shape(ino, found.is_dir, found.row), self._seconds_until(found.until)
+        raise NotFound(f"inode {ino} is gone")
+
+    def _answer(self, found: Found | float) -> tuple[Attributes | None, float]:
+        if isinstance(found, Found):
+            return self._shape(found.ino, found.is_dir, found.row), self._seconds_until(found.until)
+        return None, max(0.0, min(found, FOREVER))
+
+    def _seconds_until(self, until: float) -> float:
+        return max(0.0, min(until - self._clock(), FOREVER))
+
+    def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
+        options = self._options
+        if is_dir:
+            return Attributes(ino, self._dir_mode, 2, DIRECTORY_SIZE, row.mtime_ns, options.uid, options.gid)
+        return Attributes(ino, self._file_mode, 1, row.size, row.mtime_ns, options.uid, options.gid)
+
+    # -- directories -------------------------------------------------------------------------------
+
+    async def opendir(self, ino: int) -> int:
+        handle = DirectoryHandle(self._tree.directory(ino))
+        number = self._next_directory
+        self._next_directory += 1
+        self._open_directories[number] = handle
+        return number
+
+    async def readdir(self, dh: int, offset: int, limit: int) -> list[Entry]:
+        """At most `limit` entries behind `offset`, in the store's order, without "." and ".."; none at the end. Raises
+        when the listing fails, rather than end early."""
+        handle = self._open_directories.get(dh)
+        if handle is None:
+            raise NotFound(f"no directory handle {dh}")
+        return await self._directories.read(handle, offset, limit)
+
+    def releasedir(self, dh: int) -> None:
+        self._open_directories.pop(dh, None)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, bool] | None:
+        """A handle, and whether the kernel may keep the pages it has of this inode."""
+        if flags & _WRITING:
+            raise ReadOnly("the mount is read-only")
+        if ino == ROOT:
+            raise IsADirectory("the root is a directory")
+        if self._options.revalidate_at_open:
+            return None
+        directory, mark = self._tree.locate(ino)
+        found = self._looker.now(directory, name_in(mark))
+        return None if found is None else self._open(directory, mark, ino, found, pid)
+
+    async def open(self, ino: int, flags: int, pid: int) -> tuple[int, bool]:
+        opened = self.open_now(ino, flags, pid)
+        if opened is not None:
+            return opened
+        directory, mark = self._tree.locate(ino)
+        name = name_in(mark)
+        if self._options.revalidate_at_open and not mark.endswith(b"/"):
+            found = await self._looker.ask(directory, name, share=False)
+        else:
+            found = await self._looker.look(directory, name)
+        return self._open(directory, mark, ino, found, pid)
+
+    def _open(
+        self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int
+    ) -> tuple[int, bool]:
+        if not isinstance(found, Found) or found.ino != ino:
+            raise NotFound(f"inode {ino} is gone")
+        if found.is_dir:
+            raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
+        assert directory.origin is not None
+        return self._files.open(ino, directory.origin, _object(directory, mark, found.row), pid)
+
+    def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
+        """Bytes, clipped to the object; None when `read` has to be awaited."""
+        handle = self._files.get(fh)
+        size = min(size, handle.size - offset)
+        if size <= 0:
+            return b""
+        if handle.superseded:
+            raise self._lost(handle)
+        try:
+            return self._reader.read_now(handle.opened, offset, size, handle.pid)
+        except ObjectChanged as exc:
+            raise self._lost(handle) from exc
+
+    async def read(self, fh: int, offset: int, size: int) -> Buffer:
+        """Bytes, clipped to the object. `ObjectChanged` as soon as and as long as the version is not the current one."""
+        handle = self._files.get(fh)
+        size = min(size, handle.size - offset)
+        if size <= 0:
+            return b""
+        if handle.superseded:
+            raise self._lost(handle)
+        try:
+            data = await self._reader.read(handle.opened, offset, size, handle.pid)
+        except ObjectChanged as exc:
+            raise self._lost(handle) from exc
+        if handle.superseded:
+            raise self._lost(handle)
+        return data
+
+    def release(self, fh: int) -> None:
+        """Never raises."""
+        self._files.release(fh)
+
+    def _lost(self, handle: FileHandle) -> ObjectChanged:
+        """The version a handle reads is gone: nothing known of the inode is believed, until somebody has looked."""
+        if not handle.counted:
+            handle.counted = True
+            self._metrics.objects_changed += 1
+        if not handle.superseded:
+            handle.superseded = True
+            self._beliefs.doubt(handle.ino)
+            self._files.note_change(handle.ino)
+            self._invalidate(handle.ino)
+        return ObjectChanged(f"{handle.object.key} was replaced or removed while it was open")
+
+    # -- extended attributes -----------------------------------------------------------------------
+
+    def listxattr(self, ino: int) -> list[bytes]:
+        if ino != ROOT and not self._tree.locate(ino)[1].endswith(b"/"):
+            return [ETAG, CACHED, KEY]
+        return [HIDDEN, LISTED, KEY]
+
+    async def getxattr(self, ino: int, name: bytes) -> bytes:
+        """The value as text. Raises `NoAttribute`."""
+        if not name.startswith(b"user.cachefs.") or name not in self.listxattr(ino):
+            raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
+        if ino == ROOT or self._tree.locate(ino)[1].endswith(b"/"):
+            return self._directory_attribute(self._tree.directory(ino), name)
+        directory, mark = self._tree.locate(ino)
+        found = await self._looker.look(directory, name_in(mark))
+        if not isinstance(found, Found) or found.is_dir:
+            raise NotFound(f"inode {ino} is gone")
+        obj = _object(directory, mark, found.row)
+        if name == ETAG:
+            return obj.etag.encode("utf-8", "surrogatepass")
+        if name == CACHED:
+            return str(self._reader.cached_bytes(obj)).encode()
+        return f"{obj.source}/{obj.key}".encode("utf-8", "surrogatepass")
+
+    def _directory_attribute(self, directory: Directory, name: bytes) -> bytes:
+        if name == HIDDEN:
+            listing = directory.listing
+            return str(max(directory.hidden, listing.hidden if listing else 0)).encode()
+        if name == LISTED:
+            whole = self._beliefs.whole(directory)
+            if whole is None or whole[1] == float("inf"):
+                return b""
+            return datetime.fromtimestamp(whole[1], UTC).isoformat(timespec="seconds").encode()
+        source = directory.origin.source if directory.origin else ""
+        return f"{source}/{directory.prefix}".encode("utf-8", "surrogatepass")
+
+    async def setxattr(self, ino: int, name: bytes, value: bytes) -> None:
+        """`user.cachefs.refresh`, whatever its value, says "look again"; nothing else can be written."""
+        if name != REFRESH:
+            raise ReadOnly("the mount is read-only")
+        if ino == ROOT:
+            await self._refresh_directory(self._tree.root)
+            return
+        directory, mark = self._tree.locate(ino)
+        await self._refresh(directory, mark, ino)
+
+    # -- looking again -----------------------------------------------------------------------------
+
+    async def refresh(self, path: str = "") -> None:
+        """Look again at `path` (relative to the mount) and everything below, at the next use. Makes no request."""
+        directory = self._tree.root
+        names = [name for name in os.fsencode(path).split(b"/") if name not in (b"", b".")]
+        for index, name in enumerate(names):
+            if not nameable(name):
+                raise NotFound(f"no such path: {path}")
+            as_dir, as_file = self._tree.find(directory, name)
+            if as_dir is None or index == len(names) - 1:
+                if as_dir is not None:
+                    ino = inode_of(directory, name, as_dir)
+                    await self._refresh(directory, name + b"/", ino)
+                elif as_file is not None:
+                    await self._refresh(directory, name, inode_of(directory, name, as_file))
+                else:
+                    # Not known: what may be believed is its absence, and that hangs on the listing here.
+                    self._beliefs.forget_answers()
+                    await self._disbelieve(directory)
+                    self.on_invalidate(0, directory.ino, name)
+                return
+            directory = self._tree.directory(inode_of(directory, name, as_dir))
+        await self._refresh_directory(directory)
+
+    async def _refresh(self, directory: Directory, mark: bytes, ino: int) -> None:
+        self._beliefs.doubt(ino)
+        if mark.endswith(b"/"):
+            await self._refresh_directory(self._tree.directory(ino))
+        else:
+            self.on_invalidate(ino, directory.ino, mark)
+
+    async def _disbelieve(self, directory: Directory) -> None:
+        self._lister.cancel(directory)
+        puts = self._tree.refresh(directory)
+        async with self._tree.writing:
+            await trio.to_thread.run_sync(self._tree.database.write, puts)
+
+    async def _refresh_directory(self, directory: Directory) -> None:
+        """One number says that nothing from before counts, however much lies below; the kernel has to be told the names
+        right below, which take what is under them along."""
+        self._beliefs.forget_answers()
+        await self._disbelieve(directory)
+        after: bytes | None = b""
+        while after is not None:
+            rows = self._tree.scan(directory, after, 1000)
+            for mark, row in rows:
+                name = name_in(mark)
+                self.on_invalidate(inode_of(directory, name, row), directory.ino, name)
+            after = rows[-1][0] if len(rows) == 1000 else None
+            await trio.lowlevel.checkpoint()
+
+    def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
+        """What is written about a name has just changed: it is another version, another kind, or gone."""
+        row = self._tree.row(directory, name)
+        current = None if row is None or not row.known else _object(directory, name, row)
+        for handle in self._files.of(ino):
+            if current is not None and handle.object != current:
+                handle.superseded = True
+        self._files.note_change(ino)
+        self.on_invalidate(ino, directory.ino, name)
+
+    def _invalidate(self, ino: int) -> None:
+        try:
+            directory, mark = self._tree.locate(ino)
+        except CachefsError:
+            return
+        self.on_invalidate(ino, directory.ino, name_in(mark))
+
+    # -- the whole ---------------------------------------------------------------------------------
+
+    def statfs(self) -> Space:
+        """An object store has no size: a pebibyte, so that df shows a use of about nothing."""
+        return Space(4096, 1 << 38, 1 << 38, self._tree.database.count("inodes"), MAX_NAME)
+
+    def status(self) -> dict[str, Any]:
+        """For `cachefs status`: plain values."""
+        return {
+            "names": self._tree.database.count("names"),
+            "open_files": len(self._files),
+            "open_directories": len(self._open_directories),
+            "listings": self._lister.active(),
+        }
+
+    async def aclose(self) -> None:
+        """Stop listing and close what is still open."""
+        await self._lister.aclose()
+        self._files.close()
+        self._open_directories.clear()
+
+
+_NO_ROW = Row(0, 0, 0, "")
+
+
+def _object(directory: Directory, mark: bytes, row: Row) -> ObjectId:
+    assert directory.origin is not None
+    return ObjectId(directory.origin.source, directory.prefix + mark.decode(), row.etag, row.size)
+
+
+def _nobody_listens(ino: int, parent: int, name: bytes) -> None:
+    pass

@@ -1,0 +1,322 @@
+"""Listing a directory, once, for everybody who wants to know.
+
+Idea: per directory at most one listing pages on, as a task of its own that no reader's cancellation touches. Each page
+is written down and then announced; whoever waits looks at the tree again. How far it goes is a matter of demand: a
+reader of the directory keeps it ahead of itself, a lookup pays for ten pages and for twice as many each time it
+misses. A listing that nobody wants any more rests where it is and is resumed from there.
+
+A generation is one listing from its first page to its last. Rows carry the generation that last showed them, so after the
+last page those of earlier ones are what has vanished; they are swept in bounded transactions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from cachefs.database import Put
+from cachefs.errors import CachefsError, OriginFailed
+from cachefs.fs.beliefs import Beliefs
+from cachefs.fs.keys import name_in, read_page
+from cachefs.fs.pages import erase, number_written, sweep, write_names
+from cachefs.fs.rows import encode
+from cachefs.fs.tree import Directory, Tree
+from cachefs.metrics import Metrics
+
+if TYPE_CHECKING:
+    from cachefs.fs.keys import Page
+    from cachefs.origin.protocol import ListPage
+
+log = logging.getLogger(__name__)
+
+PAGE = 1000
+"""Names a LIST asks for: the most that S3 gives."""
+
+AHEAD = 10
+"""Pages listed beyond what was asked for: 10,000 names are a directory like any other, 10⁹ are a bucket. Guessed."""
+
+MAX_DOUBLINGS = 24
+
+ChangeHook = Callable[[Directory, int, bytes], None]
+"""(directory, ino, name): it is not what it was."""
+
+
+class Turn:
+    """The landing of one page, as an event with an outcome."""
+
+    __slots__ = ("_event", "_failure")
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+        self._failure: CachefsError | None = None
+
+    def end(self, failure: CachefsError | None = None) -> None:
+        self._failure = failure
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Until the page is written. Raises what kept it from coming."""
+        await self._event.wait()
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args) from self._failure
+
+
+class Listing:
+    """One generation of one directory, running or resting."""
+
+    __slots__ = (
+        "allowed",
+        "epoch",
+        "failures",
+        "generation",
+        "hidden",
+        "landed_at",
+        "leftovers",
+        "misses",
+        "names",
+        "ordered",
+        "pages",
+        "position",
+        "running",
+        "scope",
+        "token",
+        "turn",
+    )
+
+    def __init__(self, generation: int, epoch: int, leftovers: bool) -> None:
+        self.generation = generation
+        self.epoch = epoch
+        self.leftovers = leftovers  # whether rows of earlier generations may exist
+        self.token: str | None = None
+        self.position: bytes | None = None  # the last key seen, relative to the directory
+        self.ordered = True
+        self.landed_at = 0.0
+        self.pages = 0
+        self.allowed = 0
+        self.misses = 0
+        self.names = 0
+        self.hidden = 0
+        self.failures = 0
+        self.running = False
+        self.scope = trio.CancelScope()
+        self.turn = Turn()
+
+    def covers(self, name: bytes) -> bool:
+        """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""
+        return self.position is not None and self.ordered and name + b"/" <= self.position
+
+    def has_passed(self, mark: bytes) -> bool:
+        """Whether the name with this mark is decided."""
+        return self.covers(name_in(mark))
+
+    def next_turn(self, failure: CachefsError | None = None) -> None:
+        turn, self.turn = self.turn, Turn()
+        turn.end(failure)
+
+
+class Lister:
+    """Runs the listings of all directories."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        beliefs: Beliefs,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_change: ChangeHook,
+    ) -> None:
+        self._tree = tree
+        self._beliefs = beliefs
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._running: set[Listing] = set()
+        self._all_done = trio.Event()
+        self._closed = False
+
+    def demand(self, directory: Directory, horizon: float) -> Listing:
+        """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
+        listing = directory.listing
+        if listing is not None:
+            if self._beliefs.in_force(directory, listing.epoch) and (
+                listing.running or not listing.pages or listing.landed_at >= horizon
+            ):
+                return listing
+            self.cancel(directory)
+        directory.generation += 1
+        leftovers = bool(self._tree.scan(directory, b"", 1))
+        directory.listing = Listing(directory.generation, self._tree.epoch, leftovers)
+        return directory.listing
+
+    def allow(self, directory: Directory, listing: Listing, pages: int) -> None:
+        """Let it go on for this many pages from where it is."""
+        listing.allowed = max(listing.allowed, listing.pages + pages)
+        if not listing.running and directory.listing is listing:
+            if self._closed:
+                raise OriginFailed("the filesystem is closing")
+            listing.running = True
+            listing.scope = trio.CancelScope()
+            self._running.add(listing)
+            trio.lowlevel.spawn_system_task(self._run, directory, listing, name="cachefs listing")
+
+    def missed(self, directory: Directory, listing: Listing) -> None:
+        """A lookup went past it: the more of them, the likelier is it that the whole listing pays."""
+        listing.misses += 1
+        self.allow(directory, listing, AHEAD << min(listing.misses - 1, MAX_DOUBLINGS))
+
+    def cancel(self, directory: Directory) -> None:
+        """Stop and forget the listing; whoever waits for it looks again."""
+        listing, directory.listing = directory.listing, None
+        if listing is not None:
+            listing.scope.cancel()
+            listing.next_turn()
+
+    def active(self) -> int:
+        return len(self._running)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for listing in list(self._running):
+            listing.scope.cancel()
+        if self._running:
+            await self._all_done.wait()
+
+    async def _run(self, directory: Directory, listing: Listing) -> None:
+        failure: CachefsError | None = None
+        vanished = False
+        with listing.scope:
+            try:
+                while directory.listing is listing and listing.pages < listing.allowed:
+                    vanished = await self._next_page(directory, listing)
+                    listing.failures = 0
+                if vanished:
+                    await self._sweep(directory, listing.generation)
+            except CachefsError as exc:
+                failure = exc
+            except Exception as exc:
+                log.exception("listing %s failed in a way nobody foresaw", directory.prefix)
+                failure = OriginFailed(f"listing {directory.prefix!r}: {exc}")
+        listing.running = False
+        self._running.discard(listing)
+        if self._closed and not self._running:
+            self._all_done.set()
+        if failure is None and self._closed:
+            failure = OriginFailed("the filesystem is closing")
+        if failure is not None:
+            listing.failures += 1
+            listing.allowed = listing.pages
+            if listing.failures > 1 and directory.listing is listing:
+                directory.listing = None  # perhaps it is the token: begin again
+        listing.next_turn(failure)
+
+    async def _next_page(self, directory: Directory, listing: Listing) -> bool:
+        """Fetch and write one page. Returns whether names of earlier listings are to be swept now."""
+        origin = directory.origin
+        assert origin is not None
+        asked_at = self._clock()
+        listed = await origin.list_page(directory.prefix, token=listing.token, limit=PAGE)
+        page = read_page(listed, directory.prefix)
+        self._check_order(directory, listing, page, listed)
+        done = listed.next_token is None
+        if not done and listed.next_token == listing.token:
+            raise OriginFailed(f"listing {directory.prefix!r}: the store repeats the same page for ever")
+        async with self._tree.writing:
+            if directory.listing is not listing:
+                return False
+            extra = self._marker(directory, page)
+            written = await trio.to_thread.run_sync(
+                write_names,
+                self._tree.database,
+                directory,
+                page.entries,
+                listing.generation,
+                [*extra, directory.state()],
+            )
+            now = self._clock()
+            self._count_hidden(directory, listing, page, written.conflicts)
+            self._beliefs.note_page(written.inos, asked_at)
+            listing.token, listing.landed_at = listed.next_token, now
+            listing.pages += 1
+            listing.names += len(page.entries) + len(page.hidden) + (page.marker is not None)
+            if page.last is not None:
+                listing.position = max(listing.position or b"", page.last)
+            current = directory.listing is listing
+            if done and current:
+                directory.complete, directory.listed_epoch = listing.generation, listing.epoch
+                directory.listed_at, directory.hidden = now, listing.hidden
+                directory.listing = None
+                if not listing.names and not directory.is_top:
+                    self._beliefs.doubt(directory.ino)  # nothing is left in it: it may be gone itself
+        for ino, name in written.changed:
+            self._on_change(directory, ino, name)
+        if done and current:
+            await self._write_state(directory)
+        listing.next_turn()
+        return done and current and listing.leftovers
+
+    async def _write_state(self, directory: Directory) -> None:
+        async with self._tree.writing:
+            await trio.to_thread.run_sync(self._tree.database.write, [directory.state()])
+
+    def _check_order(self, directory: Directory, listing: Listing, page: Page, listed: ListPage) -> None:
+        backwards = listing.position is not None and page.first is not None and page.first < listing.position
+        if listing.ordered and listed.ordered and backwards:
+            log.warning("the store lists %r out of order: lookups in it have to ask", directory.prefix)
+        if not listed.ordered or backwards:
+            listing.ordered = False
+
+    def _marker(self, directory: Directory, page: Page) -> list[Put]:
+        """A marker object tells when the directory was made: its row in the parent shows it."""
+        if page.marker is None or directory.parent is None:
+            return []
+        row = self._tree.row(directory.parent, directory.mark)
+        if row is None or row.mtime_ns == page.marker.mtime_ns:
+            return []
+        changed = encode(row._replace(mtime_ns=page.marker.mtime_ns))
+        return [("names", directory.parent.key + directory.mark, changed)]
+
+    def _count_hidden(self, directory: Directory, listing: Listing, page: Page, conflicts: int) -> None:
+        count = len(page.hidden) + conflicts
+        if not count:
+            return
+        known = max(directory.hidden, listing.hidden)
+        listing.hidden += count
+        self._metrics.hidden_names += max(0, listing.hidden - known)
+        if not directory.warned:
+            directory.warned = True
+            example = page.hidden[0] if page.hidden else "a file with the name of a directory"
+            log.warning(
+                "keys below %r that no path can name are hidden, such as %r", directory.prefix, example
+            )
+
+    async def _sweep(self, directory: Directory, generation: int) -> None:
+        """Remove what listing `generation`, complete, did not show; and what was below it."""
+        after: bytes | None = b""
+        while after is not None and directory.complete == generation:
+            async with self._tree.writing:
+                after, gone = await trio.to_thread.run_sync(
+                    sweep, self._tree.database, directory, generation, after
+                )
+            for ino, mark in gone:
+                self._on_change(directory, ino, name_in(mark))
+                if mark.endswith(b"/"):
+                    await self._erase(ino)
+
+    async def _erase(self, ino: int) -> None:
+        number = number_written(self._tree.database, ino)
+        doomed = [] if number is None else [number]
+        while doomed:
+            number = doomed.pop()
+            alive = self._tree.by_number(number)
+            if alive is not None:
+                self.cancel(alive)
+                self._tree.drop(alive)
+            more: list[int] | None = []
+            while more is not None:
+                async with self._tree.writing:
+                    more = await trio.to_thread.run_sync(partial(erase, self._tree.database, number))
+                doomed += more or []

@@ -1,0 +1,236 @@
+"""Finding out about one name with as few requests as possible.
+
+What is believed is answered at once. Otherwise, in this order of cost:
+
+- a name that was known and is only too old is asked for itself (one HEAD, or one LIST of one key for a directory), up to
+  three times per directory and TTL; after that a new listing of the directory is cheaper;
+- a name in a directory that is not listed starts the listing, whose first page decides for most directories;
+- where the first page does not reach it, both questions are asked side by side (HEAD of the key, LIST of one key below
+  it), while the listing goes on for a bounded while.
+
+Questions about one name are asked once for all who want to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from cachefs.errors import CachefsError, NotFound
+from cachefs.fs.beliefs import Beliefs
+from cachefs.fs.keys import nameable, text_of
+from cachefs.fs.listing import AHEAD, ChangeHook, Lister
+from cachefs.fs.pages import write_answer
+from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.metrics import Metrics
+
+if TYPE_CHECKING:
+    from cachefs.fs.rows import Row
+    from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
+
+SINGLE_ASKS = 3
+"""Names of one directory asked for one by one within a TTL before it is listed again. Guessed: a LIST page costs a store
+about as much time as two HEADs and answers a thousand."""
+
+
+class _Question:
+    """A question under way. Neither `answer` nor `failure` after `ended`: whoever asked it was cancelled."""
+
+    __slots__ = ("answer", "ended", "failure")
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.answer: Found | float | None = None
+        self.failure: CachefsError | None = None
+
+
+class Looker:
+    """Answers about names: a `Found`, or for how many seconds there is none."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        beliefs: Beliefs,
+        lister: Lister,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_change: ChangeHook,
+    ) -> None:
+        self._tree = tree
+        self._beliefs = beliefs
+        self._lister = lister
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._questions: dict[tuple[int, bytes], _Question] = {}
+
+    def now(self, directory: Directory, name: bytes) -> Found | float | None:
+        """What is believed; None when `look` has to be awaited."""
+        if not nameable(name):
+            return self._beliefs.negative_ttl
+        now = self._clock()
+        return self._beliefs.decide(directory, name, now, now)
+
+    async def look(self, directory: Directory, name: bytes) -> Found | float:
+        """What is believed, or else found out."""
+        since = self._clock()
+        while True:
+            now = self._clock()
+            answer = self._beliefs.decide(directory, name, since, now)
+            if answer is not None:
+                return answer
+            if text_of(name) is None:
+                return self._beliefs.negative_ttl  # keys are UTF-8: no key has this name
+            origin = directory.origin
+            if origin is None:
+                return self._beliefs.negative_ttl
+            if not origin.can_list or self._ask_itself(directory, name, now):
+                return await self.ask(directory, name)
+            listing = self._lister.demand(directory, self._beliefs.horizon(since, now))
+            if listing.pages:
+                break
+            turn = listing.turn
+            self._lister.allow(directory, listing, AHEAD + 1 if self._beliefs.ttl else 1)
+            await turn.wait()
+            answer = self._beliefs.decide(directory, name, since, self._clock())
+            if answer is not None:
+                return answer
+            if directory.listing is listing or directory.complete == listing.generation:
+                break
+        if directory.listing is listing and self._beliefs.ttl:
+            self._lister.missed(directory, listing)
+        return await self.ask(directory, name)
+
+    def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
+        """Whether the name was known, so that a question or two are cheaper than a listing."""
+        as_dir, as_file = self._tree.find(directory, name)
+        row = as_dir or as_file
+        if row is None:
+            return False
+        if not row.known:
+            return True
+        if now - directory.stale_since > self._beliefs.ttl or directory.stale_since > now:
+            directory.stale_since, directory.stale_asks = now, 0
+        directory.stale_asks += 1
+        return directory.stale_asks <= SINGLE_ASKS
+
+    async def ask(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
+        """Ask the origin about this very name. With `share`, an answer that is already on its way will do."""
+        key = (directory.number, name)
+        while share and (under_way := self._questions.get(key)) is not None:
+            await under_way.ended.wait()
+            if under_way.failure is not None:
+                raise type(under_way.failure)(*under_way.failure.args) from under_way.failure
+            if under_way.answer is not None:
+                return under_way.answer
+        question = _Question()
+        if share:
+            self._questions[key] = question
+        try:
+            question.answer = await self._ask(directory, name)
+        except CachefsError as exc:
+            question.failure = exc
+            raise
+        finally:
+            if share:
+                del self._questions[key]
+            question.ended.set()
+        return question.answer
+
+    async def _ask(self, directory: Directory, name: bytes) -> Found | float:
+        text, origin = text_of(name), directory.origin
+        if text is None or origin is None:
+            return self._beliefs.negative_ttl
+        asked_at, epoch = self._clock(), self._tree.epoch
+        as_dir, as_file = self._tree.find(directory, name)
+        said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
+        row = self._tree.row(directory, name + b"/" if said is True else name)
+        if not _says_the_same(said, *self._tree.find(directory, name)):
+            async with self._tree.writing:
+                cover = self._beliefs.coverage(directory, name)
+                generation = cover[0] if cover else 0
+                written = await trio.to_thread.run_sync(
+                    write_answer, self._tree.database, directory, name, said, generation
+                )
+            for ino, changed in written.changed:
+                self._on_change(directory, ino, changed)
+            row = self._tree.row(directory, name + b"/" if said is True else name)
+        believed = epoch == self._tree.epoch
+        if said is False or row is None:
+            if believed:
+                self._beliefs.note_answer(directory, name, None, asked_at)
+            return self._beliefs.negative_ttl
+        ino = inode_of(directory, name, row)
+        if believed:
+            self._beliefs.note_answer(directory, name, ino, asked_at)
+        return Found(ino, said is True, row, asked_at + self._beliefs.ttl)
+
+
+def _says_the_same(said: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None) -> bool:
+    if said is False:
+        return as_dir is None and as_file is None
+    if said is True:
+        return as_dir is not None
+    return (
+        as_dir is None
+        and as_file is not None
+        and as_file.known
+        and (as_file.size, as_file.etag, as_file.mtime_ns) == (said.size, said.etag, said.mtime_ns)
+    )
+
+
+async def _ask_origin(origin: Origin, key: str, as_dir: Row | None, as_file: Row | None) -> ObjectInfo | bool:
+    """The object `key`; True when there are keys below it; False for neither. What it was before is asked first."""
+    if not origin.can_list:
+        return await _head(origin, key) or await _head(origin, key + "/") is not None
+    if as_dir is not None:
+        return await _has_keys(origin, key + "/") or await _head(origin, key) or False
+    if as_file is not None:
+        return await _head(origin, key) or await _has_keys(origin, key + "/")
+    said: dict[str, ObjectInfo | bool | CachefsError | None] = {}
+
+    async def head() -> None:
+        try:
+            said["head"] = await _head(origin, key)
+        except CachefsError as exc:
+            said["head"] = exc
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(head)
+        try:
+            below = await _has_keys(origin, key + "/")
+        except CachefsError as exc:
+            said["list"] = exc
+            nursery.cancel_scope.cancel()
+        else:
+            if below:
+                nursery.cancel_scope.cancel()
+                said["list"] = True
+    for answer in (said.get("list"), said.get("head")):
+        if isinstance(answer, CachefsError):
+            raise answer
+        if answer:
+            return answer
+    return False
+
+
+async def _head(origin: Origin, key: str) -> ObjectInfo | None:
+    try:
+        return await origin.head(key)
+    except NotFound:
+        return None
+
+
+async def _has_keys(origin: Origin, prefix: str) -> bool:
+    """Whether any key begins with `prefix`."""
+    token: str | None = None
+    while True:
+        page = await origin.list_page(prefix, token=token, limit=1)
+        if page.objects or page.prefixes:
+            return True
+        if page.next_token is None or page.next_token == token:
+            return False
+        token = page.next_token

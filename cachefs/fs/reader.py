@@ -1,0 +1,32 @@
+"""What the filesystem asks of the rooms that hold bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from cachefs.names import ObjectId
+    from cachefs.origin import Origin
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Reader(Protocol):
+    """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them."""
+
+    def open(self, origin: Origin, obj: ObjectId) -> Any:
+        """Begin reading one version. Cheap, no I/O."""
+
+    def close(self, opened: Any) -> None:
+        """No more reads will come. Never raises."""
+
+    def read_now(self, opened: Any, offset: int, size: int, pid: int) -> Buffer | None:
+        """The bytes, if they are here already; None when `read` has to be awaited."""
+
+    async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer:
+        """The bytes. Raises `ObjectChanged` when the version is gone, and what an origin raises."""
+        ...
+
+    def cached_bytes(self, obj: ObjectId) -> int:
+        """How many bytes of it are on this node."""
+        ...

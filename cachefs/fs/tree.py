@@ -1,0 +1,335 @@
+"""The tree as it is known: names, inode numbers and the state of listings, in LMDB.
+
+Idea: a name is one row, filed under its directory and its mark (`cachefs.fs.keys`), so that a table looks like the
+listing it came from. No Python object is kept per name: a million names cost disk pages, not heap. Objects exist only
+for directories in use, and exactly one for each.
+
+Tables: ``names`` directory number + mark → row; ``inodes`` inode number → mark (the directory is part of the number);
+``directories`` number → state of its listing; ``state`` whatever concerns all.
+
+A file row beside a directory row of the same name is hidden: the directory wins, and owns the inode number.
+
+Reads are synchronous and cheap, writes go through `cachefs.fs.pages` under the one lock `writing`.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from cachefs.database import Database, Put
+from cachefs.errors import ConfigError, NotADirectory, NotFound
+from cachefs.fs.inodes import LOW_BITS, ROOT, join, low_of, next_number, number_of
+from cachefs.fs.keys import mark_of_directory, name_in, nameable
+from cachefs.fs.rows import Row, decode, encode
+
+if TYPE_CHECKING:
+    from cachefs.fs.listing import Listing
+    from cachefs.origin import Origin
+
+log = logging.getLogger(__name__)
+
+TABLES = ("names", "inodes", "directories", "state")
+FORMAT = "names 1"
+"""Name of the tables' format, for `Database`."""
+
+KEPT_DIRECTORIES = 4096
+"""Directories remembered as objects (about 500 bytes each); others are read again when asked for. Guessed."""
+
+ALWAYS = 0xFFFFFFFF
+
+_STATE = struct.Struct(">QIIdIII")
+_EPOCH = b"epoch"
+_FINGERPRINT = b"volumes"
+
+
+@dataclass(frozen=True)
+class Volume:
+    """One store under the mount; `name` is its top-level directory, "" when it is the mount's root itself."""
+
+    name: str
+    origin: Origin
+
+
+class Found(NamedTuple):
+    """A name that exists. `until` is when what is known of it has to be looked at again."""
+
+    ino: int
+    is_dir: bool
+    row: Row
+    until: float
+
+
+class Directory:
+    """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes."""
+
+    __slots__ = (
+        "__weakref__",
+        "complete",
+        "epoch_needed",
+        "epoch_seen",
+        "generation",
+        "hidden",
+        "ino",
+        "key",
+        "listed_at",
+        "listed_epoch",
+        "listing",
+        "mark",
+        "number",
+        "origin",
+        "parent",
+        "prefix",
+        "refreshed",
+        "stale_asks",
+        "stale_since",
+        "warned",
+    )
+
+    def __init__(
+        self, ino: int, number: int, parent: Directory | None, mark: bytes, origin: Origin | None, prefix: str
+    ) -> None:
+        self.ino = ino
+        self.number = number
+        self.key = number.to_bytes(4, "big")
+        self.parent = parent
+        self.mark = mark
+        self.origin = origin
+        self.prefix = prefix
+        self.generation = 0  # the last one given to a listing
+        self.complete = 0  # that of the last listing that reached the end; 0: none did
+        self.listed_at = 0.0
+        self.listed_epoch = 0
+        self.refreshed = 0  # the epoch in which somebody asked to look again at everything below
+        self.hidden = 0
+        self.listing: Listing | None = None
+        self.stale_asks = 0
+        self.stale_since = 0.0
+        self.warned = False
+        self.epoch_seen = -1
+        self.epoch_needed = 0
+
+    def load(self, state: bytes) -> None:
+        (
+            _,
+            self.generation,
+            self.complete,
+            self.listed_at,
+            self.listed_epoch,
+            self.refreshed,
+            self.hidden,
+        ) = _STATE.unpack(state)
+
+    def state(self) -> Put:
+        """The row that says all this."""
+        packed = _STATE.pack(
+            self.ino,
+            self.generation,
+            self.complete,
+            self.listed_at,
+            self.listed_epoch,
+            self.refreshed,
+            self.hidden,
+        )
+        return ("directories", self.key, packed)
+
+    @property
+    def is_top(self) -> bool:
+        """Whether it is there because it is mounted, not because a key says so."""
+        return self.parent is None or self.parent.origin is None
+
+
+class Tree:
+    """What is known of all names. Opening it forgets everything that was learnt from other volumes."""
+
+    def __init__(self, database: Database, volumes: Sequence[Volume]) -> None:
+        self.database = database
+        self.writing = trio.Lock()
+        self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
+        self._kept: dict[int, Directory] = {}
+        self._volumes: dict[bytes, Origin] = {}
+        self._check_fingerprint(volumes)
+        self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
+        only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
+        self.root = Directory(ROOT, 0, None, b"", only, _prefix_of(only) if only else "")
+        if only:
+            state = database.get("directories", self.root.key)
+            if state:
+                self.root.load(state)
+        else:
+            self._write_volumes(volumes)
+        self._by_ino[ROOT] = self._by_number[0] = self.root
+
+    def _check_fingerprint(self, volumes: Sequence[Volume]) -> None:
+        parts = sorted(f"{v.name}\0{v.origin.source}\0{_prefix_of(v.origin)}" for v in volumes)
+        fingerprint = "\n".join(parts).encode("utf-8", "surrogatepass")
+        known = self.database.get("state", _FINGERPRINT)
+        if known != fingerprint:
+            if known is not None:
+                log.info("other sources than last time: forgetting the names that were known")
+            everything = [(table, b"", b"\xff" * 8) for table in TABLES]
+            self.database.write([("state", _FINGERPRINT, fingerprint)], everything)
+
+    def _write_volumes(self, volumes: Sequence[Volume]) -> None:
+        """The root is the list of volumes: always listed, always fresh."""
+        root = self.root
+        root.generation = root.complete = 1
+        root.listed_at, root.listed_epoch = float("inf"), ALWAYS
+        puts: list[Put] = [root.state()]
+        row = encode(Row(1, 0, 0, ""))
+        for volume in volumes:
+            name = volume.name.encode()
+            if not nameable(name) or name in self._volumes:
+                raise ConfigError(f"{volume.name!r} cannot be the name of a source: give it another name")
+            self._volumes[name] = volume.origin
+            mark = mark_of_directory(name)
+            low = low_of(name)
+            puts += [("names", root.key + mark, row), ("inodes", inode_key(join(0, low)), mark)]
+        self.database.write(puts)
+
+    # -- directories -------------------------------------------------------------------------------
+
+    def directory(self, ino: int) -> Directory:
+        """The directory with this inode number. Raises `NotFound` or `NotADirectory`."""
+        found = self._by_ino.get(ino)
+        if found is not None:
+            return found
+        chain: list[tuple[int, bytes]] = []
+        while found is None:
+            mark = self._mark(ino)
+            if not mark.endswith(b"/"):
+                raise NotADirectory(f"inode {ino} is a file")
+            chain.append((ino, mark))
+            ino = self._owner(ino >> LOW_BITS)
+            found = self._by_ino.get(ino)
+        for child, mark in reversed(chain):
+            found = self._adopt(found, child, mark)
+        return found
+
+    def locate(self, ino: int) -> tuple[Directory, bytes]:
+        """Where an inode (not the root) is: its directory and its mark there. Raises `NotFound`."""
+        mark = self._mark(ino)
+        directory = self._by_number.get(ino >> LOW_BITS)
+        return directory or self.directory(self._owner(ino >> LOW_BITS)), mark
+
+    def _mark(self, ino: int) -> bytes:
+        mark = self.database.get("inodes", inode_key(ino))
+        if mark is None:
+            raise NotFound(f"no inode {ino}")
+        return mark
+
+    def _owner(self, number: int) -> int:
+        directory = self._by_number.get(number)
+        if directory is not None:
+            return directory.ino
+        state = self.database.get("directories", number.to_bytes(4, "big"))
+        if state is None:
+            raise NotFound(f"no directory {number}")
+        ino: int = _STATE.unpack(state)[0]
+        return ino
+
+    def _adopt(self, parent: Directory, ino: int, mark: bytes) -> Directory:
+        number = number_of(ino)
+        while True:
+            other = self._by_number.get(number)
+            state = self.database.get("directories", number.to_bytes(4, "big"))
+            if other is None and (state is None or _STATE.unpack(state)[0] == ino):
+                break
+            number = next_number(number)
+        if parent.origin is None:
+            origin = self._volumes[name_in(mark)]
+            directory = Directory(ino, number, parent, mark, origin, _prefix_of(origin))
+        else:
+            prefix = parent.prefix + mark.decode("utf-8")
+            directory = Directory(ino, number, parent, mark, parent.origin, prefix)
+        if state is not None:
+            directory.load(state)
+        self._by_ino[ino] = self._by_number[number] = self._kept[number] = directory
+        if len(self._kept) > KEPT_DIRECTORIES:
+            del self._kept[next(iter(self._kept))]
+        return directory
+
+    def drop(self, directory: Directory) -> None:
+        """Forget the object of a directory that is gone."""
+        self._by_ino.pop(directory.ino, None)
+        self._by_number.pop(directory.number, None)
+        self._kept.pop(directory.number, None)
+
+    def known(self, ino: int) -> Directory | None:
+        """The directory, when it is in use."""
+        return self._by_ino.get(ino)
+
+    def by_number(self, number: int) -> Directory | None:
+        return self._by_number.get(number)
+
+    def epoch_needed(self, directory: Directory) -> int:
+        """The epoch since which a listing of `directory` may have begun to be believed."""
+        if directory.epoch_seen != self.epoch:
+            needed, above = 0, directory
+            while above is not None:
+                needed = max(needed, above.refreshed)
+                above = above.parent  # type: ignore[assignment]
+            directory.epoch_needed, directory.epoch_seen = needed, self.epoch
+        return directory.epoch_needed
+
+    def refresh(self, directory: Directory) -> list[Put]:
+        """From now on nothing known about `directory` and below is believed. Returns the rows that make it last."""
+        self.epoch += 1
+        directory.refreshed = self.epoch
+        return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
+
+    def in_use(self) -> list[Directory]:
+        return list(self._by_number.values())
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def find(self, directory: Directory, name: bytes) -> tuple[Row | None, Row | None]:
+        """What is written about a name: as a directory, as a file."""
+        key = directory.key + name
+        as_dir, as_file = self.database.get_many("names", (key + b"/", key))
+        return as_dir and decode(as_dir), as_file and decode(as_file)  # type: ignore[return-value]
+
+    def row(self, directory: Directory, mark: bytes) -> Row | None:
+        data = self.database.get("names", directory.key + mark)
+        return None if data is None else decode(data)
+
+    def scan(self, directory: Directory, after: bytes, limit: int) -> list[tuple[bytes, Row]]:
+        """(mark, row) of the names behind the mark `after`, in order."""
+        rows = self.database.scan(
+            "names", directory.key + after + b"\0" if after else directory.key, end_of(directory.key), limit
+        )
+        return [(key[4:], decode(data)) for key, data in rows]
+
+    def twins(self, directory: Directory, names: Sequence[bytes]) -> list[Row | None]:
+        """What is written about these names as directories."""
+        rows = self.database.get_many("names", [directory.key + name + b"/" for name in names])
+        return [None if data is None else decode(data) for data in rows]
+
+    def mark_at(self, directory: Directory, low: int) -> bytes | None:
+        return self.database.get("inodes", inode_key(join(directory.number, low)))
+
+
+def inode_of(directory: Directory, name: bytes, row: Row) -> int:
+    """The inode number of a name that has a row."""
+    return directory.number << LOW_BITS | (low_of(name) if row.low is None else row.low)
+
+
+def inode_key(ino: int) -> bytes:
+    return ino.to_bytes(8, "big")
+
+
+def end_of(key: bytes) -> bytes:
+    """The first key behind everything that begins with `key` (never all 0xFF: numbers have 28 bits)."""
+    return (int.from_bytes(key, "big") + 1).to_bytes(len(key), "big")
+
+
+def _prefix_of(origin: Origin) -> str:
+    prefix = origin.prefix
+    return prefix if not prefix or prefix.endswith("/") else prefix + "/"

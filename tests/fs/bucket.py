@@ -1,0 +1,135 @@
+"""A bucket in memory that counts, fails, hangs and changes on command: what `Origin` is to the filesystem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import trio
+
+from cachefs.errors import CachefsError, NotFound, ObjectChanged
+from cachefs.names import ObjectId
+from cachefs.origin.protocol import ListPage, ObjectInfo
+
+MTIME = 1_700_000_000 * 10**9
+
+
+def etag_of(content: bytes | int) -> str:
+    import hashlib
+
+    return f'"{hashlib.md5(str(content).encode()).hexdigest()}"'
+
+
+class Bucket:
+    """Keys and sizes. `page` caps the names of one LIST page; `delay` is virtual seconds per request."""
+
+    def __init__(
+        self, keys: Iterable[str] = (), *, prefix: str = "", page: int = 1000, delay: float = 0.01
+    ) -> None:
+        self.source = "s3://test"
+        self.prefix = prefix
+        self.can_list = True
+        self.page = page
+        self.delay = delay
+        self.objects: dict[str, ObjectInfo] = {}
+        self.lists: list[tuple[str, str | None, int]] = []
+        self.heads: list[str] = []
+        self.before: Callable[[str, str], CachefsError | None] = lambda kind, key: None
+        self.tells_sizes = True
+        self.ordered = True
+        for key in keys:
+            self.put(key)
+
+    def put(self, key: str, size: int | None = None, version: int = 0, mtime_ns: int = MTIME) -> None:
+        size = (0 if key.endswith("/") else 10) if size is None else size
+        self.objects[key] = ObjectInfo(key, size, mtime_ns, etag_of(f"{key} {size} {version}".encode()))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(LIST, HEAD) since the last `reset`."""
+        return len(self.lists), len(self.heads)
+
+    def reset(self) -> None:
+        self.lists.clear()
+        self.heads.clear()
+
+    async def list_page(
+        self, prefix: str, *, token: str | None = None, start_after: str | None = None, limit: int = 1000
+    ) -> ListPage:
+        self.lists.append((prefix, token, limit))
+        await trio.sleep(self.delay)
+        self._strike("list", prefix)
+        marks: dict[bytes, tuple[str, bool]] = {}
+        for key in self.objects:
+            if key.startswith(prefix):
+                rest = key[len(prefix) :]
+                head, slash, _ = rest.partition("/")
+                name = prefix + head + slash
+                marks[name.encode("utf-8", "surrogatepass")] = (name, bool(slash))
+        names = sorted(marks)
+        if not self.ordered:
+            names.sort(key=lambda n: n[::-1])
+        first = int(token) if token else 0
+        last = first + min(limit, self.page)
+        shown = [marks[name] for name in names[first:last]]
+        infos = [self.objects[name] for name, is_dir in shown if not is_dir]
+        if not self.tells_sizes:
+            infos = [ObjectInfo(i.key, -1, i.mtime_ns, "") for i in infos]
+        return ListPage(
+            infos,
+            [name for name, is_dir in shown if is_dir],
+            str(last) if last < len(names) else None,
+            self.ordered,
+        )
+
+    async def head(self, key: str) -> ObjectInfo:
+        self.heads.append(key)
+        await trio.sleep(self.delay)
+        self._strike("head", key)
+        if key not in self.objects:
+            raise NotFound(key)
+        return self.objects[key]
+
+    def _strike(self, kind: str, key: str) -> None:
+        failure = self.before(kind, key)
+        if failure is not None:
+            raise failure
+
+
+class Bytes:
+    """A `Reader` whose objects are made of their own etag; warm once read."""
+
+    def __init__(self, bucket: Bucket | None = None) -> None:
+        self.bucket = bucket
+        self.warm: set[ObjectId] = set()
+        self.open_count = 0
+
+    def open(self, origin: Any, obj: ObjectId) -> ObjectId:
+        self.open_count += 1
+        return obj
+
+    def close(self, opened: ObjectId) -> None:
+        self.open_count -= 1
+
+    @staticmethod
+    def content(obj: ObjectId) -> bytes:
+        text = obj.etag.encode()
+        return (text * (obj.size // len(text) + 1))[: obj.size]
+
+    def read_now(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes | None:
+        assert 0 <= offset < opened.size and offset + size <= opened.size
+        if opened not in self.warm:
+            return None
+        return self.content(opened)[offset : offset + size]
+
+    async def read(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        if self.bucket is not None:
+            now = self.bucket.objects.get(opened.key)
+            if now is None or now.etag != opened.etag:
+                raise ObjectChanged(opened.key)
+        self.warm.add(opened)
+        return self.content(opened)[offset : offset + size]
+
+    def cached_bytes(self, obj: ObjectId) -> int:
+        return obj.size if obj in self.warm else 0

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run coroutine tests under trio with a clock that jumps to the next thing to happen."""
+    function: Callable[..., Any] = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(function):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def main() -> None:
+        await function(**arguments)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return True
+
+
+async def run_inline(function: Callable[..., Any], *arguments: Any) -> Any:
+    await trio.lowlevel.checkpoint()
+    result = function(*arguments)
+    await trio.lowlevel.checkpoint()
+    return result
+
+
+@pytest.fixture(autouse=True)
+def no_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transactions run in place: a jumping clock does not wait for threads, and order becomes the same every time."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(trio.to_thread, "run_sync", run_inline)
