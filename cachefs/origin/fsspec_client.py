@@ -31,6 +31,7 @@ from cachefs.origin.protocol import ListPage, ObjectInfo
 from cachefs.origin.replies import one_line, refusal
 
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
+ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
 
 
 class FsspecClient:
@@ -40,12 +41,17 @@ class FsspecClient:
     can_list = True
 
     def __init__(
-        self, open_filesystem: Callable[[], Any], *, root: str, label: str, advice: str = ""
+        self,
+        open_filesystem: Callable[[], Any],
+        *,
+        root: str,
+        label: str,
+        advice: Callable[[], str] = lambda: ENVIRONMENT,
     ) -> None:
         self._open_filesystem = open_filesystem
         self._root = root
         self._label = label
-        self._advice = advice or "check the credentials in the environment"
+        self._advice = advice
         self._filesystem: Any = None
         self._lock = threading.Lock()
 
@@ -121,7 +127,7 @@ class FsspecClient:
             raise ObjectChanged(f"{self._label}/{key}: the object changed at the store")
 
     def _translated(self, exc: BaseException, key: str) -> CachefsError:
-        return translated(exc, f"{self._label}/{key}", self._advice)
+        return translated(exc, f"{self._label}/{key}", self._advice())
 
 
 def translated(exc: BaseException, what: str, advice: str) -> CachefsError:
@@ -164,7 +170,8 @@ def _http_status(exc: BaseException) -> tuple[int, str, str] | None:
         code = str(error.get("Code", ""))
         # A HEAD has no body; botocore then says the status where the code would be.
         return int(status), "" if code.isdigit() else code, str(error.get("Message", ""))
-    for name in ("status_code", "status", "code"):
+    # `code` is gcsfs's; elsewhere it may be anything (aiohttp says 400 for a body that breaks).
+    for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, name, None)
         if isinstance(status, int) and 300 <= status < 600:
             told = getattr(exc, "error_code", None)

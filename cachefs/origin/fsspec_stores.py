@@ -25,7 +25,7 @@ class S3fsClient(FsspecClient):
 
     def __init__(self, bucket: Bucket, stall_s: float) -> None:
         label = f"s3://{bucket.name}"
-        super().__init__(self._s3fs, root=bucket.name, label=label, advice=bucket.credentials.advice)
+        super().__init__(self._s3fs, root=bucket.name, label=label, advice=lambda: bucket.credentials.advice)
         self._bucket, self._stall_s = bucket, stall_s
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
@@ -111,7 +111,7 @@ class AdlfsClient(FsspecClient):
 
     def __init__(self, container: str, endpoint: str, credentials: AzureCredentials, stall_s: float) -> None:
         label = f"az://{credentials.account}/{container}"
-        super().__init__(self._adlfs, root=container, label=label, advice=credentials.advice)
+        super().__init__(self._adlfs, root=container, label=label, advice=lambda: credentials.advice)
         self._container, self._endpoint = container, endpoint
         self._credentials, self._stall_s = credentials, stall_s
 

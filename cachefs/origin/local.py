@@ -62,6 +62,7 @@ class LocalClient:
         with self._translated(key):
             fd = os.open(self._inside(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
+                _info(key, os.fstat(fd))  # a regular file, or not there
                 while start < stop:
                     data = os.pread(fd, min(CHUNK, stop - start), start)
                     # A local file changes in place; a chunk counts only if the version is the same after

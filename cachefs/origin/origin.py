@@ -125,14 +125,18 @@ class Origin:
             raise transfer.sink_error
 
     async def check(self) -> None:
-        """One cheap request at mount time: is there such a store, and may we read it? An empty prefix is
-        fine."""
-        await self._call(
-            lambda: self._client.list_page(self.prefix, None, None, 1),
-            f"opening {self._name(self.prefix)}",
-            "origin_list",
-            retries=min(2, self._backoff.retries),
-        )
+        """One cheap request at mount time: is there such a store, and may we read it? An empty prefix is fine. A web
+        server that has no index page is, too, but from then on `can_list` is False."""
+        try:
+            await self._call(
+                lambda: self._client.list_page(self.prefix, None, None, 1),
+                f"opening {self._name(self.prefix)}",
+                "origin_list",
+                retries=min(2, self._backoff.retries),
+            )
+        except Unsupported as exc:
+            self._client.can_list = False
+            log.warning("%s", exc)
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values."""

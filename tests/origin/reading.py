@@ -53,3 +53,9 @@ async def pages(origin: Origin, prefix: str, limit: int = 1000) -> list[ListPage
         token = page.next_token
         if token is None:
             return found
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that a thread does and tells nobody."""
+    while not true():  # noqa: ASYNC110
+        await trio.sleep(0.001)

@@ -212,7 +212,7 @@ def test_reading_another_version(place) -> None:
 def test_keys_no_path_can_name(place) -> None:
     server, origin, _ = place
     if not server.any_key:
-        pytest.skip("keys are paths here")
+        return  # keys are paths there: nothing of this can be stored
     hostile = [
         "h//b",
         "h/../x",

@@ -25,6 +25,8 @@ class IndexLister:
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         url = f"{self._host}/{quote(prefix, errors='surrogateescape')}"
         reply = self._fetcher.get(url, {"Accept": "text/html"})
+        if reply.status == 403:  # how nginx and Apache answer for a directory they have no index of
+            raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
         if reply.status != 200:
             raise refusal(reply.status, what=url, retry_after=reply.headers.get("retry-after"))
         if "html" not in reply.headers.get("content-type", ""):

@@ -28,7 +28,7 @@ class Fetcher:
     """Pooled connections for listings. Thread-safe. `stall_s`: how long the store may stay silent."""
 
     def __init__(self, stall_s: float) -> None:
-        self._timeout = (CONNECT_S, stall_s)
+        self._stall_s = stall_s
         self._pools: dict[str, Any] = {}
 
     def get(self, url: str, headers: Mapping[str, str]) -> Reply:
@@ -58,7 +58,7 @@ class Fetcher:
             proxy = ""
         if proxy not in self._pools:
             settings: dict[str, Any] = {
-                "timeout": urllib3.Timeout(*self._timeout),
+                "timeout": urllib3.Timeout(connect=CONNECT_S, read=self._stall_s),
                 "maxsize": 16,  # connections kept; as many listings as one `find` or `ls -R` keeps going
                 "ca_certs": os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or None,
             }

@@ -1,0 +1,143 @@
+"""The pure policies: concurrency, the gate's order, backoff, the download limit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachefs.origin.bucket import TokenBucket
+from cachefs.origin.limiter import Concurrency, Gate
+from cachefs.origin.retry import Backoff
+
+
+def test_throttling_halves_once_per_window() -> None:
+    limit = Concurrency(64)
+    for _ in range(10):  # ten refusals of requests that were all sent before the cut
+        limit.throttled(sent_at=1.0, now=2.0)
+    assert limit.limit == 32
+    limit.throttled(sent_at=2.5, now=3.0)
+    assert limit.limit == 16
+
+
+def test_a_window_of_successes_adds_one() -> None:
+    limit = Concurrency(8)
+    limit.throttled(0.0, 1.0)
+    for expected in (5, 6, 7, 8):
+        for _ in range(expected - 1):
+            assert limit.limit == expected - 1
+            limit.succeeded()
+        assert limit.limit == expected
+    limit.succeeded()
+    assert limit.limit == 8
+
+
+@given(st.integers(1, 100), st.lists(st.booleans(), max_size=300))
+def test_the_limit_stays_in_bounds(maximum: int, replies: list[bool]) -> None:
+    limit = Concurrency(maximum)
+    for now, good in enumerate(replies):
+        if good:
+            limit.succeeded()
+        else:
+            limit.throttled(now, now)
+        assert 1 <= limit.limit <= maximum
+        assert limit.admits(0, background=True), "background work must never starve for ever"
+
+
+def test_demand_overtakes_background_and_each_is_in_order() -> None:
+    async def main() -> list[str]:
+        gate = Gate(Concurrency(1))
+        order: list[str] = []
+
+        async def pass_through(name: str, background: bool) -> None:
+            await gate.enter(background)
+            order.append(name)
+            gate.leave()
+
+        await gate.enter(background=False)
+        async with trio.open_nursery() as nursery:
+            for name in ("b1", "b2", "d1", "d2"):
+                nursery.start_soon(pass_through, name, name.startswith("b"))
+                await trio.testing.wait_all_tasks_blocked()
+            assert gate.waiting == 4
+            gate.leave()
+        assert (gate.in_flight, gate.waiting) == (0, 0)
+        return order
+
+    assert trio.run(main) == ["d1", "d2", "b1", "b2"]
+
+
+def test_background_leaves_room_for_demand() -> None:
+    async def main() -> None:
+        gate = Gate(Concurrency(16))
+        for _ in range(14):
+            await gate.enter(background=True)
+        with trio.move_on_after(1) as waited:
+            await gate.enter(background=True)
+        assert waited.cancelled_caught
+        with trio.fail_after(0.5):
+            await gate.enter(background=False)
+            await gate.enter(background=False)
+        assert gate.in_flight == 16
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_cancelled_waiter_takes_no_slot() -> None:
+    async def main() -> None:
+        gate = Gate(Concurrency(1))
+        await gate.enter(background=False)
+        with trio.move_on_after(1):
+            await gate.enter(background=False)
+        gate.leave()
+        assert (gate.in_flight, gate.waiting) == (0, 0)
+        await gate.enter(background=False)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_lower_limit_lets_nobody_in_until_it_is_met() -> None:
+    async def main() -> None:
+        gate = Gate(Concurrency(4))
+        for _ in range(4):
+            await gate.enter(background=False)
+        gate.concurrency.throttled(0.0, 1.0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(gate.enter, False)
+            for waiting in (1, 1, 0):
+                gate.leave()
+                await trio.testing.wait_all_tasks_blocked()
+                assert gate.waiting == waiting
+        assert gate.in_flight == 2
+
+    trio.run(main)
+
+
+@given(st.integers(1, 1000), st.integers())
+def test_backoff_grows_to_its_ceiling_and_no_further(failures: int, seed: int) -> None:
+    backoff = Backoff(first_s=0.2, longest_s=10.0)
+    wait = backoff.wait_s(failures, random.Random(seed))
+    ceiling = min(10.0, 0.2 * 2.0 ** min(failures - 1, 50))
+    assert ceiling / 2 <= wait <= ceiling
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.5)), min_size=1, max_size=50))
+def test_the_download_limit_is_kept(takes: list[tuple[int, float]]) -> None:
+    """Whoever obeys the waits gets no more than the rate, but for the burst that a pause leaves."""
+    rate = 1e6
+    bucket, now, done = TokenBucket(rate, 0.0), 0.0, 0
+    for count, pause in takes:
+        now += pause
+        now += bucket.take(count, now)
+        done += count
+        assert done <= rate * (now + TokenBucket.BURST_S) * (1 + 1e-9) + 1
+
+
+def test_takers_of_a_limit_are_served_in_order() -> None:
+    bucket = TokenBucket(100.0, 0.0)
+    waits = [bucket.take(100, 0.0) for _ in range(3)]
+    assert waits == pytest.approx([1.0 - 0.0, 2.0, 3.0], abs=TokenBucket.BURST_S)

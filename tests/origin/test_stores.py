@@ -1,0 +1,218 @@
+"""What is particular to one store: links in directories, index pages, Azure's and Google's credentials."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.errors import NotFound, ObjectChanged, PermissionDenied
+from cachefs.metrics import Metrics
+from cachefs.origin import Origin, open_origin
+from cachefs.origin.listing.azure import parse_page as parse_azure
+from cachefs.origin.listing.html import names_in
+from tests.origin.reading import content, pages, run
+from tests.origin.servers import QUICK, Azurite
+
+
+async def seen(origin: Origin, prefix: str) -> set[str]:
+    found = await pages(origin, prefix, 3)
+    return {o.key for page in found for o in page.objects} | {p for page in found for p in page.prefixes}
+
+
+def test_links_are_followed_inside_the_root_only(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "d/e").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "secret").write_text("no")
+    (root / "d/file").write_text("yes")
+    (root / "inside").symlink_to("d/file")
+    (root / "dir").symlink_to("d")
+    (root / "escape").symlink_to(outside / "secret")
+    (root / "escapes").symlink_to(outside)
+    (root / "broken").symlink_to("nowhere")
+    (root / "d/e/loop").symlink_to("..")
+    os.mkfifo(root / "pipe")
+
+    async def use(origin: Origin) -> None:
+        assert await seen(origin, "") == {"d/", "dir/", "inside"}
+        assert await seen(origin, "dir/") == {"dir/e/", "dir/file"}
+        assert await seen(origin, "d/e/") == set()
+        for key in ("inside", "dir/file"):
+            assert await content(origin, await origin.head(key)) == b"yes"
+        for key in (
+            "escape",
+            "escapes/secret",
+            "../outside/secret",
+            "d/../../outside/secret",
+            "pipe",
+            "d",
+            "broken",
+        ):
+            with pytest.raises(NotFound):
+                await origin.head(key)
+            with pytest.raises(NotFound):
+                await origin.read(key, '"x"', 0, 1, None)  # type: ignore[arg-type]
+
+    run(open_origin(str(root), metrics=Metrics()), use)
+
+
+def test_names_of_a_directory_are_bytes(tmp_path: Path) -> None:
+    raw = [b"a\\b", b"#", b"%41", b"\x01", b"new\nline", b"\xff\xfe", "é".encode(), b"x" * 255]
+    for name in raw:
+        (tmp_path / os.fsdecode(name)).write_bytes(name)
+
+    async def use(origin: Origin) -> None:
+        assert {os.fsencode(name) for name in await seen(origin, "")} == set(raw)
+        for name in raw:
+            assert await content(origin, await origin.head(os.fsdecode(name))) == name
+
+    run(open_origin(str(tmp_path), metrics=Metrics()), use)
+
+
+def test_a_local_file_that_changes_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * 100)
+
+    async def use(origin: Origin) -> None:
+        info = await origin.head("f")
+        path.write_bytes(b"b" * 100)
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(ObjectChanged):
+            await content(origin, info)
+
+    run(open_origin(str(tmp_path), metrics=Metrics()), use)
+
+
+class _Files(http.server.BaseHTTPRequestHandler):
+    """A server without an index, with etags and ranges left to chance."""
+
+    etag = '"1"'
+
+    def _head(self) -> None:
+        if self.path == "/f":
+            self.send_response(200)
+            self.send_header("ETag", self.etag)
+            self.send_header("Last-Modified", "Sat, 21 Nov 2026 08:06:30 GMT")
+            self.send_header("Content-Length", "5")
+        else:
+            self.send_response(403 if self.path == "/" else 404)
+            self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_HEAD(self) -> None:
+        self._head()
+
+    def do_GET(self) -> None:
+        self._head()
+        if self.path == "/f":
+            self.wfile.write(b"hello")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def files() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Files)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_web_server_without_an_index_can_still_be_read(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(origin: Origin) -> None:
+        await origin.check()
+        assert not origin.can_list
+        info = await origin.head("f")
+        assert (info.size, info.etag) == (5, '"1"')
+        assert await content(origin, info, 1, 3) == b"el"
+        monkeypatch.setattr(_Files, "etag", '"2"')
+        with pytest.raises(ObjectChanged):
+            await content(origin, info)
+
+    run(open_origin(files, metrics=Metrics(), backoff=QUICK), use)
+
+
+def test_index_pages_of_several_servers() -> None:
+    page = """<a href="../">../</a> <a href="?C=N;O=D">Name</a> <a href="/data/">Parent</a> <a href="/">top</a>
+      <a href="sub/">sub/</a> <a href="a%20b.txt">a b</a> <a href="./c">c</a> <A HREF="/data/x/d">d</A>
+      <a href="http://elsewhere/data/x/e">e</a> <a href="http://h/data/x/f#part">f</a> <a href="deep/er/g">g</a>
+      <a href="mailto:me">me</a> <a href="h%2Fi">h/i</a> <a href="..">up</a> <a>nothing</a>"""
+    assert names_in(page, "http://h/data/x/") == ["a b.txt", "c", "d", "f", "sub/"]
+
+
+def test_azure_credentials(start: Callable[[str], Azurite], monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+
+    server = start("azurite")
+    server.put("k", b"hello")
+    text = server.env["AZURE_STORAGE_CONNECTION_STRING"]
+    said = dict(part.split("=", 1) for part in text.strip(";").split(";"))
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", said["AccountName"])
+
+    async def use(origin: Origin) -> None:
+        await origin.check()
+        assert await content(origin, await origin.head("k")) == b"hello"
+
+    sas = generate_container_sas(
+        said["AccountName"],
+        "bucket",
+        account_key=said["AccountKey"],
+        permission=ContainerSasPermissions(read=True, list=True),
+        expiry=datetime.now(UTC) + timedelta(hours=1),
+    )
+    for client in ("obstore", "fsspec"):
+        for name, value in (("ACCOUNT_KEY", said["AccountKey"]), ("SAS_TOKEN", sas)):
+            with monkeypatch.context() as patch:
+                patch.setenv(f"AZURE_STORAGE_{name}", value)
+                run(server.origin(client, endpoint_url=said["BlobEndpoint"]), use)
+        with monkeypatch.context() as patch:
+            patch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+            with pytest.raises(PermissionDenied, match=r"403.*AZURE_STORAGE_CONNECTION_STRING") as refused:
+                run(server.origin(client, endpoint_url=said["BlobEndpoint"]), lambda o: o.check())
+            assert "\n" not in str(refused.value) and "c2VjcmV0" not in str(refused.value)
+    with monkeypatch.context() as patch:
+        patch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+        for client in ("obstore", "fsspec"):
+            with pytest.raises(NotFound, match="no such bucket or container"):
+                run(server.origin(client, url="az://nowhere"), lambda o: o.check())
+
+
+def test_names_that_azure_encodes_and_directories_it_lists_twice() -> None:
+    blob = (
+        "<Blob>{}<Properties><Last-Modified>Sat, 21 Nov 2026 08:06:30 GMT</Last-Modified><Etag>0x1</Etag>"
+        "<Content-Length>7</Content-Length>{}</Properties></Blob>"
+    )
+    body = (
+        '\ufeff<?xml version="1.0" encoding="utf-8"?><EnumerationResults><Blobs>'
+        + blob.format('<Name Encoded="true">a%01b</Name>', "")
+        + blob.format("<Name>dir</Name>", "<ResourceType>directory</ResourceType>")
+        + blob.format("<Name>a%01b</Name>", "")
+        + "<BlobPrefix><Name>dir/</Name></BlobPrefix></Blobs><NextMarker>m</NextMarker></EnumerationResults>"
+    )
+    page = parse_azure(body.encode())
+    assert [o.key for o in page.objects] == ["a\x01b", "a%01b"]
+    assert (page.objects[0].etag, page.objects[0].size, page.prefixes, page.next_token) == (
+        '"0x1"',
+        7,
+        ["dir/"],
+        "m",
+    )
+    assert page.objects[0].mtime_ns == 1_795_248_390_000_000_000
+
+
+def test_google_without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
+    with pytest.raises(
+        PermissionDenied, match=r"no Google credentials: .*missing\.json.*GOOGLE_APPLICATION_CREDENTIALS"
+    ):
+        run(open_origin("gs://bucket", metrics=Metrics(), backoff=QUICK), lambda o: o.check())
