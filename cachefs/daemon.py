@@ -13,6 +13,7 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,9 @@ import cachefs
 from cachefs import control, mounting
 from cachefs.config import Config, control_path
 from cachefs.database import Database
-from cachefs.errors import CacheInUse, CacheUnusable, MountError
+from cachefs.errors import CachefsError, CacheUnusable, MountError
 from cachefs.fetch import Fetcher
-from cachefs.fs import FileSystem, Options, Volume, names_tables
+from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import kernel, skin
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin, open_origin
@@ -37,8 +38,6 @@ log = logging.getLogger(__name__)
 SPILL_DEADLINE_S = 10.0
 """How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
 
-NAMES_VERSION = "names-1"
-
 
 def run(config: Config, on_ready: Callable[[], None]) -> int:
     """Mount and serve until told to stop; the exit code. Raises `CachefsError` when mounting is impossible."""
@@ -48,15 +47,30 @@ def run(config: Config, on_ready: Callable[[], None]) -> int:
     )
     metrics = Metrics()
     opened = _open_store(config, metrics)
+    names = _open_names(opened)
     for line in opened.warnings:
         log.warning("%s", line)
-    names = _open_names(opened, config)
     try:
-        return trio.run(Daemon(config, opened, names, metrics, on_ready).main, strict_exception_groups=False)
+        return trio.run(Daemon(config, opened, names, metrics, on_ready).main)
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
     finally:
         names.close()
         for path in opened.temporary:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to tell the user when several tasks failed: an expected failure rather than an unexpected one."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        exc = pending.pop()
+        if isinstance(exc, BaseExceptionGroup):
+            pending.extend(exc.exceptions)
+        else:
+            leaves.append(exc)
+    return next((exc for exc in leaves if isinstance(exc, CachefsError)), leaves[-1])
 
 
 def _open_store(config: Config, metrics: Metrics) -> Opened:
@@ -88,8 +102,15 @@ def _held_bytes(cache_dir: Path) -> int:
         return 0
 
 
-def _open_names(opened: Opened, config: Config) -> Database:
-    return Database(opened.state_dir / "names", names_tables, version=NAMES_VERSION, fsync=False)
+def _open_names(opened: Opened) -> Database:
+    """Beside the cache, or wherever there is room for it: names can always be learnt again."""
+    try:
+        return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False)
+    except CacheUnusable as exc:
+        place = Path(tempfile.mkdtemp(prefix="cachefs-names-"))
+        opened.temporary.append(place)
+        opened.warnings.append(f"{exc}; keeping names in {place} until the mount ends")
+        return Database(place, TABLES, version=FORMAT, fsync=False)
 
 
 class Daemon:
@@ -263,6 +284,3 @@ class Daemon:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-__all__ = ["CacheInUse", "CacheUnusable", "Daemon", "run"]

@@ -12,9 +12,11 @@ import logging
 import trio
 
 from cachefs import errors
+from cachefs.fs import NoAttribute
 
 TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.NotFound: (errno.ENOENT, logging.DEBUG),
+    NoAttribute: (errno.ENODATA, logging.DEBUG),
     errors.NotADirectory: (errno.ENOTDIR, logging.DEBUG),
     errors.IsADirectory: (errno.EISDIR, logging.DEBUG),
     errors.ReadOnly: (errno.EROFS, logging.DEBUG),
