@@ -24,7 +24,7 @@ def sockets(mountpoint: Path) -> Iterator[Path]:
                 yield directory / own.name
 
 
-def ask(mountpoint: Path, verb: str, timeout_s: float = 5.0, **arguments: Any) -> Any:
+def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any) -> Any:
     """The answer of the daemon that serves `mountpoint` (canonical). Raises `ControlError`, or `MountError`
     when there is no such mount."""
     for socket in sockets(mountpoint):

@@ -8,6 +8,7 @@ believes it only when the mountpoint answers too. Whatever the parent gives up o
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import signal
@@ -18,10 +19,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cachefs import logs
 from cachefs.config import Config, runtime_dir, slug
 from cachefs.errors import MountError
 from cachefs.mountinfo import mount_at
 from cachefs.mounting import detach, probe
+
+log = logging.getLogger(__name__)
 
 READY_FD = "CACHEFS_READY_FD"
 STOP_DEADLINE_S = 5.0
@@ -89,12 +93,16 @@ def open_log(config: Config) -> tuple[Path, int]:
     )
 
 
-def start(arguments: Sequence[str], config: Config) -> None:
+def start(arguments: Sequence[str], config: Config, notes: Sequence[str] = ()) -> None:
     """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers; else raises
-    `MountError` with the reason, and nothing is left running."""
+    `MountError` with the reason, and nothing is left running. `notes` go to the log first."""
     until = time.monotonic() + config.mount_timeout
     before = config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
+    if notes:
+        logs.setup(config.log_level, config.log_format, log_path)
+        for note in notes:
+            log.warning("%s", note)
     log_start = os.fstat(log_fd).st_size
     read_fd, write_fd = os.pipe()
     try:

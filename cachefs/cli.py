@@ -31,9 +31,16 @@ log = logging.getLogger(__name__)
 class OneLine(click.Group):
     """A group whose failures are one line and an exit code, whoever calls it."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         try:
-            result = super().main(args, prog_name, **extra | {"standalone_mode": False})
+            result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
         except click.exceptions.NoArgsIsHelpError as exc:
             exc.show()
@@ -48,9 +55,9 @@ class OneLine(click.Group):
         except (click.Abort, KeyboardInterrupt):
             _fail("interrupted", 130)
         except BrokenPipeError:
-            # Whoever read us has enough: not an error, and the flush at exit shall not make it one.
+            # Whoever read us has enough: nothing to say, and the flush at exit shall not say it either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+            sys.exit(1)
         except Exception as exc:
             if _debugging():
                 traceback.print_exc()
@@ -211,9 +218,10 @@ def _mount_config(
 def _mount_in_background(arguments: list[str], config: Config) -> None:
     from cachefs import background, mounting
 
-    for note in mounting.check(config):
+    notes = mounting.check(config)
+    for note in notes:
         click.echo(f"cachefs: {note}", err=True)
-    background.start(arguments, config)
+    background.start(arguments, config, notes)
 
 
 def _serve(config: Config, ready: Any) -> int:

@@ -186,7 +186,7 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
     return connection
 
 
-def request(path: Path, verb: str, timeout_s: float = 5.0, **arguments: Any) -> Any:
+def request(path: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any) -> Any:
     """Ask the daemon at `path` and return its result. Blocking, at most about `timeout_s` in all. Raises
     `NotRunning` when nobody listens there, `ControlError` with the daemon's line when it refuses."""
     until = time.monotonic() + timeout_s

@@ -42,11 +42,12 @@ def canonical(path: Path) -> Path:
 
 
 def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | OSError:
-    """`os.stat`, given up on after a while: a hanging mount gives ETIMEDOUT."""
+    """`os.stat` of a mountpoint whose daemon answers; given up on after a while with ETIMEDOUT."""
     answer: list[os.stat_result | OSError] = []
 
     def ask() -> None:
         try:
+            os.statvfs(path)  # the kernel answers stat from its cache, also for the dead; statfs it must ask
             answer.append(path.stat())
         except OSError as exc:
             answer.append(exc)

@@ -13,16 +13,20 @@ from rich.text import Text
 
 def show(statuses: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Print one block for each status; keys that are missing are left out."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console(highlight=False)
     for number, status in enumerate(statuses):
         if number:
             console.print()
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(style="bold" if console.is_terminal else "")
+        table.add_column(style="bold")
         table.add_column(overflow="fold")
         for name, value in lines(status):
-            table.add_row(Text(name), Text(_printable(value)))
-        console.print(table)
+            if console.is_terminal:
+                table.add_row(Text(name), Text(_printable(value)))
+            else:  # one line each, however long: for grep
+                console.out(f"{name:<10}  {_printable(value)}", highlight=False)
+        if console.is_terminal:
+            console.print(table)
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -111,8 +115,14 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _pairs(client: object, origin: object) -> str:
     shown = [f"client {client}"] if client else []
     if isinstance(origin, Mapping):
-        shown += [f"{key} {value}" for key, value in origin.items() if isinstance(value, str | int | float)]
+        shown += [f"{key} {value}" for key, value in origin.items() if _worth_showing(key, value)]
     return "(" + ", ".join(shown) + ")" if shown else ""
+
+
+def _worth_showing(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    return key != "source" and isinstance(value, str | int | float) and value not in ("", 0)
 
 
 def size(count: float) -> str:

@@ -1,0 +1,548 @@
+"""The command as people and scripts meet it: help, errors, and mounts that come and go."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from cachefs import __version__, background, logs, mounting, statusview
+from cachefs.cli import cli
+from cachefs.config import Config, Source, control_path, option_name, rows
+from cachefs.errors import MountError
+from cachefs.mountinfo import mount_at
+
+ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("CACHEFS_")}
+
+
+def run(*args: object) -> Result:
+    return CliRunner(env={"COLUMNS": "120"}).invoke(cli, [str(arg) for arg in args])
+
+
+def cachefs(*args: object, timeout: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A real process, as a shell would start it."""
+    return subprocess.run(
+        [sys.executable, "-m", "cachefs", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ENVIRON | environ,
+    )
+
+
+def one_line(text: str) -> str:
+    assert text.startswith("cachefs: "), text
+    assert text.count("\n") == 1, text
+    return text
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_help_teaches() -> None:
+    overview = run("--help").output
+    for verb in ("mount", "umount", "status", "refresh", "version"):
+        assert re.search(rf"^  {verb} ", overview, re.MULTILINE)
+    text = run("mount", "--help").output
+    for item, row in rows():
+        assert f"--{option_name(item, row).replace('_', '-')}" in text
+    for heading in ("Cache:", "Freshness:", "Source:", "Permissions:", "Transfer:", "Running:"):
+        assert f"\n{heading}\n" in text
+    assert "cachefs mount --anonymous s3://bucket /mnt/data" in text
+    assert "--no-sign-request" in text
+
+
+def test_version() -> None:
+    assert run("version").output == f"cachefs {__version__}\n"
+    assert run("--version").output == f"cachefs {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["mount", "s3://b", "/mnt", "--cache-siz", "1G"], 2, "--cache-size"),
+        (["mount", "s3://b", "/mnt", "--cache-size", "12X"], 2, "--cache-size: '12X' is not a size"),
+        (["mount", "s3://b", "/mnt", "-o", "rw"], 2, "read-only"),
+        (["mount", "s3://b", "/mnt", "extra"], 2, "too many arguments from 'extra' on"),
+        (["mount", "s3://b"], 2, "no MOUNTPOINT"),
+        (["mount", "/mnt"], 2, "no SOURCE"),
+        (["mount", "s3://b", "/mnt", "--config", "/nowhere.toml"], 2, "/nowhere.toml: No such file"),
+        (["mount", "s3://b", "/no/such/place"], 1, "mkdir -p /no/such/place"),
+        (["unmount", "/mnt"], 2, "No such command 'unmount'"),
+        (["umount", "/"], 1, "not a cachefs"),
+        (["umount", "/no/such/place"], 1, "is not mounted"),
+        (["status", "/no/such/place"], 1, "is not a cachefs mount"),
+        (["refresh", "/"], 1, "is not below a cachefs mount"),
+    ],
+)
+def test_errors_are_one_line(args: list[str], code: int, words: str) -> None:
+    result = run(*args)
+    assert result.exit_code == code
+    assert words in one_line(result.stderr)
+    assert result.stdout == ""
+
+
+def test_no_traceback_for_the_unexpected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr("cachefs.asking.all_statuses", fail)
+    result = run("status")
+    assert result.exit_code == 1
+    assert "internal error: RuntimeError: first second" in one_line(result.stderr)
+    monkeypatch.setattr("cachefs.asking.all_statuses", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run("status").exit_code == 130
+
+
+def test_a_closed_pipe_is_not_talked_about() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "cachefs", "mount", "--help"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_print_config(tmp_path: Path) -> None:
+    result = run(
+        "mount", "--print-config", "s3://b/x", "/mnt/x", "-o", "allow_other,ram=1G", "--no-anonymous"
+    )
+    assert result.exit_code == 0
+    table = tomllib.loads(result.output)
+    assert table["source"][0]["url"] == "s3://b/x"
+    assert (table["allow_other"], table["ram"], table["anonymous"]) == (True, "1G", False)
+    (tmp_path / "c.toml").write_text(result.output)
+    again = run("mount", "--print-config", "--config", tmp_path / "c.toml")
+    assert tomllib.loads(again.output) == table
+
+
+def test_cheap_verbs_stay_cheap() -> None:
+    code = (
+        "import sys; from cachefs.cli import cli; import cachefs.asking, cachefs.unmounting\n"
+        "assert not {'trio', 'pyfuse3', 'obstore', 'fsspec', 'lmdb'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+STATUS = {
+    "version": "0.1.0",
+    "pid": 7,
+    "started": time.time() - 90061,
+    "mountpoint": "/mnt/data",
+    "sources": [
+        {"name": "a", "url": "s3://a", "client": "obstore", "origin": {"concurrency": 64, "last_error": ""}}
+    ],
+    "front": "pyfuse3",
+    "tiers": [
+        {"name": "ram", "path": "/dev/shm/x", "used_bytes": 512 << 20, "cap_bytes": 1 << 30, "blocks": 1234}
+    ],
+    "metrics": {
+        "ram_hits": 6,
+        "ssd_hits": 3,
+        "misses": 1,
+        "origin_get": 1000,
+        "origin_bytes": 5 << 30,
+        "tier_errors": 2,
+    },
+    "tuning": ["read_ahead_kb raised to 1024"],
+    "warnings": ["the disk \x1b[31mis full"],
+    "memory_bytes": 100 << 20,
+    "inodes": 1_000_000,
+}
+
+
+def test_status_for_people() -> None:
+    for terminal in (False, True):
+        console = Console(force_terminal=terminal, width=200, color_system=None)
+        with console.capture() as captured:
+            statusview.show([STATUS], console)
+        text = captured.get()
+        for words in (
+            "/mnt/data",
+            "a: s3://a  (client obstore, concurrency 64)",
+            "pid 7, up 1d 1h, version 0.1.0, pyfuse3, 100 MiB resident, 1,000,000 inodes",
+            "512 MiB of 1.0 GiB (50 %), 1,234 blocks",
+            "90.0 % of 10 blocks (6 RAM, 3 SSD, 1 waited for)",
+            "1,000 GET, 0 HEAD, 0 LIST, 5.0 GiB received",
+            "2 tier errors",
+            "read_ahead_kb raised",
+            "the disk \N{REPLACEMENT CHARACTER}[31mis full",
+        ):
+            assert words in text
+        assert "last_error" not in text
+    for missing in STATUS:
+        list(statusview.lines({key: value for key, value in STATUS.items() if key != missing}))
+    assert list(statusview.lines({}))
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet_logs() -> Iterator[None]:
+    before = logging.getLogger("cachefs").level, logging.getLogger().level
+    yield
+    for handler in list(logging.getLogger().handlers):
+        if handler.get_name() == logs.HANDLER:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+    logging.getLogger("cachefs").setLevel(before[0])
+    logging.getLogger().setLevel(before[1])
+
+
+@pytest.mark.usefixtures("quiet_logs")
+def test_logs(tmp_path: Path) -> None:
+    log = logging.getLogger("cachefs.room")
+    text, machine = tmp_path / "a" / "text.log", tmp_path / "machine.log"
+    logs.setup("info", "text", text)
+    log.debug("unseen")
+    log.info("a name with\na break")
+    logs.set_level("debug")
+    log.debug("seen")
+    logs.setup("warning", "json", machine)
+    try:
+        int("why")
+    except ValueError:
+        log.exception("it failed", extra={"op": "read"})
+    lines = text.read_text().splitlines()
+    assert [line.split("Z ", 1)[1] for line in lines] == [
+        "INFO room: a name with\\na break",
+        "DEBUG room: seen",
+    ]
+    (line,) = machine.read_text().splitlines()
+    record = json.loads(line)
+    assert (record["level"], record["logger"], record["message"], record["op"]) == (
+        "error",
+        "cachefs.room",
+        "it failed",
+        "read",
+    )
+    assert "ValueError: invalid literal" in record["exception"]
+
+
+@pytest.mark.usefixtures("quiet_logs")
+def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_FILE_BYTES", 1000)
+    logs.setup("info", "text", tmp_path / "x.log")
+    for number in range(200):
+        logging.getLogger("cachefs").info("line %d", number)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["x.log", "x.log.1", "x.log.2", "x.log.3"]
+    assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
+
+
+def test_sd_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        background.Ready().ready()
+        assert systemd.recv(100) == b"READY=1"
+    background.sd_notify("READY=1")  # nobody there any more: no matter
+
+
+# --- before mounting -----------------------------------------------------------------------------
+
+
+def config_for(mountpoint: Path, **more: object) -> Config:
+    sources = (Source("", "s3://bucket"),)
+    return Config(
+        **{"sources": sources, "mountpoint": mountpoint, "cache_dir": Path("/nowhere/cache")} | more
+    )  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A device that can be opened, so that checks come to what is behind it."""
+    device = tmp_path / "fuse"
+    device.touch()
+    monkeypatch.setattr(mounting, "FUSE_DEVICE", device)
+    return device
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(MountError) as caught:
+        mounting.check(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_mountpoints(tmp_path: Path, fuse: Path) -> None:
+    place = tmp_path / "m"
+    assert f"create it: mkdir -p {place}" in refusal(config_for(place))
+    place.touch()
+    assert "is not a directory" in refusal(config_for(place))
+    assert "is a file" in refusal(config_for(place / "below"))
+    place.unlink()
+    place.mkdir()
+    (place / "x").touch()
+    assert "--nonempty" in refusal(config_for(place))
+    mounting.check(config_for(place, nonempty=True))
+    (place / "x").unlink()
+    mounting.check(config_for(place))
+    assert "inside the mountpoint" in refusal(config_for(place, cache_dir=place / "cache"))
+    assert "inside the cache directory" in refusal(config_for(place, cache_dir=tmp_path))
+    for url in (f"file://{tmp_path}", f"file://{place}/x", f"file://{place}"):
+        assert "read itself" in refusal(config_for(place, sources=(Source("", url),)))
+
+
+def test_the_device(tmp_path: Path, fuse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    fuse.unlink()
+    text = refusal(config_for(tmp_path / "m"))
+    assert "modprobe fuse" in text
+    assert "--device /dev/fuse" in text
+    assert "modprobe fuse" in str(mounting.translate_mount_failure(RuntimeError("fuse_session_mount failed")))
+    fuse.touch()
+    assert "fuse_session_mount failed" in str(
+        mounting.translate_mount_failure(RuntimeError("fuse_session_mount failed"))
+    )
+
+    def denied(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "open", denied)
+    assert "no permission to open" in refusal(config_for(tmp_path / "m"))
+
+
+def test_as_an_ordinary_user(tmp_path: Path, fuse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(mounting, "FUSE_CONF", tmp_path / "fuse.conf")
+    place = tmp_path / "m"
+    place.mkdir()
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    mounting.check(config_for(place))
+    assert "the line user_allow_other in" in refusal(config_for(place, allow_other=True))
+    (tmp_path / "fuse.conf").write_text("#user_allow_other\n")
+    assert "user_allow_other" in refusal(config_for(place, allow_other=True))
+    (tmp_path / "fuse.conf").write_text("mount_max = 5\nuser_allow_other\n")
+    mounting.check(config_for(place, allow_other=True))
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert "apt-get install fuse3" in refusal(config_for(place))
+
+
+def test_a_background_mount_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was started is ended, and the line says where to look."""
+    script = tmp_path / "python"
+    pidfile = tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\necho $$ > {pidfile}\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    place = tmp_path / "m"
+    place.mkdir()
+    config = config_for(place, mount_timeout=0.5, cache_dir=tmp_path / "cache")
+    with pytest.raises(MountError, match=r"did not answer within 0\.5 s: see .*cache/cachefs\.log"):
+        background.start([], config)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pidfile.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("echo first >&2; echo the last words >&2; exit 3", "the last words"),
+        ("exit 3", "ended before the mount was there: see"),
+        ('eval "echo error: no such bucket >&$CACHEFS_READY_FD"; exit 1', "no such bucket"),
+    ],
+)
+def test_a_background_mount_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/bash\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    place = tmp_path / "m"
+    place.mkdir()
+    with pytest.raises(MountError, match=words):
+        background.start([], config_for(place, cache_dir=tmp_path / "cache"))
+
+
+# --- real mounts ---------------------------------------------------------------------------------
+
+
+class Place:
+    """A source directory, a mountpoint and a cache, and the command in between."""
+
+    def __init__(self, root: Path) -> None:
+        self.source, self.mountpoint, self.cache = root / "source", root / "mnt", root / "cache"
+        (self.source / "dir").mkdir(parents=True)
+        (self.source / "a.txt").write_text("hello\n")
+        (self.source / "dir" / "b.bin").write_bytes(os.urandom(3_000_000))
+        self.mountpoint.mkdir()
+
+    def mount(self, *args: object, **environ: str) -> subprocess.CompletedProcess[str]:
+        options = ["--cache-dir", self.cache, "--ram", "64M", "--cache-size", "256M", "--keep-free", "0"]
+        return cachefs("mount", *options, *args, f"file://{self.source}", self.mountpoint, **environ)
+
+    def status(self) -> dict[str, object]:
+        status: dict[str, object] = json.loads(cachefs("status", "--json", self.mountpoint).stdout)
+        return status
+
+    def kill(self) -> None:
+        pid = int(str(self.status()["pid"]))
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([pidfd], [], [], 10)
+        os.close(pidfd)
+
+    def is_mounted(self) -> bool:
+        return mount_at(self.mountpoint) is not None
+
+
+def ended(pid: int) -> bool:
+    """Gone, or only waiting to be noticed by its parent."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+needs_fuse = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse here")
+
+
+@pytest.fixture
+def place(tmp_path: Path, cache_dir: Path) -> Iterator[Place]:
+    found = Place(Path(os.path.realpath(tmp_path)))
+    yield found
+    if found.is_mounted():
+        cachefs("umount", "--lazy", found.mountpoint)
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_mount_status_refresh_umount(place: Place) -> None:
+    done = place.mount()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (place.mountpoint / "a.txt").read_text() == "hello\n"
+    assert (place.mountpoint / "dir/b.bin").read_bytes() == (place.source / "dir/b.bin").read_bytes()
+
+    status = place.status()
+    assert status["mountpoint"] == str(place.mountpoint)
+    assert status["metrics"]["origin_get"] >= 1  # type: ignore[index]
+    assert str(place.mountpoint) in cachefs("status").stdout
+    assert any(entry["pid"] == status["pid"] for entry in json.loads(cachefs("status", "--json").stdout))
+
+    assert "already shows file://" in one_line(place.mount().stderr)
+    (place.source / "new.txt").write_text("new\n")
+    assert cachefs("refresh", place.mountpoint).returncode == 0
+    assert (place.mountpoint / "new.txt").read_text() == "new\n"
+
+    done = cachefs("umount", place.mountpoint)
+    assert (done.returncode, done.stderr) == (0, f"{place.mountpoint}: unmounted\n")
+    assert not place.is_mounted()
+    assert not control_path(place.mountpoint).exists()
+    assert ended(int(str(status["pid"])))
+    assert "mounted file://" in (place.cache / "cachefs.log").read_text()
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_a_busy_mount_names_its_users(place: Place) -> None:
+    assert place.mount().returncode == 0
+    with subprocess.Popen(["sleep", "60"], cwd=place.mountpoint) as sleeper:
+        try:
+            done = cachefs("umount", place.mountpoint)
+            assert done.returncode == 1
+            assert f"in use by sleep (pid {sleeper.pid})" in one_line(done.stderr)
+            assert (place.mountpoint / "a.txt").exists()
+            assert cachefs("umount", "--lazy", place.mountpoint).returncode == 0
+            assert not place.is_mounted()
+        finally:
+            sleeper.kill()
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_a_dead_mount_is_taken_away_and_never_stacked_on(place: Place) -> None:
+    assert place.mount().returncode == 0
+    place.kill()
+    assert "has died" in one_line(cachefs("status", place.mountpoint).stderr)
+    done = place.mount()
+    assert done.returncode == 0
+    assert "took away a dead mount" in one_line(done.stderr)
+    assert "took away a dead mount" in (place.cache / "cachefs.log").read_text()
+    assert (place.mountpoint / "a.txt").read_text() == "hello\n"
+    place.kill()
+    done = cachefs("umount", place.mountpoint)
+    assert done.returncode == 0
+    assert "its daemon had gone" in done.stderr
+    assert not place.is_mounted()
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_a_source_that_is_not_there(place: Place) -> None:
+    place.source.rename(place.source.with_name("moved"))
+    done = place.mount()
+    assert done.returncode == 1
+    assert str(place.source) in one_line(done.stderr)
+    assert not place.is_mounted()
+
+
+@pytest.mark.mount
+@needs_fuse
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_foreground(place: Place, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "cachefs", "mount", "-f", "--cache-dir", place.cache, "--ram", "64M"]
+    with subprocess.Popen(
+        [*command, f"file://{place.source}", place.mountpoint], stderr=subprocess.PIPE, env=ENVIRON, text=True
+    ) as daemon:
+        until = time.monotonic() + 20
+        while not place.is_mounted() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert (place.mountpoint / "a.txt").read_text() == "hello\n"
+        daemon.send_signal(number)
+        _, said = daemon.communicate(timeout=20)
+    assert daemon.returncode == 0
+    assert "mounted file://" in said
+    assert "Traceback" not in said
+    assert not place.is_mounted()
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_several_sources(place: Place) -> None:
+    other = place.source.with_name("other")
+    other.mkdir()
+    (other / "c.txt").write_text("c\n")
+    file = place.source.with_name("stores.toml")
+    file.write_text(
+        f'mountpoint = "{place.mountpoint}"\ncache_dir = "{place.cache}"\nram = "64M"\n'
+        f'[[source]]\nname = "one"\nurl = "file://{place.source}"\n[[source]]\nname = "two"\nurl = "file://{other}"\n'
+    )
+    done = cachefs("mount", CACHEFS_CONFIG=str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(os.listdir(place.mountpoint)) == ["one", "two"]
+    assert (place.mountpoint / "two/c.txt").read_text() == "c\n"
+    assert cachefs("umount", place.mountpoint).returncode == 0
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_a_relative_mountpoint_behind_a_link(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = place.mountpoint.with_name("link")
+    link.symlink_to(place.mountpoint)
+    monkeypatch.chdir(link.parent)
+    done = cachefs("mount", "--cache-dir", "cache", "--ram", "64M", "./source", "link")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(cachefs("status", "--json", "link").stdout)["mountpoint"] == str(place.mountpoint)
+    assert cachefs("refresh", "link/dir/b.bin").returncode == 0
+    assert cachefs("umount", "link").returncode == 0
+    assert not place.is_mounted()

@@ -1,0 +1,210 @@
+"""The control socket: verbs, refusals, clients that misbehave, sockets that are left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs import control
+from cachefs.control import ControlError, NotRunning, request
+from cachefs.errors import NotFound
+
+
+async def status() -> dict[str, Any]:
+    return {"pid": os.getpid(), "path": Path("/x")}
+
+
+async def echo(text: str = "", times: int = 1) -> str:
+    return text * times
+
+
+async def missing() -> None:
+    raise NotFound("no such thing")
+
+
+async def broken() -> None:
+    raise ZeroDivisionError
+
+
+VERBS: dict[str, Callable[..., Any]] = {"status": status, "echo": echo, "missing": missing, "broken": broken}
+
+
+@asynccontextmanager
+async def serving(path: Path, verbs: dict[str, Callable[..., Any]] = VERBS) -> AsyncIterator[None]:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(control.serve, path, verbs)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def ask(path: Path, verb: str, timeout_s: float = 5.0, **arguments: Any) -> Any:
+    return await trio.to_thread.run_sync(partial(request, path, verb, timeout_s, **arguments))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "mount.sock"
+
+
+def test_verbs(path: Path) -> None:
+    async def main() -> None:
+        async with serving(path):
+            assert await ask(path, "status") == {"pid": os.getpid(), "path": "/x"}
+            assert await ask(path, "echo", text="é\n\0", times=3) == "é\n\0" * 3
+            assert len(await ask(path, "echo", text="x", times=5_000_000)) == 5_000_000
+            assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+            assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
+
+    trio.run(main)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "words"),
+    [
+        ("missing", {}, "no such thing"),
+        ("frobnicate", {}, "unknown verb 'frobnicate': this daemon knows broken, echo, missing, status"),
+        ("echo", {"nonsense": 1}, "unexpected keyword argument 'nonsense'"),
+        ("broken", {}, "broken: internal error (ZeroDivisionError)"),
+    ],
+)
+def test_refusals(path: Path, verb: str, arguments: dict[str, Any], words: str) -> None:
+    async def main() -> None:
+        async with serving(path):
+            with pytest.raises(ControlError) as caught:
+                await ask(path, verb, **arguments)
+            assert words in str(caught.value)
+            assert await ask(path, "echo", text="alive") == "alive"
+
+    trio.run(main)
+
+
+def raw(path: Path, data: bytes) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        client.connect(str(path))
+        try:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+        except BrokenPipeError:
+            pass
+        with client.makefile("rb") as reader:
+            reply: dict[str, Any] = json.loads(reader.readline())
+            return reply
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"rubbish\n",
+        b"[]\n",
+        b'"status"\n',
+        b"{}\n",
+        b'{"verb": ["status"]}\n',
+        b"\xff\n",
+        b"[" * 60_000 + b"\n",
+        b"\n",
+    ],
+)
+def test_rubbish(path: Path, data: bytes) -> None:
+    async def main() -> None:
+        async with serving(path):
+            reply = await trio.to_thread.run_sync(raw, path, data)
+            assert reply["ok"] is False
+            assert await ask(path, "echo", text="alive") == "alive"
+
+    trio.run(main)
+
+
+def test_a_request_of_64_kib_is_the_largest(path: Path) -> None:
+    async def main() -> None:
+        async with serving(path):
+            assert await ask(path, "echo", text="x" * 60_000) == "x" * 60_000
+            with pytest.raises(ControlError):
+                await ask(path, "echo", text="x" * (64 << 10))
+            assert await ask(path, "echo", text="alive") == "alive"
+
+    trio.run(main)
+
+
+def test_slow_and_many_clients_hold_nobody_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "TALK_DEADLINE_S", 0.3)
+
+    async def main() -> None:
+        async with serving(path):
+            silent = [await trio.open_unix_socket(path) for _ in range(control.MAX_CONNECTIONS)]
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            with pytest.raises(ControlError, match=r"too many control connections|hung up"):
+                await ask(path, "echo", text="x")
+            for stream in silent:  # each is hung up on at the deadline
+                with trio.fail_after(3):
+                    assert await stream.receive_some(1) == b""
+                await stream.aclose()
+            assert await ask(path, "echo", text="alive") == "alive"
+
+            lazy = await trio.open_unix_socket(path)  # asks for much and takes nothing
+            await lazy.send_all(b'{"verb": "echo", "text": "x", "times": 50000000}\n')
+            assert await ask(path, "echo", text="alive") == "alive"
+            await lazy.aclose()
+
+    trio.run(main)
+
+
+def test_a_slow_verb_ends_at_its_deadline(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "VERB_DEADLINE_S", 0.1)
+
+    async def main() -> None:
+        async with serving(path, {"sleep": partial(trio.sleep, 60)}):
+            with pytest.raises(ControlError, match="sleep: not done within"):
+                await ask(path, "sleep")
+
+    trio.run(main)
+
+
+def test_a_socket_left_over_is_replaced_and_a_live_one_is_not(path: Path) -> None:
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with pytest.raises(NotRunning):
+        request(path, "status")
+
+    async def main() -> None:
+        async with serving(path):
+            assert await ask(path, "echo", text="alive") == "alive"
+            with pytest.raises(ControlError, match="another cachefs answers"):
+                await control.serve(path, VERBS)
+            assert await ask(path, "echo", text="alive") == "alive"
+
+    trio.run(main)
+
+
+def test_a_directory_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ControlError, match="not a directory of this user"):
+        trio.run(control.serve, tmp_path / "run" / "x.sock", VERBS)
+
+
+def test_nobody_there(path: Path) -> None:
+    with pytest.raises(NotRunning, match="no cachefs answers"):
+        request(path, "status")
+
+
+def test_a_daemon_that_says_nothing(path: Path) -> None:
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(ControlError, match=r"did not answer within 0\.1 s"):
+            request(path, "status", timeout_s=0.1)
