@@ -11,6 +11,7 @@ fsspec's own listing cache never expires and its instances are shared; both are 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from typing import Any
@@ -53,6 +54,7 @@ class FsspecClient:
         self._label = label
         self._advice = advice
         self._filesystem: Any = None
+        self._opened_at = float("-inf")
         self._lock = threading.Lock()
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
@@ -97,11 +99,11 @@ class FsspecClient:
         self._same_version(key, etag, self.head(key).etag)
         yield data
 
-    def renew(self) -> bool:
-        """The next request opens the filesystem anew; whether with other credentials, only the store can
-        tell."""
+    def renew(self, since: float) -> bool:
+        """The next request opens the filesystem anew; whether with other credentials, only the store can tell."""
         with self._lock:
-            self._filesystem = None
+            if self._opened_at <= since:
+                self._filesystem = None
         return True
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class FsspecClient:
     def _opened(self) -> Any:
         with self._lock:
             if self._filesystem is None:
-                self._filesystem = self._open_filesystem()
+                self._filesystem, self._opened_at = self._open_filesystem(), time.monotonic()
             return self._filesystem
 
     def _path(self, key: str) -> str:

@@ -63,9 +63,8 @@ class S3fsClient(FsspecClient):
         finally:
             body.close()
 
-    def renew(self) -> bool:
-        super().renew()
-        return self._bucket.credentials.renew()
+    def renew(self, since: float) -> bool:
+        return self._bucket.credentials.renew(since) and super().renew(since)
 
     def _call(self, key: str, method: str, **arguments: Any) -> Any:
         try:
@@ -156,9 +155,8 @@ class AdlfsClient(FsspecClient):
         self._same_version(key, etag, found)
         yield data
 
-    def renew(self) -> bool:
-        super().renew()
-        return self._credentials.renew()
+    def renew(self, since: float) -> bool:
+        return self._credentials.renew(since) and super().renew(since)
 
     def _sync(self, key: str, call: Any) -> Any:
         from fsspec.asyn import sync

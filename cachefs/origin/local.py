@@ -74,7 +74,7 @@ class LocalClient:
             finally:
                 os.close(fd)
 
-    def renew(self) -> bool:
+    def renew(self, since: float) -> bool:
         return False
 
     def close(self) -> None:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import random
 import re
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import trio
@@ -182,10 +184,11 @@ class Origin:
         with trio.move_on_after(self._deadline_s) as scope:
             while True:
                 position = 0 if transfer is None else transfer.begin(scope)
+                since = time.monotonic()
                 try:
                     return await self._once(attempt, counter, background, transfer)
                 except PermissionDenied as exc:
-                    if renewed or not await self._in_thread(self._client.renew):
+                    if renewed or not await self._in_thread(partial(self._client.renew, since)):
                         raise self._failed(exc) from exc.__cause__
                     renewed, wait_s = True, 0.0
                 except Transient as exc:

@@ -88,8 +88,8 @@ class Client(Protocol):
         `ObjectChanged`; one that cannot do conditional reads compares the etag of the reply (or of a HEAD)
         itself."""
 
-    def renew(self) -> bool:
-        """Forget cached credentials and look again (files, environment, metadata). True when they differ from
-        before, so that a refused request is worth repeating at once."""
+    def renew(self, since: float) -> bool:
+        """Forget cached credentials and look again (files, environment, metadata). True when those in use now differ
+        from those at `since` (time.monotonic()), so that a request refused then is worth repeating at once."""
 
     def close(self) -> None: ...

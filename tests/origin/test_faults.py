@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from bench.lab.dataset import content as bytes_of
 from cachefs.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied
@@ -235,6 +236,27 @@ def test_expired_credentials_and_their_renewal(
     run(store.origin(client), use)
 
 
+def test_readers_that_are_refused_together_recover_together(
+    store: Lab, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    credentials_file(path, "old")
+
+    async def use(there: Origin) -> None:
+        info = await there.head("faulty")
+        store.store.credentials(expired=["old"])
+        credentials_file(path, "new")
+        async with trio.open_nursery() as nursery:
+            for at in range(20):
+                nursery.start_soon(content, there, info, at, at + 10)
+        assert there._metrics.origin_errors == 0
+
+    run(store.origin(client), use)
+
+
 def test_wrong_and_missing_credentials(store: Lab, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store.store.credentials(allowed=["somebody"])
     with pytest.raises(PermissionDenied, match=r"403.*the environment \(AWS_ACCESS_KEY_ID\)"):
@@ -261,8 +283,6 @@ def test_one_denied_object(store: Lab, client: str) -> None:
 
 
 def test_many_reads_at_once_stay_within_the_limit(store: Lab, client: str) -> None:
-    import trio
-
     async def use(there: Origin) -> None:
         info = await there.head("faulty")
         store.store.shape(latency_ms=20)

@@ -68,7 +68,7 @@ class Scripted:
                 step = None
             yield BODY[at : min(at + 1000, stop)]
 
-    def renew(self) -> bool:
+    def renew(self, since: float) -> bool:
         self.renewals += 1
         return self.renewed
 

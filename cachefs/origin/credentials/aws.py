@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 from cachefs.errors import ConfigError, PermissionDenied
@@ -31,6 +32,8 @@ class AwsCredentials:
         self._lock = threading.Lock()
         self._session: Any = None
         self._found: Any = None
+        self._last: Any = None
+        self._changed_at = float("-inf")
         if profile is not None and not anonymous and profile not in self.session().available_profiles:
             known = ", ".join(self.session().available_profiles) or "none"
             raise ConfigError(f"no AWS profile {profile!r}; the config files have: {known}")
@@ -39,9 +42,10 @@ class AwsCredentials:
         """The botocore session, which knows the config files."""
         import botocore.session
 
-        if self._session is None:
-            self._session = botocore.session.Session(profile=self._profile)
-        return self._session
+        session = self._session
+        if session is None:
+            session = self._session = botocore.session.Session(profile=self._profile)
+        return session
 
     def setting(self, name: str) -> str | None:
         """A setting of the profile, such as `region` or `endpoint_url`."""
@@ -63,24 +67,31 @@ class AwsCredentials:
             try:
                 if self._found is None:
                     self._found = self.session().get_credentials()
-                if self._found is not None:
-                    return self._found.get_frozen_credentials()
+                frozen = self._found and self._found.get_frozen_credentials()
             except BotoCoreError as exc:
                 raise PermissionDenied(one_line(f"AWS credentials cannot be had: {exc}")) from exc
-        raise PermissionDenied(
-            "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a --profile, "
-            "or use --anonymous for a public bucket"
-        )
+            if frozen is None:
+                raise PermissionDenied(
+                    "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a --profile, "
+                    "or use --anonymous for a public bucket"
+                )
+            if frozen != self._last:
+                self._last, self._changed_at = frozen, time.monotonic()
+            return frozen
 
-    def renew(self) -> bool:
-        """Read environment and files again. True when that gave other credentials."""
+    def renew(self, since: float) -> bool:
+        """Read environment and files again, unless another request has just done so. True when that gave other
+        credentials than `since`."""
         if self.anonymous:
             return False
-        before, self._session, self._found = self._found, None, None
-        try:
-            return before is None or self.current() != before.get_frozen_credentials()
-        except PermissionDenied:
-            return False
+        if self._changed_at <= since:
+            with self._lock:
+                self._session = self._found = None
+            try:
+                self.current()
+            except PermissionDenied:
+                return False
+        return self._changed_at > since
 
     @property
     def advice(self) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -61,6 +62,7 @@ class AzureCredentials:
         self.anonymous = anonymous
         self._lock = threading.Lock()
         self._identity: Any = None
+        self._renewed_at = float("-inf")
 
     def current(self) -> Proof:
         """What to show the store now. Tokens are renewed by azure-identity before they expire."""
@@ -75,11 +77,12 @@ class AzureCredentials:
                 return Proof(sas=said["SharedAccessSignature"].lstrip("?"))
         return self._token()
 
-    def renew(self) -> bool:
-        """Environment variables do not change under a process; tokens are asked for anew."""
+    def renew(self, since: float) -> bool:
+        """Environment variables do not change under a process; a token is asked for anew."""
         with self._lock:
-            had, self._identity = self._identity, None
-        return had is not None
+            if self._identity is not None and self._renewed_at <= since:
+                self._identity, self._renewed_at = None, time.monotonic()
+            return self._renewed_at > since
 
     @property
     def advice(self) -> str:

@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import threading
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +21,7 @@ class GoogleCredentials:
         self.anonymous = anonymous
         self._lock = threading.Lock()
         self._found: Any = None
+        self._renewed_at = float("-inf")
         if not anonymous:
             try:
                 import google.auth  # noqa: F401
@@ -57,11 +59,12 @@ class GoogleCredentials:
         expires_at = found.expiry.replace(tzinfo=UTC) if isinstance(found.expiry, datetime) else None
         return {"token": found.token, "expires_at": expires_at}
 
-    def renew(self) -> bool:
+    def renew(self, since: float) -> bool:
         """Files and metadata are read again at the next request."""
         with self._lock:
-            had, self._found = self._found, None
-        return had is not None
+            if self._found is not None and self._renewed_at <= since:
+                self._found, self._renewed_at = None, time.monotonic()
+            return self._renewed_at > since
 
     @property
     def advice(self) -> str:
