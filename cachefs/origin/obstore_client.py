@@ -109,8 +109,8 @@ class ObstoreClient:
             raise self._translated(exc, key) from exc
         self._same_version(key, etag, reply.meta)
         if reply.range != (start, stop):
-            raise ObjectChanged(
-                f"{self._label}/{key}: the store has bytes {reply.range} of ({start}, {stop})"
+            raise Transient(
+                f"{self._label}/{key}: asked for bytes {start} to {stop}, the store sent {reply.range}"
             )
         yield from self._body(reply, key, stop - start)
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import os
 import threading
 import time
@@ -116,6 +117,8 @@ class AzureCredentials:
         with self._lock:
             try:
                 if self._identity is None:
+                    # Its warnings say what failed in twenty lines; the error below says it in one.
+                    logging.getLogger("azure.identity").setLevel(logging.ERROR)
                     self._identity = DefaultAzureCredential()
                 token = self._identity.get_token(STORAGE_SCOPE)
             except (AzureError, ValueError) as exc:
