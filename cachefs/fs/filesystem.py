@@ -25,7 +25,7 @@ from cachefs.fs.beliefs import Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
 from cachefs.fs.files import FileHandle, OpenFiles
 from cachefs.fs.inodes import ROOT
-from cachefs.fs.keys import MAX_NAME, name_in, nameable
+from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in, nameable
 from cachefs.fs.listing import Lister
 from cachefs.fs.looking import Looker
 from cachefs.fs.reader import Buffer, Reader
@@ -316,7 +316,8 @@ class FileSystem:
         await self._refresh_directory(directory)
 
     async def _refresh(self, directory: Directory, mark: bytes, ino: int) -> None:
-        self._beliefs.doubt(ino)
+        if directory.origin is not None:
+            self._beliefs.doubt(ino)
         if mark.endswith(b"/"):
             await self._refresh_directory(self._tree.directory(ino))
         else:
@@ -349,6 +350,10 @@ class FileSystem:
         for handle in self._files.of(ino):
             if current is not None and handle.object != current:
                 handle.superseded = True
+        alive = self._tree.known(ino)
+        if alive is not None and self._tree.row(directory, mark_of_directory(name)) is None:
+            self._lister.cancel(alive)
+            self._tree.drop(alive)
         self._files.note_change(ino)
         self.on_invalidate(ino, directory.ino, name)
 

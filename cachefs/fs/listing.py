@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 import trio
 
 from cachefs.database import Put
-from cachefs.errors import CachefsError, OriginFailed
+from cachefs.errors import CachefsError, NotFound, OriginFailed
 from cachefs.fs.beliefs import Beliefs
 from cachefs.fs.keys import name_in, read_page
 from cachefs.fs.pages import erase, number_written, sweep, write_names
 from cachefs.fs.rows import encode
 from cachefs.fs.tree import Directory, Tree
 from cachefs.metrics import Metrics
+from cachefs.origin.protocol import ListPage
 
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
-    from cachefs.origin.protocol import ListPage
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,12 @@ class Lister:
         origin = directory.origin
         assert origin is not None
         asked_at = self._clock()
-        listed = await origin.list_page(directory.prefix, token=listing.token, limit=PAGE)
+        try:
+            listed = await origin.list_page(directory.prefix, token=listing.token, limit=PAGE)
+        except NotFound as exc:
+            if directory.is_top:
+                raise OriginFailed(f"what is mounted is gone: {exc}") from exc
+            listed = ListPage([], [], None)  # so says a store with real directories
         page = read_page(listed, directory.prefix)
         self._check_order(directory, listing, page, listed)
         done = listed.next_token is None

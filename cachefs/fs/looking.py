@@ -144,40 +144,59 @@ class Looker:
         text, origin = text_of(name), directory.origin
         if text is None or origin is None:
             return self._beliefs.negative_ttl
-        asked_at, epoch = self._clock(), self._tree.epoch
-        as_dir, as_file = self._tree.find(directory, name)
-        said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
-        row = self._tree.row(directory, name + b"/" if said is True else name)
-        if not _says_the_same(said, *self._tree.find(directory, name)):
-            async with self._tree.writing:
-                cover = self._beliefs.coverage(directory, name)
-                generation = cover[0] if cover else 0
-                written = await trio.to_thread.run_sync(
-                    write_answer, self._tree.database, directory, name, said, generation
-                )
-            for ino, changed in written.changed:
-                self._on_change(directory, ino, changed)
-            row = self._tree.row(directory, name + b"/" if said is True else name)
-        believed = epoch == self._tree.epoch
-        if said is False or row is None:
-            if believed:
-                self._beliefs.note_answer(directory, name, None, asked_at)
-            return self._beliefs.negative_ttl
-        ino = inode_of(directory, name, row)
-        if believed:
+        while True:
+            asked_at, epoch = self._clock(), self._tree.epoch
+            before = self._tree.find(directory, name)
+            cover = self._beliefs.coverage(directory, name)
+            as_dir, as_file = before
+            if as_file is not None and as_file.generation > (cover[0] if cover else 0):
+                # A listing showed the file but has not come to where a directory of its name would be: ask for both.
+                as_file = None
+            said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
+            if await self._write(directory, name, said, before):
+                break
+        row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
+        ino = None if row is None else inode_of(directory, name, row)
+        if epoch == self._tree.epoch:
             self._beliefs.note_answer(directory, name, ino, asked_at)
+        if row is None or ino is None:
+            return self._beliefs.negative_ttl
         return Found(ino, said is True, row, asked_at + self._beliefs.ttl)
 
+    async def _write(
+        self,
+        directory: Directory,
+        name: bytes,
+        said: ObjectInfo | bool,
+        before: tuple[Row | None, Row | None],
+    ) -> bool:
+        """Write an answer down. False when the name was written meanwhile: the question was another one then."""
+        async with self._tree.writing:
+            if self._tree.find(directory, name) != before:
+                return False
+            cover = self._beliefs.coverage(directory, name)
+            generation = cover[0] if cover else 0
+            if _is_written(said, *before, generation):
+                return True
+            written = await trio.to_thread.run_sync(
+                write_answer, self._tree.database, directory, name, said, generation
+            )
+        for ino, changed in written.changed:
+            self._on_change(directory, ino, changed)
+        return True
 
-def _says_the_same(said: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None) -> bool:
+
+def _is_written(said: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None, generation: int) -> bool:
+    """Whether the rows say so already, and are not about to be swept."""
     if said is False:
         return as_dir is None and as_file is None
     if said is True:
-        return as_dir is not None
+        return as_dir is not None and as_dir.generation >= generation
     return (
         as_dir is None
         and as_file is not None
         and as_file.known
+        and as_file.generation >= generation
         and (as_file.size, as_file.etag, as_file.mtime_ns) == (said.size, said.etag, said.mtime_ns)
     )
 
@@ -228,7 +247,10 @@ async def _has_keys(origin: Origin, prefix: str) -> bool:
     """Whether any key begins with `prefix`."""
     token: str | None = None
     while True:
-        page = await origin.list_page(prefix, token=token, limit=1)
+        try:
+            page = await origin.list_page(prefix, token=token, limit=1)
+        except NotFound:
+            return False  # a store with real directories (files, an index page) says it this way
         if page.objects or page.prefixes:
             return True
         if page.next_token is None or page.next_token == token:

@@ -119,6 +119,8 @@ def write_answer(
         generation = max(generation, decode(as_dir).generation) if as_dir else generation
         return write_names(database, directory, entries, generation, extra)
     if answer is not False:
+        if as_file:
+            generation = max(generation, decode(as_file).generation)
         if as_dir:
             # It was a directory and is a file now: the row goes, the number stays with the name.
             old = decode(as_dir)
@@ -131,7 +133,6 @@ def write_answer(
             ]
             database.write(extra)
             return Written([ino], [(ino, name)])
-        generation = max(generation, decode(as_file).generation) if as_file else generation
         return write_names(database, directory, [(name, answer)], generation, extra)
     written = Written()
     for mark, data in ((mark_of_directory(name), as_dir), (name, as_file)):

@@ -32,9 +32,9 @@ SECOND = 1_000_000_000
 class Row(NamedTuple):
     """What is known of one name.
 
-    `generation` is the listing of its directory that last showed it. `low` is the lower part of the inode number where that is not simply
-    the hash of the name. Not `known`: the listing did not tell size and etag; they are those of the version that was
-    known before, if any was. Directories have size 0 and no etag."""
+    `generation` is the listing of its directory that last showed it. `low` is the lower part of the inode number where
+    that is not simply the hash of the name. Not `known`: the listing did not tell size and etag; they are those of the
+    version that was known before, if any was. Directories have size 0 and no etag."""
 
     generation: int
     mtime_ns: int

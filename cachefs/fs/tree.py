@@ -159,11 +159,9 @@ class Tree:
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
         self.root = Directory(ROOT, 0, None, b"", only, _prefix_of(only) if only else "")
-        if only:
-            state = database.get("directories", self.root.key)
-            if state:
-                self.root.load(state)
-        else:
+        if state := database.get("directories", self.root.key):
+            self.root.load(state)
+        if only is None:
             self._write_volumes(volumes)
         self._by_ino[ROOT] = self._by_number[0] = self.root
 

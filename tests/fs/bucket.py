@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,10 +15,8 @@ from cachefs.origin.protocol import ListPage, ObjectInfo
 MTIME = 1_700_000_000 * 10**9
 
 
-def etag_of(content: bytes | int) -> str:
-    import hashlib
-
-    return f'"{hashlib.md5(str(content).encode()).hexdigest()}"'
+def etag_of(what: str) -> str:
+    return f'"{hashlib.md5(what.encode("utf-8", "surrogatepass")).hexdigest()}"'
 
 
 class Bucket:
@@ -42,7 +41,7 @@ class Bucket:
 
     def put(self, key: str, size: int | None = None, version: int = 0, mtime_ns: int = MTIME) -> None:
         size = (0 if key.endswith("/") else 10) if size is None else size
-        self.objects[key] = ObjectInfo(key, size, mtime_ns, etag_of(f"{key} {size} {version}".encode()))
+        self.objects[key] = ObjectInfo(key, size, mtime_ns, etag_of(f"{key} {size} {version}"))
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,11 @@ class Mount:
         self.database.close()
 
     async def stat(self, path: str | bytes) -> Attributes | None:
-        """As the kernel resolves a path: a lookup per component; None for ENOENT."""
+        """As the kernel resolves a path: a lookup per component; None for ENOENT and ENOTDIR."""
         ino, found = ROOT, (await self.fs.getattr(ROOT))[0]
         for name in os.fsencode(path).split(b"/"):
+            if not found.is_dir:
+                return None
             answer = self.fs.lookup_now(ino, name) or await self.fs.lookup(ino, name)
             if answer[0] is None:
                 return None
@@ -97,15 +99,15 @@ class Mount:
         return tree
 
 
-@contextmanager
-def mounted(
+@asynccontextmanager
+async def mounted(
     bucket: Bucket,
     *,
     path: Path | None = None,
     clock: Clock | None = None,
     volumes: Sequence[Volume] | None = None,
     **options: Any,
-) -> Iterator[Mount]:
+) -> AsyncIterator[Mount]:
     origin: Any = bucket
     with tempfile.TemporaryDirectory(dir="/dev/shm") as fresh:
         mount = Mount(
@@ -117,4 +119,5 @@ def mounted(
         try:
             yield mount
         finally:
+            await mount.fs.aclose()
             mount.close()

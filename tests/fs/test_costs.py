@@ -16,7 +16,7 @@ def flat(count: int, **kwargs: object) -> Bucket:
 
 async def test_ls_of_ten_thousand_names_is_ten_lists_and_none_again() -> None:
     bucket = flat(10_000)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         entries = await mount.entries()
         assert len(entries) == 10_000
         for entry in entries[::97]:
@@ -29,7 +29,7 @@ async def test_ls_of_ten_thousand_names_is_ten_lists_and_none_again() -> None:
 
 async def test_ten_processes_listing_at_once_cost_as_one() -> None:
     bucket = flat(10_000)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         counts: list[int] = []
 
         async def ls() -> None:
@@ -44,7 +44,7 @@ async def test_ten_processes_listing_at_once_cost_as_one() -> None:
 
 async def test_cold_open_costs_one_list_per_component() -> None:
     bucket = Bucket(f"a/b/c/{i}.bin" for i in range(100))
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         await mount.read("a/b/c/7.bin")
         assert bucket.counts == (4, 0)
         bucket.reset()
@@ -54,7 +54,7 @@ async def test_cold_open_costs_one_list_per_component() -> None:
 
 async def test_missing_names_in_a_listed_directory_cost_nothing() -> None:
     bucket = flat(50)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         assert await mount.stat("no") is None
         assert bucket.counts == (1, 0)
         bucket.reset()
@@ -68,7 +68,7 @@ async def test_missing_names_in_a_listed_directory_cost_nothing() -> None:
 
 async def test_ten_lookups_share_one_listing() -> None:
     bucket = flat(900)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         async with trio.open_nursery() as nursery:
             for i in range(10):
                 nursery.start_soon(mount.stat, f"img_{i * 7:06d}.jpg")
@@ -77,7 +77,7 @@ async def test_ten_lookups_share_one_listing() -> None:
 
 async def test_one_stat_in_an_endless_directory_stays_cheap() -> None:
     bucket = flat(3000, page=10)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         assert await mount.stat("img_002999.jpg") is not None
         await trio.sleep(20)
         lists, heads = bucket.counts
@@ -92,7 +92,7 @@ async def test_one_stat_in_an_endless_directory_stays_cheap() -> None:
 
 async def test_misses_let_a_listing_run_on_and_it_is_resumed_where_it_rested() -> None:
     bucket = flat(3000, page=10)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         for i in range(2999, 2989, -1):
             assert await mount.stat(f"img_{i:06d}.jpg") is not None
             await trio.sleep(0.2)
@@ -106,7 +106,7 @@ async def test_misses_let_a_listing_run_on_and_it_is_resumed_where_it_rested() -
 
 async def test_reading_a_directory_resumes_what_a_lookup_began() -> None:
     bucket = flat(500, page=10)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         await mount.stat("img_000003.jpg")
         await trio.sleep(20)
         assert bucket.counts == (11, 0)
@@ -116,7 +116,7 @@ async def test_reading_a_directory_resumes_what_a_lookup_began() -> None:
 
 async def test_an_abandoned_ls_does_not_list_the_rest() -> None:
     bucket = flat(3000, page=10)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         handle = await mount.fs.opendir(ROOT)
         assert len(await mount.fs.readdir(handle, 0, 5)) == 5
         mount.fs.releasedir(handle)
@@ -126,7 +126,7 @@ async def test_an_abandoned_ls_does_not_list_the_rest() -> None:
 
 async def test_after_the_ttl_one_file_costs_one_head() -> None:
     bucket = flat(100)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         ino = await mount.ino("img_000001.jpg")
         await mount.entries()
         bucket.reset()
@@ -142,7 +142,7 @@ async def test_after_the_ttl_one_file_costs_one_head() -> None:
 
 async def test_ten_stats_of_one_stale_file_cost_one_head() -> None:
     bucket = flat(100)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         await mount.entries()
         bucket.reset()
         mount.clock.now += 61
@@ -154,7 +154,7 @@ async def test_ten_stats_of_one_stale_file_cost_one_head() -> None:
 
 async def test_many_stale_names_are_listed_again_instead() -> None:
     bucket = flat(100)
-    with mounted(bucket) as mount:
+    async with mounted(bucket) as mount:
         await mount.entries()
         bucket.reset()
         mount.clock.now += 61
@@ -165,7 +165,7 @@ async def test_many_stale_names_are_listed_again_instead() -> None:
 
 async def test_strict_asks_at_every_open() -> None:
     bucket = flat(10)
-    with mounted(bucket, revalidate_at_open=True) as mount:
+    async with mounted(bucket, revalidate_at_open=True) as mount:
         await mount.entries()
         bucket.reset()
         for _ in range(5):
@@ -175,18 +175,19 @@ async def test_strict_asks_at_every_open() -> None:
 
 async def test_a_ttl_of_zero_looks_every_time_and_still_answers() -> None:
     bucket = flat(25, page=10)
-    with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0) as mount:
+    async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0) as mount:
         assert await mount.stat("img_000003.jpg") is not None
         assert await mount.stat("img_000023.jpg") is not None
         assert await mount.stat("nothing") is None
         assert len(await mount.entries()) == 25
         bucket.put("new")
+        await trio.sleep(0.001)
         assert len(await mount.entries()) == 26
 
 
 async def test_immutable_never_looks_again() -> None:
     bucket = flat(100)
-    with mounted(bucket, immutable=True) as mount:
+    async with mounted(bucket, immutable=True) as mount:
         await mount.entries()
         bucket.reset()
         mount.clock.now += 10 * 365 * 86400
