@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -221,6 +222,8 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
     notes = mounting.check(config)
     for note in notes:
         click.echo(f"cachefs: {note}", err=True)
+    # Whoever gives up on us (timeout, a service manager) gives up on the child too: unwind, and end it on the way.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     background.start(arguments, config, notes)
 
 

@@ -546,3 +546,81 @@ def test_a_relative_mountpoint_behind_a_link(place: Place, monkeypatch: pytest.M
     assert cachefs("refresh", "link/dir/b.bin").returncode == 0
     assert cachefs("umount", "link").returncode == 0
     assert not place.is_mounted()
+
+
+@pytest.mark.mount
+@needs_fuse
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (0, 1)])
+def test_giving_up_on_a_store_that_hangs(place: Place, number: int, code: int) -> None:
+    """Interrupted, terminated or out of time: the daemon that was started ends too."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        store.settimeout(20)
+        endpoint = f"http://127.0.0.1:{store.getsockname()[1]}"
+        options = ["--cache-dir", place.cache, "--ram", "64M", "--region", "r", "--endpoint-url", endpoint]
+        options += ["--mount-timeout", "20s" if number else "2s"]
+        environ = ENVIRON | {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ALLOW_HTTP": "true"}
+        with subprocess.Popen(
+            [sys.executable, "-m", "cachefs", "mount", *options, "s3://bucket", place.mountpoint],
+            stderr=subprocess.PIPE,
+            env=environ,
+            text=True,
+        ) as command:
+            connection, _ = store.accept()
+            if number:
+                command.send_signal(number)
+            _, said = command.communicate(timeout=30)
+        assert command.returncode == code
+        if code == 1:
+            assert "did not answer within 2 s: see" in one_line(said)
+        with connection:
+            connection.settimeout(10)
+            while connection.recv(65536):  # its end comes with the daemon's
+                pass
+    assert not place.is_mounted()
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_the_demo(tmp_path: Path) -> None:
+    sizes = [
+        "--classes",
+        "2",
+        "--per-class",
+        "10",
+        "--shards",
+        "1",
+        "--shard-size",
+        "2",
+        "--dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.demo", *sizes],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRON,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical to the source" in done.stdout
+    assert re.search(r"epoch 2 \(warm\) .* 100\.0 % +no requests", done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_tells_what_differs(tmp_path: Path) -> None:
+    from bench import demo
+
+    (tmp_path / "a").write_bytes(b"a")
+    files = demo.Files(tmp_path, ["a", "gone"])
+    assert files[0][1] == 1
+    assert files[1][1] == -1
+    manifest = {"a": (1, files[0][2]), "unlisted": (1, "")}
+    good = demo.Epoch("cold", 1.0, 1, 1, [], {}, 0)
+    assert demo.verdict([good], ["a", "unlisted"], manifest) == 0
+    assert demo.verdict([good], ["a"], manifest) == 1
+    bad = demo.Epoch("cold", 1.0, 1, 1, ["a: differs"], {}, 0)
+    assert demo.verdict([bad], ["a", "unlisted"], manifest) == 1
