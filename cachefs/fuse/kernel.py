@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from pathlib import Path
+
+from cachefs.mountinfo import mount_at
 
 READ_AHEAD_KB = 1024
 """Derived: FUSE's largest request is 256 pages."""
@@ -22,26 +23,14 @@ _FUSECTL = Path("/sys/fs/fuse/connections")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def device_of(mountpoint: Path) -> tuple[int, int] | None:
-    """(major, minor) of what is mounted there, without touching the mount (its daemon may be the caller)."""
-    found = None
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        parts = line.split(" ")
-        path = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), parts[4])
-        if path == str(mountpoint):
-            major, minor = parts[2].split(":")
-            found = (int(major), int(minor))
-    return found
-
-
 def tune(mountpoint: Path) -> list[str]:
     """Raise what can be raised; one line per lever, for the log and `status`."""
-    device = device_of(mountpoint)
-    if device is None:
+    mount = mount_at(mountpoint)
+    if mount is None:
         return ["kernel tuning: the mount is not in this mount namespace; nothing was raised"]
-    major, minor = device
+    minor = mount.device.partition(":")[2]
     lines = []
-    bdi = Path(f"/sys/class/bdi/{major}:{minor}/read_ahead_kb")
+    bdi = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
     reason = _write(bdi, READ_AHEAD_KB)
     lines.append(
         f"read_ahead_kb raised to {READ_AHEAD_KB}"
@@ -50,8 +39,8 @@ def tune(mountpoint: Path) -> list[str]:
     )
     if os.geteuid() == 0 and not any(_FUSECTL.glob("*")) and not os.path.ismount(_FUSECTL):
         _libc.mount(b"fusectl", str(_FUSECTL).encode(), b"fusectl", 0, None)
-    reason = _write(_FUSECTL / str(minor) / "max_background", MAX_BACKGROUND) or _write(
-        _FUSECTL / str(minor) / "congestion_threshold", CONGESTION
+    reason = _write(_FUSECTL / minor / "max_background", MAX_BACKGROUND) or _write(
+        _FUSECTL / minor / "congestion_threshold", CONGESTION
     )
     lines.append(
         f"max_background raised to {MAX_BACKGROUND}"
