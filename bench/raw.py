@@ -1,0 +1,61 @@
+"""The raw client: what the store and this machine give to a program that only downloads.
+
+No mount, no cache, no file: the fastest client library there is (obstore, in Rust), several connections, parts sized by
+trying out what is fastest here, and the bytes are dropped as they come. Whoever wants data at a path pays something more
+than this; the figures say how much.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import obstore
+from obstore.store import S3Store
+
+from bench.lab.client import LabStore
+from bench.readers import Reading, share
+
+IN_FLIGHT = 8
+PART = 16 << 20
+"""Tried: 1 to 64 MiB, 2 to 16 in flight, streamed or as one buffer each. This is the best of them without a shape, and
+with one it fills the pipe."""
+
+CHUNK = 1 << 20
+
+
+class RawClient:
+    """Reads one bucket."""
+
+    def __init__(self, lab: LabStore, bucket: str) -> None:
+        self._store = S3Store(
+            bucket,
+            endpoint=lab.endpoint,
+            region="us-east-1",
+            access_key_id="lab",
+            secret_access_key="lab",
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True},
+        )
+
+    def sequential(self, key: str, size: int) -> Reading:
+        """One object, in parallel ranges."""
+
+        def part(start: int) -> int:
+            reply = obstore.get(self._store, key, options={"range": (start, min(size, start + PART))})
+            return sum(len(chunk) for chunk in reply.stream(min_chunk_size=CHUNK))
+
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            total = sum(pool.map(part, range(0, size, PART)))
+        return Reading(total, 1, time.perf_counter() - begun)
+
+    def first_byte(self, key: str, length: int) -> float:
+        """Seconds that one GET of the first `length` bytes takes."""
+        begun = time.perf_counter()
+        obstore.get_range(self._store, key, start=0, end=length)
+        return time.perf_counter() - begun
+
+    def small(self, keys: list[str]) -> Reading:
+        """Whole objects, `IN_FLIGHT` at a time."""
+        return share(keys, IN_FLIGHT, lambda key: len(obstore.get(self._store, key).bytes()))

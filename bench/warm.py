@@ -1,0 +1,128 @@
+"""Bytes that are here: in the kernel's page cache, or only in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench import readers
+from bench.harness import Result, interleave, scenario
+from bench.mounts import OTHERS, Cachefs, Mount, Null, Unavailable
+from bench.workspace import Workspace, can_drop_caches, drop_caches
+
+
+def _mounts(stack: ExitStack, work: Workspace, bucket: str, tree: Path, result: Result) -> dict[str, Mount]:
+    """The null filesystem and the others, as far as they run."""
+    found: dict[str, Mount] = {}
+    for mount in [Null(work.disk, work.lab, bucket, tree)] + [
+        kind(work.disk, work.lab, bucket) for kind in (OTHERS if work.scale.others else ())
+    ]:
+        try:
+            found[mount.name] = stack.enter_context(mount)
+        except Unavailable as exc:
+            result.note(str(exc))
+    return found
+
+
+def _sequential(path: Path, limit_s: float) -> Callable[[], float]:
+    return lambda: readers.sequential(path, limit_s).mb_per_s
+
+
+@scenario("warm-seq", rounds=5)
+def warm_seq(work: Workspace, rounds: int) -> Result:
+    """A large file that was read before, read again."""
+    result = Result()
+    tree = work.big("warm", work.scale.warm)
+    with ExitStack() as stack:
+        mount = stack.enter_context(Cachefs(work.disk, work.lab, "warm"))
+        others = _mounts(stack, work, "warm", tree, result)
+        roots = {"ext4": work.on_disk(tree), mount.name: mount.path}
+        roots |= {name: other.path for name, other in others.items()}
+        contenders = {name: _sequential(root / "0.bin", work.scale.limit_s) for name, root in roots.items()}
+        for read in contenders.values():
+            read()
+        with mount.counting() as counted, work.traffic() as seen:
+            series = interleave(rounds, contenders, result, what="warm sequential", unit="MB/s")
+    result.demand("warm re-read: READ messages", counted["fuse_read"], "=", 0)
+    result.demand("warm re-read: rate / ext4", series.ratio("cachefs", "ext4"), "≥", 0.75)
+    if others.keys() <= {Null.name}:
+        result.demand("warm re-read: GETs", seen.get, "=", 0)
+    return result
+
+
+@scenario("ssd-seq", rounds=5)
+def ssd_seq(work: Workspace, rounds: int) -> Result:
+    """A large file that lies in the SSD tier only: the kernel has forgotten all of it, for everyone."""
+    result = Result()
+    if not can_drop_caches():
+        result.note("needs root: the kernel's page cache cannot be dropped")
+        return result
+    tree = work.big("warm", work.scale.warm)
+    with ExitStack() as stack:
+        mount = stack.enter_context(Cachefs(work.disk, work.lab, "warm", "--ram", "0"))
+        others = _mounts(stack, work, "warm", tree, result)
+        roots = {"ext4": work.on_disk(tree), mount.name: mount.path}
+        roots |= {name: other.path for name, other in others.items()}
+
+        def cold(root: Path) -> Callable[[], float]:
+            def measure() -> float:
+                drop_caches()
+                return readers.sequential(root / "0.bin", work.scale.limit_s).mb_per_s
+
+            return measure
+
+        for root in roots.values():
+            readers.sequential(root / "0.bin")
+        with mount.counting() as counted:
+            series = interleave(
+                rounds,
+                {name: cold(root) for name, root in roots.items()},
+                result,
+                what="sequential, kernel cache dropped",
+                unit="MB/s",
+            )
+    result.demand("SSD tier, kernel cache dropped: rate / ext4", series.ratio("cachefs", "ext4"), "≥", 0.3)
+    if "rclone mount" in series.values:
+        ratio = series.ratio("cachefs", "rclone mount")
+        result.demand("SSD tier, kernel cache dropped: rate / rclone mount", ratio, "≥", 2.0)
+    result.demand("SSD tier: bytes from the store", counted["origin_bytes"], "=", 0)
+    return result
+
+
+@scenario("warm-small", rounds=7)
+def warm_small(work: Workspace, rounds: int) -> Result:
+    """Small files that were read before: open, read, close, one after another."""
+    result = Result()
+    scale = work.scale
+    tree, keys = work.small("warm-small")
+    with ExitStack() as stack:
+        mount = stack.enter_context(Cachefs(work.disk, work.lab, "warm-small"))
+        others = _mounts(stack, work, "warm-small", tree, result)
+        roots = {"ext4": work.on_disk(tree), mount.name: mount.path}
+        roots |= {name: other.path for name, other in others.items()}
+        paths = {name: [f"{root}/{key}" for key in keys] for name, root in roots.items()}
+        for mine in paths.values():
+            readers.small(mine)
+        with mount.counting() as counted:
+            readers.small(paths[mount.name])
+
+        def again(mine: list[str]) -> Callable[[], float]:
+            return lambda: readers.small(mine, scale.limit_s).files_per_s
+
+        series = interleave(
+            rounds,
+            {name: again(mine) for name, mine in paths.items()},
+            result,
+            what="warm small files, open+read+close",
+            unit="files/s",
+        )
+    result.demand("warm small files: rate / ext4", series.ratio("cachefs", "ext4"), "≥", 0.18)
+    if "rclone mount" in series.values:
+        ratio = series.ratio("cachefs", "rclone mount")
+        result.demand("warm small files: rate / rclone mount", ratio, "≥", 2.5)
+    result.demand("warm small files: OPENs a file", counted["fuse_open"] / len(keys), "=", 1)
+    result.demand("warm small files: RELEASEs a file", counted["fuse_release"] / len(keys), "=", 1)
+    messages = ("fuse_lookup", "fuse_getattr", "fuse_read", "fuse_opendir", "fuse_readdir", "fuse_other")
+    result.demand("warm small files: other messages", sum(counted[name] for name in messages), "≤", 1)
+    return result

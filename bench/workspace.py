@@ -1,0 +1,195 @@
+"""Where a run works: directories, data and the lab store, all gone afterwards.
+
+What the store serves lies in memory where there is room (it stands for a machine elsewhere, whose disk is not ours); caches
+and the files of the ext4 baseline lie on the disk. Data is made once, when a scenario first asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.lab.client import LabStore
+
+SHM = Path("/dev/shm")
+LATENCY_MS, BANDWIDTH = 20, 200e6
+"""The shaped store: an object store in the same region."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    cold: int = 1 << 30
+    warm: int = 512 << 20
+    shared: int = 256 << 20
+    small_files: int = 1000
+    small_size: int = 100_000
+    names: int = 10_000
+    first_bytes: int = 12
+    blocks: int = 1_000_000
+    many_names: int = 1_000_000
+    others: bool = True
+    """Whether other mounts are measured beside cachefs."""
+    limit_s: float = 3.0
+    """How long a reader stays with one of them when its pace is known after that."""
+
+
+TINY = Scale(
+    cold=24 << 20,
+    warm=8 << 20,
+    shared=24 << 20,
+    small_files=50,
+    small_size=20_000,
+    names=2500,
+    first_bytes=2,
+    blocks=2000,
+    many_names=20_000,
+    others=False,
+)
+"""For tests: counts are exact at any size."""
+
+
+@dataclass
+class Traffic:
+    """What the store was asked for."""
+
+    get: int = 0
+    head: int = 0
+    list: int = 0
+    bytes: int = 0
+
+
+class Workspace:
+    """Enter it from a thread that stays: the store lives as long as that thread."""
+
+    def __init__(self, scale: Scale = Scale()) -> None:
+        self.scale = scale
+
+    def __enter__(self) -> Self:
+        self.disk = Path(tempfile.mkdtemp(prefix="cachefs-bench-"))
+        need = 2 * (self.scale.cold + self.scale.warm)
+        roomy = SHM.is_dir() and shutil.disk_usage(SHM).free > need
+        self._memory = Path(tempfile.mkdtemp(prefix="cachefs-bench-", dir=SHM if roomy else self.disk))
+        self._trees = self._memory / "trees"
+        self._trees.mkdir()
+        self.lab = LabStore(self._memory / "store").__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lab.__exit__(None, None, None)
+        shutil.rmtree(self._memory, ignore_errors=True)
+        shutil.rmtree(self.disk, ignore_errors=True)
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def big(self, bucket: str, size: int, count: int = 1) -> Path:
+        """A bucket of files `0.bin` and on; returns the tree that the store serves."""
+        tree = self._trees / bucket
+        if not tree.exists():
+            tree.mkdir()
+            for number in range(count):
+                fill(tree / f"{number}.bin", size)
+        self.lab.serve(bucket, tree)
+        return tree
+
+    def small(self, bucket: str) -> tuple[Path, list[str]]:
+        """A bucket of small files in ten folders: (tree, the keys in an order nobody foresees)."""
+        tree = self._trees / "small"
+        scale = self.scale
+        keys = [f"class_{n % 10:02d}/{n:06d}.jpg" for n in range(scale.small_files)]
+        if not tree.exists():
+            for key in keys:
+                (tree / key).parent.mkdir(parents=True, exist_ok=True)
+                fill(tree / key, scale.small_size)
+        self.lab.serve(bucket, tree)
+        random.Random(bucket).shuffle(keys)
+        return tree, keys
+
+    def changed(self, key: str) -> bytes:
+        """The content of a small file after the store has replaced it."""
+        inverse = bytes(255 - value for value in range(256))
+        return (self._trees / "small" / key).read_bytes().translate(inverse)
+
+    def on_disk(self, tree: Path) -> Path:
+        """A copy of that tree on the disk: the ext4 baseline."""
+        copy = self.disk / "ext4" / tree.name
+        if not copy.exists():
+            shutil.copytree(tree, copy)
+        return copy
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def shaped(self) -> Iterator[None]:
+        """The store is as far away and as fast as a real one, meanwhile."""
+        self.lab.shape(latency_ms=LATENCY_MS, bandwidth=BANDWIDTH)
+        try:
+            yield
+        finally:
+            self.lab.shape(latency_ms=0, bandwidth=0)
+
+    @contextmanager
+    def traffic(self) -> Iterator[Traffic]:
+        """What was asked for meanwhile; known once the block is left."""
+        self.quiet()
+        self.lab.reset()
+        seen = Traffic()
+        yield seen
+        self.quiet()
+        counters = self.lab.counters()
+        requests = counters["requests"]
+        seen.get, seen.head, seen.list = (requests.get(kind, 0) for kind in ("get", "head", "list"))
+        seen.bytes = counters["bytes_sent"].get("get", 0)
+
+    def quiet(self) -> None:
+        """Wait until nothing has been asked for a moment: readahead may still be coming in."""
+        before = -1
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            counters = self.lab.counters()
+            now = sum(counters["requests"].values()) if not counters["in_flight"] else -1
+            if now == before >= 0:
+                return
+            before = now
+            time.sleep(0.03)
+
+
+def fill(path: Path, size: int) -> None:
+    """A file of bytes that do not compress, no two MiB of it the same."""
+    pool = _pool()
+    with path.open("wb") as file:
+        for number in range(0, size, len(pool)):
+            stamp = f"{path.name} {number}".encode().ljust(64)
+            file.write(stamp[: size - number])
+            file.write(pool[len(stamp) : size - number])
+
+
+_POOL: list[bytes] = []
+
+
+def _pool() -> bytes:
+    if not _POOL:
+        _POOL.append(random.Random(0).randbytes(1 << 20))
+    return _POOL[0]
+
+
+def can_drop_caches() -> bool:
+    return os.access("/proc/sys/vm/drop_caches", os.W_OK)
+
+
+def drop_caches() -> None:
+    """Make the kernel forget all cached pages of files, FUSE's included. Needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1\n")
