@@ -59,7 +59,7 @@ class OpenFiles:
             self._by_ino[ino] = [handle]
         else:
             for other in others:
-                if other.object != obj:
+                if other.object != obj and not other.superseded:
                     other.superseded = True
                     keep = False
             others.append(handle)

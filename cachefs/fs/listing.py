@@ -137,6 +137,7 @@ class Lister:
         self._running: set[Listing] = set()
         self._all_done = trio.Event()
         self._closed = False
+        self._disordered: set[str] = set()  # sources caught breaking the order they claim
 
     def demand(self, directory: Directory, horizon: float) -> Listing:
         """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
@@ -268,11 +269,19 @@ class Lister:
             await trio.to_thread.run_sync(self._tree.database.write, [directory.state()])
 
     def _check_order(self, directory: Directory, listing: Listing, page: Page, listed: ListPage) -> None:
-        backwards = listing.position is not None and page.first is not None and page.first < listing.position
-        if listing.ordered and listed.ordered and backwards:
-            log.warning("the store lists %r out of order: lookups in it have to ask", directory.prefix)
-        if not listed.ordered or backwards:
+        if not listed.ordered or (directory.origin and directory.origin.source in self._disordered):
             listing.ordered = False
+        if not listing.ordered or listing.position is None or page.first is None:
+            return
+        if page.first < listing.position:
+            # What was given out in that belief may lack names: an error is the only honest end of it.
+            assert directory.origin is not None
+            self._disordered.add(directory.origin.source)
+            directory.listing = None
+            log.warning(
+                "%s lists its keys out of order: listings wait for their end", directory.origin.source
+            )
+            raise OriginFailed(f"listing {directory.prefix!r}: the store does not keep the order it claims")
 
     def _marker(self, directory: Directory, page: Page) -> list[Put]:
         """A marker object tells when the directory was made: its row in the parent shows it."""

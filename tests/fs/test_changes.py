@@ -1,0 +1,538 @@
+"""The store changes, fails and hangs behind the mount; the tree follows and never lies."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.errors import (
+    CachefsError,
+    ConfigError,
+    DeadlineExceeded,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    ReadOnly,
+    Unsupported,
+)
+from cachefs.fs import NoAttribute, Volume
+from tests.fs.bucket import Bucket
+from tests.fs.mount import ROOT, Clock, mounted
+
+
+def names(count: int) -> list[str]:
+    return [f"f{i:03d}" for i in range(count)]
+
+
+async def test_listing_again_keeps_inodes_shows_changes_and_removes_what_is_gone() -> None:
+    bucket = Bucket(names(30), page=7)
+    async with mounted(bucket) as mount:
+        before = {e.name: e for e in await mount.entries()}
+        bucket.put("f003", size=99)
+        bucket.put("new")
+        del bucket.objects["f010"]
+        await trio.sleep(61)
+        after = {e.name: e for e in await mount.entries()}
+        await trio.sleep(1)
+        assert set(after) == set(before) - {b"f010"} | {b"new"}
+        for name, entry in after.items():
+            if name in before:
+                assert entry.attributes is not None and before[name].attributes is not None
+                assert entry.attributes.ino == before[name].attributes.ino
+                assert (entry.attributes == before[name].attributes) == (name != b"f003")
+        assert sorted(name for _, _, name in mount.invalidated) == [b"f003", b"f010"]
+        gone = before[b"f010"].attributes
+        assert gone is not None
+        with pytest.raises(NotFound):
+            await mount.fs.getattr(gone.ino)
+        assert mount.database.count("names") == mount.database.count("inodes") == 30
+
+
+async def test_an_unchanged_listing_says_nothing_to_the_kernel() -> None:
+    bucket = Bucket(names(20))
+    async with mounted(bucket) as mount:
+        first = await mount.entries()
+        await trio.sleep(61)
+        second = await mount.entries()
+        assert [(e.name, e.attributes) for e in first] == [(e.name, e.attributes) for e in second]
+        assert not mount.invalidated
+
+
+async def test_a_directory_that_is_gone_takes_all_below_with_it() -> None:
+    bucket = Bucket([*(f"d/{i}/{j}/x" for i in range(3) for j in range(3)), "keep"])
+    async with mounted(bucket) as mount:
+        await mount.walk()
+        for key in list(bucket.objects):
+            if key.startswith("d/"):
+                del bucket.objects[key]
+        await trio.sleep(61)
+        assert await mount.walk() == {b"keep": 10}
+        await trio.sleep(1)
+        for table in ("names", "inodes", "directories"):
+            assert mount.database.count(table) == 1
+
+
+@pytest.mark.parametrize("failure", [PermissionDenied, OriginFailed, DeadlineExceeded])
+async def test_a_failure_is_never_an_absence(failure: type[CachefsError]) -> None:
+    bucket = Bucket(names(5))
+    async with mounted(bucket) as mount:
+        bucket.before = lambda kind, key: failure("no")
+        for name in (b"f001", b"nothing"):
+            with pytest.raises(failure):
+                await mount.fs.lookup(ROOT, name)
+        with pytest.raises(failure):
+            await mount.entries()
+        bucket.before = lambda kind, key: None
+        assert await mount.stat("f001") is not None
+        assert await mount.stat("nothing") is None
+        await trio.sleep(61)
+        bucket.before = lambda kind, key: failure("no")
+        with pytest.raises(failure):
+            await mount.fs.lookup(ROOT, b"f001")
+        with pytest.raises(failure):
+            await mount.fs.getattr((await mount.entries())[0].next_offset)
+
+
+async def test_a_listing_that_fails_midway_raises_and_goes_on_from_there() -> None:
+    bucket = Bucket(names(50), page=10)
+    async with mounted(bucket) as mount:
+        failures = [OriginFailed("reset")]
+        bucket.before = lambda kind, key: failures.pop() if len(bucket.lists) == 3 and failures else None
+        handle = await mount.fs.opendir(ROOT)
+        found: list[bytes] = []
+        offset, raised = 0, 0
+        while True:
+            try:
+                page = await mount.fs.readdir(handle, offset, 100)
+            except OriginFailed:
+                raised += 1
+                continue
+            if not page:
+                break
+            found += [e.name for e in page]
+            offset = page[-1].next_offset
+        assert raised == 1
+        assert found == [n.encode() for n in names(50)]
+        assert len(bucket.lists) == 6
+
+
+async def test_a_listing_that_keeps_failing_never_looks_complete() -> None:
+    bucket = Bucket(names(50), page=10)
+    async with mounted(bucket) as mount:
+        bucket.before = lambda kind, key: OriginFailed("down") if len(bucket.lists) > 2 else None
+        for _ in range(5):
+            with pytest.raises(OriginFailed):
+                await mount.entries()
+        with pytest.raises(OriginFailed):
+            await mount.fs.lookup(ROOT, b"f049x")
+        bucket.before = lambda kind, key: None
+        assert len(await mount.entries()) == 50
+
+
+async def test_a_store_that_repeats_a_page_is_an_error_not_a_loop() -> None:
+    bucket = Bucket(names(30), page=10)
+    plain = bucket.list_page
+
+    async def stuck(prefix: str, **kwargs: Any) -> Any:
+        page = await plain(prefix, **{**kwargs, "token": None})
+        object.__setattr__(page, "next_token", "same")
+        return page
+
+    bucket.list_page = stuck  # type: ignore[method-assign]
+    async with mounted(bucket) as mount:
+        with pytest.raises(OriginFailed):
+            await mount.entries()
+
+
+async def test_who_gives_up_waiting_harms_nobody() -> None:
+    bucket = Bucket(names(50), page=10, delay=1)
+    async with mounted(bucket) as mount:
+
+        async def impatient() -> None:
+            with trio.move_on_after(0.5):
+                await mount.entries()
+            with trio.move_on_after(0.5):
+                await mount.stat("f044")
+
+        async def patient() -> None:
+            assert len(await mount.entries()) == 50
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(impatient)
+            nursery.start_soon(patient)
+        assert len([1 for _, _, limit in bucket.lists if limit > 1]) == 5
+
+
+async def test_a_cancelled_question_is_asked_again_by_who_waited_for_it() -> None:
+    bucket = Bucket(names(50), page=10, delay=1)
+    async with mounted(bucket) as mount:
+        await mount.stat("f003")
+
+        async def first() -> None:
+            with trio.move_on_after(0.5):
+                await mount.stat("f049")
+
+        async def second() -> None:
+            assert await mount.stat("f049") is not None
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            nursery.start_soon(second)
+
+
+async def test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next() -> None:
+    bucket = Bucket(names(3))
+    async with mounted(bucket) as mount:
+        ino = await mount.ino("f001")
+        old, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert keep
+        first = await mount.fs.read(old, 0, 4)
+        bucket.put("f001", size=20, version=1)
+        mount.bytes.warm.clear()
+        for _ in range(2):
+            with pytest.raises(ObjectChanged):
+                await mount.fs.read(old, 4, 4)
+        assert mount.metrics.objects_changed == 1
+        assert mount.fs.attributes_now(ino) is None
+        assert (ino, ROOT, b"f001") in mount.invalidated
+        new, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert not keep
+        assert bytes(await mount.fs.read(new, 0, 4)) != bytes(first)
+        assert len(await mount.fs.read(new, 0, 100)) == 20
+        again, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert keep
+        for fh in (old, new, again):
+            mount.fs.release(fh)
+            mount.fs.release(fh)
+        assert mount.bytes.open_count == 0
+
+
+async def test_an_older_handle_stops_when_a_newer_version_is_known() -> None:
+    bucket = Bucket(names(3))
+    async with mounted(bucket, revalidate_at_open=True) as mount:
+        ino = await mount.ino("f001")
+        old, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
+        await mount.fs.read(old, 0, 4)
+        assert mount.fs.read_now(old, 0, 4) is not None
+        bucket.put("f001", version=1)
+        new, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert not keep
+        with pytest.raises(ObjectChanged):
+            mount.fs.read_now(old, 0, 4)  # cached, and yet: the kernel keeps pages per inode
+        assert await mount.fs.read(new, 0, 4)
+        found, _ = await mount.fs.getattr(ino)
+        assert found.ino == ino
+
+
+async def test_reads_are_clipped() -> None:
+    bucket = Bucket(["a"])
+    bucket.put("empty", size=0)
+    async with mounted(bucket) as mount:
+        fh, _ = await mount.fs.open(await mount.ino("a"), os.O_RDONLY, 1)
+        assert len(await mount.fs.read(fh, 8, 100)) == 2
+        assert mount.fs.read_now(fh, 10, 1) == b"" == await mount.fs.read(fh, 10, 1)
+        assert mount.fs.read_now(fh, 1 << 60, 1) == b""
+        empty, _ = await mount.fs.open(await mount.ino("empty"), os.O_RDONLY, 1)
+        assert mount.fs.read_now(empty, 0, 4096) == b""
+        with pytest.raises(NotFound):
+            mount.fs.read_now(999, 0, 1)
+
+
+async def test_errors_of_kind() -> None:
+    bucket = Bucket(["d/a", "f"])
+    async with mounted(bucket) as mount:
+        d, f = await mount.ino("d"), await mount.ino("f")
+        with pytest.raises(NotADirectory):
+            await mount.fs.lookup(f, b"x")
+        with pytest.raises(NotADirectory):
+            await mount.fs.opendir(f)
+        for ino in (ROOT, d):
+            with pytest.raises(IsADirectory):
+                await mount.fs.open(ino, os.O_RDONLY, 1)
+        for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC, os.O_CREAT):
+            with pytest.raises(ReadOnly):
+                await mount.fs.open(f, flags, 1)
+        with pytest.raises(NotFound):
+            await mount.fs.getattr(12345)
+        mount.fs.forget(12345, 1)
+        mount.fs.release(12345)
+        mount.fs.releasedir(12345)
+
+
+async def test_attributes() -> None:
+    bucket = Bucket(["d/a"])
+    bucket.put("d/", mtime_ns=5 * 10**9)
+    bucket.put("big", size=1 << 40, mtime_ns=1_600_000_000_123_456_789)
+    async with mounted(bucket, file_mode=0o440, dir_mode=0o550) as mount:
+        big = await mount.stat("big")
+        assert big is not None
+        assert (big.size, big.mtime_ns, big.nlink, big.uid, big.gid) == (
+            1 << 40,
+            1_600_000_000_123_456_789,
+            1,
+            1000,
+            1000,
+        )
+        assert big.mode == stat.S_IFREG | 0o440
+        await mount.names("d")
+        d = await mount.stat("d")
+        assert d is not None
+        assert (d.mode, d.nlink, d.size, d.mtime_ns) == (stat.S_IFDIR | 0o550, 2, 4096, 5 * 10**9)
+        await trio.sleep(61)
+        await mount.entries()
+        assert await mount.stat("d") == d
+
+
+async def test_an_emptied_directory_is_looked_at_again() -> None:
+    bucket = Bucket(["d/a", "e/"])
+    async with mounted(bucket) as mount:
+        d = await mount.ino("d")
+        assert await mount.names("e") == []
+        assert await mount.stat("e") is not None
+        del bucket.objects["d/a"]
+        assert await mount.entries(d) == []
+        assert await mount.stat("d") is None
+
+
+async def test_seeking_in_a_directory() -> None:
+    bucket = Bucket(names(1000), page=100)
+    async with mounted(bucket) as mount:
+        handle = await mount.fs.opendir(ROOT)
+        seen: list[tuple[int, bytes]] = []
+        offset = 0
+        while page := await mount.fs.readdir(handle, offset, 7):
+            seen += [(e.next_offset, e.name) for e in page]
+            offset = page[2].next_offset if len(page) > 2 else page[-1].next_offset
+            seen = seen[: len(seen) - len(page) + 3]
+        assert [n for _, n in seen] == [n.encode() for n in names(1000)]
+        for place in (0, 500, 998):
+            assert (await mount.fs.readdir(handle, seen[place][0], 1))[0].name == seen[place + 1][1]
+        assert await mount.fs.readdir(handle, seen[-1][0], 1) == []
+        assert (await mount.fs.readdir(handle, 0, 1))[0].name == b"f000"
+        other = await mount.fs.opendir(ROOT)
+        assert (await mount.fs.readdir(other, seen[500][0], 1))[0].name == seen[501][1]
+        with pytest.raises(OriginFailed):
+            await mount.fs.readdir(other, 77, 1)
+
+
+async def test_a_reader_survives_a_listing_that_runs_beside_it() -> None:
+    bucket = Bucket(names(1000), page=100)
+    async with mounted(bucket) as mount:
+        await mount.entries()
+        slow = await mount.fs.opendir(ROOT)
+        page = await mount.fs.readdir(slow, 0, 100)
+        found = [e.name for e in page]
+        for i in range(500, 600):
+            del bucket.objects[f"f{i:03d}"]
+        await trio.sleep(61)
+        await mount.entries()
+        await trio.sleep(1)
+        while page := await mount.fs.readdir(slow, page[-1].next_offset, 100):
+            found += [e.name for e in page]
+        assert len(found) == len(set(found))
+        assert set(found) >= {n.encode() for n in names(1000)} - {
+            f"f{i:03d}".encode() for i in range(500, 600)
+        }
+
+
+async def test_refresh_looks_again_at_everything_below() -> None:
+    bucket = Bucket([f"d/e/{i}" for i in range(10)] + ["x/y"])
+    async with mounted(bucket, immutable=True) as mount:
+        await mount.walk()
+        bucket.put("d/e/new")
+        bucket.put("d/e/3", size=99)
+        assert await mount.stat("d/e/new") is None
+        bucket.reset()
+        await mount.fs.refresh("/d")
+        assert bucket.counts == (0, 0)
+        assert b"e" in [name for _, _, name in mount.invalidated]
+        assert await mount.stat("d/e/new") is not None
+        changed = await mount.stat("d/e/3")
+        assert changed is not None and changed.size == 99
+        bucket.reset()
+        assert await mount.stat("x/y") is not None
+        assert bucket.counts == (0, 0)
+
+
+async def test_refresh_of_a_file_by_attribute_and_of_a_missing_name() -> None:
+    bucket = Bucket(["d/a", "d/b"])
+    async with mounted(bucket, immutable=True) as mount:
+        ino = await mount.ino("d/a")
+        bucket.put("d/a", size=5)
+        await mount.fs.setxattr(ino, b"user.cachefs.refresh", b"1")
+        assert mount.invalidated == [(ino, await mount.ino("d"), b"a")]
+        found = await mount.stat("d/a")
+        assert found is not None and found.size == 5
+        assert await mount.stat("d/c") is None
+        bucket.put("d/c")
+        assert await mount.stat("d/c") is None
+        await mount.fs.refresh("d/c")
+        assert await mount.stat("d/c") is not None
+        await mount.fs.refresh("")
+        await mount.fs.refresh("no/such/path")
+        with pytest.raises(NotFound):
+            await mount.fs.refresh("../..")
+        for name in (b"user.other", b"user.cachefs.etag"):
+            with pytest.raises(ReadOnly):
+                await mount.fs.setxattr(ino, name, b"")
+
+
+async def test_refresh_outlives_a_restart(tmp_path: Path) -> None:
+    bucket = Bucket(["d/a"])
+    async with mounted(bucket, path=tmp_path, immutable=True) as mount:
+        await mount.walk()
+        await mount.fs.refresh("")
+    bucket.put("d/b")
+    async with mounted(bucket, path=tmp_path, immutable=True) as mount:
+        assert await mount.stat("d/b") is not None
+
+
+async def test_names_and_inodes_survive_a_restart_and_a_loss(tmp_path: Path) -> None:
+    bucket = Bucket([f"d{i}/e/{j}" for i in range(5) for j in range(5)])
+    clock = Clock()
+    async with mounted(bucket, path=tmp_path / "a", clock=clock) as mount:
+        tree = await mount.walk()
+        inodes = {path: await mount.ino(path) for path in tree}
+    bucket.reset()
+    async with mounted(bucket, path=tmp_path / "a", clock=clock) as mount:
+        assert {path: await mount.ino(path) for path in tree} == inodes
+        assert await mount.walk() == tree
+        assert bucket.counts == (0, 0)
+    async with mounted(bucket, path=tmp_path / "b", clock=clock) as mount:
+        assert {path: await mount.ino(path) for path in reversed(tree)} == inodes
+
+
+async def test_another_source_never_shows_the_names_of_the_last(tmp_path: Path) -> None:
+    async with mounted(Bucket(["a", "b"]), path=tmp_path, immutable=True) as mount:
+        assert await mount.names() == [b"a", b"b"]
+    other = Bucket(["c"])
+    other.source = "s3://other"
+    async with mounted(other, path=tmp_path, immutable=True) as mount:
+        assert await mount.names() == [b"c"]
+
+
+async def test_several_volumes_and_prefixes() -> None:
+    one = Bucket(["data/x/1", "data/2", "other"], prefix="data/")
+    two = Bucket(["3"], prefix="")
+    volumes: list[Any] = [Volume("one", one), Volume("two", two)]  # type: ignore[arg-type]
+    async with mounted(one, volumes=volumes) as mount:
+        tree = {b"one": None, b"one/2": 10, b"one/x": None, b"one/x/1": 10, b"two": None, b"two/3": 10}
+        assert await mount.walk() == tree
+        assert await mount.stat("three") is None
+        await mount.read("one/x/1")
+        key = await mount.fs.getxattr(await mount.ino("one/x/1"), b"user.cachefs.key")
+        assert key == b"s3://test/data/x/1"
+        await mount.fs.refresh("one")
+        await mount.fs.setxattr(await mount.ino("two"), b"user.cachefs.refresh", b"")
+        await mount.fs.refresh("")
+        assert await mount.walk() == tree
+    for bad in (["a", "a"], ["a/b", "c"], ["..", "c"]):
+        with pytest.raises(ConfigError):
+            async with mounted(one, volumes=[Volume(n, two) for n in bad]):  # type: ignore[arg-type]
+                pass
+
+
+async def test_attributes_by_name() -> None:
+    bucket = Bucket(["d/a"])
+    async with mounted(bucket) as mount:
+        ino, d = await mount.ino("d/a"), await mount.ino("d")
+        etag = bucket.objects["d/a"].etag.encode()
+        assert await mount.fs.getxattr(ino, b"user.cachefs.etag") == etag
+        assert await mount.fs.getxattr(ino, b"user.cachefs.cached") == b"0"
+        await mount.read("d/a")
+        assert await mount.fs.getxattr(ino, b"user.cachefs.cached") == b"10"
+        assert await mount.fs.getxattr(d, b"user.cachefs.hidden") == b"0"
+        assert (await mount.fs.getxattr(d, b"user.cachefs.listed")).startswith(b"2023-11-14T22:13:")
+        for inode, wrong in (
+            (ino, b"security.capability"),
+            (ino, b"user.cachefs.hidden"),
+            (d, b"user.cachefs.etag"),
+        ):
+            with pytest.raises(NoAttribute):
+                await mount.fs.getxattr(inode, wrong)
+        for inode in (ino, d, ROOT):
+            for name in mount.fs.listxattr(inode):
+                await mount.fs.getxattr(inode, name)
+        assert mount.fs.statfs().files == 2
+        assert mount.fs.status()["names"] == 2
+
+
+async def test_a_store_that_cannot_list() -> None:
+    bucket = Bucket(["a/b", "c"])
+    bucket.can_list = False
+    bucket.put("a/", size=0)
+    async with mounted(bucket) as mount:
+        assert (await mount.stat("c")) is not None
+        assert (await mount.stat("a/b")) is not None
+        assert await mount.stat("nothing") is None
+        assert bucket.counts[0] == 0
+        bucket.reset()
+        assert (await mount.stat("c")) is not None
+        assert await mount.stat("nothing") is None
+        assert bucket.counts == (0, 0)
+        with pytest.raises(Unsupported):
+            await mount.entries()
+
+
+async def test_a_listing_that_tells_no_sizes() -> None:
+    bucket = Bucket(["a", "b", "d/c"])
+    bucket.tells_sizes = False
+    async with mounted(bucket) as mount:
+        assert [(e.name, e.attributes is None) for e in await mount.entries()] == [
+            (b"a", True),
+            (b"b", True),
+            (b"d", False),
+        ]
+        assert bucket.counts == (1, 0)
+        for _ in range(3):
+            found = await mount.stat("a")
+            assert found is not None and found.size == 10
+        assert bucket.counts == (1, 1)
+        await mount.read("a")
+        await trio.sleep(61)
+        await mount.entries()
+        await mount.read("a")
+        assert not mount.invalidated
+        bucket.put("a", size=12)
+        await trio.sleep(61)
+        await mount.entries()
+        fh, keep = await mount.fs.open(await mount.ino("a"), os.O_RDONLY, 1)
+        assert not keep and len(await mount.fs.read(fh, 0, 100)) == 12
+
+
+async def test_a_store_that_claims_an_order_it_does_not_keep(caplog: pytest.LogCaptureFixture) -> None:
+    bucket = Bucket(["b1", "a2", "c0", "a1", "b0"], page=2)
+    bucket.ordered = False
+    plain = bucket.list_page
+
+    async def liar(prefix: str, **kwargs: Any) -> Any:
+        page = await plain(prefix, **kwargs)
+        object.__setattr__(page, "ordered", True)
+        return page
+
+    bucket.list_page = liar  # type: ignore[method-assign]
+    async with mounted(bucket) as mount:
+        with pytest.raises(OriginFailed):
+            await mount.names()
+        assert sorted(await mount.names()) == [b"a1", b"a2", b"b0", b"b1", b"c0"]
+        assert "out of order" in caplog.text
+
+
+async def test_negative_answers_expire() -> None:
+    bucket = Bucket(names(300), page=10)
+    async with mounted(bucket) as mount:
+        assert await mount.stat("zzz") is None
+        bucket.put("zzz")
+        bucket.reset()
+        assert await mount.stat("zzz") is None
+        assert bucket.counts[1] == 0
+        await trio.sleep(6)
+        assert await mount.stat("zzz") is not None

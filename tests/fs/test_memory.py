@@ -1,0 +1,66 @@
+"""A million names cost pages of the database, not objects."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.origin.protocol import ListPage, ObjectInfo
+from tests.fs.bucket import MTIME, Bucket, etag_of
+from tests.fs.mount import ROOT, mounted
+
+MILLION = 1_000_000
+ETAG = etag_of("")
+
+
+class Endless(Bucket):
+    """`MILLION` names made as they are asked for, in one directory."""
+
+    async def list_page(
+        self, prefix: str, *, token: str | None = None, start_after: str | None = None, limit: int = 1000
+    ) -> ListPage:
+        self.lists.append((prefix, None, limit))
+        await trio.lowlevel.checkpoint()
+        first = int(token or 0)
+        last = min(first + limit, MILLION)
+        infos = [ObjectInfo(f"img_{i:07d}.jpg", 100_000 + i, MTIME, ETAG) for i in range(first, last)]
+        return ListPage(infos, [], str(last) if last < MILLION else None)
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+@pytest.mark.slow
+def test_a_million_names_in_a_flat_memory(tmp_path: Path) -> None:
+    bucket: Any = Endless()
+    grown: dict[int, float] = {}
+
+    async def main() -> None:
+        async with mounted(bucket, path=tmp_path, metadata_ttl=3600.0) as mount:
+            before = resident_mb()
+            handle = await mount.fs.opendir(ROOT)
+            offset = seen = 0
+            while page := await mount.fs.readdir(handle, offset, 128):
+                offset = page[-1].next_offset
+                seen += len(page)
+                if seen % 1024 == 0 and page[0].attributes is not None:
+                    assert mount.fs.attributes_now(page[0].attributes.ino)
+                if seen in (10_240, 102_400):
+                    grown[seen] = resident_mb() - before
+            grown[seen] = resident_mb() - before
+            assert seen == MILLION
+            assert len(bucket.lists) == 1000
+            assert mount.database.count("names") == mount.database.count("inodes") == MILLION
+            mount.database.sync()
+            per_name = (tmp_path / "data.mdb").stat().st_size / MILLION
+            print(f"resident growth in MB by names: {grown}; {per_name:.0f} bytes of file a name")
+            assert grown[seen] < 130  # the touched pages of the database, which the kernel can take back
+            assert per_name < 160
+
+    trio.run(main)
