@@ -10,9 +10,10 @@ thread; only transactions run in workers.
 """
 
 from cachefs.fs.attributes import Attributes, Entry, Options, Space
-from cachefs.fs.filesystem import FileSystem, NoAttribute
+from cachefs.fs.filesystem import FileSystem
 from cachefs.fs.reader import Reader
 from cachefs.fs.tree import FORMAT, TABLES, Volume
+from cachefs.fs.xattrs import NoAttribute
 
 names_tables = TABLES
 

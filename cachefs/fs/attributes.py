@@ -8,6 +8,9 @@ from dataclasses import dataclass
 DIRECTORY_SIZE = 4096
 """Borrowed from ext4; some programs skip directories of size 0."""
 
+FOREVER = 31_536_000.0
+"""The longest the kernel is told to keep something: a year of seconds, as infinity is no timeout."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
@@ -30,13 +33,13 @@ class Attributes:
 class Entry:
     """One name of a directory.
 
-    `attributes` is None when the listing did not tell the size: look the name up. Reading goes on behind this entry at
-    `next_offset`. `ttl` is how many seconds the attributes may be kept; 0 when they are only good for this reply."""
+    Reading goes on behind it at `next_offset`. `ttl` is how many seconds the attributes may be kept. It is 0 when they
+    have to be looked at before use: what is shown is then what was known last (size 0 when nothing ever was)."""
 
     name: bytes
-    attributes: Attributes | None
+    attributes: Attributes
     next_offset: int
-    ttl: float = 0.0
+    ttl: float
 
 
 @dataclass(frozen=True, slots=True)

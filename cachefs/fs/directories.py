@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cachefs.errors import OriginFailed, Unsupported
-from cachefs.fs.attributes import Attributes, Entry
+from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
 from cachefs.fs.keys import name_in
 from cachefs.fs.listing import AHEAD
@@ -124,11 +124,11 @@ class DirectoryReader:
                 continue
             name = name_in(mark)
             ino = inode_of(directory, name, row)
-            attributes, ttl = None, 0.0
+            ttl = 0.0
             if row.known and not self._beliefs.is_doubted(ino):
-                attributes = self._shape(ino, mark.endswith(b"/"), row)
                 cover = self._beliefs.coverage(directory, name)
                 if cover is not None and row.generation >= cover[0]:
-                    ttl = max(0.0, cover[1] + self._beliefs.ttl - now)
+                    ttl = max(0.0, min(cover[1] + self._beliefs.ttl - now, FOREVER))
+            attributes = self._shape(ino, mark.endswith(b"/"), row)
             entries.append(Entry(name, attributes, ino & LOW_MASK, ttl))
         return entries

@@ -13,14 +13,14 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import trio
 
 from cachefs.database import Database
 from cachefs.errors import CachefsError, IsADirectory, NotFound, ObjectChanged, ReadOnly
-from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes, Entry, Options, Space
+from cachefs.fs import xattrs
+from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, Attributes, Entry, Options, Space
 from cachefs.fs.beliefs import Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
 from cachefs.fs.files import FileHandle, OpenFiles
@@ -31,27 +31,14 @@ from cachefs.fs.looking import Looker
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.rows import Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, inode_of
+from cachefs.fs.xattrs import NoAttribute
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 
-FOREVER = 31_536_000.0
-"""The longest the kernel is told to keep something: a year of seconds. More would overflow somewhere."""
-
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
-
-REFRESH = b"user.cachefs.refresh"
-ETAG = b"user.cachefs.etag"
-CACHED = b"user.cachefs.cached"
-KEY = b"user.cachefs.key"
-HIDDEN = b"user.cachefs.hidden"
-LISTED = b"user.cachefs.listed"
 
 InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): whatever the kernel keeps of this inode and this name is out of date."""
-
-
-class NoAttribute(NotFound):
-    """There is no such extended attribute."""
 
 
 class FileSystem:
@@ -247,42 +234,25 @@ class FileSystem:
     # -- extended attributes -----------------------------------------------------------------------
 
     def listxattr(self, ino: int) -> list[bytes]:
-        if ino != ROOT and not self._tree.locate(ino)[1].endswith(b"/"):
-            return [ETAG, CACHED, KEY]
-        return [HIDDEN, LISTED, KEY]
+        is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
+        return list(xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES)
 
     async def getxattr(self, ino: int, name: bytes) -> bytes:
         """The value as text. Raises `NoAttribute`."""
-        if not name.startswith(b"user.cachefs.") or name not in self.listxattr(ino):
+        if not name.startswith(xattrs.PREFIX) or name not in self.listxattr(ino):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if ino == ROOT or self._tree.locate(ino)[1].endswith(b"/"):
-            return self._directory_attribute(self._tree.directory(ino), name)
+            directory = self._tree.directory(ino)
+            return xattrs.of_directory(directory, self._beliefs.whole(directory), name)
         directory, mark = self._tree.locate(ino)
         found = await self._looker.look(directory, name_in(mark))
         if not isinstance(found, Found) or found.is_dir:
             raise NotFound(f"inode {ino} is gone")
-        obj = _object(directory, mark, found.row)
-        if name == ETAG:
-            return obj.etag.encode("utf-8", "surrogatepass")
-        if name == CACHED:
-            return str(self._reader.cached_bytes(obj)).encode()
-        return f"{obj.source}/{obj.key}".encode("utf-8", "surrogatepass")
-
-    def _directory_attribute(self, directory: Directory, name: bytes) -> bytes:
-        if name == HIDDEN:
-            listing = directory.listing
-            return str(max(directory.hidden, listing.hidden if listing else 0)).encode()
-        if name == LISTED:
-            whole = self._beliefs.whole(directory)
-            if whole is None or whole[1] == float("inf"):
-                return b""
-            return datetime.fromtimestamp(whole[1], UTC).isoformat(timespec="seconds").encode()
-        source = directory.origin.source if directory.origin else ""
-        return f"{source}/{directory.prefix}".encode("utf-8", "surrogatepass")
+        return xattrs.of_file(_object(directory, mark, found.row), self._reader, name)
 
     async def setxattr(self, ino: int, name: bytes, value: bytes) -> None:
         """`user.cachefs.refresh`, whatever its value, says "look again"; nothing else can be written."""
-        if name != REFRESH:
+        if name != xattrs.REFRESH:
             raise ReadOnly("the mount is read-only")
         if ino == ROOT:
             await self._refresh_directory(self._tree.root)
