@@ -196,7 +196,7 @@ class FileSystem:
             raise self._lost(handle)
         try:
             return self._reader.read_now(handle.opened, offset, size, handle.pid)
-        except ObjectChanged as exc:
+        except (ObjectChanged, NotFound) as exc:
             raise self._lost(handle) from exc
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
@@ -209,7 +209,7 @@ class FileSystem:
             raise self._lost(handle)
         try:
             data = await self._reader.read(handle.opened, offset, size, handle.pid)
-        except ObjectChanged as exc:
+        except (ObjectChanged, NotFound) as exc:
             raise self._lost(handle) from exc
         if handle.superseded:
             raise self._lost(handle)

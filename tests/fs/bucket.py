@@ -125,7 +125,9 @@ class Bytes:
         await trio.lowlevel.checkpoint()
         if self.bucket is not None:
             now = self.bucket.objects.get(opened.key)
-            if now is None or now.etag != opened.etag:
+            if now is None:
+                raise NotFound(opened.key)
+            if now.etag != opened.etag:
                 raise ObjectChanged(opened.key)
         self.warm.add(opened)
         return self.content(opened)[offset : offset + size]

@@ -213,6 +213,17 @@ async def test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next() ->
         assert mount.bytes.open_count == 0
 
 
+async def test_a_removed_object_is_estale_to_its_handle_and_then_no_more() -> None:
+    bucket = Bucket(names(3))
+    async with mounted(bucket) as mount:
+        fh, _ = await mount.fs.open(await mount.ino("f001"), os.O_RDONLY, 1)
+        del bucket.objects["f001"]
+        with pytest.raises(ObjectChanged):
+            await mount.fs.read(fh, 0, 4)
+        assert await mount.stat("f001") is None
+        assert await mount.names() == [b"f000", b"f002"]
+
+
 async def test_an_older_handle_stops_when_a_newer_version_is_known() -> None:
     bucket = Bucket(names(3))
     async with mounted(bucket, revalidate_at_open=True) as mount:
