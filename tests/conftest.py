@@ -1,0 +1,25 @@
+"""Fixtures shared by all rooms' tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+if str(ROOT) not in sys.path:  # so that `tests.store.lab` and `bench.lab` import however pytest was started
+    sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Iterator[Path]:
+    """A cache directory that does not exist yet; its RAM half in tmpfs goes after the test."""
+    from cachefs.store.opening import ram_directory
+
+    path = tmp_path / "cache"
+    yield path
+    for place in [path, *tmp_path.glob("cache*")]:
+        shutil.rmtree(ram_directory(place), ignore_errors=True)

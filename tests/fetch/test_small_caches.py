@@ -1,0 +1,136 @@
+"""Caches that are too small, crowded or absent: slower, never an error, never a wrong byte."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.fetch.scripted import content, in_trio
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running
+
+WAYS = {
+    "no tier": (0, 0, 64 * KIB),
+    "one block": (BLOCK, 0, 64 * KIB),
+    "two blocks": (2 * BLOCK, 0, 64 * KIB),
+    "one extent": (EXTENT, 0, 64 * KIB),
+    "half an object": (24 * BLOCK, 0, 64 * KIB),
+    "ram of one block, ssd of three": (3 * BLOCK, BLOCK, 64 * KIB),
+    "ram only, one extent": (0, EXTENT, 64 * KIB),
+    "no tier, 1 MiB blocks": (0, 0, MIB),
+    "no tier, 4 MiB blocks": (0, 0, 4 * MIB),
+    "one 4 MiB block": (4 * MIB, 0, 4 * MIB),
+}
+
+VANISH = (
+    "the heap takes one block of each run, and an attempt is spent per block, needed or not, often without waiting: "
+    "OriginFailed after eight"
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("piece", [4 * KIB, 128 * KIB, MIB])
+@pytest.mark.parametrize("size", [3 * MIB + 5, 9 * MIB + 5])
+@in_trio
+async def test_any_read_the_kernel_can_send_is_answered(
+    request: pytest.FixtureRequest, cache_dir: Path, way: str, piece: int, size: int
+) -> None:
+    """The kernel asks for up to 1 MiB at once, anywhere in the file."""
+    ssd, ram, block = WAYS[way]
+    whole = size <= 4 * MIB and block == BLOCK
+    if whole or (
+        piece == MIB
+        and block == BLOCK
+        and way not in ("one extent", "half an object", "ram only, one extent")
+    ):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=VANISH))
+    rng = random.Random(f"{way} {piece} {size}")
+    async with running(cache_dir, ssd=ssd, ram=ram, block=block, background=True) as lab:
+        data = content(size, size)
+        object_id = lab.origin.put("k", data)
+        offsets = [size - piece, size // 2, *(rng.randrange(size - piece) for _ in range(6))]
+        for offset in offsets:
+            assert await lab.read(object_id, offset, piece) == data[offset : offset + piece]
+        await lab.quiet()
+        for tier in lab.store.tiers:
+            assert tier.used_bytes <= tier.cap_bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_trio
+async def test_sequential_reading_does_not_fetch_things_many_times(cache_dir: Path, way: str) -> None:
+    ssd, ram, block = WAYS[way]
+    async with running(cache_dir, ssd=ssd, ram=ram, block=block, readahead=8 * MIB) as lab:
+        data = content(1, 9 * MIB + 5)
+        object_id = lab.origin.put("k", data)
+        handle = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
+        for offset in range(0, len(data), 128 * KIB):
+            length = min(128 * KIB, len(data) - offset)
+            assert await lab.read_open(handle, offset, length) == data[offset : offset + length]
+        lab.fetcher.close(handle)
+        await lab.quiet()
+        assert lab.origin.delivered <= 1.05 * len(data) + block
+
+
+@pytest.mark.parametrize(
+    "ram, ssd, block",
+    [
+        (0, 2 * MIB, BLOCK),
+        (1 * MIB, 1 * MIB, BLOCK),
+        (2 * MIB, 0, BLOCK),
+        (0, 2 * BLOCK, BLOCK),
+        (0, 0, BLOCK),
+        (0, 4 * MIB, 1 * MIB),
+    ],
+)
+@pytest.mark.xfail(strict=False, reason=VANISH)
+@in_trio
+async def test_a_hundred_concurrent_readers_over_a_cache_of_five_percent(
+    cache_dir: Path, ram: int, ssd: int, block: int
+) -> None:
+    async with running(cache_dir, ram=ram, ssd=ssd, block=block, readahead=MIB, background=True) as lab:
+        rng = random.Random(f"{ram} {ssd}")
+        sizes = [rng.choice([5_000, 100_000, 700_001, 2 * MIB + 1]) for _ in range(47)] + [6 * MIB + 3]
+        data = [content(i, size) for i, size in enumerate(sizes)]
+        ids = [lab.origin.put(f"k{i}", d) for i, d in enumerate(data)]
+
+        async def reader(number: int) -> None:
+            mine = random.Random(number)
+            for _ in range(3):
+                i = mine.randrange(len(ids))
+                handle = lab.fetcher.open(lab.origin, ids[i])  # type: ignore[arg-type]
+                at = mine.randrange(sizes[i]) if mine.random() < 0.5 else 0
+                for _ in range(6):
+                    length = min(128 * KIB, sizes[i] - at)
+                    if length <= 0:
+                        break
+                    assert await lab.read_open(handle, at, length, number) == data[i][at : at + length]
+                    at += length
+                lab.fetcher.close(handle)
+            for tier in lab.store.tiers:
+                assert tier.used_bytes <= tier.cap_bytes
+
+        async with trio.open_nursery() as nursery:
+            for number in range(100):
+                nursery.start_soon(reader, number)
+        await lab.quiet()
+        await trio.sleep(0.02)
+        lab.check_accounts()
+
+
+@in_trio
+async def test_many_readers_of_large_blocks_without_any_tier(cache_dir: Path) -> None:
+    """More blocks are on their way than the heap keeps."""
+    async with running(cache_dir, ssd=0, block=4 * MIB) as lab:
+        data = [content(i, 5 * MIB) for i in range(16)]
+        ids = [lab.origin.put(f"k{i}", d) for i, d in enumerate(data)]
+
+        async def read(i: int) -> None:
+            for offset in (0, 3 * MIB + MIB // 2, 4 * MIB):
+                assert await lab.read(ids[i], offset, MIB) == data[i][offset : offset + MIB]
+
+        async with trio.open_nursery() as nursery:
+            for i in range(16):
+                nursery.start_soon(read, i)

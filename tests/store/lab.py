@@ -1,0 +1,160 @@
+"""A store and a fetcher in one trio program, and what can be measured of them from outside."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.fetch import Fetcher
+from cachefs.metrics import Metrics
+from cachefs.names import ObjectId
+from cachefs.store import Opened, Store, open_store
+from cachefs.store.opening import ram_directory
+from tests.fetch.scripted import ScriptedOrigin
+
+KIB, MIB = 1 << 10, 1 << 20
+BLOCK = 64 * KIB
+EXTENT = 16 * BLOCK
+PAGE = 4096
+
+
+class Lab:
+    """What a test holds in its hand while the cache runs."""
+
+    def __init__(self, opened: Opened, fetcher: Fetcher, origin: ScriptedOrigin, metrics: Metrics) -> None:
+        self.opened = opened
+        self.store: Store = opened.store
+        self.fetcher = fetcher
+        self.origin = origin
+        self.metrics = metrics
+        self.closed = False
+
+    async def read(
+        self, object_id: ObjectId, offset: int = 0, size: int | None = None, pid: int = 1
+    ) -> bytes:
+        """As a handle that is opened for one read."""
+        opened = self.fetcher.open(self.origin, object_id)  # type: ignore[arg-type]
+        try:
+            return await self.read_open(
+                opened, offset, object_id.size - offset if size is None else size, pid
+            )
+        finally:
+            self.fetcher.close(opened)
+
+    async def read_open(self, opened: Any, offset: int, size: int, pid: int = 1) -> bytes:
+        """As the skin does: at once if possible, else waiting."""
+        data = self.fetcher.read_now(opened, offset, size, pid)
+        if data is None:
+            data = await self.fetcher.read(opened, offset, size, pid)
+        return bytes(data)
+
+    async def quiet(self) -> None:
+        """Until no transfer is under way."""
+        await until(lambda: not self.fetcher.flights, 30.0)
+
+    async def aclose(self, spill_deadline_s: float = 10.0) -> None:
+        if not self.closed:
+            self.closed = True
+            await self.store.aclose(spill_deadline_s)
+
+    def used(self) -> int:
+        return sum(t.used_bytes for t in self.store.tiers)
+
+    def check_accounts(self) -> None:
+        """Nothing is in flight: what is counted is what the disk holds, and no more than allowed."""
+        for tier in self.store.tiers:
+            held, files = du(tier.path)
+            # ext4 takes a page for its own map of a file in more than four pieces.
+            slack = 0 if tier.number == 0 else files * PAGE
+            assert tier.used_bytes <= held <= tier.used_bytes + slack, (
+                f"{tier.name}: counts {tier.used_bytes}, disk has {held} in {files} files"
+            )
+            assert tier.used_bytes <= tier.cap_bytes
+            assert tier.used_bytes >= 0
+            assert tier.blocks >= 0
+
+
+@asynccontextmanager
+async def running(
+    cache_dir: Path,
+    origin: ScriptedOrigin | None = None,
+    *,
+    ssd: int = 64 * MIB,
+    ram: int = 0,
+    block: int = BLOCK,
+    verify: str = "first",
+    keep_free: int = 0,
+    readahead: int = 0,
+    background: bool = False,
+    clean: bool = True,
+) -> AsyncIterator[Lab]:
+    """`background` runs the store's own loop (flush every second, spill, promote)."""
+    metrics = Metrics()
+    opened = open_store(cache_dir, ssd, ram, keep_free, block, verify, metrics)
+    try:
+        async with trio.open_nursery() as nursery:
+            fetcher = Fetcher(opened.store, nursery, metrics, max_readahead=readahead)
+            lab = Lab(opened, fetcher, origin or ScriptedOrigin(), metrics)
+            if background:
+                nursery.start_soon(opened.store.run)
+            try:
+                yield lab
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await lab.aclose(10.0 if clean else 0.0)
+        for path in opened.temporary:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 1.0) -> None:
+    """Return when it holds, or the time is over (the caller looks again)."""
+    with trio.move_on_after(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await trio.sleep(0.001)
+
+
+def du(tier_path: Path) -> tuple[int, int]:
+    """(allocated bytes, files) below a tier's directory, trash included."""
+    total = files = 0
+    for folder, _, names in os.walk(tier_path):
+        if "objects" not in Path(folder).parts and not any(p.startswith("trash") for p in Path(folder).parts):
+            continue
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+            files += 1
+    return total, files
+
+
+def cache_files(*tier_paths: Path) -> list[Path]:
+    return [p for tier in tier_paths for p in sorted((tier / "objects").rglob("*")) if p.is_file()]
+
+
+def as_kill_leaves_it(cache_dir: Path, copy: Path) -> Path:
+    """Copy a running cache to another place, as if the daemon had been killed now."""
+    for source, target in ((cache_dir, copy), (ram_directory(cache_dir), ram_directory(copy))):
+        if source.exists():
+            subprocess.run(["cp", "-a", "--sparse=auto", source, target], check=True)
+    return copy
+
+
+def flip_bit(path: Path, rng: random.Random, offset: int | None = None) -> None:
+    size = path.stat().st_size
+    at = rng.randrange(size) if offset is None else offset
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << rng.randrange(8)]))

@@ -1,0 +1,161 @@
+"""The rooms table of docs/architecture.md, held by reading every import in the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import cachefs
+from cachefs import errors
+from cachefs.fuse.errno_table import TABLE, is_expected
+
+PACKAGE = Path(cachefs.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+RANK = {
+    **dict.fromkeys(("__init__", "names", "errors", "metrics"), 0),
+    # Leaves of plain knowledge about the machine and the configuration.
+    **dict.fromkeys(("units", "cgroup", "mountinfo", "logs"), 1),
+    **dict.fromkeys(("config", "layers", "options", "sources", "database"), 1),
+    **dict.fromkeys(("origin", "store"), 2),
+    "fetch": 3,
+    "fs": 4,
+    "fuse": 5,
+    **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking"), 6),
+    **dict.fromkeys(("cli", "statusview", "__main__"), 7),
+}
+"""Room → floor. Imports go to the own room or to a lower floor; between rooms of one floor only where SIDEWAYS says."""
+
+SIDEWAYS = {0, 1, 6, 7}
+"""Floors whose modules are single files of one kind and may use each other. Rooms (origin, store) may not."""
+
+NEVER = {
+    "fs": {"fuse", "store", "daemon"},
+    "store": {"origin", "fetch", "fs"},
+    "origin": {"store", "fetch", "fs"},
+}
+
+FENCES = {
+    "lmdb": ("database.py",),
+    "pyfuse3": ("fuse/",),
+    **dict.fromkeys(
+        ("obstore", "botocore", "azure", "google", "fsspec", "s3fs", "adlfs", "gcsfs", "aiohttp"),
+        ("origin/",),
+    ),
+    **dict.fromkeys(("click", "rich"), ("cli", "options.py", "statusview.py")),
+    "asyncio": (),
+}
+"""Third-party package → where in cachefs/ it may be imported."""
+
+LONG_MODULES: dict[str, str] = {}
+"""Path → why it may be longer than 500 lines."""
+
+
+def room_of(name: str) -> str:
+    """`cachefs.store.tier` → `store`."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def name_of(path: Path) -> str:
+    parts = ["cachefs", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> list[tuple[int, str, bool]]:
+    """(line, absolute dotted name, only for the type checker) of everything a module imports, at any depth."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = name_of(path).split(".")
+                package = here if path.name == "__init__.py" else here[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [(node.lineno, name, id(node) in typing_only) for name in names]
+    return found
+
+
+def test_every_module_has_a_place_in_the_table() -> None:
+    homeless = {room_of(name_of(path)) for path in MODULES} - RANK.keys()
+    assert not homeless, f"give these a floor in RANK: {homeless}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_downwards_only(path: Path) -> None:
+    room = room_of(name_of(path))
+    wrong = []
+    for line, name, typing_only in imports_of(path):
+        if not name.startswith("cachefs.") and name != "cachefs":
+            continue
+        other = room_of(name)
+        if other not in RANK:
+            other = "__init__"  # `from cachefs import __version__`
+        if other == room:
+            continue
+        below = RANK[other] < RANK[room] or (RANK[other] == RANK[room] and RANK[room] in SIDEWAYS)
+        if not below or (other in NEVER.get(room, ()) and not typing_only):
+            wrong.append(f"line {line}: {room} imports {name}")
+    assert not wrong
+
+
+def test_the_filesystem_reaches_the_cache_only_through_its_reader_protocol() -> None:
+    wrong = [
+        f"{path.name}:{line} {name}"
+        for path in MODULES
+        if room_of(name_of(path)) == "fs"
+        for line, name, _ in imports_of(path)
+        if room_of(name) in ("fetch", "store") and name.startswith("cachefs.")
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", FENCES)
+def test_third_party_packages_stay_behind_their_fence(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in MODULES
+        for line, name, typing_only in imports_of(path)
+        if name.split(".")[0] == package
+        and not typing_only
+        and not str(path.relative_to(PACKAGE)).startswith(FENCES[package] or ("nowhere",))
+    ]
+    assert not wrong
+
+
+def test_every_exception_of_ours_has_an_errno() -> None:
+    for module in pkgutil.walk_packages([str(PACKAGE)], "cachefs."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    pending: list[type[BaseException]] = [errors.CachefsError]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        assert is_expected(kind.__new__(kind)), f"{kind.__qualname__} would be EIO with a traceback"
+        if kind.__module__ == errors.__name__:
+            assert kind in TABLE, f"{kind.__qualname__} got its errno by chance"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_is_longer_than_a_reader_can_hold(path: Path) -> None:
+    relative = str(path.relative_to(PACKAGE))
+    if relative in LONG_MODULES:
+        pytest.skip(LONG_MODULES[relative])
+    assert len(path.read_text().splitlines()) <= 500
