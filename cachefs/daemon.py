@@ -13,7 +13,6 @@ import os
 import resource
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +30,21 @@ from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import kernel, skin
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin, open_origin
-from cachefs.store import Opened, open_store, scrub
+from cachefs.store import SHM, Opened, open_store, scrub
 
 log = logging.getLogger(__name__)
 
 SPILL_DEADLINE_S = 10.0
 """How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
+
+NAMES_MAPPED_BYTES = 48 << 20
+"""Pages of the names database that may stay mapped: about 400,000 names' worth. Guessed; unmapping costs minor faults."""
+
+TRIM_EVERY_S = 2.0
+"""How often that is looked at; the look is one line of /proc. Guessed."""
+
+GARBAGE_THRESHOLDS = (50_000, 20, 50)
+"""Objects between garbage collections: requests make few cycles, and each pass stops the loop. Guessed."""
 
 
 def run(config: Config, on_ready: Callable[[], None]) -> int:
@@ -104,13 +112,13 @@ def _held_bytes(cache_dir: Path) -> int:
 
 def _open_names(opened: Opened) -> Database:
     """Beside the cache, or wherever there is room for it: names can always be learnt again."""
+    refuge = SHM / f"cachefs-{os.getuid()}-names-{os.getpid()}"
+    opened.temporary.append(refuge)
     try:
-        return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False)
+        return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False, refuge=refuge)
     except CacheUnusable as exc:
-        place = Path(tempfile.mkdtemp(prefix="cachefs-names-"))
-        opened.temporary.append(place)
-        opened.warnings.append(f"{exc}; keeping names in {place} until the mount ends")
-        return Database(place, TABLES, version=FORMAT, fsync=False)
+        opened.warnings.append(f"{exc}; keeping names in {refuge} until the mount ends")
+        return Database(refuge, TABLES, version=FORMAT, fsync=False)
 
 
 class Daemon:
@@ -201,9 +209,11 @@ class Daemon:
             if not self._store.was_clean:
                 nursery.start_soon(scrub, self._store)
             nursery.start_soon(self._invalidate_loop, receive)
+            nursery.start_soon(self._trim_loop)
             nursery.start_soon(self._stop_on_signal)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             gc.collect()
+            gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await skin.serve()
         finally:
@@ -232,6 +242,11 @@ class Daemon:
     async def _invalidate_loop(self, receive: trio.MemoryReceiveChannel[Any]) -> None:
         async for inode, parent, name in receive:
             await trio.to_thread.run_sync(skin.invalidate, inode, parent, name, abandon_on_cancel=True)
+
+    async def _trim_loop(self) -> None:
+        while True:
+            await trio.sleep(TRIM_EVERY_S)
+            await trio.to_thread.run_sync(self._names.release_memory, NAMES_MAPPED_BYTES)
 
     def _note_held(self) -> None:
         try:

@@ -10,15 +10,21 @@ a forked child walks every row first: whatever a damaged page makes LMDB do (rai
 child. `fsync=False` gives up the ordering of writes on power loss, so such a database is also dropped when it was not
 closed and the machine has been rebooted since.
 
+Two things LMDB leaves to its user are done here. Pages it has read stay mapped and count as the process's memory:
+`release_memory` unmaps them (they stay in the page cache, where the kernel can take them when it needs to). And a disk
+that fills up under a database that must go on is left for the `refuge`, a directory elsewhere.
+
 Calls are synchronous and short. Reads may run in any thread; writes take LMDB's single writer lock, and with
 ``fsync=True`` they wait for the disk: call them from a worker thread.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -36,6 +42,9 @@ log = logging.getLogger(__name__)
 MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
 """Address space reserved, largest that the process may have (RLIMIT_AS). Not disk: the file grows as it is used."""
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_DONTNEED = 4
+
 Put = tuple[str, bytes, bytes | None]
 """(table, key, value) to write; a value of None deletes the key."""
 
@@ -43,13 +52,19 @@ Put = tuple[str, bytes, bytes | None]
 class Database:
     """A set of ordered tables in one LMDB environment. Keys are at most 511 bytes."""
 
-    def __init__(self, path: Path, tables: Sequence[str], *, version: str, fsync: bool) -> None:
+    def __init__(
+        self, path: Path, tables: Sequence[str], *, version: str, fsync: bool, refuge: Path | None = None
+    ) -> None:
         """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
 
-        `version` names the format of the rows; a database of another version is dropped."""
+        `version` names the format of the rows; a database of another version is dropped. When a write fails and there is
+        a `refuge` (a directory that must not exist yet), the database goes on there until it is closed."""
         self.path = path
+        self._refuge = refuge
+        self._names = tuple(tables)
         self.dropped: str | None = None
         self.was_clean = False
+        self._left: Any = None
         self._fsync = fsync
         self._version = version
         self._clean_mark = path / "clean"
@@ -79,28 +94,22 @@ class Database:
             raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
 
     def _open(self, tables: Sequence[str]) -> None:
-        self._env: Any = _open_env(self.path, len(tables), fsync=self._fsync)
-        try:
-            self._tables = {name: self._env.open_db(name.encode()) for name in tables}
-        except BaseException:
-            self._env.close()
-            raise
+        self._env, self._tables = _open_tables(self.path, tables, fsync=self._fsync)
 
     def _damage(self) -> str | None:
         """Why what lies at `path` must not be believed, or None."""
         data = self.path / "data.mdb"
         if not data.exists():
             return None
-        version_file = self.path / "version"
-        found = version_file.read_text() if version_file.exists() else "unknown"
+        found = _mark(self.path / "version") or "unknown"
         if found != self._version:
             return f"its format is {found}, this version reads {self._version}"
         if self._clean_mark.exists():
-            if self._clean_mark.read_text() != _file_hash(data):
+            if _mark(self._clean_mark) != _file_hash(data):
                 return "its contents changed since it was closed"
             self.was_clean = True
             return None
-        if not self._fsync and (not self._dirty_mark.exists() or self._dirty_mark.read_text() != _boot_id()):
+        if not self._fsync and _mark(self._dirty_mark) != _boot_id():
             return "the machine stopped before it was written out"
         return _walk_in_child(self.path)
 
@@ -152,6 +161,15 @@ class Database:
         `CacheUnusable` on any other failure; either way nothing of it is written."""
         if self._closed:
             return
+        puts = list(puts)
+        try:
+            self._write(puts, ranges)
+        except (NoRoom, CacheUnusable) as exc:
+            if not self._flee(exc):
+                raise
+            self._write(puts, ranges)
+
+    def _write(self, puts: list[Put], ranges: Iterable[tuple[str, bytes, bytes]]) -> None:
         try:
             with self._env.begin(write=True) as txn:
                 for table, start, stop in ranges:
@@ -171,6 +189,36 @@ class Database:
                 raise NoRoom(f"cannot write the database in {self.path}: {exc}") from exc
             raise CacheUnusable(f"the database in {self.path} failed: {exc}") from exc
 
+    def _flee(self, why: Exception) -> bool:
+        """Go on in the refuge, with a copy of what is here. False when there is none, or it fails too."""
+        if self._refuge is None:
+            return False
+        refuge, self._refuge = self._refuge, None
+        try:
+            refuge.mkdir(mode=0o700)
+            self._env.copy(str(refuge), compact=True)
+            env, tables = _open_tables(refuge, self._names, fsync=False)
+        except (lmdb.Error, OSError) as exc:
+            log.warning("%s; and going on in %s failed: %s", why, refuge, exc)
+            return False
+        log.warning("%s; going on in %s until the end of this mount", why, refuge)
+        # Another thread may be reading the old one right now, so it stays open until the end.
+        self._left, self._env, self._tables = self._env, env, tables
+        return True
+
+    def release_memory(self, above_bytes: int) -> None:
+        """Unmap the pages that reads have left mapped, when they are more than `above_bytes`."""
+        name = str(self.path / "data.mdb")
+        resident = start = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines() if _file_pages() > above_bytes else ():
+            if line.endswith(name):
+                start, stop = (int(edge, 16) for edge in line.split(" ", 1)[0].split("-"))
+            elif start and line.startswith("Rss:"):
+                resident = int(line.split()[1]) << 10
+                break
+        if resident > above_bytes:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
+
     def sync(self) -> None:
         """Write everything out to the disk. Blocking."""
         if not self._closed:
@@ -184,12 +232,29 @@ class Database:
         try:
             self._env.sync(True)
             self._env.close()
+            if self._left is not None:
+                self._left.close()
+                return  # what lies at `path` is true but older; without the mark it is looked through first
             self._clean_mark.write_text(_file_hash(self.path / "data.mdb"))
             self._dirty_mark.unlink(missing_ok=True)
         except (lmdb.Error, OSError) as exc:
             log.warning("could not close the database in %s cleanly: %s", self.path, exc)
         finally:
             os.close(self._lock_fd)
+
+
+def _open_tables(path: Path, names: Sequence[str], *, fsync: bool) -> tuple[Any, dict[str, Any]]:
+    env = _open_env(path, len(names), fsync=fsync)
+    try:
+        return env, {name: env.open_db(name.encode()) for name in names}
+    except BaseException:
+        env.close()
+        raise
+
+
+def _file_pages() -> int:
+    """Resident bytes of this process that are backed by files."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
 
 
 def _open_env(path: Path, tables: int, *, fsync: bool, readonly: bool = False) -> Any:
@@ -239,6 +304,11 @@ def _is_disk_trouble(exc: Exception) -> bool:
         os.strerror(code) in text
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
     )
+
+
+def _mark(path: Path) -> str:
+    """What a mark says, "" when there is none; rubbish is as good as any other text that does not match."""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _boot_id() -> str:

@@ -30,7 +30,9 @@ class Metrics:
     fuse_opendir: int = _counter("requests", "directories opened")
     fuse_readdir: int = _counter("requests", "directory pages read")
     fuse_other: int = _counter("requests", "every other FUSE request")
-    fuse_errors: int = _counter("requests", "requests answered with an errno that is not an expected ENOENT/ENODATA")
+    fuse_errors: int = _counter(
+        "requests", "requests answered with an errno that is not an expected ENOENT/ENODATA"
+    )
     # The origin.
     origin_get: int = _counter("requests", "ranged or whole GETs sent")
     origin_head: int = _counter("requests", "HEADs sent")
@@ -45,7 +47,9 @@ class Metrics:
     misses: int = _counter("blocks", "blocks a reader had to wait for")
     prefetched: int = _counter("blocks", "blocks fetched ahead of any reader")
     admitted_blocks: int = _counter("blocks", "blocks written to a tier")
-    bypassed_blocks: int = _counter("blocks", "blocks served without being cached because no tier could take them")
+    bypassed_blocks: int = _counter(
+        "blocks", "blocks served without being cached because no tier could take them"
+    )
     evicted_blocks: int = _counter("blocks", "blocks removed to make room")
     spilled_blocks: int = _counter("blocks", "blocks moved from RAM to SSD")
     promoted_blocks: int = _counter("blocks", "blocks copied from SSD to RAM on re-use")

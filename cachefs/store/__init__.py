@@ -13,8 +13,8 @@ Who may call: `fetch` (reading and filling), `daemon` (opening, closing, status)
 
 from cachefs.store.catalog import CachedObject
 from cachefs.store.fill import Fill, FillClosed
-from cachefs.store.opening import Opened, open_store
+from cachefs.store.opening import SHM, Opened, open_store
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Store
 
-__all__ = ["CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]
+__all__ = ["SHM", "CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]
