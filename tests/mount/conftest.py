@@ -1,0 +1,147 @@
+"""Fixtures of the tests on a real mount: a lab store, buckets in it, and mounts that clean up and are checked."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.lab.client import LabStore
+from bench.lab.dataset import content
+from tests.mount.mounts import Mount, Watchdog
+
+Mounted = Callable[..., Mount]
+
+HERE = Path(__file__).parent
+ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
+
+
+def _why_not() -> str:
+    if not os.path.exists("/dev/fuse"):
+        return "/dev/fuse is missing: modprobe fuse"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse cannot be opened by this user"
+    if os.getuid() != 0 and shutil.which("fusermount3") is None:
+        return "fusermount3 is missing: apt-get install fuse3"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_not()
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.mount)
+            if reason and not ON_CI:
+                item.add_marker(pytest.mark.skip(reason=reason))
+            if item.get_closest_marker("root") and os.getuid() != 0:
+                item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_directory() -> Iterator[Path]:
+    """Sockets of our own. A socket's path is short, so this is not below pytest's directories."""
+    with tempfile.TemporaryDirectory(prefix="cf-") as place, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", place)
+        patch.setenv("XDG_CACHE_HOME", f"{place}/cache")
+        yield Path(place)
+
+
+@pytest.fixture(scope="session")
+def the_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabStore]:
+    with LabStore(tmp_path_factory.mktemp("lab")) as store:
+        yield store
+
+
+@pytest.fixture
+def lab(the_lab: LabStore) -> Iterator[LabStore]:
+    """The lab store, well behaved, with counters at nothing."""
+    the_lab.reset()
+    yield the_lab
+    the_lab.clear_faults()
+    the_lab.credentials()
+    the_lab.shape(latency_ms=0, bandwidth=0)
+
+
+_numbers = itertools.count(1)
+
+
+class Bucket:
+    """A bucket of one's own. `put` makes objects whose bytes are known by their key and version."""
+
+    def __init__(self, store: LabStore) -> None:
+        self.store = store
+        self.name = f"bucket-{next(_numbers)}"
+        self.objects: dict[str, bytes] = {}
+        store.bucket(self.name)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    def put(self, key: str, size: int | bytes, version: int = 1) -> bytes:
+        data = size if isinstance(size, bytes) else content(f"{self.name}/{key}/{version}", size)
+        self.store.put(self.name, key, data)
+        self.objects[key] = data
+        return data
+
+    def delete(self, key: str) -> None:
+        self.store.delete(self.name, key)
+        del self.objects[key]
+
+    def gets(self) -> int:
+        """GETs this bucket saw since the last reset."""
+        return sum(1 for r in self.store.requests() if r["bucket"] == self.name and r["kind"] == "get")
+
+
+@pytest.fixture
+def bucket(lab: LabStore) -> Bucket:
+    return Bucket(lab)
+
+
+@pytest.fixture(scope="module")
+def module_bucket(the_lab: LabStore) -> Bucket:
+    return Bucket(the_lab)
+
+
+def _factory(place: Path, env: dict[str, str], made: list[Mount]) -> Mounted:
+    numbers = itertools.count(1)
+
+    def make(source: Bucket | str | None = None, *, start: bool = True, **options: Any) -> Mount:
+        url = source.url if isinstance(source, Bucket) else source
+        home = place / f"m{next(numbers)}"
+        home.mkdir()
+        mount = Mount(home, url, env, options)
+        made.append(mount)
+        return mount.start() if start else mount
+
+    return make
+
+
+def _check(made: list[Mount]) -> None:
+    wrong = [f"{mount.path}: {line}" for mount in made for line in mount.finish()]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, lab: LabStore) -> Iterator[Mounted]:
+    """A function: bucket or URL, and options → a `Mount`. At the end nothing of it may be left."""
+    made: list[Mount] = []
+    with Watchdog(made) as watchdog:
+        yield _factory(tmp_path, lab.env, made)
+        lab.clear_faults()  # releases what hangs
+    _check(made)
+    assert not watchdog.bitten, "the test hung: its daemons were killed"
+
+
+@pytest.fixture(scope="module")
+def module_mounted(tmp_path_factory: pytest.TempPathFactory, the_lab: LabStore) -> Iterator[Mounted]:
+    """As `mounted`, for tests of a module that share a mount and only read."""
+    made: list[Mount] = []
+    yield _factory(tmp_path_factory.mktemp("mounts"), the_lab.env, made)
+    _check(made)

@@ -1,0 +1,371 @@
+"""Objects that change behind the mount: new bytes when promised, old bytes or ESTALE before, never a mix."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.lab.client import LabStore
+from tests.mount.conftest import Bucket, Mounted
+from tests.mount.mounts import COMMAND, eventually, in_python, run
+
+MIB = 1 << 20
+READ = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
+
+
+def refresh_by_attribute(path: Path) -> None:
+    os.setxattr(path, "user.cachefs.refresh", b"1")
+
+
+def refresh_by_command(path: Path) -> None:
+    done = run([*COMMAND, "refresh", path])
+    assert done.returncode == 0, done.stderr
+
+
+WAYS = pytest.mark.parametrize(
+    "refresh", [refresh_by_attribute, refresh_by_command], ids=["setfattr", "command"]
+)
+
+
+class TestRefresh:
+    @WAYS
+    def test_an_overwritten_object_is_seen_at_once(self, mounted: Mounted, bucket: Bucket, refresh) -> None:
+        old = bucket.put("d/file", 300_000)
+        path = mounted(bucket, consistency="immutable").path / "d/file"
+        assert path.read_bytes() == old
+        new = bucket.put("d/file", 310_000, version=2)
+        assert path.read_bytes() == old
+        refresh(path)
+        assert path.read_bytes() == new
+        assert path.stat().st_size == len(new)
+
+    @WAYS
+    @pytest.mark.parametrize("below", ["", "d"])
+    def test_of_a_directory_means_all_below(
+        self, mounted: Mounted, bucket: Bucket, refresh, below: str
+    ) -> None:
+        for key in ("d/file", "d/e/file", "d/e/gone"):
+            bucket.put(key, 1000)
+        mount = mounted(bucket, consistency="immutable")
+        for key, data in bucket.objects.items():
+            assert (mount.path / key).read_bytes() == data
+        assert not (mount.path / "d/e/new").exists()
+        for key in ("d/file", "d/e/file", "d/e/new"):
+            bucket.put(key, 1000, version=2)
+        bucket.delete("d/e/gone")
+        refresh(mount.path / below)
+        for key, data in bucket.objects.items():
+            assert (mount.path / key).read_bytes() == data
+        assert sorted(os.listdir(mount.path / "d/e")) == ["file", "new"]
+        assert not (mount.path / "d/e/gone").exists()
+
+    def test_of_a_file_leaves_its_directory_listable(self, mounted: Mounted, bucket: Bucket) -> None:
+        bucket.put("d/file", 1000)
+        bucket.put("d/other", 1000)
+        mount = mounted(bucket)
+        assert sorted(os.listdir(mount.path / "d")) == ["file", "other"]
+        refresh_by_attribute(mount.path / "d/file")
+        assert sorted(os.listdir(mount.path / "d")) == ["file", "other"]
+        with os.scandir(mount.path / "d") as entries:
+            assert {entry.name: entry.stat().st_size for entry in entries} == {"file": 1000, "other": 1000}
+
+    @pytest.mark.xfail(
+        strict=True,
+        reason="the kernel keeps the negative entry: inode 0 fails before the name is invalidated",
+    )
+    def test_of_a_missing_name_finds_it_when_it_has_come(self, mounted: Mounted, bucket: Bucket) -> None:
+        bucket.put("d/file", 1000)
+        path = mounted(bucket, consistency="immutable").path / "d/new"
+        assert not path.exists()
+        data = bucket.put("d/new", 1000)
+        assert not path.exists()
+        refresh_by_command(path)
+        assert path.read_bytes() == data
+
+    def test_keeps_cached_bytes_that_are_still_right(self, mounted: Mounted, bucket: Bucket) -> None:
+        data = bucket.put("file", 200_000)
+        mount = mounted(bucket)
+        path = mount.path / "file"
+        path.read_bytes()
+        with mount.counting() as grown:
+            refresh_by_attribute(path)
+            assert path.read_bytes() == data
+        assert "origin_get" not in grown
+
+    def test_outside_of_a_mount_is_refused_in_one_line(self, tmp_path: Path) -> None:
+        done = run([*COMMAND, "refresh", tmp_path])
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "not below a cachefs mount" in done.stderr
+
+
+class TestPresets:
+    def test_strict_sees_every_change_at_the_next_open(self, mounted: Mounted, bucket: Bucket) -> None:
+        bucket.put("file", 300_000)
+        path = mounted(bucket, consistency="strict").path / "file"
+        for version in range(1, 6):
+            data = bucket.put("file", 300_000 + 10 * version, version=version)
+            with open(path, "rb") as file:
+                assert file.read() == data
+                assert os.fstat(file.fileno()).st_size == len(data)
+
+    def test_strict_sees_a_change_of_the_same_size(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        data = bucket.put("file", 300_000)
+        path = mounted(bucket, consistency="strict").path / "file"
+        assert path.read_bytes() == data
+        lab.replace(bucket.name, "file")
+        assert path.read_bytes() == bytes(255 - b for b in data)
+
+    def test_strict_sees_names_come_and_go(self, mounted: Mounted, bucket: Bucket) -> None:
+        bucket.put("d/a", 10)
+        place = mounted(bucket, consistency="strict").path
+        assert os.listdir(place / "d") == ["a"]
+        assert not (place / "d/b").exists()
+        bucket.put("d/b", 10)
+        assert (place / "d/b").exists()
+        assert sorted(os.listdir(place / "d")) == ["a", "b"]
+        bucket.delete("d/a")
+        assert os.listdir(place / "d") == ["b"]
+        with pytest.raises(FileNotFoundError):
+            (place / "d/a").read_bytes()
+        assert not (place / "d/a").exists()
+
+    def test_default_sees_a_change_after_its_ttl(self, mounted: Mounted, bucket: Bucket) -> None:
+        old = bucket.put("file", 300_000)
+        path = mounted(bucket, metadata_ttl=1, negative_ttl=1).path / "file"
+        assert path.read_bytes() == old
+        new = bucket.put("file", 200_000, version=2)
+        eventually(lambda: path.read_bytes() == new, "the new bytes", 4)
+
+    def test_default_sees_new_and_deleted_names_after_their_ttl(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        bucket.put("d/a", 10)
+        place = mounted(bucket, metadata_ttl=1, negative_ttl=1).path / "d"
+        assert os.listdir(place) == ["a"]
+        assert not (place / "b").exists()
+        bucket.put("d/b", 10)
+        bucket.delete("d/a")
+        eventually(lambda: (place / "b").exists(), "the new name", 4)
+        eventually(lambda: not (place / "a").exists(), "no old name", 4)
+        assert os.listdir(place) == ["b"]
+
+    def test_default_asks_nothing_within_its_ttl(self, mounted: Mounted, bucket: Bucket) -> None:
+        bucket.put("d/a", 10)
+        mount = mounted(bucket)
+        (mount.path / "d/a").read_bytes()
+        with mount.counting() as grown:
+            for _ in range(5):
+                (mount.path / "d/a").read_bytes()
+        assert not {name for name in grown if name.startswith("origin_")}
+
+    def test_immutable_never_asks_again(self, mounted: Mounted, bucket: Bucket) -> None:
+        old = bucket.put("d/a", 10)
+        mount = mounted(bucket, consistency="immutable")
+        assert os.listdir(mount.path / "d") == ["a"]
+        assert (mount.path / "d/a").read_bytes() == old
+        bucket.put("d/a", 10, version=2)
+        bucket.put("d/b", 10)
+        mount.stop()
+        mount.start()
+        with mount.counting() as grown:
+            assert (mount.path / "d/a").read_bytes() == old
+            assert os.listdir(mount.path / "d") == ["a"]
+        assert not {name for name in grown if name.startswith("origin_")}
+
+
+def versions_in(data: bytes, old: bytes, new: bytes) -> set[str]:
+    """Which versions the pages of `data` (from the start of the object) are of."""
+    found = set()
+    for at in range(0, len(data), 4096):
+        page = data[at : at + 4096]
+        found.add(
+            "old" if page == old[at : at + 4096] else "new" if page == new[at : at + 4096] else "neither"
+        )
+    return found
+
+
+class TestAnOpenHandle:
+    SIZE = 24 * MIB
+
+    def test_gets_estale_for_what_is_not_cached(self, mounted: Mounted, bucket: Bucket) -> None:
+        old = bucket.put("file", self.SIZE)
+        mount = mounted(bucket, max_readahead="1M")
+        with open(mount.path / "file", "rb", buffering=0) as file:
+            assert os.pread(file.fileno(), 1000, 0) == old[:1000]
+            new = bucket.put("file", self.SIZE, version=2)
+            with pytest.raises(OSError) as caught:
+                os.pread(file.fileno(), 1000, 20 * MIB)
+            assert caught.value.errno == errno.ESTALE
+        mount.allowed.append("was replaced")
+        # The change is known now: no TTL has to pass.
+        assert (mount.path / "file").read_bytes() == new
+        assert mount.metrics()["objects_changed"] == 1
+
+    @pytest.mark.xfail(
+        strict=True, reason="the kernel serves pages of the new version to handles of the old one"
+    )
+    def test_is_not_given_the_bytes_of_another_reader(self, mounted: Mounted, bucket: Bucket) -> None:
+        """Pages belong to the inode: what a new reader has read must not show up in the old one's hands."""
+        old = bucket.put("file", self.SIZE)
+        mount = mounted(bucket, max_readahead="1M")
+        with open(mount.path / "file", "rb", buffering=0) as file:
+            got = os.pread(file.fileno(), 4096, 0)
+            new = bucket.put("file", self.SIZE, version=2)
+            mount.refresh(mount.path / "file")
+            assert (mount.path / "file").read_bytes() == new
+            for at in range(4096, self.SIZE, 4 * MIB):
+                try:
+                    data = os.pread(file.fileno(), 4096, at)
+                except OSError as exc:
+                    assert exc.errno == errno.ESTALE
+                    break
+                got += data
+                assert data == old[at : at + 4096], f"another version at {at}"
+
+    def test_a_sequential_reader_gets_one_version_or_estale(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        old = bucket.put("file", self.SIZE)
+        mount = mounted(bucket, consistency="strict")
+        lab.shape(bandwidth=60 * MIB)
+        lab.fault("etag", key="file", count=1, after=2 * MIB)
+        got = b""
+        with open(mount.path / "file", "rb", buffering=0) as file:
+            try:
+                while chunk := file.read(65536):
+                    got += chunk
+            except OSError as exc:
+                assert exc.errno == errno.ESTALE
+        assert old.startswith(got)
+        lab.shape(bandwidth=0)
+        changed = bytes(255 - b for b in old)
+        assert (mount.path / "file").read_bytes() == changed
+
+    def test_of_a_deleted_object_gets_old_bytes_or_estale(self, mounted: Mounted, bucket: Bucket) -> None:
+        old = bucket.put("file", self.SIZE)
+        mount = mounted(bucket, max_readahead="1M")
+        with open(mount.path / "file", "rb", buffering=0) as file:
+            assert os.pread(file.fileno(), 1000, 0) == old[:1000]
+            bucket.delete("file")
+            with pytest.raises(OSError) as caught:
+                os.pread(file.fileno(), 1000, 20 * MIB)
+            assert caught.value.errno == errno.ESTALE
+        with pytest.raises(FileNotFoundError):
+            (mount.path / "file").read_bytes()
+
+    def test_a_reader_of_cached_bytes_is_not_disturbed(self, mounted: Mounted, bucket: Bucket) -> None:
+        old = bucket.put("file", 3 * MIB)
+        mount = mounted(bucket)
+        with open(mount.path / "file", "rb") as file:
+            assert file.read() == old
+            bucket.put("file", 3 * MIB, version=2)
+            file.seek(0)
+            assert file.read() == old
+
+
+class TestMappings:
+    def test_strict_shows_no_stale_page_after_reopening(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        data = bucket.put("file", 2 * MIB)
+        path = mounted(bucket, consistency="strict").path / "file"
+        for _ in range(4):
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                assert mapped[:] == data
+            lab.replace(bucket.name, "file")
+            data = bytes(255 - b for b in data)
+
+    def test_a_mapping_that_is_held_does_not_keep_others_from_new_bytes(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        old = bucket.put("file", 2 * MIB)
+        path = mounted(bucket, consistency="strict").path / "file"
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            assert mapped[:MIB] == old[:MIB]
+            new = bucket.put("file", 2 * MIB, version=2)
+            assert path.read_bytes() == new
+
+    def test_a_file_that_shrank_shows_no_bytes_behind_its_end(self, mounted: Mounted, bucket: Bucket) -> None:
+        bucket.put("file", 2 * MIB)
+        path = mounted(bucket, consistency="strict").path / "file"
+        path.read_bytes()
+        for size in (MIB, 12345, 0, 3 * MIB):
+            new = bucket.put("file", size, version=size)
+            assert path.read_bytes() == new
+            assert path.stat().st_size == size
+
+
+class TestFilesBecomeDirectories:
+    def test_and_back(self, mounted: Mounted, bucket: Bucket) -> None:
+        data = bucket.put("x", 100)
+        place = mounted(bucket, consistency="strict").path
+        assert (place / "x").read_bytes() == data
+        bucket.delete("x")
+        inner = bucket.put("x/y", 100)
+        assert (place / "x/y").read_bytes() == inner
+        assert os.listdir(place / "x") == ["y"]
+        bucket.delete("x/y")
+        data = bucket.put("x", 200, version=2)
+        assert (place / "x").read_bytes() == data
+
+
+def test_many_readers_of_an_object_that_keeps_changing_each_see_one_version(
+    mounted: Mounted, bucket: Bucket, lab: LabStore
+) -> None:
+    """Each reader reads the file whole, again and again, while it is overwritten: a version, or ESTALE."""
+    data = bucket.put("file", 5 * MIB)
+    other = bytes(255 - b for b in data)
+    mount = mounted(bucket, consistency="strict")
+    code = f"""
+import sys, time, errno
+path, until, size = sys.argv[1], time.monotonic() + 3, {len(data)}
+first = {{ {data[0]}: 0, {other[0]}: 1 }}
+good = stale = 0
+import hashlib
+known = {{ {hash_of(data)!r}, {hash_of(other)!r} }}
+while time.monotonic() < until:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            got = b""
+            while chunk := file.read(262144):
+                got += chunk
+        assert hashlib.md5(got).hexdigest() in known, "a mix"
+        good += 1
+    except OSError as exc:
+        assert exc.errno == errno.ESTALE, exc
+        stale += 1
+print(good, stale)
+"""
+    import subprocess
+    import sys
+
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, mount.path / "file"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    while readers[0].poll() is None:
+        lab.replace(bucket.name, "file")
+        time.sleep(0.1)
+    results = [reader.communicate(timeout=20) for reader in readers]
+    assert all(reader.returncode == 0 for reader in readers), results
+    assert all(int(out.split()[0]) > 0 for out, _ in results), results
+    assert in_python(READ, mount.path / "file", text=False) in (data, other)
+
+
+def hash_of(data: bytes) -> str:
+    import hashlib
+
+    return hashlib.md5(data).hexdigest()

@@ -1,0 +1,315 @@
+"""Mounts that cannot be: one line that says why and what to do, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.lab.client import LabStore
+from tests.mount.conftest import Bucket, Mounted
+from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
+
+
+def refused(mount: Mount, *, within: float = 20, words: list[str] | None = None, code: int = 1) -> str:
+    """The one line a refused mount says."""
+    began = time.monotonic()
+    done = run([*COMMAND, *(words or mount.arguments())], env=mount.env, timeout=within + 10)
+    took = time.monotonic() - began
+    one_line(done, code)
+    assert took < within, f"{took:.1f} s: {done.stderr}"
+    assert not mounts_at(mount.path)
+    assert not processes_with(str(mount.path))
+    assert not mount.memory.exists() or not any(
+        f.is_file() and f.name != "tag" for f in mount.memory.rglob("*")
+    )
+    # The reason is for the caller; the log says it as well.
+    mount.allowed.append(".")
+    assert "Traceback" not in mount.log()
+    return done.stderr
+
+
+def one_line(done: Completed, code: int = 1) -> None:
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert done.stdout == ""
+    assert done.stderr.startswith("cachefs: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+class TestMountpoint:
+    def test_absent(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, start=False)
+        mount.path = mount.place / "absent"
+        assert "does not exist: create it: mkdir -p" in refused(mount)
+
+    def test_below_a_file(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, start=False)
+        (mount.place / "file").touch()
+        mount.path = mount.place / "file/mnt"
+        assert "does not exist" in refused(mount)
+
+    def test_a_file(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, start=False)
+        mount.path = mount.place / "file"
+        mount.path.touch()
+        assert "is not a directory" in refused(mount)
+
+    def test_not_empty(self, mounted: Mounted, bucket: Bucket) -> None:
+        data = bucket.put("file", 10)
+        mount = mounted(bucket, start=False)
+        (mount.path / "mine").write_text("mine")
+        assert "is not empty" in refused(mount)
+        mount.start(nonempty=True)
+        assert (mount.path / "file").read_bytes() == data
+        assert os.listdir(mount.path) == ["file"]
+        mount.stop()
+        assert (mount.path / "mine").read_text() == "mine"
+
+    def test_a_cache_inside_of_it(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, start=False)
+        refused(mount, words=mount.arguments(cache_dir=mount.path / "cache"))
+        assert os.listdir(mount.path) == []
+
+
+class TestStore:
+    def test_no_such_bucket(self, mounted: Mounted, lab: LabStore) -> None:
+        mount = mounted("s3://no-such-bucket", start=False)
+        assert "no-such-bucket" in refused(mount)
+
+    def test_a_wrong_credential(self, mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+        lab.credentials(allowed=["someone-else"])
+        mount = mounted(bucket, start=False)
+        line = refused(mount)
+        assert bucket.name in line
+        assert any(word in line.lower() for word in ("credential", "denied", "permission", "access"))
+        # Once it is right, nothing stands in the way.
+        lab.credentials()
+        mount.start()
+
+    def test_no_credential(self, mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+        mount = mounted(bucket, start=False)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            del mount.env[name]
+        lab.credentials(allowed=["someone-else"])
+        line = refused(mount, within=30)
+        assert any(word in line.lower() for word in ("credential", "anonymous"))
+
+    def test_nobody_listens(self, mounted: Mounted) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mount = mounted("s3://bucket", start=False, endpoint_url=f"http://127.0.0.1:{port}")
+        assert f"127.0.0.1:{port}" in refused(mount)
+
+    def test_nobody_answers(self, mounted: Mounted) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(64)
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            mount = mounted("s3://bucket", start=False, endpoint_url=url, timeout=3)
+            refused(mount, within=12)
+
+    def test_nobody_answers_within_the_mount_timeout(self, mounted: Mounted) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(64)
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            mount = mounted("s3://bucket", start=False, endpoint_url=url, timeout=60, mount_timeout=2)
+            assert "2 s" in refused(mount, within=10)
+
+    def test_a_host_that_does_not_exist(self, mounted: Mounted) -> None:
+        mount = mounted("s3://bucket", start=False, endpoint_url="http://nowhere.invalid:9000", timeout=3)
+        assert "nowhere.invalid" in refused(mount, within=15)
+
+    def test_a_local_directory_that_does_not_exist(self, mounted: Mounted, tmp_path: Path) -> None:
+        mount = mounted(f"file://{tmp_path}/absent", start=False)
+        assert "absent" in refused(mount)
+
+    def test_an_interrupted_start_leaves_nothing(self, mounted: Mounted) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(64)
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            mount = mounted("s3://bucket", start=False, endpoint_url=url, timeout=60)
+            for number in (2, 15):
+                starting = subprocess.Popen(
+                    [*COMMAND, *mount.arguments()], env=mount.env, stderr=subprocess.PIPE, text=True
+                )
+                time.sleep(1.2)
+                starting.send_signal(number)
+                _, err = starting.communicate(timeout=15)
+                assert starting.returncode != 0
+                assert "Traceback" not in err
+                time.sleep(0.3)
+                assert not processes_with(str(mount.path)), f"left after signal {number}"
+        mount.allowed.append(".")
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["mount"],
+            ["mount", "s3://bucket"],
+            ["mount", "s3://bucket", "/tmp", "/tmp"],
+            ["mount", "--cache-size", "12X", "s3://bucket", "/tmp"],
+            ["mount", "--no-such-option", "s3://bucket", "/tmp"],
+            ["mount", "-o", "no_such_option=1", "s3://bucket", "/tmp"],
+            ["mount", "s3://key:secret@bucket", "/tmp"],
+            ["mount", "nonsense", "/tmp"],
+            ["mount", "--config", "/no/such/file.toml", "/tmp"],
+            ["umount"],
+            ["no-such-verb"],
+        ],
+        ids=" ".join,
+    )
+    def test_nonsense_is_refused_in_one_line(self, words: list[str]) -> None:
+        done = run([*COMMAND, *words])
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "secret" not in done.stderr.replace("AWS_SECRET", "")
+
+    def test_the_unknown_scheme_is_named(self, mounted: Mounted) -> None:
+        assert "nosuch" in refused(mounted("nosuch://bucket", start=False), code=1)
+
+
+# The interpreter may lie where only root can go: to look there is the one right this user keeps.
+AS_NOBODY = (
+    "setpriv --reuid=65534 --regid=65534 --clear-groups "
+    "--inh-caps=-all,+dac_read_search --ambient-caps=+dac_read_search "
+)
+
+
+class Stage:
+    """A mount namespace of its own, with its own /dev/fuse and /etc/fuse.conf, for one shell script."""
+
+    def __init__(self, home: Path, env: dict[str, str]) -> None:
+        self.home = home
+        self.env = env
+
+    def play(self, script: str, *, before: str = "", user: bool = False, timeout: float = 60) -> Completed:
+        """`before` runs as root; `script` as nobody when `user`. ``$M`` is the mountpoint, ``cachefs`` the command."""
+        place = self.home
+        words = [f"--cache-dir={place}/cache --cache-size=100M --ram=16M --keep-free=16M --timeout=5"]
+        preface = f"""
+M={place}/mnt
+cachefs() {{ {" ".join(COMMAND)} "$@"; }}
+mount_it() {{ cachefs mount {" ".join(words)} "$@" "$M"; }}
+"""
+        (place / "script").write_text(preface + script)
+        enter = AS_NOBODY if user else ""
+        outer = f"set -e\n{before}\ncd /\n{enter}sh -e {place}/script"
+        return run(
+            ["unshare", "-m", "--propagation", "private", "sh", "-c", outer], env=self.env, timeout=timeout
+        )
+
+
+@pytest.fixture
+def stage(lab: LabStore, mounted: Mounted) -> Iterator[Stage]:
+    """Directories belong to nobody and can be reached by nobody: pytest's own cannot."""
+    home = Path(tempfile.mkdtemp(prefix="cf-stage-"))
+    (home / "mnt").mkdir()
+    (home / "home").mkdir()
+    (home / "run").mkdir()
+    for path in (home, home / "mnt", home / "home", home / "run"):
+        os.chown(path, 65534, 65534)
+        path.chmod(0o755)
+    env = mounted("s3://unused", start=False).env
+    env |= {
+        "HOME": str(home / "home"),
+        "XDG_RUNTIME_DIR": f"{home}/run",
+        "XDG_CACHE_HOME": str(home / "cache"),
+    }
+    yield Stage(home, env)
+    left = processes_with(str(home))
+    shutil.rmtree(home, ignore_errors=True)
+    for place in Path("/dev/shm").glob("cachefs-65534-*"):
+        shutil.rmtree(place, ignore_errors=True)
+    assert not left
+
+
+def device(mode: str) -> str:
+    return f"[ -e $PWD/fuse ] || mknod $PWD/fuse c 10 229; chmod {mode} $PWD/fuse; mount --bind $PWD/fuse /dev/fuse"
+
+
+NO_SUID = not os.stat(shutil.which("fusermount3") or "/dev/null").st_mode & 0o4000
+as_nobody = pytest.mark.skipif(NO_SUID, reason="fusermount3 is not setuid")
+
+
+@pytest.mark.root
+class TestMachine:
+    def test_no_device(self, stage: Stage, bucket: Bucket) -> None:
+        done = stage.play(f"mount_it {bucket.url}", before="mount -t tmpfs none /dev")
+        one_line(done)
+        assert "/dev/fuse is missing: modprobe fuse" in done.stderr
+
+    @as_nobody
+    def test_a_user_mounts_reads_and_unmounts(self, stage: Stage, bucket: Bucket) -> None:
+        data = bucket.put("file", 3 << 20)
+        done = stage.play(
+            f"mount_it {bucket.url}; md5sum < $M/file; stat -c %u $M/file; cachefs status $M >/dev/null; "
+            "cachefs umount $M; ls -A $M",
+            before=f"cd {stage.home}; {device('666')}",
+            user=True,
+        )
+        assert done.returncode == 0, done.stderr
+        import hashlib
+
+        assert done.stdout == f"{hashlib.md5(data).hexdigest()}  -\n65534\n"
+
+    @as_nobody
+    def test_a_device_a_user_may_not_open(self, stage: Stage, bucket: Bucket) -> None:
+        done = stage.play(f"mount_it {bucket.url}", before=f"cd {stage.home}; {device('600')}", user=True)
+        one_line(done)
+        assert "no permission to open /dev/fuse" in done.stderr
+
+    @as_nobody
+    def test_allow_other_for_a_user_needs_a_line_in_fuse_conf(self, stage: Stage, bucket: Bucket) -> None:
+        bucket.put("file", 10)
+        (stage.home / "conf").write_text("# user_allow_other\n")
+        before = f"cd {stage.home}; {device('666')}; mount --bind conf /etc/fuse.conf"
+        done = stage.play(f"mount_it --allow-other {bucket.url}", before=before, user=True)
+        one_line(done)
+        assert "user_allow_other in /etc/fuse.conf" in done.stderr
+        (stage.home / "conf").write_text("user_allow_other\n")
+        done = stage.play(
+            f"mount_it --allow-other {bucket.url}; ls $M; cachefs umount $M", before=before, user=True
+        )
+        assert (done.returncode, done.stdout) == (0, "file\n"), done.stderr
+
+    @as_nobody
+    def test_a_mountpoint_of_somebody_else(self, stage: Stage, bucket: Bucket) -> None:
+        done = stage.play(
+            f"mount_it {bucket.url}",
+            before=f"cd {stage.home}; {device('666')}; chown root {stage.home}/mnt",
+            user=True,
+        )
+        one_line(done)
+        assert "not writable by this user" in done.stderr
+
+    @as_nobody
+    def test_other_users_see_nothing_without_allow_other(self, stage: Stage, bucket: Bucket) -> None:
+        bucket.put("file", 10)
+        nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+        done = stage.play(
+            f"mount_it {bucket.url}; {nobody} ls $M || echo refused; cachefs umount $M; "
+            f"mount_it --allow-other {bucket.url}; {nobody} ls $M; cachefs umount $M"
+        )
+        assert done.stdout == "refused\nfile\n", done.stderr
+
+    def test_a_root_without_the_right_to_mount(self, stage: Stage, bucket: Bucket) -> None:
+        script = f"setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin sh {stage.home}/inner"
+        (stage.home / "inner").write_text(
+            f"exec {' '.join(COMMAND)} mount --cache-dir={stage.home}/other {bucket.url} {stage.home}/mnt\n"
+        )
+        done = stage.play(script)
+        one_line(done)
+        assert "may not mount" in done.stderr
