@@ -66,7 +66,7 @@ def main() -> int:
     if options.name == "report":
         from bench.report import write
 
-        print(write())
+        print(write(ORDER))
         return 0
     return measure(ORDER if options.name == "all" else [options.name], options.rounds, options.json)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from statistics import median
 
@@ -9,7 +10,7 @@ from bench import readers
 from bench.harness import Result, interleave, scenario
 from bench.mounts import OTHERS, Cachefs, Foreground, Null
 from bench.raw import IN_FLIGHT, RawClient
-from bench.workspace import Workspace
+from bench.workspace import SpareMemory, Workspace
 
 FIRST_RANGE = 128 << 10
 """What a plain GET for a first byte asks for: the least that the kernel reads ahead."""
@@ -26,7 +27,7 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
     asked: list[float] = []
 
     def cachefs() -> float:
-        with Cachefs(work.disk, work.lab, "cold") as mount:
+        with Cachefs(work.disk, work.lab, "cold") as mount, spare.free():
             with work.traffic() as seen, mount.counting() as counted:
                 reading = readers.sequential(mount.path / "0.bin")
             asked.append(seen.bytes / size)
@@ -34,7 +35,7 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
             return reading.mb_per_s
 
     def null() -> float:
-        with Null(work.disk, work.lab, "cold", tree) as mount:
+        with Null(work.disk, work.lab, "cold", tree) as mount, spare.free():
             return readers.sequential(mount.path / "0.bin").mb_per_s
 
     def other(kind: type[Foreground]) -> Callable[[], float]:
@@ -47,22 +48,26 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
     def download() -> float:
         return raw.sequential("0.bin", size).mb_per_s
 
+    def download_and_keep() -> float:
+        with spare.free():
+            return raw.sequential("0.bin", size, keep=True).mb_per_s
+
     pair = {"raw client": download, "cachefs": cachefs}
-    with work.shaped():
-        shaped = interleave(rounds, pair, result, what="cold sequential, 20 ms and 200 MB/s", unit="MB/s")
-    unshaped = interleave(
-        rounds + 1,
-        {**pair, "null (pyfuse3)": null},
-        result,
-        what="cold sequential, store unshaped",
-        unit="MB/s",
-    )
+    more = {"raw client into memory": download_and_keep, "null (pyfuse3)": null}
+    # What is read is kept twice: in the kernel's page cache and in the RAM tier.
+    with SpareMemory(2 * size + (64 << 20)) as spare:
+        with work.shaped():
+            shaped = interleave(rounds, pair, result, what="cold sequential, 20 ms and 200 MB/s", unit="MB/s")
+        unshaped = interleave(
+            rounds + 1, {**pair, **more}, result, what="cold sequential, store unshaped", unit="MB/s"
+        )
     if work.scale.others:
         with work.shaped():
             peers = interleave(1, {kind.name: other(kind) for kind in OTHERS}, Result(), what="", unit="")
         shaped.values.update(peers.values)
     result.demand("cold sequential: bytes from the store / size", max(asked), "=", 1.0)
-    result.demand("cold sequential: mean FUSE READ in MiB", median(requests), "≥", 0.9)
+    if os.getuid() == 0:
+        result.demand("cold sequential: mean FUSE READ in MiB", median(requests), "≥", 0.9)
     result.demand(
         "cold sequential, shaped: rate / raw client", shaped.ratio("cachefs", "raw client"), "≥", 0.9
     )

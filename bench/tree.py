@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from bench.harness import Result, Series, scenario
@@ -31,7 +31,7 @@ def ls(work: Workspace, rounds: int) -> Result:
     """`ls -l` of a directory nobody has listed, and once more."""
     result = Result()
     count = work.scale.names
-    work.lab.synthesize("names", "data/", count, 1000)
+    work.lab.synthesize("names", "", count, 1000)
     first, second = Series("first ls -l", "s", {}), Series("second ls -l", "s", {})
     result.series += [first, second]
     kinds: list[Callable[[], Mount]] = [lambda: Cachefs(work.disk, work.lab, "names")]
@@ -47,12 +47,16 @@ def ls(work: Workspace, rounds: int) -> Result:
                 continue
             seen[mount.name] = []
             for series in (first, second):
-                with work.traffic() as traffic:
+                counting = mount.counting() if isinstance(mount, Cachefs) else nullcontext({})
+                with work.traffic() as traffic, counting as counted:
                     try:
-                        series.values[mount.name] = [_ls(mount.path / "data")]
+                        series.values[mount.name] = [_ls(mount.path)]
                     except subprocess.TimeoutExpired:
                         result.note(f"{mount.name}: ls -l was not done within {LS_LIMIT_S:.0f} s")
                 seen[mount.name].append(traffic)
+                messages = {kind: n for kind, n in counted.items() if n and kind.startswith("fuse_")}
+                if messages:
+                    result.note(f"{mount.name}, {series.what}: {messages}")
     for name, (one, two) in seen.items():
         result.note(
             f"{name}: LIST {one.list}, HEAD {one.head}, GET {one.get}; "

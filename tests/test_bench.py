@@ -1,0 +1,88 @@
+"""The benchmarks at a scale where only counts mean something: each scenario runs, and asks of the store and of the kernel
+exactly what the table says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from bench import __main__ as bench
+from bench import report
+from bench.harness import SCENARIOS, Result, Series, interleave, show
+from bench.harness import run as measure
+from bench.mounts import Unavailable
+from bench.workspace import TINY, Workspace
+
+COUNTS = {
+    "cold-seq": ("bytes from the store",),
+    "cold-small": ("GETs a file", "bytes from the store"),
+    "warm-seq": ("READ messages", "GETs"),
+    "warm-small": ("OPENs", "RELEASEs", "other messages"),
+    "ls": ("LIST", "HEAD"),
+    "ten-readers": ("bytes from the store",),
+    "overwrite": ("bytes fetched", "old bytes"),
+    "restart": ("bytes from the store",),
+    "restart-million": ("bytes from the store",),
+}
+"""Scenario → words of those of its figures that are counts."""
+
+
+@pytest.fixture(scope="module")
+def workspace() -> Iterator[Workspace]:
+    with Workspace(TINY) as work:
+        yield work
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(name: str, workspace: Workspace) -> None:
+    record = measure(name, workspace, rounds=1)
+    json.dumps(record)
+    failed = [
+        figure
+        for figure in record["figures"]
+        if not figure["ok"] and any(words in figure["what"] for words in COUNTS[name])
+    ]
+    assert not failed, show(record)
+
+
+def test_every_scenario_is_in_the_table() -> None:
+    assert set(bench.ORDER) == set(SCENARIOS)
+    assert set(COUNTS) <= set(SCENARIOS)
+
+
+def test_contenders_take_turns_and_the_absent_are_named() -> None:
+    calls: list[str] = []
+
+    def take(name: str, value: float) -> float:
+        calls.append(name)
+        return value
+
+    def absent() -> float:
+        raise Unavailable("c is not installed")
+
+    result = Result()
+    series = interleave(
+        2,
+        {"a": lambda: take("a", 2.0), "b": lambda: take("b", 4.0), "c": absent},
+        result,
+        what="rate",
+        unit="1/s",
+    )
+    assert calls == ["a", "b", "b", "a"]
+    assert series.ratio("a", "b") == 0.5
+    assert result.notes == ["c is not installed"] and "c" not in series.values
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    # The machine was three times as fast in the second round: the ratio does not see it.
+    series = Series("rate", "1/s", {"a": [1.0, 3.0, 1.0], "b": [2.0, 6.0, 2.0]})
+    assert series.ratio("a", "b") == 0.5
+
+
+def test_report_shows_what_is_not_met() -> None:
+    row = {"what": "rate / ext4", "value": 0.5, "sense": "≥", "target": 0.75, "unit": "", "ok": False}
+    text = report.table([{"figures": [row], "command": "scripts/bench warm-seq"}])
+    assert "| rate / ext4 | 0.50 | ≥ 0.75 | **not yet** | `scripts/bench warm-seq` |" in text
