@@ -133,7 +133,9 @@ def test_every_shown_file_can_be_read(mount: Mount, keys: Bucket) -> None:
         pytest.param(
             "auto",
             marks=pytest.mark.xfail(
-                strict=True, reason="shown, but reading is EOPNOTSUPP: obstore refuses control characters"
+                strict=True,
+                raises=OSError,
+                reason="shown, but reading is EOPNOTSUPP: obstore refuses control characters",
             ),
         ),
         "fsspec",

@@ -61,7 +61,7 @@ class TestStarting:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert mount.status()["mountpoint"] == str(mount.path)
 
-    @pytest.mark.parametrize("name", ["with space", "ünïcode 数", "a,b=c", "tab\there", "quote'\"\\"])
+    @pytest.mark.parametrize("name", ["with space", "ünïcode 数,b=c", "tab\t'\"\\"])
     def test_a_mountpoint_may_have_any_name(self, mounted: Mounted, bucket: Bucket, name: str) -> None:
         data = bucket.put("file", 1000)
         mount = mounted(bucket, start=False)
@@ -265,7 +265,9 @@ class TestEnding:
 class TestMemoryAfterwards:
     """A mount that has ended cleanly holds no memory: nobody would know whom to ask for it."""
 
-    @pytest.mark.xfail(strict=True, reason="the RAM tier's directory is left in /dev/shm")
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason="the RAM tier's directory is left in /dev/shm"
+    )
     def test_nothing_stays_in_shared_memory(self, mounted: Mounted, bucket: Bucket) -> None:
         bucket.put("file", MIB)
         mount = mounted(bucket)
@@ -274,7 +276,9 @@ class TestMemoryAfterwards:
         mount.stop()
         assert not mount.memory.exists()
 
-    @pytest.mark.xfail(strict=True, reason="what the SSD tier cannot take stays in /dev/shm for ever")
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason="what the SSD tier cannot take stays in /dev/shm for ever"
+    )
     @pytest.mark.parametrize("size", ["0", "2M"])
     def test_no_block_stays_that_the_ssd_cannot_take(
         self, mounted: Mounted, bucket: Bucket, size: str
@@ -338,7 +342,9 @@ class TestDying:
             pytest.param(
                 signal.SIGTERM,
                 marks=pytest.mark.xfail(
-                    strict=True, reason="a stop waits for requests in flight, up to --timeout"
+                    strict=True,
+                    raises=subprocess.TimeoutExpired,
+                    reason="a stop waits for requests in flight, up to --timeout",
                 ),
             ),
         ],

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
+from cachefs.store.opening import ram_directory
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
 
@@ -231,8 +232,10 @@ def stage(lab: LabStore, mounted: Mounted) -> Iterator[Stage]:
     yield Stage(home, env)
     left = processes_with(str(home))
     shutil.rmtree(home, ignore_errors=True)
-    for place in Path("/dev/shm").glob("cachefs-65534-*"):
-        shutil.rmtree(place, ignore_errors=True)
+    for place in (home / "cache", home / "other"):
+        tag = ram_directory(place).name.rpartition("-")[2]
+        for uid in (os.getuid(), 65534):
+            shutil.rmtree(f"/dev/shm/cachefs-{uid}-{tag}", ignore_errors=True)
     assert not left
 
 
