@@ -53,7 +53,7 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
             return raw.sequential("0.bin", size, keep=True).mb_per_s
 
     pair = {"raw client": download, "cachefs": cachefs}
-    more = {"raw client into memory": download_and_keep, "null (pyfuse3)": null}
+    more = {"raw client into memory": download_and_keep, Null.name: null}
     # What is read is kept twice: in the kernel's page cache and in the RAM tier.
     with SpareMemory(2 * size + (64 << 20)) as spare:
         with work.shaped():
@@ -61,6 +61,7 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
         unshaped = interleave(
             rounds + 1, {**pair, **more}, result, what="cold sequential, store unshaped", unit="MB/s"
         )
+    result.ceiling(unshaped, "raw client")
     if work.scale.others:
         with work.shaped():
             peers = interleave(1, {kind.name: other(kind) for kind in OTHERS}, Result(), what="", unit="")

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from bench.mounts import Unavailable
+from bench.mounts import NULL, Unavailable
 from bench.workspace import Workspace
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -82,6 +82,13 @@ class Result:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def ceiling(self, series: Series, base: str) -> None:
+        """How far pyfuse3 alone comes, and how near to that cachefs is: beyond it no daemon can go."""
+        null, own = series.ratio(NULL, base), series.ratio("cachefs", NULL)
+        self.note(
+            f"{series.what}: null filesystem / {base} {number(null)}, cachefs / null filesystem {number(own)}"
+        )
 
 
 Measure = Callable[[Workspace, int], Result]

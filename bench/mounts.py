@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from bench.lab.client import LabStore
 
+NULL = "null (pyfuse3)"
 START_S = 30.0
 STOP_S = 30.0
 _MNT_DETACH = 2
@@ -282,7 +283,7 @@ class FsspecFuse(Foreground):
 class Null(Foreground):
     """`bench.nullfs`: pyfuse3's ceiling. `tree` is whose names and sizes it shows."""
 
-    name = "null (pyfuse3)"
+    name = NULL
 
     def __init__(self, scratch: Path, lab: LabStore, bucket: str, tree: Path) -> None:
         super().__init__(scratch, lab, bucket)

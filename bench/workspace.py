@@ -96,7 +96,7 @@ class Workspace:
     # -- data --------------------------------------------------------------------------------------
 
     def big(self, bucket: str, size: int, count: int = 1) -> Path:
-        """A bucket of files `0.bin` and on; returns the tree that the store serves."""
+        """A bucket of files `0.bin` and on, one tree for each bucket; returns the tree that the store serves."""
         tree = self._trees / bucket
         if not tree.exists():
             tree.mkdir()
