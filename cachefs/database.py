@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
 """Address space reserved, largest that the process may have (RLIMIT_AS). Not disk: the file grows as it is used."""
 
+LOCK_BYTES = 64 << 10
+"""Derived: 512 readers of 64 bytes, and LMDB's header."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTNEED = 4
 
@@ -258,6 +261,10 @@ def _file_pages() -> int:
 
 
 def _open_env(path: Path, tables: int, *, fsync: bool, readonly: bool = False) -> Any:
+    if not readonly:
+        # LMDB maps its lock file sparse: on a full disk, touching it would be a SIGBUS instead of an error.
+        with open(path / "lock.mdb", "ab") as lock:
+            os.posix_fallocate(lock.fileno(), 0, LOCK_BYTES)
     for size in MAP_SIZES:
         try:
             return lmdb.open(

@@ -13,7 +13,7 @@ from cachefs.fetch.readahead import Readahead
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
-from cachefs.store import CachedObject, FillClosed, Store
+from cachefs.store import CachedObject, Fill, FillClosed, Store
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,11 @@ WHOLE_BYTES = 4 << 20
 200 MB/s they are equal at 4 MB). Derived."""
 
 ATTEMPTS = 8
-"""How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up."""
+"""How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. Guessed."""
+
+CACHED_ATTEMPTS = 3
+"""After this many, what is missing bypasses the tiers: under great pressure a block can be evicted before its reader runs.
+Guessed."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -81,7 +85,7 @@ class Fetcher:
 
     def read_now(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer | None:
         """What can be had without waiting, or None. Reads [offset, offset+size), within the object."""
-        obj = opened.cached or self._attach(opened)
+        obj = self._attached(opened)
         data = self._store.read_now(obj, offset, size)
         if data is not None and opened.id.size > WHOLE_BYTES:
             self._read_ahead(opened, obj, offset, size, pid)
@@ -89,10 +93,10 @@ class Fetcher:
 
     async def read(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer:
         """The bytes [offset, offset+size). Raises `ObjectChanged`, `PermissionDenied`, `OriginFailed`, ..."""
-        obj = opened.cached or self._attach(opened)
+        obj = self._attached(opened)
         blocks = blocks_covering(offset, size, self._block_size)
         counted = observed = False
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             missing = [b for b in blocks if not self._store.has(obj, b)]
             if not missing:
                 data = await self._store.read(obj, offset, size)
@@ -105,13 +109,13 @@ class Fetcher:
             if not counted:
                 self._metrics.misses += len(missing)
                 counted = True
-            flights = self._demand(opened, obj, missing)
+            flights = self._demand(opened, obj, missing, bypass=attempt >= CACHED_ATTEMPTS)
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True
             for flight in flights:
                 await flight.landed(offset + size)
-            data = self._collect(obj, flights, offset, size)
+            data = await self._collect(obj, flights, offset, size)
             if data is not None:
                 return data
             self._raise_failure(flights)
@@ -121,20 +125,27 @@ class Fetcher:
 
     # -- the parts of it ---------------------------------------------------------------------------
 
-    def _attach(self, opened: OpenedObject) -> CachedObject:
-        obj = opened.cached = self._store.object(opened.id)
-        obj.refs += 1
+    def _attached(self, opened: OpenedObject) -> CachedObject:
+        obj = opened.cached
+        if obj is None:
+            obj = opened.cached = self._store.object(opened.id)
+            obj.refs += 1
         return obj
 
-    def _demand(self, opened: OpenedObject, obj: CachedObject, missing: list[int]) -> list[Flight]:
+    def _demand(
+        self, opened: OpenedObject, obj: CachedObject, missing: list[int], *, bypass: bool
+    ) -> list[Flight]:
         """The flights that bring `missing`, joined or started."""
-        wanted = missing
-        if opened.id.size <= WHOLE_BYTES:
+        wanted = [] if bypass else missing
+        if opened.id.size <= WHOLE_BYTES and not bypass:
             wanted = [
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
         for start, stop in self._runs([b for b in wanted if b not in obj.flights], BLOCKS_PER_EXTENT):
-            self._start(opened, obj, start, stop, background=False)
+            self._start(opened, self._store.begin_fill(obj, start, stop), background=False)
+        for block in missing:
+            if block not in obj.flights and not self._store.has(obj, block):
+                self._start(opened, self._store.begin_bypass(obj, block), background=False)
         return list({id(f): f for b in missing if (f := obj.flights.get(b)) is not None}.values())
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
@@ -147,7 +158,7 @@ class Fetcher:
             blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
             part = max(1, min(self._part_blocks, len(wanted) // 2))
             for start, stop in self._runs(blocks, part):
-                self._start(opened, obj, start, stop, background=True)
+                self._start(opened, self._store.begin_fill(obj, start, stop), background=True)
 
     def _runs(self, blocks: list[int], longest: int) -> Iterator[tuple[int, int]]:
         """Consecutive blocks as [start, stop) runs of at most `longest` that do not leave their extent."""
@@ -162,15 +173,12 @@ class Fetcher:
         if stop > start:
             yield start, stop
 
-    def _start(
-        self, opened: OpenedObject, obj: CachedObject, start: int, stop: int, *, background: bool
-    ) -> None:
-        fill = self._store.begin_fill(obj, start, stop, demanded=not background)
+    def _start(self, opened: OpenedObject, fill: Fill | None, *, background: bool) -> None:
         if fill is None:
             return
         if background:
-            self._metrics.prefetched += stop - start
-        flight = Flight(self._store, obj, fill, self._token, background=background)
+            self._metrics.prefetched += fill.stop_block - fill.start_block
+        flight = Flight(self._store, self._attached(opened), fill, self._token, background=background)
         self._nursery.start_soon(self._fly, flight, opened.origin, opened.id)
 
     async def _fly(self, flight: Flight, origin: Origin, object_id: ObjectId) -> None:
@@ -186,26 +194,25 @@ class Fetcher:
             flight.object.refs += 1
             self._store.release(flight.object)  # nobody is reading it: its descriptors can go
 
-    def _collect(self, obj: CachedObject, flights: list[Flight], offset: int, size: int) -> Buffer | None:
-        """The bytes, from blocks that exist and from transfers that have passed them; None when some are in neither."""
-        if len(flights) == 1:
-            fill = flights[0].fill
-            if not flights[0].done and fill.start <= offset and offset + size <= fill.landed:
-                return fill.read(offset, size)
+    async def _collect(
+        self, obj: CachedObject, flights: list[Flight], offset: int, size: int
+    ) -> Buffer | None:
+        """The bytes, from transfers that have passed them and from blocks that exist; None when some are in neither."""
+        if len(flights) == 1 and (whole := flights[0].read(offset, size)) is not None:
+            return whole
         parts: list[Buffer] = []
         at, end = offset, offset + size
         while at < end:
-            stop = min(end, (at // self._block_size + 1) * self._block_size)
-            data = self._store.read_now(obj, at, stop - at)
+            length = min(end, (at // self._block_size + 1) * self._block_size) - at
+            data: Buffer | None = self._store.read_now(obj, at, length, count=False)
+            for flight in flights:
+                data = data if data is not None else flight.read(at, length)
             if data is None:
-                for flight in flights:
-                    if not flight.done and flight.fill.start <= at and stop <= flight.fill.landed:
-                        data = flight.fill.read(at, stop - at)
-                        break
-                else:
-                    return None
+                data = await self._store.read(obj, at, length)
+            if data is None:
+                return None
             parts.append(data)
-            at = stop
+            at += length
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _raise_failure(self, flights: list[Flight]) -> None:

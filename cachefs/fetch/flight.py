@@ -40,6 +40,17 @@ class Flight:
             self.wake()
         await event.wait()
 
+    def read(self, offset: int, size: int) -> bytes | None:
+        """Bytes that this flight has brought, or None: not there yet, not its own, or gone with its end."""
+        fill = self.fill
+        if (self.done and not fill.kept) or offset < fill.start or offset + size > fill.landed:
+            return None
+        try:
+            data = fill.read(offset, size)
+        except OSError:
+            return None
+        return data if len(data) == size else None
+
     def wake(self) -> None:
         """Settle what has landed and wake those it was for. Trio thread."""
         if self.done:

@@ -153,19 +153,24 @@ class Catalog:
 
     def idle(self, digest: bytes) -> CachedObject | None:
         """The version by its digest; None while it is in use."""
-        obj = self._objects.get(digest)
-        if obj is None:
-            return CachedObject(_Unnamed(digest))  # type: ignore[arg-type]
+        obj = self._get(digest, _Unnamed(digest))
         return None if obj.in_use() else obj
+
+    def listed(self, tier: int, after: bytes) -> tuple[list[bytes], bytes]:
+        """The next digests that the index has rows of on a tier, and where to go on; none at the end."""
+        return self._index.digests(tier, after, 1000)
 
     # -- changes -----------------------------------------------------------------------------------
 
-    def create(self, obj: CachedObject, tier: int, extent: int) -> Copy:
+    def create(self, obj: CachedObject, tier: int, extent: int, object_size: int) -> Copy:
         """The copy to write into, made when there is none."""
         copy = self.copy(obj, tier, extent)
         if copy is None:
-            copy = Copy(tier, obj.id.digest, extent, obj.id.size)
-            copy.stored_clock = self._removed.pop(copy.key, None)
+            copy = Copy(tier, obj.id.digest, extent, object_size)
+            if copy.key in self._removed:
+                # Its old row is still there, and speaks of blocks that are gone.
+                copy.stored_clock = self._removed.pop(copy.key)
+                self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
         return copy
 
@@ -177,7 +182,7 @@ class Catalog:
 
     def touch_if_old(self, copy: Copy) -> bool:
         """Used now. Once per flush is enough to keep the order, and costs a row a second at most."""
-        if copy.clock >= self._recent:
+        if copy.clock > self._recent or not copy.bitmap:
             return False
         self.touch(copy)
         return True
@@ -213,11 +218,12 @@ class Catalog:
             elif copy.clock == clock and not copy.pins:
                 return obj, copy
         self._victims.pop(tier, None)
-        dirty = [c for c in self._dirty.values() if c.tier == tier and not c.pins and c.bitmap]
-        if not dirty:
+        young = {key: c for key, c in self._flushing.items() if isinstance(c, Copy)} | self._dirty
+        free = [c for c in young.values() if c.tier == tier and not c.pins and c.bitmap]
+        if not free:
             return None
-        youngest = min(dirty, key=lambda c: c.clock)
-        return self._objects[youngest.digest], youngest
+        oldest = min(free, key=lambda c: c.clock)
+        return self._objects[oldest.digest], oldest
 
     # -- the index ---------------------------------------------------------------------------------
 
@@ -229,19 +235,24 @@ class Catalog:
                 return
             saving, self._dirty = self._dirty, {}
             removing, self._removed = self._removed, {}
-            saved = []
+            saved, gone = [], list(removing.items())
             before = {}
             for key, copy in saving.items():
+                before[key] = copy.stored_clock
                 if copy.bitmap:
                     saved.append((pack_key(key), pack_copy(copy), copy.clock, copy.stored_clock))
-                    before[key] = copy.stored_clock
                     copy.stored_clock = copy.clock
+                else:  # all its blocks are forgotten, but somebody has it pinned
+                    gone.append((key, copy.stored_clock))
+                    copy.stored_clock = None
             self._flushing = {**saving, **removing}
             self._victims.clear()
-            totals = {t.number: (max(0, t.used_bytes), max(0, t.blocks)) for t in self._tiers}
+            totals = {
+                t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks)) for t in self._tiers
+            }
             try:
                 with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(self._index.write, saved, list(removing.items()), totals)
+                    await trio.to_thread.run_sync(self._index.write, saved, gone, totals)
                 if self.index_error:
                     log.warning("the cache index can be written again")
                 self.index_error = ""
@@ -262,8 +273,7 @@ class Catalog:
     ) -> None:
         """A flush failed: everything it was to write is still to be written, except what has changed since."""
         for key, copy in saving.items():
-            if key in before:
-                copy.stored_clock = before[key]
+            copy.stored_clock = before[key]
             if key in self._removed:
                 self._removed[key] = copy.stored_clock
             else:

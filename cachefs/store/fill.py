@@ -24,7 +24,11 @@ class FillClosed(Exception):
 
 
 class Fill:
-    """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on."""
+    """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
+
+    `kept` says whether its bytes can be read after it was closed."""
+
+    kept = False
 
     def __init__(self, size: int, block_size: int, start_block: int, stop_block: int) -> None:
         self.start_block = start_block
@@ -122,6 +126,8 @@ class TierFill(Fill):
 
 class HeapFill(Fill):
     """Into memory: for readers that must be served although no tier can take the blocks."""
+
+    kept = True
 
     def __init__(self, size: int, block_size: int, start: int, stop: int) -> None:
         super().__init__(size, block_size, start, stop)

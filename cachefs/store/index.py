@@ -33,7 +33,8 @@ class Copy:
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts who is using
-    the bytes across an await: fills and threaded reads. `first_use` is when the SSD copy was first read in this process.
+    the bytes across an await: fills and threaded reads. `forgotten` are blocks dropped meanwhile: their bytes are still
+    in the file, and are given back with the last pin. `first_use` is when an SSD copy was first read in this process.
     """
 
     tier: int
@@ -46,6 +47,7 @@ class Copy:
     stored_clock: int | None = None
     pins: int = 0
     first_use: float = 0.0
+    forgotten: int = 0
     checksums: list[int] = field(default_factory=lambda: [0] * BLOCKS_PER_EXTENT)
 
     @property
@@ -93,25 +95,35 @@ class Index:
     def extents_of(self, tier: int, digest: bytes) -> list[int]:
         """Extent indices of a version that the tier has rows for."""
         start = _KEY.pack(tier, digest, 0)
-        return [
-            _KEY.unpack(key)[2]
-            for key, _ in self._db.scan("copies", start, start[:-4] + b"\xff\xff\xff\xff\xff")
-        ]
+        rows = self._db.scan("copies", start, start[:-4] + b"\xff\xff\xff\xff\xff")
+        return [_KEY.unpack(key)[2] for key, _ in rows if len(key) == _KEY.size]
+
+    def digests(self, tier: int, after: bytes, limit: int) -> tuple[list[bytes], bytes]:
+        """Digests of the next `limit` rows of a tier behind the cursor `after` (b"" to begin), and the next cursor."""
+        start = after + b"\0" if after else _KEY.pack(tier, b"", 0)
+        rows = self._db.scan("copies", start, bytes([tier + 1]), limit)
+        found = dict.fromkeys(key[1:17] for key, _ in rows if len(key) == _KEY.size)
+        return list(found), rows[-1][0] if rows else b""
 
     def oldest(self, tier: int, after: bytes, limit: int) -> list[tuple[bytes, CopyKey, int]]:
         """(cursor, copy key, stored clock), oldest first; `after` is the previous cursor (b"" to begin)."""
         start = after + b"\0" if after else _CLOCK.pack(tier, 0)
         rows = self._db.scan("order", start, _CLOCK.pack(tier + 1, 0), limit)
-        return [(key, _KEY.unpack(value), _CLOCK.unpack(key)[1]) for key, value in rows]
+        return [
+            (key, _KEY.unpack(value), _CLOCK.unpack(key)[1])
+            for key, value in rows
+            if len(key) == _CLOCK.size and len(value) == _KEY.size  # else damaged: it names nothing
+        ]
 
     def newest_clock(self) -> int:
         rows = [self._db.last("order", _CLOCK.pack(tier + 1, 0)) for tier in (RAM, SSD)]
-        return max((_CLOCK.unpack(row[0])[1] for row in rows if row is not None), default=0)
+        keys = [row[0] for row in rows if row is not None and len(row[0]) == _CLOCK.size]
+        return max((_CLOCK.unpack(key)[1] for key in keys), default=0)
 
     def totals(self, tier: int) -> tuple[int, int]:
         """(allocated bytes, blocks) as of the last flush."""
         row = self._db.get("meta", b"total%d" % tier)
-        return _TOTAL.unpack(row) if row is not None else (0, 0)
+        return _TOTAL.unpack(row) if row is not None and len(row) == _TOTAL.size else (0, 0)
 
     def tag(self, tier: int) -> bytes | None:
         return self._db.get("meta", b"tag%d" % tier)

@@ -1,4 +1,7 @@
-"""Blocks between tiers: RAM spills down when it fills up, SSD blocks that are used again come up."""
+"""Blocks between tiers: RAM spills down when it fills up, SSD blocks that are used again come up.
+
+`_move` copies; what it leaves behind is the caller's: a promoted copy stays on SSD, so that RAM can drop it for nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from cachefs.store.tier import Tier, allocated
 
 SPILL_ABOVE, SPILL_TO = 0.90, 0.75
 """RAM fill at which the oldest copies start to move to SSD, and where that stops. Guessed."""
+
+LOOK_EVERY_S = 0.25
+"""RAM may also become too full without taking anything in: pins that held it are gone, or its limit has sunk."""
 
 REUSE_AFTER_S = 5.0
 """Touches closer together than this are one use (LRU-K's correlated reference period). Guessed."""
@@ -53,7 +59,8 @@ class Moves:
 
     async def run(self) -> None:
         while True:
-            await self._wake.wait()
+            with trio.move_on_after(LOOK_EVERY_S):
+                await self._wake.wait()
             self._wake = trio.Event()
             if self._ram.used_bytes > SPILL_ABOVE * self._ram.limit_bytes():
                 await self._spill()
@@ -71,6 +78,8 @@ class Moves:
             obj, copy = victim
             if self._ssd.writable() and await self._move(obj, copy, self._ssd, evict=True):
                 self._metrics.spilled_blocks += copy.bitmap.bit_count()
+            elif not copy.bitmap:
+                continue  # its file was unreadable: it is gone
             elif self._ram.used_bytes <= self._ram.limit_bytes():
                 return  # nowhere to go and no need to: keep serving from RAM
             else:
@@ -79,15 +88,18 @@ class Moves:
                 self._room.drop(obj, copy, copy.bitmap)
 
     async def save_all(self) -> None:
-        """Everything in RAM that SSD has room for, most recently worth keeping last. Before a stop."""
+        """Everything in RAM that SSD has room for. Before a stop."""
         while (victim := self._catalog.oldest(self._ram.number)) is not None:
+            await (
+                trio.lowlevel.checkpoint()
+            )  # where the caller's deadline strikes: never in the middle of a file
             obj, copy = victim
-            if not await self._move(obj, copy, self._ssd, evict=False):
+            if not await self._move(obj, copy, self._ssd, evict=False) and copy.bitmap:
                 return
             self._room.drop(obj, copy, copy.bitmap)
 
     async def _move(self, obj: CachedObject, copy: Copy, to: Tier, *, evict: bool) -> bool:
-        """Copy the blocks that `to` lacks into it. False when it has no room for them or fails."""
+        """Copy the blocks that `to` lacks into it. False when it has no room for them, or when either side fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
         wanted = copy.bitmap & ~(target.bitmap if target is not None else 0)
         if not wanted:
@@ -99,40 +111,70 @@ class Moves:
         try:
             if not self._room.make(to, need, evict=evict):
                 return False
-            source = obj.file(self._ram if copy.tier == self._ram.number else self._ssd)
-            sink = self._room.file_for_write(obj, to)
-            target = self._catalog.create(obj, to.number, copy.extent)
-            target.object_size = copy.object_size
-            target.pins += 1
-            to.used_bytes += need
             try:
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(_copy_ranges, source, sink, ranges)
-            except OSError:
-                to.used_bytes -= need
-                raise
-            finally:
-                target.pins -= 1
-        except OSError as exc:
-            self._metrics.tier_errors += 1
-            to.failed(exc)
-            if target is not None and not target.bitmap and not target.pins:
-                self._room.drop(obj, target, 0)
-            return False
+                source = obj.file(self._ssd if to is self._ram else self._ram)
+            except OSError as exc:
+                self._room.lost(obj, copy, exc)
+                return False
+            return await self._copy_blocks(obj, copy, to, source, ranges, wanted, need)
         finally:
-            copy.pins -= 1
+            self._room.unpin(obj, copy)
             obj.refs -= 1
             if not obj.in_use():
                 obj.close_files()
-        # What was not yet checked stays so: a copy of doubtful bytes is doubtful.
-        target.bitmap |= wanted
-        target.verified |= copy.verified & wanted
-        for position, checksum in enumerate(copy.checksums):
-            if wanted >> position & 1:
-                target.checksums[position] = checksum
-        to.blocks += len(ranges)
-        self._catalog.touch(target)
+
+    async def _copy_blocks(
+        self,
+        obj: CachedObject,
+        copy: Copy,
+        to: Tier,
+        source: int,
+        ranges: list[tuple[int, int]],
+        wanted: int,
+        need: int,
+    ) -> bool:
+        try:
+            sink = self._room.file_for_write(obj, to)
+        except OSError as exc:
+            self._metrics.tier_errors += 1
+            to.failed(exc)
+            return False
+        target = self._catalog.create(obj, to.number, copy.extent, copy.object_size)
+        target.pins += 1
+        to.reserve(need)
+        try:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(_copy_ranges, source, sink, ranges)
+            moved = wanted & ~target.bitmap  # a fill may have brought some meanwhile
+            duplicates = sum(allocated(n) for _, n in self._catalog.ranges(target, wanted & target.bitmap))
+            to.list(need - duplicates)
+            to.give_back(duplicates)
+            target.bitmap |= moved
+            target.verified |= copy.verified & moved  # what was not yet checked stays so
+            for position, checksum in enumerate(copy.checksums):
+                if moved >> position & 1:
+                    target.checksums[position] = checksum
+            to.blocks += moved.bit_count()
+            self._room.refilled(target, moved)
+            self._catalog.touch(target)
+        except _SourceFailed as exc:
+            self._room.lost(obj, copy, exc)
+            self._room.punch(obj, to, ranges)
+            to.give_back(need)
+            return False
+        except OSError as exc:
+            self._metrics.tier_errors += 1
+            to.failed(exc)
+            self._room.punch(obj, to, ranges)
+            to.give_back(need)
+            return False
+        finally:
+            self._room.unpin(obj, target)
         return True
+
+
+class _SourceFailed(OSError):
+    """The file to copy from is not what the index says."""
 
 
 def _copy_ranges(source: int, sink: int, ranges: list[tuple[int, int]]) -> None:
@@ -145,7 +187,7 @@ def _copy_ranges(source: int, sink: int, ranges: list[tuple[int, int]]) -> None:
             while done < length:
                 count = os.sendfile(sink, source, start + done, length - done)
                 if count == 0:
-                    raise OSError(errno.EIO, "short read")
+                    raise _SourceFailed(errno.EIO, "short read")
                 done += count
     finally:
         os.close(sink)

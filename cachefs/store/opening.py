@@ -70,7 +70,11 @@ def open_store(
         (SSD, "ssd", cache_dir, cache_bytes, keep_free_bytes),
     ]
     for number, name, path, cap, keep_free in wanted:
+        for rubbish in path.glob("trash-*"):
+            _delete_in_background(rubbish)
         if cap < block_size:
+            if number == RAM and path.exists():
+                shutil.rmtree(path, ignore_errors=True)  # of a daemon that was killed: memory nobody counts
             continue
         try:
             _prepare(number, path)
@@ -147,7 +151,11 @@ def _discard(path: Path) -> None:
         path.rename(trash)
     except OSError:
         return
-    threading.Thread(target=shutil.rmtree, args=(trash,), kwargs={"ignore_errors": True}, daemon=True).start()
+    _delete_in_background(trash)
+
+
+def _delete_in_background(path: Path) -> None:
+    threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, daemon=True).start()
 
 
 def _is_tmpfs(path: Path) -> bool:

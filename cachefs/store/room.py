@@ -1,7 +1,8 @@
 """Making room: which blocks go, and how their bytes are given back.
 
-A file goes with its last block; blocks of a file that stays are punched out. Nothing that is pinned (being filled, moved
-or read by a thread) is touched.
+A file goes with its last block; blocks of a file that stays are punched out. While a copy is pinned (being filled, moved or
+read by a thread) its blocks can be forgotten, so that nobody finds them, but their bytes stay in the file until the last pin
+is gone: somebody may be about to read them.
 """
 
 from __future__ import annotations
@@ -39,17 +40,30 @@ class Room:
         return True
 
     def drop(self, obj: CachedObject, copy: Copy, bits: int) -> None:
-        """Remove blocks from a copy and give their bytes back."""
+        """Remove blocks from a copy, and give their bytes back as soon as nobody uses the copy."""
         bits &= copy.bitmap
         tier = self._tiers[copy.tier]
         copy.bitmap &= ~bits
         copy.verified &= ~bits
-        freed = list(self._catalog.ranges(copy, bits))
-        tier.used_bytes -= sum(allocated(length) for _, length in freed)
-        tier.blocks -= len(freed)
-        if copy.bitmap or copy.pins:
-            self._catalog.changed(copy)
-        else:
+        copy.forgotten |= bits
+        tier.blocks -= bits.bit_count()
+        tier.unlist(sum(allocated(length) for _, length in self._catalog.ranges(copy, bits)))
+        self._catalog.changed(copy)
+        if not copy.pins:
+            self._give_back(obj, copy)
+
+    def unpin(self, obj: CachedObject, copy: Copy) -> None:
+        """One user of the copy less."""
+        copy.pins -= 1
+        if not copy.pins and (copy.forgotten or not copy.bitmap):
+            self._give_back(obj, copy)
+
+    def _give_back(self, obj: CachedObject, copy: Copy) -> None:
+        tier = self._tiers[copy.tier]
+        freed = list(self._catalog.ranges(copy, copy.forgotten))
+        copy.forgotten = 0
+        tier.give_back(sum(allocated(length) for _, length in freed))
+        if not copy.bitmap:
             self._catalog.remove(obj, copy)
             if not self._file_is_needed(obj, tier, copy.object_size):
                 fd = obj.fds.pop(tier.number, None)
@@ -58,6 +72,15 @@ class Room:
                 tier.unlink(copy.digest)
                 return
         self.punch(obj, tier, freed)
+
+    def refilled(self, copy: Copy, bits: int) -> None:
+        """Blocks came again before their forgotten bytes were given back: those bytes are theirs now."""
+        again = copy.forgotten & bits
+        if again:
+            copy.forgotten &= ~again
+            self._tiers[copy.tier].give_back(
+                sum(allocated(length) for _, length in self._catalog.ranges(copy, again))
+            )
 
     def _file_is_needed(self, obj: CachedObject, tier: Tier, size: int) -> bool:
         if size > self._block_size * BLOCKS_PER_EXTENT:
@@ -68,10 +91,13 @@ class Room:
         """Give byte ranges of a version's file back to the disk."""
         runs: list[tuple[int, int]] = []
         for start, length in ranges:
+            length = allocated(length)  # to the end of its page: a part of a page would only be zeroed
             if runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + length)
             else:
                 runs.append((start, length))
+        if not runs:
+            return
         opened = obj.fds.get(tier.number)
         try:
             fd = opened if opened is not None else tier.open_file(obj.id.digest, create=False)
@@ -107,18 +133,51 @@ class Room:
     # -- after an unclean stop (see scrub.py) ------------------------------------------------------
 
     def reclaim(self, tier: Tier, digest: bytes, on_disk_bytes: int) -> int:
-        """Bring a file that takes `on_disk_bytes` back to what its rows account for; the bytes freed."""
+        """Make a file that takes `on_disk_bytes` and its rows agree. Returns the bytes freed (negative: blocks that rows
+        spoke of and the file has not)."""
         obj = self._catalog.idle(digest)
         if obj is None:
             return 0
         copies = [c for c in self._catalog.copies(obj, tier.number) if c.bitmap]
         known = dict(r for c in copies for r in self._catalog.ranges(c, c.bitmap))
         excess = on_disk_bytes - sum(map(allocated, known.values()))
-        if excess <= 0:
-            return 0
         if not copies:
             tier.unlink(digest)
-        else:
-            starts = range(0, copies[0].object_size, self._block_size)
-            self.punch(obj, tier, [(start, self._block_size) for start in starts if start not in known])
+            return excess
+        if excess == 0 and copies[0].object_size <= self._block_size:
+            return 0  # one block, and it is there; with more blocks, a hole may hide a stray
+        try:
+            fd = obj.file(tier)
+            for start in range(0, copies[0].object_size, self._block_size):
+                if start not in known and _has_data(fd, start, self._block_size):
+                    self.punch(obj, tier, [(start, self._block_size)])
+            for copy in copies:
+                holes = [s for s, n in self._catalog.ranges(copy, copy.bitmap) if not _is_whole(fd, s, n)]
+                self.drop(obj, copy, sum(1 << s // self._block_size % BLOCKS_PER_EXTENT for s in holes))
+        except OSError as exc:
+            for copy in copies:
+                self.lost(obj, copy, exc)
+        finally:
+            obj.close_files()
         return excess
+
+
+def _is_whole(fd: int, start: int, length: int) -> bool:
+    """Whether the range is data throughout (a hole begins at the end of the file at the latest)."""
+    try:
+        return (
+            os.lseek(fd, start, os.SEEK_DATA) == start and os.lseek(fd, start, os.SEEK_HOLE) >= start + length
+        )
+    except OSError as exc:
+        if exc.errno == errno.ENXIO:
+            return False
+        raise
+
+
+def _has_data(fd: int, start: int, length: int) -> bool:
+    try:
+        return os.lseek(fd, start, os.SEEK_DATA) < start + length
+    except OSError as exc:
+        if exc.errno == errno.ENXIO:
+            return False
+        raise

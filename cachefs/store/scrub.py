@@ -1,42 +1,71 @@
-"""After an unclean stop: give back what lies on the disk and is in no row.
+"""After an unclean stop: make files and rows agree again.
 
-A crash loses at most the last second of the index, so some files hold blocks that nobody knows. They are never read (no
-row, no block), but they take space that the cap does not see. This walk runs beside the mount and never delays it.
+A crash loses at most the last second of the index. Then some files hold blocks that no row knows: they are never read,
+but they take space that the cap does not see. And some rows speak of blocks that were evicted: reading them would be a
+miss, but until then they count as space that is not there. This walk runs beside the mount and never delays it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import trio
 
 from cachefs.store.store import Store
+from cachefs.store.tier import Tier
 
 log = logging.getLogger(__name__)
 
 
 async def scrub(store: Store) -> None:
-    """One pass over all tiers."""
+    """One pass over the rows and the files of all tiers."""
     for tier in store.tiers:
-        freed = 0
-        for number in range(256):
-            folder = tier.path / "objects" / f"{number:02x}"
-            for name, on_disk in await trio.to_thread.run_sync(_files, folder):
-                try:
-                    digest = bytes.fromhex(folder.name + name)
-                except ValueError:
-                    continue  # not ours
-                freed += store.room.reclaim(tier, digest, on_disk)
-                await trio.lowlevel.checkpoint()
-        if freed:
-            log.info("the %s tier had %d bytes in no row (unclean stop): freed", tier.name, freed)
+        changed = 0
+        async for digest, on_disk in _rows_then_files(store, tier):
+            changed += abs(store.room.reclaim(tier, digest, on_disk))
+            await trio.lowlevel.checkpoint()
+        if changed:
+            log.info(
+                "%s tier: %d bytes were in no row or no file (unclean stop): put right", tier.name, changed
+            )
 
 
-def _files(folder: Path) -> list[tuple[str, int]]:
+async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[bytes, int]]:
+    """(digest, bytes on disk) of every version that has rows, then of every file."""
+    digests, cursor = store.listed(tier, b"")
+    while cursor:
+        for digest, on_disk in await trio.to_thread.run_sync(_sizes, tier, digests):
+            yield digest, on_disk
+        digests, cursor = store.listed(tier, cursor)
+    for number in range(256):
+        folder = tier.path / "objects" / f"{number:02x}"
+        for digest, on_disk in await trio.to_thread.run_sync(_files, folder):
+            yield digest, on_disk
+
+
+def _sizes(tier: Tier, digests: list[bytes]) -> list[tuple[bytes, int]]:
+    sizes = []
+    for digest in digests:
+        try:
+            sizes.append((digest, tier.file_path(digest).stat().st_blocks * 512))
+        except OSError:
+            sizes.append((digest, 0))
+    return sizes
+
+
+def _files(folder: Path) -> list[tuple[bytes, int]]:
+    found = []
     try:
         with os.scandir(folder) as entries:
-            return [(entry.name, entry.stat(follow_symlinks=False).st_blocks * 512) for entry in entries]
+            for entry in entries:
+                try:
+                    digest = bytes.fromhex(folder.name + entry.name)
+                except ValueError:
+                    continue  # not ours
+                found.append((digest, entry.stat(follow_symlinks=False).st_blocks * 512))
     except OSError:
-        return []
+        pass
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ class Store:
         self._tier = {tier.number: tier for tier in tiers}
         self._metrics = metrics
         self._check_always = verify == "full"
+        self._trusting = verify == "none"
         # After a crash the files may lag behind the index: then every block is checked, whatever was asked for.
         self._catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.was_clean)
         self.room = Room(self._catalog, self._tier, block_size, metrics)
@@ -94,6 +96,10 @@ class Store:
     def has(self, obj: CachedObject, block: int) -> bool:
         return self._catalog.find(obj, block) is not None or self._heap.get(obj.id.digest, block) is not None
 
+    def listed(self, tier: Tier, after: bytes) -> tuple[list[bytes], bytes]:
+        """Digests of versions with rows on a tier, a batch at a time: (digests, cursor); an empty cursor is the end."""
+        return self._catalog.listed(tier.number, after)
+
     def cached_bytes(self, object_id: ObjectId) -> int:
         """How many bytes of the version lie in any tier."""
         obj = self.object(object_id)
@@ -105,16 +111,22 @@ class Store:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read_now(self, obj: CachedObject, offset: int, size: int) -> Buffer | None:
-        """The bytes, if that takes no waiting: present, verified and not on a device's far side. Else None."""
+    def read_now(self, obj: CachedObject, offset: int, size: int, *, count: bool = True) -> Buffer | None:
+        """The bytes, if that takes no waiting: present, verified and not on a device's far side. Else None. `count` says
+        that this is a hit, and not the end of a miss."""
         if self._check_always:
             return None
+        if size <= 0:
+            return b""
         first, last = offset // self.block_size, (offset + size - 1) // self.block_size
         copy = self._catalog.find(obj, first)
         if copy is not None and last // BLOCKS_PER_EXTENT == copy.extent:
             mask = ((2 << (last - first)) - 1) << (first % BLOCKS_PER_EXTENT)
             if copy.verified & mask == mask:
-                return self._read_copy_now(obj, copy, offset, size)
+                data = self._read_copy_now(obj, copy, offset, size)
+                if data is not None and count:
+                    self._hit(obj, copy, last - first + 1)
+                return data
         if first == last and copy is not None:
             return None  # not verified yet
         parts: list[Buffer] = []
@@ -127,7 +139,7 @@ class Store:
             elif first == last:
                 return None
             else:
-                part = self.read_now(obj, at, length)
+                part = self.read_now(obj, at, length, count=count)
             if part is None:
                 return None
             parts.append(part)
@@ -144,6 +156,8 @@ class Store:
 
     def _read_copy_now(self, obj: CachedObject, copy: Copy, offset: int, size: int) -> Buffer | None:
         tier = self._tier[copy.tier]
+        if not tier.reads_now:
+            return None
         try:
             fd = obj.file(tier)
             if not tier.blocking:
@@ -155,17 +169,23 @@ class Store:
         except BlockingIOError:
             return None
         except OSError as exc:
-            self.room.lost(obj, copy, exc)
+            if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL) and tier.blocking:
+                tier.reads_now = (
+                    False  # this file system has no such reads: a thread can wait for all of them
+                )
+            else:
+                self.room.lost(obj, copy, exc)
             return None
         if len(data) != size:
             self.room.lost(obj, copy, OSError(errno.EIO, "short read"))
             return None
-        self._hit(obj, copy, (offset + size - 1) // self.block_size - offset // self.block_size + 1)
         return data
 
     async def read(self, obj: CachedObject, offset: int, size: int) -> Buffer | None:
         """The bytes, verified, waiting for the disk if need be. None when a block is not here, or turned out bad (it is
         dropped then): fetch it."""
+        if size <= 0:
+            return b""
         steps: list[_Step] = []
         for block, at, length in self._pieces(offset, size):
             copy = self._catalog.find(obj, block)
@@ -190,7 +210,7 @@ class Store:
             results = await trio.to_thread.run_sync(self._take_steps, steps, limiter=self._threads)
         finally:
             for step in steps:
-                step.copy.pins -= 1
+                self.room.unpin(obj, step.copy)
             self.release(obj)
         good = [
             r for s, r in zip(steps, results, strict=True) if self._judge(obj, s, r) and isinstance(r, bytes)
@@ -262,9 +282,8 @@ class Store:
 
     # -- taking in ---------------------------------------------------------------------------------
 
-    def begin_fill(self, obj: CachedObject, start: int, stop: int, *, demanded: bool) -> Fill | None:
-        """Room for blocks [start, stop) (within one extent) in the fastest tier that has it. When none has: the heap takes
-        the first block if a reader waits for it, else None. So what the heap holds is bounded by the readers waiting."""
+    def begin_fill(self, obj: CachedObject, start: int, stop: int) -> Fill | None:
+        """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None."""
         need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
         for tier in self.tiers:
             last = not any(slower.writable() for slower in self.tiers if slower.number > tier.number)
@@ -276,7 +295,7 @@ class Store:
                 if not self.room.make(tier, need, evict=last):
                     continue
                 fd = self.room.file_for_write(obj, tier)
-                copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT)
+                copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size)
                 fill = TierFill(tier, copy, fd, obj.id.size, self.block_size, start, stop)
             except OSError as exc:
                 self._metrics.tier_errors += 1
@@ -285,11 +304,16 @@ class Store:
             finally:
                 obj.refs -= 1
             copy.pins += 1
-            tier.used_bytes += need
+            tier.reserve(need)
             if tier.number == RAM and self._moves is not None:
                 self._moves.filled()
             return fill
-        return HeapFill(obj.id.size, self.block_size, start, start + 1) if demanded else None
+        return None
+
+    def begin_bypass(self, obj: CachedObject, block: int) -> Fill:
+        """One block into memory, for a reader that waits for it and whom no tier can serve. So what the heap takes is
+        bounded by the readers waiting."""
+        return HeapFill(obj.id.size, self.block_size, block, block + 1)
 
     def settle(self, obj: CachedObject, fill: Fill) -> None:
         """Make the blocks that have wholly landed exist."""
@@ -303,17 +327,21 @@ class Store:
             self._metrics.bypassed_blocks += len(completed)
             return
         assert isinstance(fill, TierFill)
+        copy, tier = fill.copy, fill.tier
         for block, checksum in completed:
-            position = block % BLOCKS_PER_EXTENT
-            if fill.copy.bitmap >> position & 1:  # a move brought it meanwhile: counted once
-                fill.tier.used_bytes -= allocated(block_length(block, obj.id.size, self.block_size))
-                fill.tier.blocks -= 1
-            fill.copy.checksums[position] = checksum
-            fill.copy.bitmap |= 1 << position
-            fill.copy.verified |= 1 << position
-        fill.tier.blocks += len(completed)
+            bit = 1 << (block % BLOCKS_PER_EXTENT)
+            size = allocated(block_length(block, obj.id.size, self.block_size))
+            if copy.bitmap & bit:
+                tier.give_back(size)  # a move brought it meanwhile: it is there once
+            else:
+                tier.list(size)
+                tier.blocks += 1
+            self.room.refilled(copy, bit)
+            copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
+            copy.bitmap |= bit
+            copy.verified |= bit
         self._metrics.admitted_blocks += len(completed)
-        self._catalog.touch(fill.copy)
+        self._catalog.touch(copy)
 
     def end_fill(self, obj: CachedObject, fill: Fill) -> None:
         """The transfer is over, whole or not: settle what landed, give back what did not."""
@@ -322,21 +350,25 @@ class Store:
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier
-        copy.pins -= 1
         ranges = [
             (b * self.block_size, block_length(b, obj.id.size, self.block_size))
             for b in range(fill.start_block + fill.settled, fill.stop_block)
         ]
         if ranges:
-            tier.used_bytes -= sum(allocated(length) for _, length in ranges)
-            self.room.punch(obj, tier, ranges)
+            tier.give_back(sum(allocated(length) for _, length in ranges))
+            self.room.punch(
+                obj,
+                tier,
+                [r for r in ranges if not copy.bitmap >> (r[0] // self.block_size % BLOCKS_PER_EXTENT) & 1],
+            )
         if fill.failure is not None:
             self._metrics.tier_errors += 1
             tier.failed(fill.failure)
         elif tier.errors_in_a_row and not ranges:
             tier.worked()
-        if not copy.bitmap and not copy.pins:
-            self.room.drop(obj, copy, 0)
+        self.room.unpin(obj, copy)
+        if tier.number == RAM and self._moves is not None:
+            self._moves.filled()  # now it can be moved
 
     # -- in the background -------------------------------------------------------------------------
 
@@ -347,6 +379,8 @@ class Store:
                 nursery.start_soon(self._moves.run)
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
+                if self.tiers:
+                    self.room.make(self.tiers[-1], 0, evict=True)  # its limit may have sunk
                 await self.flush()
 
     async def flush(self) -> None:
@@ -354,8 +388,18 @@ class Store:
         await self._catalog.flush()
 
     async def aclose(self, spill_deadline_s: float) -> None:
-        """Save what RAM holds to the next tier (as far as the deadline allows), then close the index cleanly."""
+        """Save what RAM holds to the next tier (as far as the deadline allows), give the memory back, then close the index
+        cleanly."""
         if self._moves is not None:
             with trio.move_on_after(spill_deadline_s, shield=True):
                 await self._moves.save_all()
+        ram = self._tier.get(RAM)
+        while ram is not None and (left := self._catalog.oldest(RAM)) is not None:
+            self.room.drop(*left, left[1].bitmap)
+        if self._trusting:
+            # Whoever does not look at checksums relies on the files being as old as the index.
+            for tier in self.tiers:
+                await trio.to_thread.run_sync(tier.sync)
         await self._catalog.aclose()
+        if ram is not None:
+            await trio.to_thread.run_sync(shutil.rmtree, ram.path, True)

@@ -1,7 +1,8 @@
 """A tier: one directory that holds object versions as sparse files, and knows what it may take.
 
 `used_bytes` counts allocated bytes (block lengths rounded up to the page), because that is what the cap and the disk
-count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded.
+count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded. `unlisted_bytes` is the part of
+it that no index row will account for after a crash: on its way in, or on its way out.
 
 Health is a small table. An I/O error makes a tier *unstable*: nothing new is written for a while, reads go on and each
 failing one is a miss. Three errors in a row without a success make it *down* until the pause is over; then one write
@@ -64,7 +65,9 @@ class Tier:
         self.cap_bytes = cap_bytes
         self.blocking = blocking
         self.used_bytes = 0
+        self.unlisted_bytes = 0
         self.blocks = 0
+        self.reads_now = True  # until the file system says that it cannot read without waiting
         self.errors_in_a_row = 0
         self.last_error = ""
         self._keep_free_bytes = keep_free_bytes
@@ -134,6 +137,26 @@ class Tier:
             log.warning("cache tier %s (%s) works again", self.name, self.path)
             self.errors_in_a_row = 0
 
+    # -- accounting --------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> None:
+        """Bytes will come."""
+        self.used_bytes += count
+        self.unlisted_bytes += count
+
+    def list(self, count: int) -> None:
+        """Reserved bytes have come: a row speaks of them."""
+        self.unlisted_bytes -= count
+
+    def unlist(self, count: int) -> None:
+        """No row speaks of these bytes any more, but they are still there."""
+        self.unlisted_bytes += count
+
+    def give_back(self, count: int) -> None:
+        """Unlisted bytes are gone."""
+        self.used_bytes -= count
+        self.unlisted_bytes -= count
+
     # -- files -------------------------------------------------------------------------------------
 
     def file_path(self, digest: bytes) -> Path:
@@ -160,6 +183,14 @@ class Tier:
             pass
         except OSError as exc:
             self.failed(exc)
+
+    def sync(self) -> None:
+        """Wait until all its files are on the device. Blocking."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _libc.syncfs(fd)
+        finally:
+            os.close(fd)
 
     def punch(self, fd: int, offset: int, length: int) -> bool:
         """Give the bytes back to the file system; False where it cannot do that."""
