@@ -190,9 +190,9 @@ class Daemon:
             ),
             self._metrics,
         )
-        send, receive = trio.open_memory_channel[tuple[int | None, int | None, bytes | None]](4096)
+        send, receive = trio.open_memory_channel[tuple[int, int, bytes]](4096)
 
-        def invalidate(inode: int | None, parent: int | None, name: bytes | None) -> None:
+        def invalidate(inode: int, parent: int, name: bytes) -> None:
             try:
                 send.send_nowait((inode, parent, name))
             except trio.WouldBlock:
@@ -210,7 +210,7 @@ class Daemon:
                 nursery.start_soon(scrub, self._store)
             nursery.start_soon(self._invalidate_loop, receive)
             nursery.start_soon(self._trim_loop)
-            nursery.start_soon(self._stop_on_signal)
+            nursery.start_soon(self._stop_on_signal, nursery.cancel_scope.cancel)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
@@ -232,12 +232,12 @@ class Daemon:
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._on_ready()
 
-    async def _stop_on_signal(self) -> None:
+    async def _stop_on_signal(self, stop: Callable[[], None]) -> None:
+        """Cancels requests under way, too: their readers get an errno when the mount goes, however long the store hangs."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for number in signals:
                 self._stopped_by = signal.Signals(number).name
-                skin.terminate()
-                return
+                stop()
 
     async def _invalidate_loop(self, receive: trio.MemoryReceiveChannel[Any]) -> None:
         async for inode, parent, name in receive:

@@ -26,6 +26,9 @@ GRACE_S = 5.0
 """How much longer than the origin's own deadline an operation may take before it is cut off. Guessed."""
 
 
+OURS = b"user.cachefs."
+
+
 class Skin(pyfuse3.Operations):
     """`deadline_s` bounds every operation that has to wait."""
 
@@ -108,19 +111,16 @@ class Skin(pyfuse3.Operations):
         try:
             with trio.fail_after(self._deadline_s):
                 entries = await self._fs.readdir(fh, start_id, self._page + 4)
+            fitted = 0
+            for entry in entries:
+                shown = _entry(entry.attributes, entry.ttl)
+                if not pyfuse3.readdir_reply(token, entry.name, shown, entry.next_offset):
+                    break
+                fitted += 1
         except Exception as exc:
             self._fail("readdir", exc)
-        fitted = 0
-        for entry in entries:
-            if not pyfuse3.readdir_reply(
-                token, entry.name, _entry(entry.attributes, entry.ttl), entry.next_offset
-            ):
-                break
-            fitted += 1
-        else:
-            self._page = min(1024, self._page + 16)
-            return
-        self._page = max(8, fitted)
+        # Ask for about as many as the kernel's buffer took the last time.
+        self._page = max(8, fitted) if fitted < len(entries) else min(1024, self._page + 16)
 
     async def releasedir(self, fh: int) -> None:
         self._fs.releasedir(fh)
@@ -169,6 +169,8 @@ class Skin(pyfuse3.Operations):
 
     async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
         self._metrics.fuse_other += 1
+        if not name.startswith(OURS):  # ls asks for two others of every name
+            raise pyfuse3.FUSEError(errno.ENODATA)
         try:
             with trio.fail_after(self._deadline_s):
                 return await self._fs.getxattr(inode, name)
@@ -248,13 +250,9 @@ def mount(skin: Skin, mountpoint: Path, name: str, *, allow_other: bool) -> None
 
 
 async def serve() -> None:
-    """Answer the kernel until the mount is gone or `terminate` is called."""
+    """Answer the kernel until the mount is gone, or this is cancelled."""
     # 128 background reads (see kernel.py) and as many others may wait at a time.
     await pyfuse3.main(min_tasks=1, max_tasks=256)
-
-
-def terminate() -> None:
-    pyfuse3.terminate()
 
 
 def close() -> None:
@@ -262,15 +260,17 @@ def close() -> None:
     pyfuse3.close(unmount=True)
 
 
-def invalidate(inode: int | None, parent: int | None, name: bytes | None) -> None:
-    """Make the kernel forget pages and attributes of `inode`, or the name. Blocking: from a worker thread only."""
+def invalidate(inode: int, parent: int, name: bytes) -> None:
+    """Make the kernel forget what it has of `inode` (0: none), and the name. Blocking: from a worker thread only."""
     try:
-        if inode is not None:
+        if inode:
             pyfuse3.invalidate_inode(inode, attr_only=False)
-        if parent is not None and name is not None:
-            pyfuse3.invalidate_entry(parent, name)
     except OSError as exc:
-        log.debug("invalidate: %s", exc)  # ENOENT: the kernel does not know it
+        log.debug("invalidate inode: %s", exc)  # ENOENT: the kernel does not know it
+    try:
+        pyfuse3.invalidate_entry(parent, name)
+    except OSError as exc:
+        log.debug("invalidate entry: %s", exc)
 
 
 def _plain(name: str) -> str:
