@@ -28,11 +28,9 @@ CACHED_ATTEMPTS = 3
 """After this many, what is missing bypasses the tiers: under great pressure a block can be evicted before its reader runs.
 Guessed."""
 
-FAILURE_HOLDS_S = 1.0
-"""How long a failed transfer is the answer to further reads of the same version. The kernel repeats a read-ahead that failed
-as a read of its own: without this an application would wait for two deadlines. Guessed."""
-
-FAILURES_HELD = 1024
+REPETITION_S = 0.25
+"""The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
+gets the same failure: otherwise an application would wait for two deadlines. Guessed; the repetition comes within 1 ms."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -40,12 +38,20 @@ Buffer = bytes | bytearray | memoryview
 class OpenedObject:
     """One open handle's view of a version."""
 
-    __slots__ = ("cached", "id", "origin")
+    __slots__ = ("cached", "failed", "id", "origin")
 
     def __init__(self, origin: Origin, object_id: ObjectId) -> None:
         self.origin = origin
         self.id = object_id
         self.cached: CachedObject | None = None
+        self.failed: tuple[float, CachefsError] | None = None
+
+    def raise_repeated(self) -> None:
+        """Give a failure that has just been told once more, once."""
+        if self.failed is not None:
+            (until, error), self.failed = self.failed, None
+            if trio.current_time() < until:
+                raise type(error)(*error.args) from error
 
 
 class Fetcher:
@@ -70,7 +76,6 @@ class Fetcher:
         self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
         self._token = trio.lowlevel.current_trio_token()
         self._readaheads: dict[bytes, Readahead] = {}
-        self._failures: dict[bytes, tuple[float, CachefsError]] = {}
         self.flights = 0
 
     # -- what fs asks ------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ class Fetcher:
                 if data is not None:
                     return data
                 continue
-            self._raise_held(opened.id.digest)
+            opened.raise_repeated()
             if not counted:
                 self._metrics.misses += len(missing)
                 counted = True
@@ -126,7 +131,7 @@ class Fetcher:
             data = await self._collect(obj, flights, offset, size)
             if data is not None:
                 return data
-            self._raise_failure(opened.id.digest, flights)
+            self._raise_failure(opened, flights)
         raise OriginFailed(
             f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
         )
@@ -223,14 +228,7 @@ class Fetcher:
             at += length
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _raise_held(self, digest: bytes) -> None:
-        held = self._failures.get(digest)
-        if held is not None:
-            if trio.current_time() < held[0]:
-                raise type(held[1])(*held[1].args) from held[1]
-            del self._failures[digest]
-
-    def _raise_failure(self, digest: bytes, flights: list[Flight]) -> None:
+    def _raise_failure(self, opened: OpenedObject, flights: list[Flight]) -> None:
         for flight in flights:
             error = flight.error
             if error is None or isinstance(error, NoRoom):
@@ -240,8 +238,6 @@ class Fetcher:
             if flight.background:
                 continue  # nobody asked for it yet; the reader's own attempt decides
             if isinstance(error, CachefsError):
-                if len(self._failures) >= FAILURES_HELD:
-                    self._failures.clear()
-                self._failures[digest] = (trio.current_time() + FAILURE_HOLDS_S, error)
+                opened.failed = (trio.current_time() + REPETITION_S, error)
                 raise error
             raise OriginFailed(f"{flight.object.id.key}: unexpected {type(error).__name__}") from error
