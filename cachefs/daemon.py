@@ -14,7 +14,8 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ SPILL_DEADLINE_S = 10.0
 
 NAMES_MAPPED_BYTES = 48 << 20
 """Pages of the names database that may stay mapped: about 400,000 names' worth. Guessed; unmapping costs minor faults."""
+
+KEEP_EVERY_S = 30
+"""How long housekeeping that failed is left alone. Guessed."""
 
 TRIM_EVERY_S = 2.0
 """How often that is looked at; the look is one line of /proc. Guessed."""
@@ -137,8 +141,28 @@ class Daemon:
         self._origins: list[Origin] = []
         self._tuning: list[str] = []
         self._stopped_by = "umount"
+        self._invalidating = trio.Event()
+        self._invalidating.set()
 
     async def main(self) -> int:
+        # Open until the very end: a second signal must not end the process while RAM is being saved.
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            try:
+                await self._open_origins()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
+                    await self._serve(nursery)
+                    nursery.cancel_scope.cancel()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._store.aclose(SPILL_DEADLINE_S)
+                    self._note_held()
+                    for origin in self._origins:
+                        await origin.aclose()
+        log.info("stopped (%s)", self._stopped_by)
+        return 0
+
+    async def _open_origins(self) -> None:
         config = self._config
         self._origins = [
             open_origin(
@@ -158,21 +182,10 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             for origin in self._origins:
                 nursery.start_soon(origin.check)
-        try:
-            async with trio.open_nursery() as nursery:
-                await self._serve(nursery)
-                nursery.cancel_scope.cancel()
-        finally:
-            with trio.CancelScope(shield=True):
-                await self._store.aclose(SPILL_DEADLINE_S)
-                self._note_held()
-                for origin in self._origins:
-                    await origin.aclose()
-        log.info("stopped (%s)", self._stopped_by)
-        return 0
 
     async def _serve(self, nursery: trio.Nursery) -> None:
         config = self._config
+        self._token = trio.lowlevel.current_trio_token()
         fetcher = Fetcher(self._store, nursery, self._metrics, max_readahead=config.max_readahead)
         self._fs = FileSystem(
             [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)],
@@ -205,18 +218,21 @@ class Daemon:
         except MountError as exc:
             raise mounting.translate_mount_failure(exc) from exc
         try:
-            nursery.start_soon(self._store.run)
+            nursery.start_soon(self._keep, self._store.run, "writing the cache index")
             if not self._store.was_clean:
-                nursery.start_soon(scrub, self._store)
-            nursery.start_soon(self._invalidate_loop, receive)
-            nursery.start_soon(self._trim_loop)
-            nursery.start_soon(self._stop_on_signal, nursery.cancel_scope.cancel)
+                nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
+            nursery.start_soon(
+                self._keep, partial(self._invalidate_loop, receive), "telling the kernel of changes"
+            )
+            nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await skin.serve()
         finally:
+            with trio.move_on_after(1, shield=True):
+                await self._invalidating.wait()  # the session must not go while a thread is inside of it
             skin.close()
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose()
@@ -232,16 +248,35 @@ class Daemon:
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._on_ready()
 
-    async def _stop_on_signal(self, stop: Callable[[], None]) -> None:
+    async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
         """Cancels requests under way, too: their readers get an errno when the mount goes, however long the store hangs."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-            async for number in signals:
-                self._stopped_by = signal.Signals(number).name
-                stop()
+        async for number in signals:
+            self._stopped_by = signal.Signals(number).name
+            stop()
+
+    async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:
+        """Housekeeping may fail without ending the mount: said, and tried again later."""
+        while True:
+            try:
+                await what()
+            except Exception:
+                log.exception("%s failed; trying again in %d s", name, KEEP_EVERY_S)
+                await trio.sleep(KEEP_EVERY_S)
+            else:
+                return
 
     async def _invalidate_loop(self, receive: trio.MemoryReceiveChannel[Any]) -> None:
         async for inode, parent, name in receive:
-            await trio.to_thread.run_sync(skin.invalidate, inode, parent, name, abandon_on_cancel=True)
+            self._invalidating = trio.Event()
+            await trio.to_thread.run_sync(
+                self._invalidate, inode, parent, name, self._invalidating, abandon_on_cancel=True
+            )
+
+    def _invalidate(self, inode: int, parent: int, name: bytes, done: trio.Event) -> None:
+        try:
+            skin.invalidate(inode, parent, name)
+        finally:
+            self._token.run_sync_soon(done.set)
 
     async def _trim_loop(self) -> None:
         while True:

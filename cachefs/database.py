@@ -89,15 +89,16 @@ class Database:
                     raise
                 self._drop(str(exc))
                 self._open(tables)
-            (path / "version").write_text(version)
+            if _mark(path / "version") != version:
+                _write_mark(path / "version", version)
             self._clean_mark.unlink(missing_ok=True)
-            self._dirty_mark.write_text(_boot_id())
+            _write_mark(self._dirty_mark, _boot_id())
         except (lmdb.Error, OSError) as exc:
             os.close(self._lock_fd)
             raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
 
     def _open(self, tables: Sequence[str]) -> None:
-        self._env, self._tables = _open_tables(self.path, tables, fsync=self._fsync)
+        self._opened = _open_tables(self.path, tables, fsync=self._fsync)
 
     def _damage(self) -> str | None:
         """Why what lies at `path` must not be believed, or None."""
@@ -123,41 +124,64 @@ class Database:
             (self.path / name).unlink(missing_ok=True)
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        """The value of `key`, or None."""
-        with self._env.begin(db=self._tables[table]) as txn:
-            value: bytes | None = txn.get(key)
-            return value
+        """The value of `key`, or None. Like all reads, raises `CacheUnusable` when it meets damage."""
+        env, tables = self._opened
+        try:
+            with env.begin(db=tables[table]) as txn:
+                value: bytes | None = txn.get(key)
+                return value
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
 
     def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
         """Values in the order of `keys`, from one snapshot."""
-        with self._env.begin(db=self._tables[table]) as txn:
-            return [txn.get(key) for key in keys]
+        env, tables = self._opened
+        try:
+            with env.begin(db=tables[table]) as txn:
+                return [txn.get(key) for key in keys]
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
 
     def scan(
         self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
     ) -> list[tuple[bytes, bytes]]:
         """Rows with start <= key < stop in key order, at most `limit`. One snapshot."""
         rows: list[tuple[bytes, bytes]] = []
-        with self._env.begin(db=self._tables[table]) as txn, txn.cursor() as cursor:
-            if not cursor.set_range(start):
-                return rows
-            for key, value in cursor:
-                if (stop is not None and key >= stop) or len(rows) == limit:
-                    break
-                rows.append((key, value))
+        env, tables = self._opened
+        try:
+            with env.begin(db=tables[table]) as txn, txn.cursor() as cursor:
+                if not cursor.set_range(start):
+                    return rows
+                for key, value in cursor:
+                    if (stop is not None and key >= stop) or len(rows) == limit:
+                        break
+                    rows.append((key, value))
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
         return rows
 
     def last(self, table: str, before: bytes | None = None) -> tuple[bytes, bytes] | None:
         """The row with the greatest key (below `before`, when given)."""
-        with self._env.begin(db=self._tables[table]) as txn, txn.cursor() as cursor:
-            past = before is not None and cursor.set_range(before)
-            found = cursor.prev() if past else cursor.last()
-            return (cursor.key(), cursor.value()) if found else None
+        env, tables = self._opened
+        try:
+            with env.begin(db=tables[table]) as txn, txn.cursor() as cursor:
+                past = before is not None and cursor.set_range(before)
+                found = cursor.prev() if past else cursor.last()
+                return (cursor.key(), cursor.value()) if found else None
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
 
     def count(self, table: str) -> int:
-        with self._env.begin() as txn:
-            entries: int = txn.stat(self._tables[table])["entries"]
-            return entries
+        env, tables = self._opened
+        try:
+            with env.begin() as txn:
+                entries: int = txn.stat(tables[table])["entries"]
+                return entries
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
+
+    def _unreadable(self, exc: Exception) -> CacheUnusable:
+        return CacheUnusable(f"the database in {self.path} cannot be read: {exc}")
 
     def write(self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = ()) -> None:
         """Delete the (table, start, stop) `ranges`, then apply `puts`, in one transaction. `NoRoom` when the disk is full,
@@ -173,18 +197,19 @@ class Database:
             self._write(puts, ranges)
 
     def _write(self, puts: list[Put], ranges: Iterable[tuple[str, bytes, bytes]]) -> None:
+        env, tables = self._opened
         try:
-            with self._env.begin(write=True) as txn:
+            with env.begin(write=True) as txn:
                 for table, start, stop in ranges:
-                    with txn.cursor(db=self._tables[table]) as cursor:
+                    with txn.cursor(db=tables[table]) as cursor:
                         alive = cursor.set_range(start)
                         while alive and cursor.key() < stop:
                             alive = cursor.delete()
                 for table, key, value in puts:
                     if value is None:
-                        txn.delete(key, db=self._tables[table])
+                        txn.delete(key, db=tables[table])
                     else:
-                        txn.put(key, value, db=self._tables[table])
+                        txn.put(key, value, db=tables[table])
         except lmdb.MapFullError as exc:
             raise NoRoom(f"the database in {self.path} is full") from exc
         except lmdb.Error as exc:
@@ -199,14 +224,14 @@ class Database:
         refuge, self._refuge = self._refuge, None
         try:
             refuge.mkdir(mode=0o700)
-            self._env.copy(str(refuge), compact=True)
-            env, tables = _open_tables(refuge, self._names, fsync=False)
+            self._opened[0].copy(str(refuge), compact=True)
+            opened = _open_tables(refuge, self._names, fsync=False)
         except (lmdb.Error, OSError) as exc:
             log.warning("%s; and going on in %s failed: %s", why, refuge, exc)
             return False
         log.warning("%s; going on in %s until the end of this mount", why, refuge)
         # Another thread may be reading the old one right now, so it stays open until the end.
-        self._left, self._env, self._tables = self._env, env, tables
+        self._left, self._opened = self._opened[0], opened
         return True
 
     def release_memory(self, above_bytes: int) -> None:
@@ -225,21 +250,22 @@ class Database:
     def sync(self) -> None:
         """Write everything out to the disk. Blocking."""
         if not self._closed:
-            self._env.sync(True)
+            self._opened[0].sync(True)
 
-    def close(self) -> None:
-        """Close cleanly: the next open believes the file after one hash. Idempotent."""
+    def close(self, *, clean: bool = True) -> None:
+        """Close; when `clean`, the next open believes the file after one hash. Idempotent."""
         if self._closed:
             return
         self._closed = True
         try:
-            self._env.sync(True)
-            self._env.close()
+            self._opened[0].sync(True)
+            self._opened[0].close()
             if self._left is not None:
                 self._left.close()
                 return  # what lies at `path` is true but older; without the mark it is looked through first
-            self._clean_mark.write_text(_file_hash(self.path / "data.mdb"))
-            self._dirty_mark.unlink(missing_ok=True)
+            if clean:
+                _write_mark(self._clean_mark, _file_hash(self.path / "data.mdb"))
+                self._dirty_mark.unlink(missing_ok=True)
         except (lmdb.Error, OSError) as exc:
             log.warning("could not close the database in %s cleanly: %s", self.path, exc)
         finally:
@@ -316,6 +342,17 @@ def _is_disk_trouble(exc: Exception) -> bool:
 def _mark(path: Path) -> str:
     """What a mark says, "" when there is none; rubbish is as good as any other text that does not match."""
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _write_mark(path: Path, text: str) -> None:
+    """Whole or not at all: on a full disk, half a mark would look like damage."""
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _boot_id() -> str:

@@ -75,7 +75,9 @@ class Fetcher:
         self._window_blocks = min(max_readahead, room) // store.block_size
         self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
         self._token = trio.lowlevel.current_trio_token()
-        self._readaheads: dict[bytes, Readahead] = {}
+        # All streams together: what is on its way cannot be evicted, and demand needs room, too.
+        self._ahead_limit = 2 * room
+        self._ahead_bytes = 0
         self.flights = 0
 
     # -- what fs asks ------------------------------------------------------------------------------
@@ -89,8 +91,6 @@ class Fetcher:
         if obj is not None:
             opened.cached = None
             self._store.release(obj)
-            if not obj.refs:
-                self._readaheads.pop(obj.id.digest, None)
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         return self._store.cached_bytes(object_id)
@@ -162,12 +162,11 @@ class Fetcher:
         return list({id(f): f for b in missing if (f := obj.flights.get(b)) is not None}.values())
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
-        policy = self._readaheads.get(opened.id.digest)
+        policy = obj.readahead
         if policy is None:
-            policy = Readahead(opened.id.size, self._block_size, self._window_blocks)
-            self._readaheads[opened.id.digest] = policy
+            policy = obj.readahead = Readahead(opened.id.size, self._block_size, self._window_blocks)
         wanted = policy.observe(pid, offset, size)
-        if wanted:
+        if wanted and self._ahead_bytes < self._ahead_limit:
             blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
             part = max(1, min(self._part_blocks, len(wanted) // 2))
             for start, stop in self._runs(blocks, part):
@@ -196,16 +195,17 @@ class Fetcher:
 
     async def _fly(self, flight: Flight, origin: Origin, object_id: ObjectId) -> None:
         self.flights += 1
+        ahead = flight.fill.stop - flight.fill.start if flight.background else 0
+        self._ahead_bytes += ahead
         try:
             await flight.run(origin, object_id)
         finally:
             self.flights -= 1
+            self._ahead_bytes -= ahead
         error = flight.error
         if error is not None and not isinstance(error, CachefsError | FillClosed):
             log.error("transfer of %s failed unexpectedly", object_id.key, exc_info=error)
-        if not flight.object.refs:
-            flight.object.refs += 1
-            self._store.release(flight.object)  # nobody is reading it: its descriptors can go
+        self._store.rest(flight.object)
 
     async def _collect(
         self, obj: CachedObject, flights: list[Flight], offset: int, size: int

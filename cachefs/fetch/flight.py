@@ -91,7 +91,9 @@ class Flight:
             for block in range(fill.start_block, fill.stop_block):
                 if self.object.flights.get(block) is self:
                     del self.object.flights[block]
-            self._store.end_fill(self.object, fill)
-            for _, event in self._waiters:
-                event.set()
-            self._waiters.clear()
+            try:
+                self._store.end_fill(self.object, fill)
+            finally:
+                for _, event in self._waiters:
+                    event.set()
+                self._waiters.clear()

@@ -18,6 +18,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.NotFound: (errno.ENOENT, logging.DEBUG),
     NoAttribute: (errno.ENODATA, logging.DEBUG),
     errors.NotADirectory: (errno.ENOTDIR, logging.DEBUG),
+    errors.NameTooLong: (errno.ENAMETOOLONG, logging.DEBUG),
     errors.IsADirectory: (errno.EISDIR, logging.DEBUG),
     errors.ReadOnly: (errno.EROFS, logging.DEBUG),
     errors.Unsupported: (errno.EOPNOTSUPP, logging.DEBUG),

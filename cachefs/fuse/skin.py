@@ -57,11 +57,11 @@ class Skin(pyfuse3.Operations):
             if found is None:
                 with trio.fail_after(self._deadline_s):
                     found = await self._fs.lookup(parent_inode, name)
+            attributes, ttl = found
+            if attributes is not None:
+                return _entry(attributes, ttl)
         except Exception as exc:
             self._fail("lookup", exc)
-        attributes, ttl = found
-        if attributes is not None:
-            return _entry(attributes, ttl)
         if not ttl:
             raise pyfuse3.FUSEError(errno.ENOENT)
         negative = pyfuse3.EntryAttributes()
@@ -76,17 +76,19 @@ class Skin(pyfuse3.Operations):
             if found is None:
                 with trio.fail_after(self._deadline_s):
                     found = await self._fs.getattr(inode)
+            return _entry(*found)
         except Exception as exc:
             self._fail("getattr", exc)
-        return _entry(*found)
 
     async def forget(self, inode_list: Any) -> None:
-        for inode, count in inode_list:
-            self._fs.forget(inode, count)
+        return  # nothing is kept per inode the kernel knows
 
     async def statfs(self, ctx: Any) -> pyfuse3.StatvfsData:
         self._metrics.fuse_other += 1
-        shown = self._fs.statfs()
+        try:
+            shown = self._fs.statfs()
+        except Exception as exc:
+            self._fail("statfs", exc)
         data = pyfuse3.StatvfsData()
         data.f_bsize = data.f_frsize = shown.block_size
         data.f_blocks = shown.blocks
@@ -123,7 +125,10 @@ class Skin(pyfuse3.Operations):
         self._page = max(8, fitted) if fitted < len(entries) else min(1024, self._page + 16)
 
     async def releasedir(self, fh: int) -> None:
-        self._fs.releasedir(fh)
+        try:
+            self._fs.releasedir(fh)
+        except Exception:
+            log.exception("releasedir")  # the kernel does not listen to what release says
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         return
@@ -160,7 +165,10 @@ class Skin(pyfuse3.Operations):
 
     async def release(self, fh: int) -> None:
         self._metrics.fuse_release += 1
-        self._fs.release(fh)
+        try:
+            self._fs.release(fh)
+        except Exception:
+            log.exception("release")
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         return

@@ -11,6 +11,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 import trio
@@ -25,18 +26,23 @@ log = logging.getLogger(__name__)
 OBJECTS_IN_MEMORY = 8192
 """Versions whose bookkeeping is kept in memory after use, about 1 KiB each. Guessed."""
 
+COPIES_IN_MEMORY = 32_768
+"""Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). Guessed."""
+
 
 class CachedObject:
     """One version that is open or was lately used. `copies` has the loaded ones by (tier, extent), None where there is
-    none; `fds` its open files by tier. `flights` belongs to the fetch room: block → the transfer that is bringing it."""
+    none; `fds` its open files by tier. Two slots belong to the fetch room: `flights` (block → the transfer that is bringing
+    it) and `readahead` (what its readers are seen to do)."""
 
-    __slots__ = ("copies", "fds", "flights", "id", "refs")
+    __slots__ = ("copies", "fds", "flights", "id", "readahead", "refs")
 
     def __init__(self, object_id: ObjectId) -> None:
         self.id = object_id
         self.copies: dict[tuple[int, int], Copy | None] = {}
         self.fds: dict[int, int] = {}
         self.flights: dict[int, Any] = {}
+        self.readahead: Any = None
         self.refs = 0
 
     def in_use(self) -> bool:
@@ -78,6 +84,8 @@ class Catalog:
         self._removed: dict[CopyKey, int | None] = {}
         self._flushing: dict[CopyKey, Any] = {}
         self._victims: dict[int, list[tuple[bytes, CopyKey, int]]] = {}
+        self._cursors: dict[int, bytes] = {}
+        self._loaded = 0
         self._clock = index.newest_clock() + 1
         self._recent = self._clock
         self._flush_lock = trio.Lock()
@@ -98,17 +106,19 @@ class Catalog:
         if found is not None:
             self._objects.move_to_end(digest)
             return found
-        if len(self._objects) >= OBJECTS_IN_MEMORY:
+        if len(self._objects) >= OBJECTS_IN_MEMORY or self._loaded >= COPIES_IN_MEMORY:
             self._forget_some()
         found = self._objects[digest] = CachedObject(object_id)
         return found
 
     def _forget_some(self) -> None:
-        for digest, obj in list(self._objects.items())[: OBJECTS_IN_MEMORY // 8]:
-            if obj.in_use():
+        for digest in list(islice(self._objects, OBJECTS_IN_MEMORY // 8)):
+            obj = self._objects[digest]
+            copies = [c for c in obj.copies.values() if c]
+            if obj.in_use() or any(c.key in self._dirty or c.key in self._flushing for c in copies):
+                self._objects.move_to_end(digest)  # looked at again after all others
                 continue
-            if any(c and (c.key in self._dirty or c.key in self._flushing) for c in obj.copies.values()):
-                continue
+            self._loaded -= len(copies)
             obj.close_files()
             del self._objects[digest]
 
@@ -122,8 +132,10 @@ class Catalog:
         copy = None
         if key not in self._removed and key not in self._flushing:
             copy = self._index.load(key)
-            if copy is not None and self._trust:
-                copy.verified = copy.bitmap
+            if copy is not None:
+                self._loaded += 1
+                if self._trust:
+                    copy.verified = copy.bitmap
         obj.copies[tier, extent] = copy
         return copy
 
@@ -151,10 +163,26 @@ class Catalog:
                 block = copy.extent * BLOCKS_PER_EXTENT + position
                 yield block * self._block_size, block_length(block, copy.object_size, self._block_size)
 
+    def by_digest(self, digest: bytes) -> CachedObject:
+        """The version of which nothing else is known."""
+        return self._get(digest, _Unnamed(digest))
+
     def idle(self, digest: bytes) -> CachedObject | None:
-        """The version by its digest; None while it is in use."""
-        obj = self._get(digest, _Unnamed(digest))
+        """A look at a version by its digest, without remembering that it was looked at; None while it is in use."""
+        obj = self._objects.get(digest)
+        if obj is None:
+            return CachedObject(_Unnamed(digest))  # type: ignore[arg-type]
         return None if obj.in_use() else obj
+
+    def has_copies(self, obj: CachedObject, tier: int) -> bool:
+        """Whether any block of the version is, or is coming, on a tier."""
+        if any(copy for (number, _), copy in obj.copies.items() if number == tier and copy):
+            return True
+        keys = ((tier, obj.id.digest, e) for e in self._index.extents_of(tier, obj.id.digest))
+        return any(
+            key not in self._removed and key not in self._flushing and (tier, key[2]) not in obj.copies
+            for key in keys
+        )
 
     def listed(self, tier: int, after: bytes) -> tuple[list[bytes], bytes]:
         """The next digests that the index has rows of on a tier, and where to go on; none at the end."""
@@ -172,16 +200,18 @@ class Catalog:
                 copy.stored_clock = self._removed.pop(copy.key)
                 self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
+            self._loaded += 1
         return copy
 
     def touch(self, copy: Copy) -> None:
         """Used now, and changed: the next flush writes it."""
         self._clock += 1
         copy.clock = self._clock
-        self._dirty[copy.key] = copy
+        self._dirty.pop(copy.key, None)
+        self._dirty[copy.key] = copy  # in the order of the clock
 
     def touch_if_old(self, copy: Copy) -> bool:
-        """Used now. Once per flush is enough to keep the order, and costs a row a second at most."""
+        """Used now. Once per flush is enough to keep the order: a row a second for each copy in use."""
         if copy.clock > self._recent or not copy.bitmap:
             return False
         self.touch(copy)
@@ -189,41 +219,38 @@ class Catalog:
 
     def changed(self, copy: Copy) -> None:
         """Its blocks changed, its age did not."""
-        self._dirty[copy.key] = copy
+        self._dirty.setdefault(copy.key, copy)
 
     def remove(self, obj: CachedObject, copy: Copy) -> None:
-        obj.copies[copy.tier, copy.extent] = None
+        obj.copies.pop((copy.tier, copy.extent), None)
+        self._loaded -= 1
         self._dirty.pop(copy.key, None)
         self._removed[copy.key] = copy.stored_clock
 
     def oldest(self, tier: int) -> tuple[CachedObject, Copy] | None:
         """The least recently used copy on a tier that nobody is using."""
-        cursor = b""
         # Rows first: whatever was touched since the last flush is younger than every row that is up to date.
         while True:
             queue = self._victims.get(tier)
             if not queue:
-                queue = self._index.oldest(tier, cursor, 256)
+                queue = self._index.oldest(tier, self._cursors.get(tier, b""), 256)
                 if not queue:
                     break
                 queue.reverse()
                 self._victims[tier] = queue
-            cursor, key, clock = queue.pop()
+            self._cursors[tier], key, clock = queue.pop()
             if key in self._removed or key in self._flushing:
                 continue
-            obj = self._get(key[1], _Unnamed(key[1]))
+            obj = self.by_digest(key[1])
             copy = self.copy(obj, key[0], key[2])
             if copy is None:
                 self._removed[key] = clock  # an order row without a copy: its row was damaged
             elif copy.clock == clock and not copy.pins:
                 return obj, copy
-        self._victims.pop(tier, None)
-        young = {key: c for key, c in self._flushing.items() if isinstance(c, Copy)} | self._dirty
-        free = [c for c in young.values() if c.tier == tier and not c.pins and c.bitmap]
-        if not free:
-            return None
-        oldest = min(free, key=lambda c: c.clock)
-        return self._objects[oldest.digest], oldest
+        for young in chain(self._flushing.values(), self._dirty.values()):
+            if isinstance(young, Copy) and young.tier == tier and not young.pins and young.bitmap:
+                return self._objects[young.digest], young
+        return None
 
     # -- the index ---------------------------------------------------------------------------------
 
@@ -246,7 +273,6 @@ class Catalog:
                     gone.append((key, copy.stored_clock))
                     copy.stored_clock = None
             self._flushing = {**saving, **removing}
-            self._victims.clear()
             totals = {
                 t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks)) for t in self._tiers
             }
@@ -264,6 +290,7 @@ class Catalog:
             finally:
                 self._flushing = {}
                 self._victims.clear()
+                self._cursors.clear()
 
     def _take_back(
         self,
@@ -285,10 +312,23 @@ class Catalog:
             else:
                 self._removed.setdefault(key, clock)
 
-    async def aclose(self) -> None:
-        """Flush, then close the index cleanly."""
+    def forget_tier(self, tier: int) -> None:
+        """A tier is given up: whatever it held is no longer anywhere."""
+        for obj in self._objects.values():
+            for key in [key for key in obj.copies if key[0] == tier]:
+                del obj.copies[key]
+            fd = obj.fds.pop(tier, None)
+            if fd is not None:
+                os.close(fd)
+        self._dirty = {key: copy for key, copy in self._dirty.items() if key[0] != tier}
+        self._removed = {key: clock for key, clock in self._removed.items() if key[0] != tier}
+        self._index.forget_tier(tier, b"")
+
+    async def aclose(self, *, trusted: bool) -> None:
+        """Flush, then close the index: cleanly if everything in it was written. `trusted`: its files are on disk, too."""
         with trio.CancelScope(shield=True):
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()
-            await trio.to_thread.run_sync(self._index.close)
+            whole = not self.index_error
+            await trio.to_thread.run_sync(self._index.close, whole, whole and trusted)

@@ -7,15 +7,20 @@ fsynced, from a worker thread); a lost batch after a crash costs a refetch. The 
 
 from __future__ import annotations
 
+import logging
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
 from cachefs.database import Database, Put
+from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT
 from cachefs.store.tier import RAM, SSD
+
+log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct(">QQHB")  # object size, clock, bitmap, number of checksums
 _KEY = struct.Struct(">B16sI")
@@ -33,8 +38,9 @@ class Copy:
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
     logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts who is using
-    the bytes across an await: fills and threaded reads. `forgotten` are blocks dropped meanwhile: their bytes are still
-    in the file, and are given back with the last pin. `first_use` is when an SSD copy was first read in this process.
+    the bytes across an await: fills, moves and threaded reads. `arriving` are blocks that one fill or move is writing;
+    `forgotten` are blocks dropped, whose bytes stay in the file until the last pin is gone. `first_use` is when an SSD
+    copy was first read in this process.
     """
 
     tier: int
@@ -47,6 +53,7 @@ class Copy:
     stored_clock: int | None = None
     pins: int = 0
     first_use: float = 0.0
+    arriving: int = 0
     forgotten: int = 0
     checksums: list[int] = field(default_factory=lambda: [0] * BLOCKS_PER_EXTENT)
 
@@ -87,28 +94,45 @@ class Index:
         self._db = Database(path, ["copies", "order", "meta"], version=f"blocks-1-{block_size}", fsync=True)
         self.dropped = self._db.dropped is not None
         self.was_clean = self._db.was_clean
+        # Never checking checksums is safe only if no daemon since the cache was empty may have left doubtful bytes.
+        self.trusted = self._db.count("copies") == 0 or (
+            self.was_clean and self._db.get("meta", b"trusted") == b"yes"
+        )
+        self._db.write([("meta", b"trusted", None)])
 
     def load(self, key: CopyKey) -> Copy | None:
-        row = self._db.get("copies", pack_key(key))
+        try:
+            row = self._db.get("copies", pack_key(key))
+        except CacheUnusable:
+            return None  # damage met while running: a miss
         return unpack_copy(key, row) if row is not None else None
 
-    def extents_of(self, tier: int, digest: bytes) -> list[int]:
-        """Extent indices of a version that the tier has rows for."""
+    def _scan(self, table: str, start: bytes, stop: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        try:
+            return self._db.scan(table, start, stop, limit)
+        except CacheUnusable as exc:
+            log.warning("%s", exc)
+            return []
+
+    def extents_of(self, tier: int, digest: bytes) -> Iterator[int]:
+        """Extent indices of a version that the tier has rows for, in order, read as they are asked for."""
         start = _KEY.pack(tier, digest, 0)
-        rows = self._db.scan("copies", start, start[:-4] + b"\xff\xff\xff\xff\xff")
-        return [_KEY.unpack(key)[2] for key, _ in rows if len(key) == _KEY.size]
+        stop = start[:-4] + b"\xff\xff\xff\xff\xff"
+        while rows := self._scan("copies", start, stop, 64):
+            yield from (_KEY.unpack(key)[2] for key, _ in rows if len(key) == _KEY.size)
+            start = rows[-1][0] + b"\0"
 
     def digests(self, tier: int, after: bytes, limit: int) -> tuple[list[bytes], bytes]:
         """Digests of the next `limit` rows of a tier behind the cursor `after` (b"" to begin), and the next cursor."""
         start = after + b"\0" if after else _KEY.pack(tier, b"", 0)
-        rows = self._db.scan("copies", start, bytes([tier + 1]), limit)
+        rows = self._scan("copies", start, bytes([tier + 1]), limit)
         found = dict.fromkeys(key[1:17] for key, _ in rows if len(key) == _KEY.size)
         return list(found), rows[-1][0] if rows else b""
 
     def oldest(self, tier: int, after: bytes, limit: int) -> list[tuple[bytes, CopyKey, int]]:
         """(cursor, copy key, stored clock), oldest first; `after` is the previous cursor (b"" to begin)."""
         start = after + b"\0" if after else _CLOCK.pack(tier, 0)
-        rows = self._db.scan("order", start, _CLOCK.pack(tier + 1, 0), limit)
+        rows = self._scan("order", start, _CLOCK.pack(tier + 1, 0), limit)
         return [
             (key, _KEY.unpack(value), _CLOCK.unpack(key)[1])
             for key, value in rows
@@ -161,5 +185,11 @@ class Index:
             puts.append(("meta", b"total%d" % tier, _TOTAL.pack(*total)))
         self._db.write(puts)
 
-    def close(self) -> None:
-        self._db.close()
+    def close(self, whole: bool = True, trusted: bool = False) -> None:
+        """`whole`: everything was written, so the next open may believe it; `trusted`: and all files are on the disk."""
+        try:
+            if trusted and self.trusted:
+                self._db.write([("meta", b"trusted", b"yes")])
+        except (NoRoom, CacheUnusable):
+            pass
+        self._db.close(clean=whole)

@@ -41,20 +41,20 @@ class Moves:
         self._metrics = metrics
         self._now = clock
         self._wake = trio.Event()
-        self._promotions: OrderedDict[CopyKey, CachedObject] = OrderedDict()
+        self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
 
     def filled(self) -> None:
         """RAM has taken something in."""
         if self._ram.used_bytes > SPILL_ABOVE * self._ram.limit_bytes():
             self._wake.set()
 
-    def used(self, obj: CachedObject, copy: Copy) -> None:
+    def used(self, copy: Copy) -> None:
         """A block of an SSD copy was read."""
         now = self._now()
         if not copy.first_use:
             copy.first_use = now
         elif now - copy.first_use >= REUSE_AFTER_S and self._ram.writable():
-            self._promotions[copy.key] = obj
+            self._promotions[copy.key] = None
             self._wake.set()
 
     async def run(self) -> None:
@@ -65,8 +65,9 @@ class Moves:
             if self._ram.used_bytes > SPILL_ABOVE * self._ram.limit_bytes():
                 await self._spill()
             while self._promotions:
-                key, obj = self._promotions.popitem(last=False)
-                copy = obj.copies.get((key[0], key[2]))
+                key, _ = self._promotions.popitem(last=False)
+                obj = self._catalog.by_digest(key[1])
+                copy = self._catalog.copy(obj, key[0], key[2])
                 if copy is not None and copy.bitmap and await self._move(obj, copy, self._ram, evict=False):
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
@@ -88,20 +89,19 @@ class Moves:
                 self._room.drop(obj, copy, copy.bitmap)
 
     async def save_all(self) -> None:
-        """Everything in RAM that SSD has room for. Before a stop."""
+        """Everything in RAM, displacing what SSD has not used for longer. Before a stop."""
         while (victim := self._catalog.oldest(self._ram.number)) is not None:
-            await (
-                trio.lowlevel.checkpoint()
-            )  # where the caller's deadline strikes: never in the middle of a file
+            # Here the caller's deadline strikes: never in the middle of a file.
+            await trio.lowlevel.checkpoint()
             obj, copy = victim
-            if not await self._move(obj, copy, self._ssd, evict=False) and copy.bitmap:
+            if not await self._move(obj, copy, self._ssd, evict=True) and copy.bitmap:
                 return
             self._room.drop(obj, copy, copy.bitmap)
 
     async def _move(self, obj: CachedObject, copy: Copy, to: Tier, *, evict: bool) -> bool:
         """Copy the blocks that `to` lacks into it. False when it has no room for them, or when either side fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
-        wanted = copy.bitmap & ~(target.bitmap if target is not None else 0)
+        wanted = copy.bitmap & ~(target.bitmap | target.arriving if target is not None else 0)
         if not wanted:
             return True
         ranges = list(self._catalog.ranges(copy, wanted))
@@ -116,7 +116,7 @@ class Moves:
             except OSError as exc:
                 self._room.lost(obj, copy, exc)
                 return False
-            return await self._copy_blocks(obj, copy, to, source, ranges, wanted, need)
+            return await self._copy_blocks(obj, copy, to, source, ranges, wanted)
         finally:
             self._room.unpin(obj, copy)
             obj.refs -= 1
@@ -131,7 +131,6 @@ class Moves:
         source: int,
         ranges: list[tuple[int, int]],
         wanted: int,
-        need: int,
     ) -> bool:
         try:
             sink = self._room.file_for_write(obj, to)
@@ -141,36 +140,25 @@ class Moves:
             return False
         target = self._catalog.create(obj, to.number, copy.extent, copy.object_size)
         target.pins += 1
-        to.reserve(need)
+        self._room.reserve(target, wanted)
+        moved = 0
         try:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(_copy_ranges, source, sink, ranges)
-            moved = wanted & ~target.bitmap  # a fill may have brought some meanwhile
-            duplicates = sum(allocated(n) for _, n in self._catalog.ranges(target, wanted & target.bitmap))
-            to.list(need - duplicates)
-            to.give_back(duplicates)
-            target.bitmap |= moved
-            target.verified |= copy.verified & moved  # what was not yet checked stays so
+            moved = wanted & copy.bitmap  # what the source no longer vouches for is doubtful here, too
             for position, checksum in enumerate(copy.checksums):
                 if moved >> position & 1:
                     target.checksums[position] = checksum
-            to.blocks += moved.bit_count()
-            self._room.refilled(target, moved)
-            self._catalog.touch(target)
+            self._room.land(target, moved, copy.verified)
         except _SourceFailed as exc:
             self._room.lost(obj, copy, exc)
-            self._room.punch(obj, to, ranges)
-            to.give_back(need)
-            return False
         except OSError as exc:
             self._metrics.tier_errors += 1
             to.failed(exc)
-            self._room.punch(obj, to, ranges)
-            to.give_back(need)
-            return False
         finally:
+            self._room.abandon(target, wanted & ~moved)
             self._room.unpin(obj, target)
-        return True
+        return bool(moved)
 
 
 class _SourceFailed(OSError):

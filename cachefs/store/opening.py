@@ -66,15 +66,15 @@ def open_store(
             _discard(place / "objects")
     tiers: list[Tier] = []
     wanted = [
-        (RAM, "ram", ram_dir, ram_bytes, 0),
+        (RAM, "ram", ram_dir, ram_bytes, _left_to_others(SHM)),
         (SSD, "ssd", cache_dir, cache_bytes, keep_free_bytes),
     ]
     for number, name, path, cap, keep_free in wanted:
         for rubbish in path.glob("trash-*"):
             _delete_in_background(rubbish)
         if cap < block_size:
-            if number == RAM and path.exists():
-                shutil.rmtree(path, ignore_errors=True)  # of a daemon that was killed: memory nobody counts
+            if number == RAM:
+                _delete_in_background(path / "objects")  # of a daemon that was killed: memory nobody counts
             continue
         try:
             _prepare(number, path)
@@ -95,6 +95,16 @@ def open_store(
         warnings.append("no tier at all: nothing is cached but what the kernel keeps")
     store = Store(index, tiers, block_size, verify, metrics, time.monotonic)
     return Opened(store, state_dir, warnings, temporary)
+
+
+def _left_to_others(place: Path) -> int:
+    """Shared memory that the RAM tier leaves free: in a container there may be 64 MiB of it, and loader workers die of
+    SIGBUS without."""
+    try:
+        stats = os.statvfs(place)
+    except OSError:
+        return 0
+    return min(stats.f_blocks * stats.f_frsize // 2, 1 << 30)
 
 
 def _prepare(number: int, path: Path) -> None:
@@ -134,7 +144,7 @@ def _check_tag(index: Index, tier: Tier) -> None:
     tag = file.read_bytes() if file.exists() else b""
     if not tag or index.tag(tier.number) != tag:
         if index.tag(tier.number) is not None:
-            log.info("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
+            log.debug("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
         tag = uuid.uuid4().bytes
         _discard(tier.path / "objects")
         (tier.path / "objects").mkdir(exist_ok=True)

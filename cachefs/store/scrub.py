@@ -25,7 +25,7 @@ async def scrub(store: Store) -> None:
     for tier in store.tiers:
         changed = 0
         async for digest, on_disk in _rows_then_files(store, tier):
-            changed += abs(store.room.reclaim(tier, digest, on_disk))
+            changed += abs(await store.room.reclaim(tier, digest, on_disk))
             await trio.lowlevel.checkpoint()
         if changed:
             log.info(
@@ -34,7 +34,7 @@ async def scrub(store: Store) -> None:
 
 
 async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[bytes, int]]:
-    """(digest, bytes on disk) of every version that has rows, then of every file."""
+    """(digest, bytes on disk) of every version that has rows, then of every file without."""
     digests, cursor = store.listed(tier, b"")
     while cursor:
         for digest, on_disk in await trio.to_thread.run_sync(_sizes, tier, digests):
@@ -43,7 +43,8 @@ async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[byte
     for number in range(256):
         folder = tier.path / "objects" / f"{number:02x}"
         for digest, on_disk in await trio.to_thread.run_sync(_files, folder):
-            yield digest, on_disk
+            if not store.lists(tier, digest):
+                yield digest, on_disk
 
 
 def _sizes(tier: Tier, digests: list[bytes]) -> list[tuple[bytes, int]]:
@@ -59,13 +60,12 @@ def _sizes(tier: Tier, digests: list[bytes]) -> list[tuple[bytes, int]]:
 def _files(folder: Path) -> list[tuple[bytes, int]]:
     found = []
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                try:
-                    digest = bytes.fromhex(folder.name + entry.name)
-                except ValueError:
-                    continue  # not ours
-                found.append((digest, entry.stat(follow_symlinks=False).st_blocks * 512))
+        names = os.listdir(folder)
     except OSError:
-        pass
+        return []
+    for name in names:
+        try:
+            found.append((bytes.fromhex(folder.name + name), (folder / name).lstat().st_blocks * 512))
+        except (ValueError, OSError):
+            continue  # not ours, or evicted meanwhile
     return found

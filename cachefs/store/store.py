@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -69,7 +68,7 @@ class Store:
         self._check_always = verify == "full"
         self._trusting = verify == "none"
         # After a crash the files may lag behind the index: then every block is checked, whatever was asked for.
-        self._catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.was_clean)
+        self._catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.trusted)
         self.room = Room(self._catalog, self._tier, block_size, metrics)
         self._moves = (
             Moves(self._catalog, self.room, tiers[0], tiers[1], metrics, clock) if len(tiers) == 2 else None
@@ -90,7 +89,13 @@ class Store:
 
     def release(self, obj: CachedObject) -> None:
         obj.refs -= 1
-        if not obj.refs and not obj.flights:
+        if not obj.refs:
+            obj.readahead = None  # the next reader is another
+        self.rest(obj)
+
+    def rest(self, obj: CachedObject) -> None:
+        """Somebody has finished with the object: when nobody uses it, its descriptors go."""
+        if not obj.in_use():
             obj.close_files()
 
     def has(self, obj: CachedObject, block: int) -> bool:
@@ -99,6 +104,11 @@ class Store:
     def listed(self, tier: Tier, after: bytes) -> tuple[list[bytes], bytes]:
         """Digests of versions with rows on a tier, a batch at a time: (digests, cursor); an empty cursor is the end."""
         return self._catalog.listed(tier.number, after)
+
+    def lists(self, tier: Tier, digest: bytes) -> bool:
+        """Whether a version is in use or has rows on a tier."""
+        obj = self._catalog.idle(digest)
+        return obj is None or self._catalog.has_copies(obj, tier.number)
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         """How many bytes of the version lie in any tier."""
@@ -278,13 +288,14 @@ class Store:
         else:
             self._metrics.ssd_hits += blocks
         if self._catalog.touch_if_old(copy) and copy.tier != RAM and self._moves is not None:
-            self._moves.used(obj, copy)
+            self._moves.used(copy)
 
     # -- taking in ---------------------------------------------------------------------------------
 
     def begin_fill(self, obj: CachedObject, start: int, stop: int) -> Fill | None:
         """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None."""
         need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
+        bits = _bits(start, stop)
         for tier in self.tiers:
             last = not any(slower.writable() for slower in self.tiers if slower.number > tier.number)
             if not tier.writable():
@@ -296,6 +307,8 @@ class Store:
                     continue
                 fd = self.room.file_for_write(obj, tier)
                 copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size)
+                if copy.arriving & bits:
+                    continue  # a move is writing them: two writers would not know of each other
                 fill = TierFill(tier, copy, fd, obj.id.size, self.block_size, start, stop)
             except OSError as exc:
                 self._metrics.tier_errors += 1
@@ -304,7 +317,7 @@ class Store:
             finally:
                 obj.refs -= 1
             copy.pins += 1
-            tier.reserve(need)
+            self.room.reserve(copy, bits)
             if tier.number == RAM and self._moves is not None:
                 self._moves.filled()
             return fill
@@ -327,21 +340,12 @@ class Store:
             self._metrics.bypassed_blocks += len(completed)
             return
         assert isinstance(fill, TierFill)
-        copy, tier = fill.copy, fill.tier
+        bits = 0
         for block, checksum in completed:
-            bit = 1 << (block % BLOCKS_PER_EXTENT)
-            size = allocated(block_length(block, obj.id.size, self.block_size))
-            if copy.bitmap & bit:
-                tier.give_back(size)  # a move brought it meanwhile: it is there once
-            else:
-                tier.list(size)
-                tier.blocks += 1
-            self.room.refilled(copy, bit)
-            copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
-            copy.bitmap |= bit
-            copy.verified |= bit
+            fill.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
+            bits |= _bits(block, block + 1)
+        self.room.land(fill.copy, bits, bits)
         self._metrics.admitted_blocks += len(completed)
-        self._catalog.touch(copy)
 
     def end_fill(self, obj: CachedObject, fill: Fill) -> None:
         """The transfer is over, whole or not: settle what landed, give back what did not."""
@@ -350,21 +354,12 @@ class Store:
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier
-        ranges = [
-            (b * self.block_size, block_length(b, obj.id.size, self.block_size))
-            for b in range(fill.start_block + fill.settled, fill.stop_block)
-        ]
-        if ranges:
-            tier.give_back(sum(allocated(length) for _, length in ranges))
-            self.room.punch(
-                obj,
-                tier,
-                [r for r in ranges if not copy.bitmap >> (r[0] // self.block_size % BLOCKS_PER_EXTENT) & 1],
-            )
+        missing = _bits(fill.start_block + fill.settled, fill.stop_block)
+        self.room.abandon(copy, missing)
         if fill.failure is not None:
             self._metrics.tier_errors += 1
             tier.failed(fill.failure)
-        elif tier.errors_in_a_row and not ranges:
+        elif tier.errors_in_a_row and not missing:
             tier.worked()
         self.room.unpin(obj, copy)
         if tier.number == RAM and self._moves is not None:
@@ -379,8 +374,12 @@ class Store:
                 nursery.start_soon(self._moves.run)
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
-                if self.tiers:
-                    self.room.make(self.tiers[-1], 0, evict=True)  # its limit may have sunk
+                # The limit of the last tier may have sunk; a room's worth of victims at a time, for others wait.
+                while self.tiers and not self.room.make(self.tiers[-1], 0, evict=True):
+                    before = self.tiers[-1].used_bytes
+                    await trio.lowlevel.checkpoint()
+                    if self.tiers[-1].used_bytes >= before:
+                        break
                 await self.flush()
 
     async def flush(self) -> None:
@@ -393,13 +392,18 @@ class Store:
         if self._moves is not None:
             with trio.move_on_after(spill_deadline_s, shield=True):
                 await self._moves.save_all()
+        await self.flush()
         ram = self._tier.get(RAM)
-        while ram is not None and (left := self._catalog.oldest(RAM)) is not None:
-            self.room.drop(*left, left[1].bitmap)
-        if self._trusting:
-            # Whoever does not look at checksums relies on the files being as old as the index.
-            for tier in self.tiers:
-                await trio.to_thread.run_sync(tier.sync)
-        await self._catalog.aclose()
         if ram is not None:
-            await trio.to_thread.run_sync(shutil.rmtree, ram.path, True)
+            self._catalog.forget_tier(RAM)
+            await trio.to_thread.run_sync(ram.remove)
+        # Whoever does not look at checksums relies on the files being as old as the index.
+        trusted = self._trusting
+        for tier in self.tiers if trusted else ():
+            trusted = tier is ram or await trio.to_thread.run_sync(tier.sync)
+        await self._catalog.aclose(trusted=trusted)
+
+
+def _bits(start: int, stop: int) -> int:
+    """Blocks [start, stop) of one extent, as bits."""
+    return ((1 << (stop - start)) - 1) << (start % BLOCKS_PER_EXTENT)

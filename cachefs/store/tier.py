@@ -4,9 +4,9 @@
 count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded. `unlisted_bytes` is the part of
 it that no index row will account for after a crash: on its way in, or on its way out.
 
-Health is a small table. An I/O error makes a tier *unstable*: nothing new is written for a while, reads go on and each
-failing one is a miss. Three errors in a row without a success make it *down* until the pause is over; then one write
-probes it. A full disk is not sickness: it lowers the cap to what is there.
+Health: after an I/O error nothing new is written for a while, then fills are tried again; reads go on, each failing one
+is a miss. Three errors without a success between them make it *down* in `status`. A full disk is not sickness: it
+lowers the limit to what is there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,9 +80,12 @@ class Tier:
         try:
             (path / "objects").mkdir(parents=True, exist_ok=True)
             probe = path / "probe"
-            probe.write_bytes(b"x")
+            probe.touch()
             probe.unlink()
         except OSError as exc:
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                self.full()  # what is there can still be read
+                return
             raise CacheUnusable(f"cannot write to the cache directory {path}: {exc.strerror}") from exc
 
     # -- what it may take --------------------------------------------------------------------------
@@ -95,16 +99,15 @@ class Tier:
                 stats = os.statvfs(self.path)
                 self._free_bytes = stats.f_bavail * stats.f_frsize
             except OSError as exc:
-                self.failed(exc)
-                self._free_bytes = 0
+                self.failed(exc)  # and go on with the last reading
             self._used_at_reading = self.used_bytes
         # What this tier took since the reading came out of the same free space.
-        return min(self.cap_bytes, self._used_at_reading + self._free_bytes - self._keep_free_bytes)
+        return max(0, min(self.cap_bytes, self._used_at_reading + self._free_bytes - self._keep_free_bytes))
 
     def full(self) -> None:
-        """The disk said ENOSPC: believe it at once."""
+        """The disk said ENOSPC: believe at once that there is no more than what is used now."""
         self._free_read_at = self._clock()
-        self._free_bytes = 0
+        self._free_bytes = self._keep_free_bytes
         self._used_at_reading = self.used_bytes
 
     def writable(self) -> bool:
@@ -144,15 +147,15 @@ class Tier:
         self.used_bytes += count
         self.unlisted_bytes += count
 
-    def list(self, count: int) -> None:
+    def landed(self, count: int) -> None:
         """Reserved bytes have come: a row speaks of them."""
         self.unlisted_bytes -= count
 
-    def unlist(self, count: int) -> None:
+    def forgot(self, count: int) -> None:
         """No row speaks of these bytes any more, but they are still there."""
         self.unlisted_bytes += count
 
-    def give_back(self, count: int) -> None:
+    def freed(self, count: int) -> None:
         """Unlisted bytes are gone."""
         self.used_bytes -= count
         self.unlisted_bytes -= count
@@ -173,8 +176,12 @@ class Tier:
         except FileNotFoundError:
             if not create:
                 raise
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, flags | os.O_CREAT, 0o600)
+        except OSError as exc:
+            if create or exc.errno != errno.EROFS:
+                raise
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # remounted after an error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags | os.O_CREAT, 0o600)
 
     def unlink(self, digest: bytes) -> None:
         try:
@@ -184,11 +191,24 @@ class Tier:
         except OSError as exc:
             self.failed(exc)
 
-    def sync(self) -> None:
-        """Wait until all its files are on the device. Blocking."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+    def remove(self) -> None:
+        """Give up the whole tier: its files go, and its directory if nothing else lies there. Blocking."""
+        shutil.rmtree(self.path / "objects", ignore_errors=True)
+        (self.path / "tag").unlink(missing_ok=True)
         try:
-            _libc.syncfs(fd)
+            self.path.rmdir()
+        except OSError:
+            pass  # somebody else's files
+
+    def sync(self) -> bool:
+        """Wait until all its files are on the device; False if that failed. Blocking."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return False
+        try:
+            done: int = _libc.syncfs(fd)
+            return done == 0
         finally:
             os.close(fd)
 

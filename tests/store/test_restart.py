@@ -143,7 +143,7 @@ async def test_verify_none_trusts_a_clean_stop_but_not_a_crash(cache_dir: Path) 
     origin = ScriptedOrigin()
     data = content("k", 4 * BLOCK)
     object_id = origin.put("k", data)
-    async with running(cache_dir, origin) as lab:
+    async with running(cache_dir, origin, verify="none") as lab:
         await lab.read(object_id)
     flip_bit(cache_files(cache_dir)[0], random.Random(1), offset=5)
     async with running(cache_dir, origin, verify="none") as lab:
@@ -189,9 +189,6 @@ async def test_files_exchanged_between_two_objects_are_noticed(cache_dir: Path) 
         assert lab.metrics.checksum_failures > 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a pinned copy that loses its last block is never removed: its row outlives it"
-)
 @in_trio
 async def test_two_readers_of_one_bad_block_leave_no_row_that_lies(cache_dir: Path) -> None:
     """Both find the block bad at the same time; after that no restart may take its hole for its bytes."""
@@ -225,7 +222,6 @@ async def test_another_block_size_starts_empty_and_frees_the_old_files(cache_dir
         lab.check_accounts()
 
 
-@pytest.mark.xfail(strict=True, reason="trash-* left by a stop is never deleted")
 @in_trio
 async def test_rubbish_that_an_interrupted_cleaning_left_is_cleaned_by_the_next_start(
     cache_dir: Path,
@@ -241,7 +237,6 @@ async def test_rubbish_that_an_interrupted_cleaning_left_is_cleaned_by_the_next_
         assert not rubbish.exists()
 
 
-@pytest.mark.xfail(strict=True, reason="a tier that is not opened keeps its files for ever")
 @in_trio
 async def test_a_disabled_ram_tier_frees_its_tmpfs(cache_dir: Path) -> None:
     origin = ScriptedOrigin()
@@ -281,9 +276,6 @@ async def pressure(lab: Lab, rng: random.Random, ids: list[object], data: list[b
         assert await lab.read(ids[i], offset, size) == data[i][offset : offset + size]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="totals in the index include reservations of transfers; nothing corrects them"
-)
 @in_trio
 async def test_after_a_crash_in_the_middle_of_transfers_scrub_makes_disk_and_count_one(
     cache_dir: Path,
