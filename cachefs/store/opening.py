@@ -123,7 +123,6 @@ def _open_index(
     for place in (cache_dir, ram_dir, None):
         if place is None:
             place = Path(tempfile.mkdtemp(prefix="cachefs-"))
-            temporary.append(place)
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             index = Index(place / "index", block_size)
@@ -133,6 +132,7 @@ def _open_index(
             first = first or CacheUnusable(str(exc))
             continue
         if first is not None:
+            temporary.append(place)  # the next start looks in the cache directory again
             warnings.append(f"{first}; keeping the index in {place} instead, a restart may be cold")
         return index, place
     raise first or CacheUnusable("no directory can be written")

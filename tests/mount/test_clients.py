@@ -268,7 +268,7 @@ size = os.fstat(fd).st_size
 for half in (0, 1):
     if not os.fork():
         data = b"".join(os.pread(fd, 50000, at) for at in range(half * 50000, size, 100000))
-        print(half, hashlib.md5(data).hexdigest(), flush=True)
+        os.write(1, f"{half} {hashlib.md5(data).hexdigest()}\\n".encode())
         os._exit(0)
 for _ in range(2):
     assert os.wait()[1] == 0

@@ -265,9 +265,6 @@ class TestEnding:
 class TestMemoryAfterwards:
     """A mount that has ended cleanly holds no memory: nobody would know whom to ask for it."""
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason="the RAM tier's directory is left in /dev/shm"
-    )
     def test_nothing_stays_in_shared_memory(self, mounted: Mounted, bucket: Bucket) -> None:
         bucket.put("file", MIB)
         mount = mounted(bucket)
@@ -276,9 +273,6 @@ class TestMemoryAfterwards:
         mount.stop()
         assert not mount.memory.exists()
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason="what the SSD tier cannot take stays in /dev/shm for ever"
-    )
     @pytest.mark.parametrize("size", ["0", "2M"])
     def test_no_block_stays_that_the_ssd_cannot_take(
         self, mounted: Mounted, bucket: Bucket, size: str
@@ -339,14 +333,7 @@ class TestDying:
         "number",
         [
             signal.SIGKILL,
-            pytest.param(
-                signal.SIGTERM,
-                marks=pytest.mark.xfail(
-                    strict=True,
-                    raises=subprocess.TimeoutExpired,
-                    reason="a stop waits for requests in flight, up to --timeout",
-                ),
-            ),
+            signal.SIGTERM,
         ],
         ids=["killed", "stopped"],
     )

@@ -191,9 +191,6 @@ class TestDisks:
         compare_all(mount, bucket)
         mount.stop()
 
-    @pytest.mark.xfail(
-        strict=True, reason="SIGBUS in LMDB: its lock file is mapped on a disk without a free page"
-    )
     def test_a_disk_that_is_full_from_the_start(
         self, mounted: Mounted, bucket: Bucket, small_disk: Callable[[str], Path]
     ) -> None:
