@@ -10,6 +10,7 @@ from cachefs.origin.credentials.azure import AzureCredentials, settings
 from cachefs.origin.listing.azure import ContainerLister
 from cachefs.origin.listing.http import Fetcher
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.signed import SignedReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,14 @@ def azure_client(
     fetcher = Fetcher(stall_s)
     url = f"{place.endpoint}/{place.container}"
     lister = ContainerLister(
-        url, credentials.sign, fetcher, label=place.label, advice=lambda: credentials.advice
+        url,
+        lambda url: credentials.sign("GET", url, {}),
+        fetcher,
+        label=place.label,
+        advice=lambda: credentials.advice,
+    )
+    signed = SignedReader(
+        lambda: url, credentials.sign, fetcher, label=place.label, advice=lambda: credentials.advice
     )
 
     def provide() -> dict[str, Any]:
@@ -86,6 +94,6 @@ def azure_client(
         )
 
     client = ObstoreClient(
-        open_store, lister, label=place.label, credentials=credentials, close=fetcher.close
+        open_store, lister, signed=signed, label=place.label, credentials=credentials, close=fetcher.close
     )
     return client, place.source

@@ -10,8 +10,6 @@ fsspec's own listing cache never expires and its instances are shared; both are 
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +26,7 @@ from cachefs.errors import (
 )
 from cachefs.origin.listing.http import quoted
 from cachefs.origin.obstore_client import made_up
+from cachefs.origin.opened import Opened
 from cachefs.origin.protocol import ListPage, ObjectInfo
 from cachefs.origin.replies import one_line, refusal
 
@@ -48,14 +47,12 @@ class FsspecClient:
         root: str,
         label: str,
         advice: Callable[[], str] = lambda: ENVIRONMENT,
+        credentials: Callable[[], object] = lambda: None,
     ) -> None:
-        self._open_filesystem = open_filesystem
         self._root = root
         self._label = label
         self._advice = advice
-        self._filesystem: Any = None
-        self._opened_at = float("-inf")
-        self._lock = threading.Lock()
+        self._filesystem = Opened(open_filesystem, credentials)
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         """All of the directory, whatever the limit: fsspec has nothing smaller."""
@@ -101,19 +98,14 @@ class FsspecClient:
 
     def renew(self, since: float) -> bool:
         """The next request opens the filesystem anew; whether with other credentials, only the store can tell."""
-        with self._lock:
-            if self._opened_at <= since:
-                self._filesystem = None
+        self._filesystem.forget(since)
         return True
 
     def close(self) -> None:
-        self._filesystem = None
+        self._filesystem.forget()
 
     def _opened(self) -> Any:
-        with self._lock:
-            if self._filesystem is None:
-                self._filesystem, self._opened_at = self._open_filesystem(), time.monotonic()
-            return self._filesystem
+        return self._filesystem.get()
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

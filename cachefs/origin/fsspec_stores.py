@@ -25,7 +25,13 @@ class S3fsClient(FsspecClient):
 
     def __init__(self, bucket: Bucket, stall_s: float) -> None:
         label = f"s3://{bucket.name}"
-        super().__init__(self._s3fs, root=bucket.name, label=label, advice=lambda: bucket.credentials.advice)
+        super().__init__(
+            self._s3fs,
+            root=bucket.name,
+            label=label,
+            advice=lambda: bucket.credentials.advice,
+            credentials=bucket.credentials.current,
+        )
         self._bucket, self._stall_s = bucket, stall_s
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
@@ -64,7 +70,7 @@ class S3fsClient(FsspecClient):
             body.close()
 
     def renew(self, since: float) -> bool:
-        return self._bucket.credentials.renew(since) and super().renew(since)
+        return self._bucket.credentials.renew(since)
 
     def _call(self, key: str, method: str, **arguments: Any) -> Any:
         try:
@@ -110,13 +116,19 @@ class AdlfsClient(FsspecClient):
 
     def __init__(self, container: str, endpoint: str, credentials: AzureCredentials, stall_s: float) -> None:
         label = f"az://{credentials.account}/{container}"
-        super().__init__(self._adlfs, root=container, label=label, advice=lambda: credentials.advice)
+        super().__init__(
+            self._adlfs,
+            root=container,
+            label=label,
+            advice=lambda: credentials.advice,
+            credentials=credentials.current,
+        )
         self._container, self._endpoint = container, endpoint
         self._credentials, self._stall_s = credentials, stall_s
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        async def page() -> tuple[list[Any], str | None]:
-            container = self._opened().service_client.get_container_client(self._container)
+        async def page(service: Any) -> tuple[list[Any], str | None]:
+            container = service.get_container_client(self._container)
             blobs = container.walk_blobs(name_starts_with=prefix, delimiter="/", results_per_page=limit)
             pages = blobs.by_page(continuation_token=token)
             async for found in pages:
@@ -129,8 +141,8 @@ class AdlfsClient(FsspecClient):
         return ListPage(objects, prefixes, next_token or None)
 
     def head(self, key: str) -> ObjectInfo:
-        async def properties() -> Any:
-            blob = self._opened().service_client.get_blob_client(self._container, key)
+        async def properties(service: Any) -> Any:
+            blob = service.get_blob_client(self._container, key)
             return await blob.get_blob_properties()
 
         return _blob(key, self._sync(key, properties))
@@ -140,8 +152,8 @@ class AdlfsClient(FsspecClient):
     ) -> Generator[memoryview | bytes, None, None]:
         from azure.core import MatchConditions
 
-        async def download() -> tuple[str, bytes]:
-            blob = self._opened().service_client.get_blob_client(self._container, key)
+        async def download(service: Any) -> tuple[str, bytes]:
+            blob = service.get_blob_client(self._container, key)
             stream = await blob.download_blob(
                 offset=start,
                 length=stop - start,
@@ -156,13 +168,14 @@ class AdlfsClient(FsspecClient):
         yield data
 
     def renew(self, since: float) -> bool:
-        return self._credentials.renew(since) and super().renew(since)
+        return self._credentials.renew(since)
 
     def _sync(self, key: str, call: Any) -> Any:
         from fsspec.asyn import sync
 
         try:
-            return sync(self._opened().loop, call, timeout=self._stall_s + CONNECT_S)
+            filesystem = self._opened()  # not on fsspec's loop, which opening may wait for
+            return sync(filesystem.loop, call, filesystem.service_client, timeout=self._stall_s + CONNECT_S)
         except Exception as exc:
             raise self._translated(exc, key) from exc
 

@@ -10,6 +10,7 @@ from cachefs.origin.credentials.google import GoogleCredentials
 from cachefs.origin.listing.http import Fetcher
 from cachefs.origin.listing.s3 import BucketLister
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.signed import SignedReader
 
 PUBLIC = "https://storage.googleapis.com"
 
@@ -44,5 +45,14 @@ def google_client(
             **access,
         )
 
-    client = ObstoreClient(open_store, lister, label=label, credentials=credentials, close=fetcher.close)
+    signed = SignedReader(
+        lambda: f"{endpoint}/{name}",
+        lambda method, url, headers: (url, {**headers, **credentials.sign(url)}),
+        fetcher,
+        label=label,
+        advice=lambda: credentials.advice,
+    )
+    client = ObstoreClient(
+        open_store, lister, signed=signed, label=label, credentials=credentials, close=fetcher.close
+    )
     return client, label if endpoint == PUBLIC else f"{label}@{endpoint}"

@@ -2,15 +2,13 @@
 
 Its synchronous calls release the interpreter and run in our worker threads. Its own retries are off: a 503
 must reach the limiter, and a broken body is resumed where it broke, not started again. What it cannot do is
-done elsewhere: listing (see `cachefs.origin.listing`), and keys with empty, `.` or `..` segments, which no
-path can name anyway.
+done elsewhere: listing (see `cachefs.origin.listing`), and reading the keys it cannot name (see
+`cachefs.origin.signed`).
 """
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +17,11 @@ import obstore
 from obstore import exceptions as failures
 
 from cachefs.errors import CachefsError, NotFound, ObjectChanged, PermissionDenied, Transient, Unsupported
-from cachefs.origin.listing.http import CONNECT_S, quoted, seconds_ns
+from cachefs.origin.listing.http import CONNECT_S, authorities, quoted, seconds_ns
+from cachefs.origin.opened import Opened
 from cachefs.origin.protocol import Lister, ListPage, ObjectInfo
 from cachefs.origin.replies import one_line, refusal
+from cachefs.origin.signed import SignedReader, expressible
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -36,8 +36,8 @@ KiB, 0.29 at 256, 0.48 at 1024 (larger ones are put together from smaller by cop
 
 
 class Credentials(Protocol):
-    """What a client needs of a vendor's credentials: to fail clearly before the request does, and to look
-    again."""
+    """What a client needs of a vendor's credentials: to fail clearly before the request does, to tell others
+    from the same (`current` is a value), and to look again."""
 
     def current(self) -> object: ...
     def renew(self, since: float) -> bool: ...
@@ -58,8 +58,9 @@ class Nobody:
 
 
 class ObstoreClient:
-    """One store: `lister` lists, obstore does the rest. `conditional` is whether the store honours If-Match;
-    where it does not, the reply's own version is all there is to compare."""
+    """One store: `lister` lists, `signed` reads the keys that obstore cannot name, obstore does the rest.
+    `conditional` is whether the store honours If-Match; where it does not, the reply's own version is all there is
+    to compare."""
 
     def __init__(
         self,
@@ -67,18 +68,17 @@ class ObstoreClient:
         lister: Lister | None,
         *,
         label: str,
+        signed: SignedReader | None = None,
         credentials: Credentials | None = None,
         conditional: bool = True,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.can_list = lister is not None
-        self._open_store, self._lister, self._label = open_store, lister, label
+        self._lister, self._signed, self._label = lister, signed, label
         self._credentials = credentials or Nobody()
         self._conditional = conditional
         self._close = close
-        self._store: ObjectStore | None = None
-        self._opened_at = float("-inf")
-        self._lock = threading.Lock()
+        self._store = Opened(open_store, self._credentials.current)
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         if self._lister is None:
@@ -86,8 +86,10 @@ class ObstoreClient:
         return self._lister.list_page(prefix, token, start_after, limit)
 
     def head(self, key: str) -> ObjectInfo:
+        if self._signed is not None and not expressible(key):
+            return self._signed.head(key)
         try:
-            meta = obstore.head(self._opened(), key)
+            meta = obstore.head(self._store.get(), key)
         except Exception as exc:
             raise self._translated(exc, key) from exc
         return _info(key, meta)
@@ -95,13 +97,16 @@ class ObstoreClient:
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
+        if self._signed is not None and not expressible(key):
+            yield from self._signed.read(key, etag, start, stop, whole)
+            return
         options: dict[str, Any] = {}
         if self._conditional and not _is_made_up(etag) and not etag.startswith("W/"):
             options["if_match"] = etag
         if not whole:
             options["range"] = (start, stop)
         try:
-            reply = obstore.get(self._opened(), key, options=options)  # type: ignore[arg-type]
+            reply = obstore.get(self._store.get(), key, options=options)  # type: ignore[arg-type]
         except failures.NotSupportedError:
             yield from self._read_without_range(key, etag, start, stop)
             return
@@ -115,22 +120,11 @@ class ObstoreClient:
         yield from self._body(reply, key, stop - start)
 
     def renew(self, since: float) -> bool:
-        renewed = self._credentials.renew(since)
-        with self._lock:
-            if renewed and self._opened_at <= since:
-                self._store = None  # it caches what its provider said
-        return renewed
+        return self._credentials.renew(since)
 
     def close(self) -> None:
-        self._store = None
+        self._store.forget()
         self._close()
-
-    def _opened(self) -> ObjectStore:
-        self._credentials.current()
-        with self._lock:
-            if self._store is None:
-                self._store, self._opened_at = self._open_store(), time.monotonic()
-            return self._store
 
     def _body(
         self, reply: obstore.GetResult, key: str, size: int
@@ -151,7 +145,7 @@ class ObstoreClient:
         """Servers that answer a range with the whole (Python's http.server): read over what was not asked
         for."""
         try:
-            reply = obstore.get(self._opened(), key)
+            reply = obstore.get(self._store.get(), key)
         except Exception as exc:
             raise self._translated(exc, key) from exc
         self._same_version(key, etag, reply.meta)
@@ -194,12 +188,15 @@ class ObstoreClient:
 
 def client_options(stall_s: float) -> Any:
     """Connections that end when the store is silent for `stall_s`; no limit on a body that keeps coming."""
-    return {
+    options: dict[str, Any] = {
         "allow_http": True,
         "connect_timeout": timedelta(seconds=CONNECT_S),
         "read_timeout": timedelta(seconds=stall_s),
         "timeout": timedelta(days=1),
     }
+    if trusted := authorities():
+        options["root_certificate"] = trusted
+    return options
 
 
 def retry_config() -> Any:

@@ -10,6 +10,7 @@ from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.listing.http import Fetcher, Reply
 from cachefs.origin.listing.s3 import BucketLister
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.signed import SignedReader
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -59,14 +60,14 @@ class Bucket:
         self.region = region
         return True
 
-    def sign(self, url: str) -> dict[str, str]:
+    def sign(self, url: str, method: str = "GET") -> dict[str, str]:
         credentials = self.credentials.current()
         if credentials is None:
             return {}
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
 
-        request = AWSRequest("GET", url)
+        request = AWSRequest(method, url)
         S3SigV4Auth(credentials, "s3", self.region).add_auth(request)
         return dict(request.headers.items())
 
@@ -128,9 +129,17 @@ def s3_client(
         advice=lambda: credentials.advice,
         moved=bucket.moved,
     )
+    signed = SignedReader(
+        bucket.url,
+        lambda method, url, headers: (url, {**headers, **bucket.sign(url, method)}),
+        fetcher,
+        label=label,
+        advice=lambda: credentials.advice,
+    )
     client = ObstoreClient(
         lambda: bucket.open_store(stall_s),
         lister,
+        signed=signed,
         label=label,
         credentials=credentials,
         close=fetcher.close,

@@ -127,20 +127,7 @@ def test_every_shown_file_can_be_read(mount: Mount, keys: Bucket) -> None:
         assert (mount.path / key).stat().st_size == 1000 + len(key)
 
 
-@pytest.mark.parametrize(
-    "client",
-    [
-        pytest.param(
-            "auto",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=OSError,
-                reason="shown, but reading is EOPNOTSUPP: obstore refuses control characters",
-            ),
-        ),
-        "fsspec",
-    ],
-)
+@pytest.mark.parametrize("client", ["auto", "fsspec"])
 def test_names_with_control_characters_can_be_read(mounted: Mounted, keys: Bucket, client: str) -> None:
     mount = mounted(keys, client=client)
     mount.allowed.append("that no path can name are hidden")

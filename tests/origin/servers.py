@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -156,12 +157,17 @@ class Directory(Server):
 class Web(Directory):
     lists_sizes = False
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, certificate: Path | None = None, key: Path | None = None) -> None:
         super().__init__(root)
         handler = functools.partial(_Quiet, directory=str(root))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        scheme = "http"
+        if certificate is not None:
+            scheme, context = "https", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, key)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
 
     def stop(self) -> None:
         self._server.shutdown()

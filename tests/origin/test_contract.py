@@ -245,6 +245,51 @@ def test_keys_no_path_can_name(place) -> None:
         server.remove(key)
 
 
+UNNAMED = [
+    "c/\x01",
+    "c/bell\x07 escape\x1b[31m",
+    "c/tab\tname%?#&=+",
+    "c/carriage\rreturn",
+    "c/new\nline",
+    "c/delete\x7f",
+    "c/é\x02日",
+    "c//empty",
+    "/c",
+]
+"""Keys that obstore's paths cannot hold."""
+
+
+def test_reading_keys_no_path_of_obstore_can_hold(place) -> None:
+    server, origin, _ = place
+    if not server.any_key:
+        return
+    keys = [key for key in UNNAMED if "\n" not in key or not isinstance(server, Moto)]
+    for key in keys:
+        server.put(key, key.encode() + LARGE)
+
+    async def use(origin: Origin) -> None:
+        listed = {o.key: o for p in ("c/", "c//", "/") for o in (await origin.list_page(p)).objects}
+        for key in keys:
+            data = key.encode() + LARGE
+            info = await origin.head(key)
+            assert info == listed[key] and info.size == len(data)
+            assert await content(origin, info) == data, key
+            for start, stop in ((0, 1), (5, 600_000), (len(data) - 1, len(data))):
+                assert await content(origin, info, start, stop) == data[start:stop], key
+        with pytest.raises(NotFound):
+            await origin.head("c/missing\x01")
+        old, sink = listed["c/\x01"], Collect()
+        server.put("c/\x01", b"new" * 1000)
+        for stop in (old.size, 100):
+            with pytest.raises(ObjectChanged):
+                await origin.read(old.key, old.etag, 0, stop, sink, whole=stop == old.size)
+        assert sink.data == b"" and origin._metrics.origin_retries == 0
+
+    run(origin(), use)
+    for key in keys:
+        server.remove(key)
+
+
 def test_start_after(place) -> None:
     server, origin, _ = place
 

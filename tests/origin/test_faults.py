@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import trio
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied
+from cachefs.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
 from cachefs.origin import Origin
 from tests.origin.reading import Collect, content, pages, run
 from tests.origin.servers import Lab, aws_env
@@ -70,6 +71,63 @@ def test_faults_that_pass(
             assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
 
     run(store.origin(client, stall_s=0.3), use)
+
+
+@pytest.mark.parametrize(("action", "arguments", "requests"), TABLE, ids=lambda v: str(v))
+def test_faults_that_pass_for_a_key_obstore_cannot_name(
+    store: Lab, action: str, arguments: dict[str, Any], requests: int
+) -> None:
+    store.store.put("bucket", "faulty\x01", BODY)
+
+    async def use(there: Origin) -> None:
+        info = await there.head("faulty\x01")
+        store.store.fault(action, **arguments)
+        assert await content(there, info) == BODY
+        assert gets(store) == requests == there._metrics.origin_get
+        assert there._metrics.origin_throttled == (arguments["count"] if action in ("503", "429") else 0)
+        assert there._metrics.origin_errors == 0 and there._metrics.origin_bytes == SIZE
+        assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
+
+    try:
+        run(store.origin(stall_s=0.3), use)
+    finally:
+        store.store.clear_faults()
+        store.remove("faulty\x01")
+
+
+def test_refusals_for_a_key_obstore_cannot_name(store: Lab) -> None:
+    store.store.put("bucket", "faulty\x01", BODY)
+
+    async def use(there: Origin) -> None:
+        info = await there.head("faulty\x01")
+        for action, error, line in (
+            ("403", PermissionDenied, r"the store answered 403 AccessDenied.*credentials came from"),
+            ("wrong-etag", ObjectChanged, r"the object changed at the store"),
+            ("500", OriginFailed, r"gave up after 6 attempts: .*500 InternalError"),
+        ):
+            store.store.fault(action)
+            for start, stop in ((0, SIZE), (5, 10)):
+                with pytest.raises(error, match=line) as failure:
+                    await content(there, info, start, stop)
+                assert "\n" not in str(failure.value) and "Signature" not in str(failure.value)
+            store.store.clear_faults()
+        for key in ("a/../faulty\x01", "./faulty\x01", "../x"):  # HTTP would ask for another object
+            with pytest.raises(Unsupported):
+                await there.head(key)
+        store.store.reset()
+        sink = Collect()
+        with pytest.raises(RuntimeError):  # a reader that goes away in the middle leaves no connection in use
+            await there.read(info.key, info.etag, 0, SIZE, Leaving())
+        await there.read(info.key, info.etag, 0, SIZE, sink, whole=True)
+        assert sink.data == BODY and gets(store) == 2
+
+    run(store.origin(), use)
+    store.remove("faulty\x01")
+
+
+class Leaving(Collect):
+    def write(self, data: memoryview | bytes) -> None:
+        raise RuntimeError("gone")
 
 
 @pytest.mark.parametrize("action", ["500", "truncate", "reset"])
@@ -200,8 +258,163 @@ def test_a_store_that_is_not_there(client: str, start: Any) -> None:
     assert "\n" not in str(failure.value)
 
 
-def credentials_file(path: Path, key: str) -> None:
-    path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = SECRETSECRET\n")
+def credentials_file(path: Path, key: str, profile: str = "default", token: str = "") -> None:
+    lines = [f"[{profile}]", f"aws_access_key_id = {key}", "aws_secret_access_key = SECRETSECRET"]
+    path.write_text("\n".join(lines + ([f"aws_session_token = {token}"] if token else [])) + "\n")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty credentials file, and no other place to find any."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "credentials"
+    path.write_text("")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    return path
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """One entry each time that environment and files were read anew."""
+    import botocore.session
+
+    found: list[float] = []
+
+    class Counted(botocore.session.Session):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            found.append(time.monotonic())
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(botocore.session, "Session", Counted)
+    return found
+
+
+@pytest.mark.parametrize("key", ["faulty", "faulty\x01"])
+@pytest.mark.parametrize("profile", ["default", "work"])
+def test_new_keys_while_the_first_read_still_opens_its_store(
+    store: Lab, client: str, file: Path, profile: str, key: str
+) -> None:
+    """The listing has the old keys, and the client that reads is opened with them in the very attempt that fails."""
+    store.store.put("bucket", key, BODY)
+    credentials_file(file, "old", profile, token="t1")
+
+    async def use(there: Origin) -> None:
+        info = next(o for o in (await there.list_page("")).objects if o.key == key)
+        for number in range(3):  # and each time again
+            store.store.credentials(allowed=[f"new{number}"], expired=["old"])
+            credentials_file(file, f"new{number}", profile, token=f"t{number}")
+            store.store.reset()
+            assert await content(there, info) == BODY
+            assert gets(store) == 2
+        assert there._metrics.origin_errors == 0
+
+    options = {} if profile == "default" else {"profile": profile}
+    run(store.origin(client, **options), use)
+    if key != "faulty":
+        store.remove(key)
+
+
+def test_an_expired_token_beside_the_same_key(file: Path) -> None:
+    """Temporary credentials may keep their id; the token alone makes them others."""
+    from cachefs.origin.credentials.aws import AwsCredentials
+
+    credentials_file(file, "same", token="first")
+    credentials = AwsCredentials(None, False)
+    assert credentials.current().token == "first"
+    since = time.monotonic()
+    assert not credentials.renew(since)
+    credentials_file(file, "same", token="second")
+    assert credentials.renew(since)
+    assert credentials.current().token == "second"
+    file.write_text("")
+    since = time.monotonic()
+    assert not credentials.renew(since)
+    with pytest.raises(PermissionDenied):
+        credentials.current()
+    since = time.monotonic()
+    credentials_file(file, "same", token="second")  # as before it was gone
+    assert credentials.renew(since)
+
+
+def test_a_wrong_key_that_stays_is_looked_up_once_a_request(
+    store: Lab, client: str, file: Path, looks: list[float]
+) -> None:
+    credentials_file(file, "old")
+
+    async def use(there: Origin) -> None:
+        info = await there.head("faulty")
+        store.store.credentials(allowed=["new"])
+        for _ in range(3):
+            looks.clear()
+            store.store.reset()
+            with pytest.raises(PermissionDenied):
+                await content(there, info)
+            assert (len(looks), gets(store)) == (1, 1)
+        looks.clear()
+        store.store.reset()
+        refused = []
+
+        async def one(at: int) -> None:
+            try:
+                await content(there, info, at, at + 10)
+            except PermissionDenied:
+                refused.append(at)
+
+        async with trio.open_nursery() as nursery:
+            for at in range(20):
+                nursery.start_soon(one, at)
+        assert (len(refused), gets(store)) == (20, 20)
+        assert 1 <= len(looks) <= 20
+
+    run(store.origin(client), use)
+
+
+class Crowded:
+    """A lock that knows how many have come to it."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.came += 1
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("key", ["old", "new"])
+def test_refused_together_means_looking_together(file: Path, looks: list[float], key: str) -> None:
+    """Threads that wait for one reading of the files take its answer; one that was refused later reads anew."""
+    from cachefs.origin.credentials.aws import AwsCredentials
+
+    credentials_file(file, "old")
+    credentials = AwsCredentials(None, False)
+    credentials.current()
+    since = time.monotonic()
+    credentials_file(file, key)
+    looks.clear()
+    answers: list[bool] = []
+    lock = credentials._lock = Crowded()  # type: ignore[assignment]
+    threads = [
+        threading.Thread(target=lambda: answers.append(credentials.renew(since)), daemon=True)
+        for _ in range(20)
+    ]
+    with lock:  # all are refused before the first can look
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            if lock.came == 21:
+                break
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join()
+    assert answers == [key == "new"] * 20
+    assert len(looks) == 1
+    assert credentials.renew(since) is (key == "new")
+    assert len(looks) == (1 if key == "new" else 2)
 
 
 def test_expired_credentials_and_their_renewal(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 
+import obstore
 import pytest
 import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from obstore.store import MemoryStore
 
 from cachefs.origin.bucket import TokenBucket
 from cachefs.origin.limiter import Concurrency, Gate
+from cachefs.origin.opened import Opened
 from cachefs.origin.retry import Backoff
+from cachefs.origin.signed import expressible
 
 
 def test_throttling_halves_once_per_window() -> None:
@@ -141,3 +145,35 @@ def test_takers_of_a_limit_are_served_in_order() -> None:
     bucket = TokenBucket(100.0, 0.0)
     waits = [bucket.take(100, 0.0) for _ in range(3)]
     assert waits == pytest.approx([1.0 - 0.0, 2.0, 3.0], abs=TokenBucket.BURST_S)
+
+
+@given(
+    st.text(st.one_of(st.sampled_from("a./\\%\x00\x1f\x7f\x85\n"), st.characters(codec="utf-8")), min_size=1)
+)
+def test_expressible_is_what_obstore_keeps_as_it_is(key: str) -> None:
+    store = MemoryStore()
+    try:
+        obstore.put(store, key, b"")
+        kept = [found["path"] for page in obstore.list(store) for found in page]
+    except ValueError:
+        kept = []
+    assert expressible(key) == (kept == [key])
+
+
+def test_what_was_opened_with_other_credentials_is_opened_anew() -> None:
+    credentials = "a"
+    opened: list[str] = []
+
+    def open_it() -> int:
+        opened.append(credentials)
+        return len(opened)
+
+    kept = Opened(open_it, lambda: "".join(credentials))
+    assert (kept.get(), kept.get()) == (1, 1)
+    credentials = "b"
+    assert (kept.get(), kept.get()) == (2, 2)
+    kept.forget(since=0.0)  # opened after that
+    assert kept.get() == 2
+    kept.forget()
+    assert kept.get() == 3
+    assert opened == ["a", "b", "b"]

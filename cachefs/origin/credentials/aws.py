@@ -22,6 +22,9 @@ WHERE = {
     "container-role": "the container's role",
 }
 
+UNSEEN = object()
+"""No credentials were looked for yet, which is not the same as none found."""
+
 
 class AwsCredentials:
     """Credentials of one mount. Thread-safe."""
@@ -32,8 +35,8 @@ class AwsCredentials:
         self._lock = threading.Lock()
         self._session: Any = None
         self._found: Any = None
-        self._last: Any = None
-        self._changed_at = float("-inf")
+        self._last: Any = UNSEEN
+        self._changed_at = self._read_at = float("-inf")
         if profile is not None and not anonymous and profile not in self.session().available_profiles:
             known = ", ".join(self.session().available_profiles) or "none"
             raise ConfigError(f"no AWS profile {profile!r}; the config files have: {known}")
@@ -61,37 +64,46 @@ class AwsCredentials:
         """Frozen credentials (access_key, secret_key, token) as they are now; None when anonymous."""
         if self.anonymous:
             return None
-        from botocore.exceptions import BotoCoreError
-
         with self._lock:
-            try:
-                if self._found is None:
-                    self._found = self.session().get_credentials()
-                frozen = self._found and self._found.get_frozen_credentials()
-            except BotoCoreError as exc:
-                raise PermissionDenied(one_line(f"AWS credentials cannot be had: {exc}")) from exc
-            if frozen is None:
-                raise PermissionDenied(
-                    "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a --profile, "
-                    "or use --anonymous for a public bucket"
-                )
-            if frozen != self._last:
-                self._last, self._changed_at = frozen, time.monotonic()
-            return frozen
+            return self._look()
 
     def renew(self, since: float) -> bool:
-        """Read environment and files again, unless another request has just done so. True when that gave other
-        credentials than `since`."""
+        """Read environment and files again, unless others have appeared since `since`, or another request has read
+        them after this one was refused. True when those in use now differ from those at `since`."""
         if self.anonymous:
             return False
-        if self._changed_at <= since:
-            with self._lock:
+        refused_at = time.monotonic()
+        with self._lock:
+            if self._changed_at <= since and self._read_at < refused_at:
+                self._read_at = time.monotonic()
                 self._session = self._found = None
-            try:
-                self.current()
-            except PermissionDenied:
-                return False
-        return self._changed_at > since
+                try:
+                    self._look()
+                except PermissionDenied:
+                    return False
+            return self._changed_at > since
+
+    def _look(self) -> Any:
+        from botocore.exceptions import BotoCoreError
+
+        frozen = None
+        try:
+            if self._found is None:
+                self._found = self.session().get_credentials()
+            frozen = self._found and self._found.get_frozen_credentials()
+        except BotoCoreError as exc:
+            raise PermissionDenied(one_line(f"AWS credentials cannot be had: {exc}")) from exc
+        finally:
+            if frozen != self._last:
+                if self._last is not UNSEEN:  # the first ones are no change: nobody was refused before
+                    self._changed_at = time.monotonic()
+                self._last = frozen
+        if frozen is None:
+            raise PermissionDenied(
+                "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a --profile, "
+                "or use --anonymous for a public bucket"
+            )
+        return frozen
 
     @property
     def advice(self) -> str:

@@ -24,6 +24,12 @@ STORAGE_SCOPE = "https://storage.azure.com/.default"
 API_VERSION = "2021-12-02"
 """The first that marks names which XML cannot carry (`Encoded="true"`) in use everywhere by now."""
 
+SIGNED_HEADERS = (
+    *("Content-Encoding", "Content-Language", "Content-Length", "Content-MD5", "Content-Type", "Date"),
+    *("If-Modified-Since", "If-Match", "If-None-Match", "If-Unmodified-Since", "Range"),
+)
+"""In the order of the text that is signed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:
@@ -94,18 +100,18 @@ class AzureCredentials:
             "AZURE_STORAGE_SAS_TOKEN, or the identity's role Storage Blob Data Reader"
         )
 
-    def sign(self, url: str) -> tuple[str, Mapping[str, str]]:
-        """The URL to use for a GET of `url`, and the headers that authorise it."""
-        headers = {"x-ms-date": format_datetime(datetime.now(UTC), usegmt=True), "x-ms-version": API_VERSION}
+    def sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+        """The URL to use for a request of `url`, and its headers together with those that authorise it."""
+        date = format_datetime(datetime.now(UTC), usegmt=True)
+        headers = {**headers, "x-ms-date": date, "x-ms-version": API_VERSION}
         proof = self.current()
         if proof.sas:
-            return f"{url}&{proof.sas}", headers
+            return f"{url}{'&' if '?' in url else '?'}{proof.sas}", headers
         if proof.token:
             headers["Authorization"] = f"Bearer {proof.token}"
         elif proof.key:
-            headers["Authorization"] = (
-                f"SharedKey {self.account}:{_shared_key(self.account, proof.key, url, headers)}"
-            )
+            signature = _shared_key(self.account, proof.key, method, url, headers)
+            headers["Authorization"] = f"SharedKey {self.account}:{signature}"
         return url, headers
 
     def _token(self) -> Proof:
@@ -127,14 +133,15 @@ class AzureCredentials:
         return Proof(token=token.token, expires_at=datetime.fromtimestamp(token.expires_on, UTC))
 
 
-def _shared_key(account: str, key: str, url: str, headers: Mapping[str, str]) -> str:
-    """The signature of a GET without a body, as Azure's "Authorize with Shared Key" lays down."""
+def _shared_key(account: str, key: str, method: str, url: str, headers: Mapping[str, str]) -> str:
+    """The signature of a request without a body, as Azure's "Authorize with Shared Key" lays down."""
     parts = urlsplit(url)
-    named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+    usual = "".join(f"{headers.get(name, '')}\n" for name in SIGNED_HEADERS)
+    named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
     resource = f"/{account}{parts.path}"
     for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True)):
         resource += f"\n{unquote(name).lower()}:{value}"
-    text = "GET\n" + "\n" * 11 + named + resource
+    text = f"{method}\n{usual}{named}{resource}"
     try:
         secret = base64.b64decode(key, validate=True)
     except binascii.Error as exc:

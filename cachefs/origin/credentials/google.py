@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +13,12 @@ from cachefs.errors import ConfigError, PermissionDenied
 from cachefs.origin.replies import one_line
 
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    token: str = field(repr=False)
+    expires_at: datetime | None
 
 
 class GoogleCredentials:
@@ -30,8 +37,8 @@ class GoogleCredentials:
                     "gs:// needs google-auth: pip install 'cachefs[gcs]', or use --anonymous for a public bucket"
                 ) from exc
 
-    def current(self) -> Any:
-        """google-auth's credentials with a valid token; None when anonymous."""
+    def current(self) -> Token | None:
+        """What google-auth has, renewed when it has expired; None when anonymous."""
         if self.anonymous:
             return None
         import google.auth
@@ -47,7 +54,9 @@ class GoogleCredentials:
                     self._found.refresh(google.auth.transport.urllib3.Request(urllib3.PoolManager()))
             except (GoogleAuthError, OSError) as exc:
                 raise PermissionDenied(one_line(f"no Google credentials: {exc}; {self.advice}")) from exc
-            return self._found
+            expiry = self._found.expiry
+            expires_at = expiry.replace(tzinfo=UTC) if isinstance(expiry, datetime) else None
+            return Token(self._found.token, expires_at)
 
     def sign(self, url: str) -> dict[str, str]:
         found = self.current()
@@ -56,8 +65,9 @@ class GoogleCredentials:
     def provide(self) -> dict[str, Any]:
         """For obstore, which asks again before `expires_at`."""
         found = self.current()
-        expires_at = found.expiry.replace(tzinfo=UTC) if isinstance(found.expiry, datetime) else None
-        return {"token": found.token, "expires_at": expires_at}
+        if found is None:  # cannot be: an anonymous store has no provider
+            raise PermissionDenied("no credentials")
+        return {"token": found.token, "expires_at": found.expires_at}
 
     def renew(self, since: float) -> bool:
         """Files and metadata are read again at the next request."""

@@ -1,20 +1,27 @@
-"""One GET of a listing page, and what may go wrong with it."""
+"""One signed request and its reply, and what may go wrong with it."""
 
 from __future__ import annotations
 
 import os
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from cachefs.errors import Transient
+from cachefs.errors import ConfigError, Transient
 from cachefs.origin.replies import one_line
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
 
 CONNECT_S = 5.0
 """Guessed: a store in reach answers a SYN in milliseconds, one lost packet costs a second."""
+
+CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""Where a user may have named a PEM file of authorities to trust; the first that is set counts, as in botocore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +32,47 @@ class Reply:
 
 
 class Fetcher:
-    """Pooled connections for listings. Thread-safe. `stall_s`: how long the store may stay silent."""
+    """Pooled connections. Thread-safe. `stall_s`: how long the store may stay silent."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
         self._pools: dict[str, Any] = {}
 
     def get(self, url: str, headers: Mapping[str, str]) -> Reply:
-        """The reply, whatever its status; `Transient` when there is none. Redirects are not followed: a
-        signature is good for one host."""
+        """The reply, whatever its status; `Transient` when there is none."""
+        reply = self._request("GET", url, headers, preload_content=True)
+        return Reply(reply.status, reply.headers, reply.data)
+
+    def open(self, method: str, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
+        """The same with the body still to come, through `chunks`. Whoever asked closes it."""
+        return self._request(method, url, headers, preload_content=False)
+
+    def chunks(self, reply: BaseHTTPResponse, size: int, what: str) -> Iterator[bytes]:
+        """The body as the store keeps it; `Transient`, which names `what`, where it breaks."""
         import urllib3
 
-        pool = self._pool(url)
         try:
-            reply = pool.request("GET", url, headers=dict(headers), redirect=False, retries=False)
+            yield from reply.stream(size, decode_content=False)
         except urllib3.exceptions.HTTPError as exc:
-            reason = getattr(exc, "reason", None) or exc
-            host = urlsplit(url).netloc.rpartition("@")[2]
-            raise Transient(one_line(f"{host}: {type(reason).__name__}: {reason}")) from exc
-        return Reply(reply.status, reply.headers, reply.data)
+            raise _broken(what, exc) from exc
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.clear()
+
+    def _request(
+        self, method: str, url: str, headers: Mapping[str, str], *, preload_content: bool
+    ) -> BaseHTTPResponse:
+        """Redirects are not followed: a signature is good for one host."""
+        import urllib3
+
+        how: dict[str, Any] = {"redirect": False, "retries": False, "preload_content": preload_content}
+        pool = self._pool(url)
+        try:
+            reply: BaseHTTPResponse = pool.request(method, url, headers=dict(headers), **how)
+        except urllib3.exceptions.HTTPError as exc:
+            raise _broken(urlsplit(url).netloc.rpartition("@")[2], exc) from exc
+        return reply
 
     def _pool(self, url: str) -> Any:
         import urllib3
@@ -57,14 +82,36 @@ class Fetcher:
         if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
             proxy = ""
         if proxy not in self._pools:
+            if parts.scheme == "https":
+                authorities()  # urllib3 would not say which file it cannot read
             settings: dict[str, Any] = {
                 "timeout": urllib3.Timeout(connect=CONNECT_S, read=self._stall_s),
                 "maxsize": 16,  # connections kept; as many listings as one `find` or `ls -R` keeps going
-                "ca_certs": os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or None,
+                "ca_certs": _authorities_file()[1] or None,
             }
             manager = urllib3.ProxyManager(proxy, **settings) if proxy else urllib3.PoolManager(**settings)
             self._pools[proxy] = manager
         return self._pools[proxy]
+
+
+def authorities() -> bytes | None:
+    """The certificates (PEM) of the authorities that the environment names."""
+    name, path = _authorities_file()
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as exc:
+        raise ConfigError(f"{name}={path} cannot be read ({exc.strerror}): name a PEM file") from exc
+
+
+def _authorities_file() -> tuple[str, str]:
+    """(variable, path), or two empty strings."""
+    named = ((name, os.environ.get(name, "")) for name in CA_VARIABLES)
+    return next(((name, path) for name, path in named if path), ("", ""))
+
+
+def _broken(what: str, exc: Exception) -> Transient:
+    reason = getattr(exc, "reason", None) or exc
+    return Transient(one_line(f"{what}: {type(reason).__name__}: {reason}"))
 
 
 def query(parameters: Mapping[str, str | None]) -> str:
