@@ -196,11 +196,6 @@ class TestCredentials:
         outcome = read(mount.path / "second")
         assert (outcome.errno, outcome.md5) == (0, md5(second))
 
-    @pytest.mark.xfail(
-        strict=True,
-        raises=PermissionError,
-        reason="a client opened in the attempt that failed keeps the old keys: renew() compares times, not keys",
-    )
     def test_new_keys_in_the_credentials_file_are_taken_without_a_restart(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore, tmp_path: Path
     ) -> None:
