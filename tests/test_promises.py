@@ -1,0 +1,296 @@
+"""What README promises under "Behaviour", and the tests that prove it: neither can change without the other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROMISES: dict[str, tuple[str, ...]] = {
+    # When objects change
+    "An open file is one version of its object: once that is replaced or deleted, what is not cached fails with "
+    "ESTALE, and the next open reads the new version or fails with ENOENT.": (
+        "tests/mount/test_consistency.py::TestAnOpenHandle::test_is_not_given_the_bytes_of_another_reader",
+        "tests/mount/test_consistency.py::"
+        "test_many_readers_of_an_object_that_keeps_changing_each_see_one_version",
+        "tests/mount/test_consistency.py::TestAnOpenHandle::test_gets_estale_for_what_is_not_cached",
+        "tests/mount/test_consistency.py::TestAnOpenHandle::test_a_sequential_reader_gets_one_version_or_estale",
+        "tests/mount/test_consistency.py::TestAnOpenHandle::test_of_a_deleted_object_gets_old_bytes_or_estale",
+        "tests/mount/test_faults.py::test_an_object_that_changes_while_it_is_read",
+        "tests/fs/test_changes.py::test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next",
+    ),
+    "A change is seen after `--metadata-ttl` (60 s) by default, at the next open with `strict`, and never with "
+    "`immutable`, not even after a restart.": (
+        "tests/mount/test_consistency.py::TestPresets::test_default_sees_a_change_after_its_ttl",
+        "tests/mount/test_consistency.py::TestPresets::test_default_sees_new_and_deleted_names_after_their_ttl",
+        "tests/mount/test_consistency.py::TestPresets::test_strict_sees_every_change_at_the_next_open",
+        "tests/mount/test_consistency.py::TestPresets::test_immutable_never_asks_again",
+        "tests/fs/test_costs.py::test_after_the_ttl_one_file_costs_one_head",
+    ),
+    "`cachefs refresh` shows changed, new and deleted objects below a path at once, and downloads nothing "
+    "that is still right.": (
+        "tests/mount/test_consistency.py::TestRefresh::test_an_overwritten_object_is_seen_at_once",
+        "tests/mount/test_consistency.py::TestRefresh::test_of_a_directory_means_all_below",
+        "tests/mount/test_consistency.py::TestRefresh::test_of_a_missing_name_finds_it_when_it_has_come",
+        "tests/mount/test_consistency.py::TestRefresh::test_keeps_cached_bytes_that_are_still_right",
+    ),
+    # Names
+    "A listing of 10,000 names costs ten requests; `stat` of each of them, and a second listing within the TTL, "
+    "cost none.": (
+        "tests/fs/test_costs.py::test_ls_of_ten_thousand_names_is_ten_lists_and_none_again",
+        "tests/mount/test_kernel.py::TestMessages::test_a_second_long_listing_asks_the_store_nothing",
+    ),
+    "A name that is missing from a listed directory costs no request.": (
+        "tests/fs/test_costs.py::test_missing_names_in_a_listed_directory_cost_nothing",
+        "tests/mount/test_kernel.py::TestMessages::test_a_missing_name_in_a_listed_directory_costs_no_request",
+    ),
+    "A listing that the store does not finish is EIO or EACCES: never a shorter directory, never a missing file.": (
+        "tests/mount/test_faults.py::test_a_failing_listing_is_an_errno_and_no_absence",
+        "tests/fs/test_changes.py::test_a_listing_that_keeps_failing_never_looks_complete",
+        "tests/fs/test_changes.py::test_a_failure_is_never_an_absence",
+    ),
+    "Keys that no path can name (`..`, `a//b`, more than 255 bytes, an object beside a directory of its name) are "
+    "hidden, counted and logged, and no path leads out of the mount.": (
+        "tests/mount/test_keys.py::test_the_listing_is_exactly_what_the_rules_say",
+        "tests/mount/test_keys.py::test_no_path_leads_to_a_hidden_key",
+        "tests/mount/test_keys.py::test_hidden_keys_are_counted_and_told",
+        "tests/fs/test_keys.py::test_rule",
+    ),
+    # Reading
+    "Ten processes that read one cold object download it once.": (
+        "tests/mount/test_kernel.py::TestMessages::test_ten_processes_reading_one_cold_object_cost_as_much_as_one",
+        "tests/fetch/test_transfers.py::test_ten_readers_of_one_cold_object_cost_what_one_costs",
+    ),
+    "A file in the page cache is read again without a READ message; a small one costs an OPEN and a RELEASE, and "
+    "nothing else.": (
+        "tests/mount/test_kernel.py::TestMessages::test_a_warm_file_is_read_again_without_a_read_message",
+        "tests/mount/test_kernel.py::TestMessages::test_a_warm_small_file_costs_one_open_and_one_release",
+    ),
+    "Whatever the store does (503, silence, bodies cut short, resets), a read gives the right bytes, or an errno "
+    "once nothing has come for `--timeout`.": (
+        "tests/mount/test_faults.py::test_a_read_takes_one_timeout_at_most",
+        "tests/mount/test_faults.py::test_a_reader_gets_right_bytes_or_an_errno_in_time",
+        "tests/mount/test_faults.py::test_a_store_that_goes_away_and_comes_back",
+        "tests/origin/test_wrapper.py::test_progress_renews_the_budget_and_silence_uses_it_up",
+    ),
+    "While the store is down, what is cached is read as before; one file that hangs holds up no other.": (
+        "tests/mount/test_faults.py::test_an_outage_does_not_disturb_cached_data",
+        "tests/mount/test_faults.py::test_a_store_that_hangs_does_not_hold_up_other_files",
+    ),
+    "Expired credentials are EACCES and a log line that says so; renewed ones work at once, without a remount.": (
+        "tests/mount/test_faults.py::TestCredentials::test_expired_ones_are_eacces_and_renewed_ones_work_at_once",
+        "tests/mount/test_faults.py::TestCredentials::"
+        "test_new_keys_in_the_credentials_file_are_taken_without_a_restart",
+        "tests/origin/test_faults.py::test_expired_credentials_and_their_renewal",
+    ),
+    "Every attempt to write is refused with EROFS, and changes nothing.": (
+        "tests/mount/test_readonly.py::TestWriting::test_every_write_is_refused_as_read_only",
+        "tests/mount/test_readonly.py::TestWriting::test_nothing_is_changed_by_trying",
+    ),
+    # The cache
+    "A restart downloads nothing again that the SSD tier has room for, at the same mountpoint or at another.": (
+        "tests/mount/test_lifecycle.py::TestWarmAfterRestart::test_a_clean_restart_asks_for_no_byte_again",
+        "tests/mount/test_lifecycle.py::TestWarmAfterRestart::test_the_cache_is_found_at_another_mountpoint",
+    ),
+    "After `kill -9` in the middle of downloads every byte is right, and most of what was cached needs no second "
+    "download.": (
+        "tests/mount/test_crash.py::test_after_kills_during_fills_every_byte_is_right",
+        "tests/store/test_kill.py::test_kills_in_the_middle_of_transfers_never_make_a_wrong_byte",
+    ),
+    "Damaged cache files are noticed and fetched again; a damaged index costs the cache, not the mount.": (
+        "tests/mount/test_crash.py::test_damage_in_the_cache_is_never_read",
+        "tests/mount/test_crash.py::test_a_damaged_index_costs_the_cache_and_not_the_mount",
+        "tests/store/test_index_damage.py::test_random_bit_flips_in_the_index",
+    ),
+    "A tier never holds more than its cap, and with a cache of any size, or none, every read is answered.": (
+        "tests/store/test_tier_accounting.py::test_counted_bytes_are_the_disks_bytes_and_never_pass_the_cap",
+        "tests/mount/test_pressure.py::test_a_tiny_cache_counts_what_it_holds",
+        "tests/mount/test_pressure.py::test_a_hundred_readers_over_a_cache_of_a_twentieth",
+        "tests/mount/test_pressure.py::test_tiers_can_be_left_out",
+        "tests/fetch/test_small_caches.py::test_any_read_the_kernel_can_send_is_answered",
+    ),
+    "A cache disk that is read-only, full from the start or filled up by others, or gone makes reads slower "
+    "and fails none.": (
+        "tests/mount/test_pressure.py::TestDisks::test_a_read_only_cache_directory",
+        "tests/mount/test_pressure.py::TestDisks::test_a_cache_directory_that_becomes_read_only",
+        "tests/mount/test_pressure.py::TestDisks::test_a_disk_that_is_full_from_the_start",
+        "tests/mount/test_pressure.py::TestDisks::test_a_disk_that_others_fill",
+        "tests/mount/test_pressure.py::test_a_cache_directory_that_vanishes_while_it_is_read",
+    ),
+    "A gibibyte read grows the daemon's own memory by less than 100 MiB; a million names listed, by less than "
+    "130 MB.": (
+        "tests/mount/test_memory.py::test_a_gibibyte_goes_through_sixty_four_mebibytes",
+        "tests/fs/test_memory.py::test_a_million_names_in_a_flat_memory",
+    ),
+    # Coming and going
+    "`cachefs mount` returns once the mount answers, or fails with one line that says why and leaves nothing "
+    "mounted or running.": (
+        "tests/mount/test_lifecycle.py::TestStarting::test_mount_returns_when_the_mount_answers",
+        "tests/mount/test_refusals.py::TestMountpoint",
+        "tests/mount/test_refusals.py::TestStore",
+        "tests/mount/test_refusals.py::TestMachine",
+    ),
+    "A cache directory belongs to one daemon: a second one is refused in one line and disturbs nobody.": (
+        "tests/mount/test_lifecycle.py::TestDying::test_the_answer_to_a_second_daemon_is_one_line",
+        "tests/store/test_restart.py::test_a_second_daemon_on_the_same_directory_is_refused",
+    ),
+    "A mount whose daemon has died is cleaned up by the next `cachefs mount` or `cachefs umount`.": (
+        "tests/mount/test_lifecycle.py::TestDying::test_a_start_over_a_dead_mount_cleans_it",
+        "tests/mount/test_lifecycle.py::TestDying::test_a_dead_mount_is_explained_and_can_be_taken_away",
+        "tests/mount/test_lifecycle.py::TestDying::test_a_dead_mount_with_an_open_file_is_taken_away_too",
+    ),
+    "A busy mount stays and `cachefs umount` names who uses it; with `--lazy` they read on until they close.": (
+        "tests/mount/test_lifecycle.py::TestEnding::test_a_busy_mount_stays_and_its_users_are_named",
+        "tests/mount/test_lifecycle.py::TestEnding::"
+        "test_lazily_with_an_open_file_the_file_can_be_read_to_its_end",
+    ),
+    "`umount`, `fusermount3 -u`, SIGTERM and SIGINT end a mount as cleanly as `cachefs umount`: the SSD tier stays "
+    "warm, no memory stays in use, and who waits for the store gets an errno within seconds.": (
+        "tests/mount/test_lifecycle.py::TestEnding::test_every_way_is_clean_and_keeps_the_cache",
+        "tests/mount/test_lifecycle.py::TestEnding::test_signals_end_a_foreground_mount",
+        "tests/mount/test_lifecycle.py::TestMemoryAfterwards",
+        "tests/mount/test_lifecycle.py::TestDying::test_readers_that_wait_get_an_errno",
+    ),
+    "The demo reads everything twice, compares every byte, makes no request the second time, and leaves nothing "
+    "behind.": (
+        "tests/test_cli.py::test_the_demo",
+        "tests/test_cli.py::test_the_demo_tells_what_differs",
+    ),
+}
+"""A promise, as README has it → the tests that prove it."""
+
+
+def readme_promises() -> list[str]:
+    """The bullets between README's marks, each on one line."""
+    readme = (ROOT / "README.md").read_text()
+    section = re.search(r"<!-- behaviour -->\n(.*?)<!-- /behaviour -->", readme, re.DOTALL)
+    assert section, "README has lost its marks"
+    found: list[str] = []
+    for line in section[1].splitlines():
+        if line.startswith("- "):
+            found.append(line[2:])
+        elif line.startswith("  ") and found:
+            found[-1] += " " + line.strip()
+        elif found:  # a promise in any other dress would escape the table
+            assert not line or re.fullmatch(r"\*\*[^*]+\*\*", line), (
+                f"neither a bullet nor a heading: {line!r}"
+            )
+    return found
+
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def module(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def definitions(node: str) -> list[Definition]:
+    """The classes and the function that `path::Class::test` goes through; fails where one is not there."""
+    path, *names = node.split("::")
+    assert re.fullmatch(r"tests/(\w+/)?test_\w+\.py", path) and names, f"not a test's name: {node}"
+    assert (ROOT / path).is_file(), f"no such file: {node}"
+    found: list[Definition] = []
+    place: ast.Module | Definition = module(path)
+    for name in names:
+        assert name.startswith(("test", "Test")), f"pytest does not collect {name}: {node}"
+        here = [one for one in place.body if isinstance(one, Definition) and one.name == name]
+        assert len(here) == 1, f"{name} is there {len(here)} times: {node}"
+        place = here[0]
+        found.append(place)
+    return found
+
+
+def marks(node: str) -> Iterator[str]:
+    """`skip` and `xfail` wherever they reach this test: on it, in its parameters, on its class or module."""
+    path = node.partition("::")[0]
+    assigned = {
+        target.id: one.value
+        for one in module(path).body
+        if isinstance(one, ast.Assign)
+        for target in one.targets
+        if isinstance(target, ast.Name)
+    }
+    found = definitions(node)
+    reach: list[ast.AST] = [found[-1], *(mark for one in found for mark in one.decorator_list)]
+    reach += [one for outer in found[:-1] for one in outer.body if isinstance(one, ast.Assign)]
+    reach += [assigned[name] for name in ("pytestmark",) if name in assigned]
+    for part in reach:
+        for inner in ast.walk(part):
+            for one in ast.walk(assigned[inner.id]) if getattr(inner, "id", None) in assigned else (inner,):
+                if isinstance(one, ast.Attribute) and one.attr in ("skip", "xfail"):
+                    yield one.attr
+
+
+def test_readme_and_this_table_hold_the_same_promises() -> None:
+    found = readme_promises()
+    assert len(set(found)) == len(found)
+    assert set(found) == set(PROMISES)
+    assert found == list(PROMISES), "the same promises, in another order"
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_every_promise_has_tests_that_run(promise: str) -> None:
+    assert PROMISES[promise]
+    for node in PROMISES[promise]:
+        assert definitions(node)
+        assert not list(marks(node)), f"marked skip or xfail: {node}"
+    assert len(set(PROMISES[promise])) == len(PROMISES[promise])
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "tests/test_promises.py::test_that_never_was",
+        "tests/test_gone.py::test_version",
+        "tests/test_promises.py",
+        "tests/test_promises.py::readme_promises",
+    ],
+)
+def test_a_test_that_is_not_there_is_noticed(node: str) -> None:
+    with pytest.raises(AssertionError):
+        definitions(node)
+
+
+def test_marks_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_marked.py").write_text(
+        """
+import pytest
+slow = pytest.mark.slow
+later = pytest.mark.xfail(strict=True)
+CASES = [1, pytest.param(2, marks=pytest.mark.skip)]
+
+class TestPlain:
+    @slow
+    @pytest.mark.skipif(True, reason="a machine may lack something")
+    def test_good(self): pass
+
+    @later
+    def test_named(self): pass
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_one_case(self, case): pass
+
+@pytest.mark.xfail
+class TestMarked:
+    def test_inside(self): pass
+"""
+    )
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = "tests/test_marked.py"
+    assert not list(marks(f"{path}::TestPlain::test_good"))
+    for name in (
+        "TestPlain::test_named",
+        "TestPlain::test_one_case",
+        "TestMarked::test_inside",
+        "TestMarked",
+    ):
+        assert list(marks(f"{path}::{name}")), name
