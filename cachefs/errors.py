@@ -19,6 +19,10 @@ class NotADirectory(CachefsError):
     """A path component is a file."""
 
 
+class NameTooLong(CachefsError):
+    """A path component of more bytes than a name may have."""
+
+
 class IsADirectory(CachefsError):
     """A file operation met a directory."""
 

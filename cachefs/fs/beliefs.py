@@ -6,6 +6,10 @@ changed since. Lists of single answers are bounded; what falls out of them is as
 
 A request believes what is younger than the TTL or younger than the request itself, so that a TTL of 0 means "look every
 time" and not "never be satisfied".
+
+One open(2) of a strict mount is several requests of the kernel. They make one *burst*: `recent` tells what an answer says
+that came a moment ago. Only what exists is believed so; and of a file, a walk to its name believes nothing but a listing,
+so that an open never rests on an answer from before it began.
 """
 
 from __future__ import annotations
@@ -17,16 +21,24 @@ from cachefs.fs.tree import Directory, Found, Tree, inode_of
 REMEMBERED = 65_536
 """Single answers kept, about 110 bytes each. Guessed: more than the files a job opens within one TTL without listing."""
 
+BURST_S = 0.1
+"""How long ago an answer may have come to belong to the same system call. The kernel's requests for one are less than a
+millisecond apart; a loaded daemon may be a hundred times slower. Longer, and directories would outlive their last key."""
+
 
 class Beliefs:
-    """`ttl` and `negative_ttl` are seconds; a TTL of infinity never looks again."""
+    """`ttl` and `negative_ttl` are seconds; a TTL of infinity never looks again. `burst` is `BURST_S`, or 0 for none."""
 
-    def __init__(self, tree: Tree, clock: Callable[[], float], ttl: float, negative_ttl: float) -> None:
+    def __init__(
+        self, tree: Tree, clock: Callable[[], float], ttl: float, negative_ttl: float, burst: float = 0.0
+    ) -> None:
         self._tree = tree
         self._clock = clock
         self.ttl = ttl
         self.negative_ttl = negative_ttl
-        self._checked: dict[int, float] = {}
+        self._burst = burst
+        self._checked: dict[int, float] = {}  # when the question was asked
+        self._arrived: dict[int, float] = {}  # when the answer came; kept only for bursts
         self._stale: dict[int, float] = {}
         self._absent: dict[tuple[int, bytes], float] = {}
 
@@ -81,6 +93,34 @@ class Beliefs:
                 return until - now
         return None
 
+    def recent(
+        self, directory: Directory, name: bytes, *, answers: bool = True, listings: bool = True
+    ) -> Found | None:
+        """A name that exists by an answer of this burst: one about that very name, or a listing. A directory exists, too,
+        when something below it does."""
+        now = self._clock()
+        cover = self.coverage(directory, name) if listings else None
+        if cover is not None and cover[1] < now - self._burst:
+            cover = None
+        as_dir, as_file = self._tree.find(directory, name)
+        for row, is_dir in ((as_dir, True), (as_file, False)):
+            if row is None:
+                continue
+            ino = inode_of(directory, name, row)
+            listed = cover is not None and row.generation >= cover[0]
+            answered = (answers or is_dir) and self._arrived.get(ino, float("-inf")) >= now - self._burst
+            if listed or answered:
+                return None if not row.known or ino in self._stale else Found(ino, is_dir, row, now)
+        return None
+
+    def end_burst(self, ino: int) -> None:
+        """What comes next must not take an older answer for one of its own."""
+        self._arrived.pop(ino, None)
+
+    def was_asked(self, ino: int) -> bool:
+        """Whether there was an answer about this very name, however old."""
+        return ino in self._checked
+
     def note_answer(self, directory: Directory, name: bytes, ino: int | None, asked_at: float) -> None:
         """An answer about one name came; `ino` is None when there is nothing."""
         if ino is None:
@@ -90,6 +130,18 @@ class Beliefs:
         if self._stale.get(ino, 0.0) <= asked_at:
             self._stale.pop(ino, None)
         _put(self._checked, ino, asked_at)
+        if self._burst:
+            _put(self._arrived, ino, self._clock())
+            self.note_below(directory)
+
+    def note_below(self, directory: Directory) -> None:
+        """Something was just shown in `directory`: it exists, and so do those above it."""
+        if not self._burst:
+            return
+        now, above = self._clock(), directory
+        while above.parent is not None:
+            _put(self._arrived, above.ino, now)
+            above = above.parent
 
     def note_page(self, inos: list[int], asked_at: float) -> None:
         """A listing showed these."""
@@ -101,10 +153,12 @@ class Beliefs:
     def doubt(self, ino: int) -> None:
         """Something is known to have changed there: do not believe what is written."""
         self._checked.pop(ino, None)
+        self._arrived.pop(ino, None)
         if len(self._stale) >= REMEMBERED and ino not in self._stale:
             # Too many to remember: doubt everything that was listed up to now (the TTL would, a little later).
             self._stale.clear()
             self._checked.clear()
+            self._arrived.clear()
             self._tree.refresh(self._tree.root)
         self._stale[ino] = self._clock()
 
@@ -114,6 +168,7 @@ class Beliefs:
     def forget_answers(self) -> None:
         """Somebody asked to look again somewhere: drop all single answers, which are cheap to ask for again."""
         self._checked.clear()
+        self._arrived.clear()
         self._absent.clear()
 
 

@@ -1,15 +1,22 @@
 """Open files: handles, and what makes two versions of one object never meet in the kernel's page cache.
 
-The kernel keeps pages per inode, not per handle. So as soon as a version is opened, handles of an older version of that
-inode are superseded: their reads fail, lest they put old bytes where the new reader looks. And the first open after a
-change tells the kernel to drop what it has.
+The kernel keeps pages per inode number, not per handle, and gives them out without asking. So the law is: all handles
+that are open under one number are of one version. While a number is held by readers of an older version, the current one
+is shown under another number, an *alias*, made for that version alone. When the readers of the old version are gone, the
+name is shown under its own number again, and the first open tells the kernel to drop the pages it has of it.
+
+An alias leads back to its file through a table in memory. What falls out of that table, and an alias whose version is not
+the current one any more, is answered with `ObjectChanged`: ESTALE makes the kernel walk the path again, asking for each
+name, and then it finds the number that is right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cachefs.errors import NotFound
+from cachefs.errors import NotFound, ObjectChanged
+from cachefs.fs.inodes import FIRST_ALIAS, alias_of, next_alias
 
 if TYPE_CHECKING:
     from cachefs.fs.reader import Reader
@@ -20,12 +27,25 @@ CHANGES_REMEMBERED = 65_536
 """Inodes known to have changed and not opened since, about 70 bytes each. Guessed; beyond it the oldest rely on the
 invalidation that was sent to the kernel when the change was seen."""
 
+SETTLED_S = 1.0
+"""The kernel drops pages after it has our answer to an open. Who opens beside that must not be told to keep them, for as
+long as the first may take to run. Guessed."""
+
+NOT_OPENED = float("inf")
+
+ALIASES_REMEMBERED = 16_384
+"""Aliases, about 300 bytes each. Guessed: more than the files that change while they are open. Beyond it the oldest are
+looked up anew; a handle that is still open under one can be read, but not looked at (fstat)."""
+
 
 class FileHandle:
-    __slots__ = ("counted", "ino", "object", "opened", "pid", "size", "superseded")
+    """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias."""
 
-    def __init__(self, ino: int, obj: ObjectId, opened: Any, pid: int) -> None:
+    __slots__ = ("counted", "ino", "object", "opened", "pid", "size", "stable", "superseded")
+
+    def __init__(self, ino: int, stable: int, obj: ObjectId, opened: Any, pid: int) -> None:
         self.ino = ino
+        self.stable = stable
         self.object = obj
         self.size = obj.size
         self.opened = opened
@@ -35,34 +55,93 @@ class FileHandle:
 
 
 class OpenFiles:
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, clock: Callable[[], float]) -> None:
         self._reader = reader
+        self._clock = clock
         self._next = 1
         self._handles: dict[int, FileHandle] = {}
         self._by_ino: dict[int, list[FileHandle]] = {}
-        self._changed: dict[int, None] = {}
+        self._under_alias: dict[int, list[FileHandle]] = {}  # by the number of the path
+        self._aliases: dict[int, tuple[int, str, int]] = {}  # alias → (number of the path, etag, size)
+        self._changed: dict[int, float] = {}  # until when an open makes the kernel drop its pages
 
     def __len__(self) -> int:
         return len(self._handles)
 
+    # -- numbers -----------------------------------------------------------------------------------
+
+    def stable(self, ino: int) -> int:
+        """The number of the path that is shown as `ino`. Raises `ObjectChanged` for an alias that is forgotten."""
+        if ino < FIRST_ALIAS:
+            return ino
+        try:
+            return self._aliases[ino][0]
+        except KeyError:
+            raise ObjectChanged(f"alias {ino} is forgotten") from None
+
+    def shown(self, stable: int, etag: str, size: int) -> int:
+        """The number under which this version of a file is shown."""
+        others = self._by_ino.get(stable)
+        if others is None:
+            return stable
+        held = others[0].object
+        if held.etag == etag and held.size == size:
+            return stable
+        wanted = (stable, etag, size)
+        alias = alias_of(*wanted)
+        while (found := self._aliases.get(alias)) is not None and found != wanted:
+            alias = next_alias(alias)
+        if found is None:
+            self._aliases[alias] = wanted
+            if len(self._aliases) > ALIASES_REMEMBERED:
+                del self._aliases[next(iter(self._aliases))]
+        return alias
+
+    def fits(self, ino: int, etag: str, size: int) -> bool:
+        """Whether `ino` may stand for this version of its file."""
+        if ino >= FIRST_ALIAS:
+            return self._aliases.get(ino, (0, "", -1))[1:] == (etag, size)
+        others = self._by_ino.get(ino)
+        return others is None or (others[0].object.etag, others[0].object.size) == (etag, size)
+
+    def held(self, ino: int) -> bool:
+        """Whether handles are open under this very number: then its pages are of their version, and right."""
+        return ino in self._by_ino
+
+    def live(self, ino: int) -> bool:
+        """Whether a handle is open under this very number that nothing is known against."""
+        others = self._by_ino.get(ino)
+        return others is not None and not others[0].superseded
+
+    # -- handles -----------------------------------------------------------------------------------
+
     def open(self, ino: int, origin: Origin, obj: ObjectId, pid: int) -> tuple[int, bool]:
         """A handle, and whether pages the kernel has of this inode are of this version.
 
-        Pages cannot be older than the mount, and every change since is noted, so "not noted" means they are."""
-        keep = True
-        if self._changed and ino in self._changed:
-            del self._changed[ino]
-            keep = False
-        handle = FileHandle(ino, obj, self._reader.open(origin, obj), pid)
+        Pages cannot be older than the mount, and every change since is noted, so "not noted" means they are. Raises
+        `ObjectChanged` when handles of another version are open under this number."""
         others = self._by_ino.get(ino)
+        if others is not None and others[0].object is not obj and others[0].object != obj:
+            self.note_change(ino)
+            raise ObjectChanged(f"{obj.key} is open in an older version: look it up again")
+        stable = ino if ino < FIRST_ALIAS else self.stable(ino)
+        keep = True
+        if self._changed and (until := self._changed.get(ino)) is not None:
+            now = self._clock()
+            if until == NOT_OPENED:
+                self._changed[ino] = now + SETTLED_S
+            elif now > until:
+                del self._changed[ino]
+            keep = now > until
+        handle = FileHandle(ino, stable, obj, self._reader.open(origin, obj), pid)
         if others is None:
             self._by_ino[ino] = [handle]
         else:
-            for other in others:
-                if other.object != obj and not other.superseded:
-                    other.superseded = True
-                    keep = False
             others.append(handle)
+        if stable != ino:
+            self.supersede(stable, obj.etag, obj.size)
+            self.note_change(stable)
+            self._under_alias.setdefault(stable, []).append(handle)
         fh = self._next
         self._next = fh + 1
         self._handles[fh] = handle
@@ -74,13 +153,17 @@ class OpenFiles:
         except KeyError:
             raise NotFound(f"no file handle {fh}") from None
 
-    def of(self, ino: int) -> list[FileHandle]:
-        return self._by_ino.get(ino, [])
+    def supersede(self, stable: int, etag: str, size: int) -> None:
+        """This is the current version of a file: handles of others are at their end."""
+        for handles in (self._by_ino.get(stable, ()), self._under_alias.get(stable, ())):
+            for handle in handles:
+                if handle.object.etag != etag or handle.object.size != size:
+                    handle.superseded = True
 
     def note_change(self, ino: int) -> None:
         """The kernel may have pages of an older version."""
         self._changed.pop(ino, None)
-        self._changed[ino] = None
+        self._changed[ino] = NOT_OPENED
         if len(self._changed) > CHANGES_REMEMBERED:
             del self._changed[next(iter(self._changed))]
 
@@ -88,13 +171,19 @@ class OpenFiles:
         handle = self._handles.pop(fh, None)
         if handle is None:
             return
-        others = self._by_ino[handle.ino]
-        if len(others) == 1:
-            del self._by_ino[handle.ino]
-        else:
-            others.remove(handle)
+        _remove(self._by_ino, handle.ino, handle)
+        if handle.ino >= FIRST_ALIAS:
+            _remove(self._under_alias, handle.stable, handle)
         self._reader.close(handle.opened)
 
     def close(self) -> None:
         for fh in list(self._handles):
             self.release(fh)
+
+
+def _remove(table: dict[int, list[FileHandle]], key: int, handle: FileHandle) -> None:
+    handles = table[key]
+    if len(handles) == 1:
+        del table[key]
+    else:
+        handles.remove(handle)

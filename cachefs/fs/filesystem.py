@@ -4,7 +4,7 @@
 have to wait. Everything else is delegation: names to `looking`, directories to `directories`, bytes to the `Reader`.
 
 Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
-given out. So `forget` has nothing to do, and nothing can leak.
+given out. So `forget` has nothing to do, and nothing can leak. The exception are aliases (`files`): few, and bounded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import trio
 
 from cachefs.database import Database
-from cachefs.errors import CachefsError, IsADirectory, NotFound, ObjectChanged, ReadOnly
+from cachefs.errors import CachefsError, IsADirectory, NameTooLong, NotFound, ObjectChanged, ReadOnly
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, Attributes, Entry, Options, Space
-from cachefs.fs.beliefs import Beliefs
+from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
 from cachefs.fs.files import FileHandle, OpenFiles
-from cachefs.fs.inodes import ROOT
+from cachefs.fs.inodes import FIRST_ALIAS, ROOT
 from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in, nameable
 from cachefs.fs.listing import Lister
 from cachefs.fs.looking import Looker
@@ -42,7 +42,7 @@ WARM_OPENS = 16_384
 """Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
 
 InvalidateHook = Callable[[int, int, bytes], None]
-"""(ino, parent, name): whatever the kernel keeps of this inode and this name is out of date."""
+"""(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name is out of date."""
 
 
 class FileSystem:
@@ -64,11 +64,15 @@ class FileSystem:
         self._reader = reader
         self._tree = Tree(database, volumes)
         ttl = float("inf") if options.immutable else options.metadata_ttl
-        self._beliefs = Beliefs(self._tree, clock, ttl, options.negative_ttl)
+        # Strict, every name of a path walk comes by: what the walk was told a moment ago need not be asked again.
+        self._strict = options.revalidate_at_open and not ttl
+        self._beliefs = Beliefs(
+            self._tree, clock, ttl, options.negative_ttl, BURST_S if self._strict else 0.0
+        )
         self._lister = Lister(self._tree, self._beliefs, metrics, clock, self._changed)
         self._looker = Looker(self._tree, self._beliefs, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
-        self._files = OpenFiles(reader)
+        self._files = OpenFiles(reader, clock)
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
         # What lately opened files are, and until when that is believed. Dropped whole on any news.
@@ -79,25 +83,43 @@ class FileSystem:
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
-        """Attributes and for how many seconds they hold. Raises `NotFound`."""
+        """Attributes and for how many seconds they hold. Raises `NotFound`; `ObjectChanged` when `ino` stands for a
+        version that is not the current one."""
         if ino == ROOT:
             return self._root()
-        directory, mark = self._tree.locate(ino)
-        found = self._looker.now(directory, name_in(mark))
-        if found is None:
+        directory, mark = self._locate(ino)
+        name = name_in(mark)
+        found = self._looker.now(directory, name)
+        if found is None and self._strict:
+            found = self._beliefs.recent(directory, name) or self._opened(directory, name, ino)
+        return None if found is None else self._known(ino, found)
+
+    def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
+        """An open file is what it was when it was opened: the next walk to its name asks whether it still is."""
+        if not self._files.live(ino):
             return None
-        return self._known(ino, found)
+        row = self._tree.row(directory, name)
+        if row is None or not row.known or not self._files.fits(ino, row.etag, row.size):
+            return None
+        return Found(self._files.stable(ino), False, row, self._clock())
 
     async def getattr(self, ino: int) -> tuple[Attributes, float]:
         """The same, looking where necessary."""
         if ino == ROOT:
             return self._root()
-        directory, mark = self._tree.locate(ino)
+        directory, mark = self._locate(ino)
         return self._known(ino, await self._looker.look(directory, name_in(mark)))
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
-        found = self._looker.now(self._tree.directory(parent), name)
+        directory = self._tree.directory(parent)
+        found = self._looker.now(directory, name)
+        if self._strict:
+            # A listing that has just shown a file will do, but then its open has to ask: what the last walk was told is old.
+            if found is None:
+                found = self._beliefs.recent(directory, name, answers=False)
+            if isinstance(found, Found) and not found.is_dir:
+                self._beliefs.end_burst(found.ino)
         if found is None:
             return None
         if not isinstance(found, Found):
@@ -109,7 +131,8 @@ class FileSystem:
         found = self.lookup_now(parent, name)
         if found is not None:
             return found
-        return self._answer(await self._looker.look(self._tree.directory(parent), name))
+        directory = self._tree.directory(parent)
+        return self._answer(await self._looker.look(directory, name, share=not self._strict))
 
     def forget(self, ino: int, nlookup: int) -> None:
         """Nothing to do: see above."""
@@ -118,9 +141,8 @@ class FileSystem:
         return self._shape(ROOT, True, _NO_ROW), FOREVER
 
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
-        if isinstance(found, Found) and found.ino == ino:
-            return self._shape(ino, found.is_dir, found.row), self._seconds_until(found.until)
-        raise NotFound(f"inode {ino} is gone")
+        found = self._check(ino, found)
+        return self._attributes(ino, found.is_dir, found.row), self._seconds_until(found.until)
 
     def _answer(self, found: Found | float) -> tuple[Attributes | None, float]:
         if isinstance(found, Found):
@@ -130,7 +152,35 @@ class FileSystem:
     def _seconds_until(self, until: float) -> float:
         return max(0.0, min(until - self._clock(), FOREVER))
 
+    def _locate(self, ino: int) -> tuple[Directory, bytes]:
+        """Where a number (not the root) leads: the directory and the mark in it."""
+        try:
+            return self._tree.locate(ino if ino < FIRST_ALIAS else self._files.stable(ino))
+        except NotFound:
+            raise self._gone(ino) from None
+
+    def _gone(self, ino: int) -> CachefsError:
+        """Nothing is there any more: ESTALE to its readers; who comes by the name finds out that it is missing."""
+        if self._files.held(ino):
+            return ObjectChanged(f"inode {ino} was removed while it was open")
+        return NotFound(f"inode {ino} is gone")
+
+    def _check(self, ino: int, found: Found | float) -> Found:
+        """What was found, if `ino` is a right number for it."""
+        if not isinstance(found, Found) or found.ino != self._files.stable(ino):
+            raise self._gone(ino)
+        if found.is_dir:
+            if ino != found.ino:
+                raise ObjectChanged(f"inode {ino} has become a directory")
+        elif not self._files.fits(ino, found.row.etag, found.row.size):
+            raise ObjectChanged(f"inode {ino} stands for another version")
+        return found
+
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
+        """What is shown of a name: the number may be an alias."""
+        return self._attributes(ino if is_dir else self._files.shown(ino, row.etag, row.size), is_dir, row)
+
+    def _attributes(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         options = self._options
         if is_dir:
             return Attributes(ino, self._dir_mode, 2, DIRECTORY_SIZE, row.mtime_ns, options.uid, options.gid)
@@ -159,25 +209,32 @@ class FileSystem:
     # -- files -------------------------------------------------------------------------------------
 
     def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, bool] | None:
-        """A handle, and whether the kernel may keep the pages it has of this inode."""
+        """A handle, and whether the kernel may keep the pages it has of this inode. Raises `ObjectChanged` when the
+        current version is shown under another number."""
         if flags & _WRITING:
             raise ReadOnly("the mount is read-only")
         if ino == ROOT:
             raise IsADirectory("the root is a directory")
         if self._options.revalidate_at_open:
-            return None
+            return self._open_answered(ino, pid) if self._strict else None
         warm = self._warm.get(ino)
         if warm is not None and warm[0] > self._clock():
             return self._files.open(ino, warm[1], warm[2], pid)
-        directory, mark = self._tree.locate(ino)
+        directory, mark = self._locate(ino)
         found = self._looker.now(directory, name_in(mark))
+        return None if found is None else self._open(directory, mark, ino, found, pid)
+
+    def _open_answered(self, ino: int, pid: int) -> tuple[int, bool] | None:
+        """A handle, when the walk that led here has just asked for this very object."""
+        directory, mark = self._locate(ino)
+        found = self._beliefs.recent(directory, name_in(mark), listings=False)
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> tuple[int, bool]:
         opened = self.open_now(ino, flags, pid)
         if opened is not None:
             return opened
-        directory, mark = self._tree.locate(ino)
+        directory, mark = self._locate(ino)
         name = name_in(mark)
         if self._options.revalidate_at_open and not mark.endswith(b"/"):
             found = await self._looker.ask(directory, name, share=False)
@@ -188,16 +245,16 @@ class FileSystem:
     def _open(
         self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int
     ) -> tuple[int, bool]:
-        if not isinstance(found, Found) or found.ino != ino:
-            raise NotFound(f"inode {ino} is gone")
+        found = self._check(ino, found)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         assert directory.origin is not None
         obj = _object(directory, mark, found.row)
+        opened = self._files.open(ino, directory.origin, obj, pid)
         if len(self._warm) >= WARM_OPENS:
             self._warm.clear()
         self._warm[ino] = (found.until, directory.origin, obj)
-        return self._files.open(ino, directory.origin, obj, pid)
+        return opened
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
         """Bytes, clipped to the object; None when `read` has to be awaited."""
@@ -240,27 +297,28 @@ class FileSystem:
         if not handle.superseded:
             handle.superseded = True
             self._warm.clear()
-            self._beliefs.doubt(handle.ino)
-            self._files.note_change(handle.ino)
-            self._invalidate(handle.ino)
+            self._beliefs.doubt(handle.stable)
+            self._files.note_change(handle.stable)
+            self._invalidate(handle.stable)
         return ObjectChanged(f"{handle.object.key} was replaced or removed while it was open")
 
     # -- extended attributes -----------------------------------------------------------------------
 
     def listxattr(self, ino: int) -> list[bytes]:
-        is_dir = ino == ROOT or self._tree.locate(ino)[1].endswith(b"/")
+        is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
         return list(xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES)
 
     async def getxattr(self, ino: int, name: bytes) -> bytes:
         """The value as text. Raises `NoAttribute`."""
         if not name.startswith(xattrs.PREFIX) or name not in self.listxattr(ino):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
-        if ino == ROOT or self._tree.locate(ino)[1].endswith(b"/"):
+        if ino == ROOT or self._locate(ino)[1].endswith(b"/"):
             directory = self._tree.directory(ino)
             return xattrs.of_directory(directory, self._beliefs.whole(directory), name)
-        directory, mark = self._tree.locate(ino)
+        directory, mark = self._locate(ino)
         found = await self._looker.look(directory, name_in(mark))
-        if not isinstance(found, Found) or found.is_dir:
+        found = self._check(ino, found)
+        if found.is_dir:
             raise NotFound(f"inode {ino} is gone")
         return xattrs.of_file(_object(directory, mark, found.row), self._reader, name)
 
@@ -271,8 +329,8 @@ class FileSystem:
         if ino == ROOT:
             await self._refresh_directory(self._tree.root)
             return
-        directory, mark = self._tree.locate(ino)
-        await self._refresh(directory, mark, ino)
+        directory, mark = self._locate(ino)
+        await self._refresh(directory, mark, self._files.stable(ino))
 
     # -- looking again -----------------------------------------------------------------------------
 
@@ -281,6 +339,8 @@ class FileSystem:
         directory = self._tree.root
         names = [name for name in os.fsencode(path).split(b"/") if name not in (b"", b".")]
         for index, name in enumerate(names):
+            if len(name) > MAX_NAME:
+                raise NameTooLong(f"a name of {len(name)} bytes")
             if not nameable(name):
                 raise NotFound(f"no such path: {path}")
             as_dir, as_file = self._tree.find(directory, name)
@@ -306,7 +366,7 @@ class FileSystem:
         if mark.endswith(b"/"):
             await self._refresh_directory(self._tree.directory(ino))
         else:
-            self.on_invalidate(ino, directory.ino, mark)
+            self._tell(directory, ino, mark)
 
     async def _disbelieve(self, directory: Directory) -> None:
         self._warm.clear()
@@ -325,7 +385,7 @@ class FileSystem:
             rows = self._tree.scan(directory, after, 1000)
             for mark, row in rows:
                 name = name_in(mark)
-                self.on_invalidate(inode_of(directory, name, row), directory.ino, name)
+                self._tell(directory, inode_of(directory, name, row), name)
             after = rows[-1][0] if len(rows) == 1000 else None
             await trio.lowlevel.checkpoint()
 
@@ -333,23 +393,26 @@ class FileSystem:
         """What is written about a name has just changed: it is another version, another kind, or gone."""
         self._warm.clear()
         row = self._tree.row(directory, name)
-        current = None if row is None or not row.known else _object(directory, name, row)
-        for handle in self._files.of(ino):
-            if current is not None and handle.object != current:
-                handle.superseded = True
+        if row is not None and row.known:
+            self._files.supersede(ino, row.etag, row.size)
         alive = self._tree.known(ino)
         if alive is not None and self._tree.row(directory, mark_of_directory(name)) is None:
             self._lister.cancel(alive)
             self._tree.drop(alive)
         self._files.note_change(ino)
-        self.on_invalidate(ino, directory.ino, name)
+        self._tell(directory, ino, name)
 
     def _invalidate(self, ino: int) -> None:
         try:
             directory, mark = self._tree.locate(ino)
         except CachefsError:
             return
-        self.on_invalidate(ino, directory.ino, name_in(mark))
+        self._tell(directory, ino, name_in(mark))
+
+    def _tell(self, directory: Directory, ino: int, name: bytes) -> None:
+        """The kernel is to look at a name again. Pages of a number that is open are of the version that is open: their
+        readers may keep them."""
+        self.on_invalidate(0 if self._files.held(ino) else ino, directory.ino, name)
 
     # -- the whole ---------------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ pages of the table that a busy directory touches are few. A hash that is taken i
 same way each time; only such a collision (expected once among 260,000 names of one directory, or among 23,000
 directories) can give a path another number, and only when the database was lost and names were met in another order.
 Nothing is ever decided by a hash alone: the tables hold the names.
+
+63 bits are a path's own number. Numbers with the 64th bit are aliases: one version of one file, while its own number is
+held by readers of another (`cachefs.fs.files`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ ROOT = 1
 LOW_BITS = 35
 LOW_MASK = (1 << LOW_BITS) - 1
 NUMBER_MASK = (1 << 28) - 1
+FIRST_ALIAS = 1 << 63
 FIRST_LOW = 2
 """0 is no inode and 1 is the root; the lower part is also the readdir cookie, where 0 means the beginning."""
 
@@ -42,6 +46,16 @@ def number_of(ino: int) -> int:
 
 def next_number(number: int) -> int:
     return number + 1 if number < NUMBER_MASK else 1
+
+
+def alias_of(ino: int, etag: str, size: int) -> int:
+    """Where the alias of a version of the file `ino` is looked for first."""
+    text = f"{ino} {size} {etag}".encode("utf-8", "surrogatepass")
+    return FIRST_ALIAS | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def next_alias(alias: int) -> int:
+    return FIRST_ALIAS | (alias + 1) & (FIRST_ALIAS - 1)
 
 
 def join(number: int, low: int) -> int:

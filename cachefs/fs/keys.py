@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cachefs.origin.protocol import ListPage, ObjectInfo
 
 MAX_NAME = 255
-"""Bytes of one path component: NAME_MAX of Linux, which the kernel enforces."""
+"""Bytes of one path component: NAME_MAX of Linux. The kernel leaves it to us: FUSE lets longer names through."""
 
 
 def nameable(name: bytes) -> bool:

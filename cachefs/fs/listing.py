@@ -245,6 +245,8 @@ class Lister:
             now = self._clock()
             self._count_hidden(directory, listing, page, written.conflicts)
             self._beliefs.note_page(written.inos, asked_at)
+            if page.entries:
+                self._beliefs.note_below(directory)
             listing.token, listing.landed_at = listed.next_token, now
             listing.pages += 1
             listing.names += len(page.entries) + len(page.hidden) + (page.marker is not None)

@@ -3,7 +3,8 @@
 What is believed is answered at once. Otherwise, in this order of cost:
 
 - a name that was known and is only too old is asked for itself (one HEAD, or one LIST of one key for a directory), up to
-  three times per directory and TTL; after that a new listing of the directory is cheaper;
+  three times per directory and TTL; after that, and when somebody asked to look again at the whole directory, a new
+  listing of it is cheaper;
 - a name in a directory that is not listed starts the listing, whose first page decides for most directories;
 - where the first page does not reach it, both questions are asked side by side (HEAD of the key, LIST of one key below
   it), while the listing goes on for a bounded while.
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from cachefs.errors import CachefsError, NotFound
+from cachefs.errors import CachefsError, NameTooLong, NotFound
 from cachefs.fs.beliefs import Beliefs
-from cachefs.fs.keys import nameable, text_of
+from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, ChangeHook, Lister
 from cachefs.fs.pages import write_answer
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
@@ -68,14 +69,16 @@ class Looker:
         self._questions: dict[tuple[int, bytes], _Question] = {}
 
     def now(self, directory: Directory, name: bytes) -> Found | float | None:
-        """What is believed; None when `look` has to be awaited."""
+        """What is believed; None when `look` has to be awaited. Raises `NameTooLong`."""
         if not nameable(name):
+            if len(name) > MAX_NAME:
+                raise NameTooLong(f"a name of {len(name)} bytes")
             return self._beliefs.negative_ttl
         now = self._clock()
         return self._beliefs.decide(directory, name, now, now)
 
-    async def look(self, directory: Directory, name: bytes) -> Found | float:
-        """What is believed, or else found out."""
+    async def look(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
+        """What is believed, or else found out. Without `share`, a question about a file is asked anew."""
         since = self._clock()
         while True:
             now = self._clock()
@@ -88,7 +91,8 @@ class Looker:
             if origin is None:
                 return self._beliefs.negative_ttl
             if not origin.can_list or self._ask_itself(directory, name, now):
-                return await self.ask(directory, name)
+                share = share or self._tree.find(directory, name)[0] is not None
+                return await self.ask(directory, name, share=share)
             listing = self._lister.demand(directory, self._beliefs.horizon(since, now))
             if listing.pages:
                 break
@@ -112,6 +116,10 @@ class Looker:
             return False
         if not row.known:
             return True
+        if not self._beliefs.ttl:
+            return True  # a listing is not believed any longer than an answer
+        if directory.complete and self._beliefs.whole(directory) is None:
+            return False
         if now - directory.stale_since > self._beliefs.ttl or directory.stale_since > now:
             directory.stale_since, directory.stale_asks = now, 0
         directory.stale_asks += 1
@@ -149,8 +157,12 @@ class Looker:
             before = self._tree.find(directory, name)
             cover = self._beliefs.coverage(directory, name)
             as_dir, as_file = before
-            if as_file is not None and as_file.generation > (cover[0] if cover else 0):
-                # A listing showed the file but has not come to where a directory of its name would be: ask for both.
+            if (
+                as_file is not None
+                and as_file.generation > (cover[0] if cover else 0)
+                and not self._beliefs.was_asked(inode_of(directory, name, as_file))
+            ):
+                # A listing showed the file but has not come to where a directory of its name would be: ask for both, once.
                 as_file = None
             said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
             if await self._write(directory, name, said, before):

@@ -23,9 +23,10 @@ from cachefs.errors import (
     ReadOnly,
     Unsupported,
 )
-from cachefs.fs import NoAttribute, Volume
+from cachefs.fs import NoAttribute, Volume, files
+from cachefs.fs.inodes import FIRST_ALIAS
 from tests.fs.bucket import Bucket
-from tests.fs.mount import ROOT, Clock, mounted
+from tests.fs.mount import ROOT, Clock, Mount, mounted
 
 
 def names(count: int) -> list[str]:
@@ -200,14 +201,26 @@ async def test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next() ->
                 await mount.fs.read(old, 4, 4)
         assert mount.metrics.objects_changed == 1
         assert mount.fs.attributes_now(ino) is None
-        assert (ino, ROOT, b"f001") in mount.invalidated
-        new, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
-        assert not keep
+        assert mount.invalidated == [(0, ROOT, b"f001")]  # the pages it has are of the version that is open
+        for _ in range(2):
+            with pytest.raises(ObjectChanged):
+                await mount.fs.open(ino, os.O_RDONLY, 1)
+        alias = await mount.ino("f001")
+        assert alias >= FIRST_ALIAS
+        new, keep = await mount.fs.open(alias, os.O_RDONLY, 1)
+        assert keep
         assert bytes(await mount.fs.read(new, 0, 4)) != bytes(first)
         assert len(await mount.fs.read(new, 0, 100)) == 20
+        mount.fs.release(old)
         again, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert not keep
+        _, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert not keep  # the first may not have run yet
+        mount.fs.release(again + 1)
+        mount.clock.now += 2
+        third, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
         assert keep
-        for fh in (old, new, again):
+        for fh in (old, new, again, third):
             mount.fs.release(fh)
             mount.fs.release(fh)
         assert mount.bytes.open_count == 0
@@ -216,11 +229,16 @@ async def test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next() ->
 async def test_a_removed_object_is_estale_to_its_handle_and_then_no_more() -> None:
     bucket = Bucket(names(3))
     async with mounted(bucket) as mount:
-        fh, _ = await mount.fs.open(await mount.ino("f001"), os.O_RDONLY, 1)
+        ino, fh = await see(mount, "f001")
         del bucket.objects["f001"]
         with pytest.raises(ObjectChanged):
             await mount.fs.read(fh, 0, 4)
         assert await mount.stat("f001") is None
+        with pytest.raises(ObjectChanged):
+            await mount.fs.open(ino, os.O_RDONLY, 1)
+        mount.fs.release(fh)
+        with pytest.raises(NotFound):
+            await mount.fs.open(ino, os.O_RDONLY, 1)
         assert await mount.names() == [b"f000", b"f002"]
 
 
@@ -232,13 +250,112 @@ async def test_an_older_handle_stops_when_a_newer_version_is_known() -> None:
         await mount.fs.read(old, 0, 4)
         assert mount.fs.read_now(old, 0, 4) is not None
         bucket.put("f001", version=1)
-        new, keep = await mount.fs.open(ino, os.O_RDONLY, 1)
-        assert not keep
         with pytest.raises(ObjectChanged):
-            mount.fs.read_now(old, 0, 4)  # cached, and yet: the kernel keeps pages per inode
+            await mount.fs.open(ino, os.O_RDONLY, 1)
+        with pytest.raises(ObjectChanged):
+            mount.fs.read_now(old, 0, 4)
+        new, _ = await mount.fs.open(await mount.ino("f001"), os.O_RDONLY, 1)
         assert await mount.fs.read(new, 0, 4)
-        found, _ = await mount.fs.getattr(ino)
-        assert found.ino == ino
+
+
+async def see(mount: Mount, path: str) -> tuple[int, int]:
+    """Open as the kernel does, which walks the path again after ESTALE: the number and the handle."""
+    ino = await mount.ino(path)
+    try:
+        fh, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
+    except ObjectChanged:
+        ino = await mount.ino(path)
+        fh, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
+    return ino, fh
+
+
+async def test_every_version_that_is_open_has_a_number_of_its_own() -> None:
+    bucket = Bucket(["d/f", "d/g"])
+    async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0, revalidate_at_open=True) as mount:
+        fs = mount.fs
+        numbers, handles, sizes = [], [], [10, 20, 30]
+        for version, size in enumerate(sizes):
+            bucket.put("d/f", size=size, version=version)
+            ino, fh = await see(mount, "d/f")
+            numbers.append(ino)
+            handles.append(fh)
+            assert len(await fs.read(fh, 0, 100)) == size
+            assert (await fs.getattr(ino))[0].ino == ino
+            assert (await fs.getattr(ino))[0].size == size
+        stable = numbers[0]
+        assert stable < FIRST_ALIAS <= min(numbers[1:])
+        assert len(set(numbers)) == 3
+        for ino, fh in zip(numbers[:2], handles[:2], strict=True):
+            for question in (
+                fs.getattr(ino),
+                fs.open(ino, os.O_RDONLY, 1),
+                fs.getxattr(ino, b"user.cachefs.etag"),
+                fs.read(fh, 0, 4),
+            ):
+                with pytest.raises(ObjectChanged):
+                    await question
+        listed = {e.name: e for e in await mount.entries(await mount.ino("d"))}
+        assert listed[b"f"].attributes.ino == numbers[2]
+        assert listed[b"f"].attributes.size == 30
+        etag = bucket.objects["d/f"].etag.encode()
+        assert await fs.getxattr(numbers[2], b"user.cachefs.etag") == etag
+        assert fs.listxattr(numbers[2]) == fs.listxattr(stable)
+        await fs.setxattr(numbers[2], b"user.cachefs.refresh", b"1")
+        assert mount.invalidated[-1] == (0, await mount.ino("d"), b"f")
+        # The first version is what the store has again: its number is right, its old handle is not.
+        bucket.put("d/f", size=10, version=0)
+        ino, fh = await see(mount, "d/f")
+        assert ino == stable
+        assert len(await fs.read(fh, 0, 100)) == 10
+        for old in [*handles, fh]:
+            fs.release(old)
+        bucket.put("d/f", size=40)
+        ino, fh = await see(mount, "d/f")
+        assert ino == stable
+        assert len(await fs.read(fh, 0, 100)) == 40
+        fs.release(fh)
+        assert mount.bytes.open_count == 0
+
+
+async def test_a_name_that_was_gone_does_not_come_back_under_the_number_of_its_readers() -> None:
+    bucket = Bucket(names(3))
+    async with mounted(bucket) as mount:
+        ino, old = await see(mount, "f001")
+        await mount.fs.read(old, 0, 4)
+        del bucket.objects["f001"]
+        await mount.fs.refresh("")
+        assert await mount.stat("f001") is None
+        bucket.put("f001", size=12)
+        await mount.fs.refresh("")
+        alias, new = await see(mount, "f001")
+        assert ino < FIRST_ALIAS <= alias
+        assert len(await mount.fs.read(new, 0, 100)) == 12
+        with pytest.raises(ObjectChanged):
+            mount.fs.read_now(old, 0, 4)
+        mount.fs.release(old)
+        again, keep = await mount.fs.open(await mount.ino("f001"), os.O_RDONLY, 1)
+        assert not keep
+        mount.fs.release(again)
+
+
+async def test_aliases_are_bounded_and_a_forgotten_one_is_looked_up_anew(monkeypatch: Any) -> None:
+    monkeypatch.setattr(files, "ALIASES_REMEMBERED", 2)
+    bucket = Bucket(names(4))
+    async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0, revalidate_at_open=True) as mount:
+        held = [await see(mount, name) for name in names(4)]
+        for name in names(4):
+            bucket.put(name, version=1)
+        aliases = [await see(mount, name) for name in names(4)]
+        for ino, _ in aliases[:2]:
+            with pytest.raises(ObjectChanged):
+                await mount.fs.getattr(ino)
+            with pytest.raises(ObjectChanged):
+                await mount.fs.open(ino, os.O_RDONLY, 1)
+        assert (await mount.fs.getattr(aliases[3][0]))[0].ino == aliases[3][0]
+        assert await mount.ino("f000") == aliases[0][0]
+        for _, fh in held + aliases:
+            mount.fs.release(fh)
+        assert mount.bytes.open_count == 0
 
 
 async def test_reads_are_clipped() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 import trio
 
 from tests.fs.bucket import Bucket
-from tests.fs.mount import ROOT, mounted
+from tests.fs.mount import ROOT, Mount, mounted
 
 
 def flat(count: int, **kwargs: object) -> Bucket:
@@ -171,6 +173,133 @@ async def test_strict_asks_at_every_open() -> None:
         for _ in range(5):
             await mount.read("img_000003.jpg")
         assert bucket.counts == (0, 5)
+
+
+STRICT: dict[str, Any] = {"metadata_ttl": 0.0, "negative_ttl": 0.0, "revalidate_at_open": True}
+
+
+async def cat(mount: Mount, path: str) -> bytes:
+    """What the kernel sends for `cat` when nothing may be kept: names and, for their modes, attributes on the way; an
+    open; attributes again with every read."""
+    fs, ino = mount.fs, ROOT
+    for name in path.encode().split(b"/"):
+        found = (fs.lookup_now(ino, name) or await fs.lookup(ino, name))[0]
+        if found is None:
+            raise FileNotFoundError(path)
+        ino = found.ino
+        assert fs.attributes_now(ino) or await fs.getattr(ino)
+    opened = fs.open_now(ino, os.O_RDONLY, 1) or await fs.open(ino, os.O_RDONLY, 1)
+    data = b""
+    for _ in range(2):
+        size = (fs.attributes_now(ino) or await fs.getattr(ino))[0].size
+        data = bytes(await fs.read(opened[0], 0, size))
+        await trio.sleep(0.3)
+    fs.release(opened[0])
+    return data
+
+
+async def test_strict_opens_a_known_file_with_one_head() -> None:
+    bucket = Bucket(f"a/b/{i:03d}" for i in range(100))
+    async with mounted(bucket, **STRICT) as mount:
+        assert len(await mount.walk()) == 102
+        await trio.sleep(1)
+        bucket.reset()
+        for i in range(50):
+            before = bucket.counts[1]
+            await cat(mount, f"a/b/{i:03d}")
+            assert bucket.counts[1] == before + 1
+        # Slow readers: each walk asks once for either directory.
+        assert bucket.counts == (100, 50)
+        bucket.reset()
+        async with trio.open_nursery() as nursery:
+            for i in range(50):
+                nursery.start_soon(cat, mount, f"a/b/{i:03d}")
+        assert bucket.counts == (2, 50)
+
+
+@pytest.mark.parametrize("delay", [0.001, 0.01, 0.3])
+async def test_strict_asks_for_no_directory_while_files_below_it_are_asked_for(delay: float) -> None:
+    bucket = Bucket((f"a/b/{i:03d}" for i in range(100)), delay=delay)
+    async with mounted(bucket, **STRICT) as mount:
+        await mount.walk()
+        await trio.sleep(1)
+        bucket.reset()
+        for i in range(50):
+            await mount.read(f"a/b/{i:03d}")
+        assert bucket.counts == (2, 50)
+
+
+async def test_strict_rests_no_open_on_an_answer_from_before_it_began() -> None:
+    bucket = Bucket(["d/f", "d/g"], delay=0.001)
+    async with mounted(bucket, **STRICT) as mount:
+        for version in range(1, 10):
+            bucket.put("d/f", size=10 + version)
+            if version % 3:
+                assert len(await cat(mount, "d/f")) == 10 + version
+            if version % 2:
+                await mount.entries(await mount.ino("d"))
+                bucket.put("d/f", size=30 + version)
+            assert len(await mount.read("d/f")) == bucket.objects["d/f"].size
+            bucket.put("d/f", size=100 + version)
+            assert len(await mount.read("d/f")) == 100 + version
+
+
+async def test_strict_shows_a_listing_that_has_just_come_without_asking_again() -> None:
+    bucket = flat(900)
+    async with mounted(bucket, **STRICT) as mount:
+        for entry in await mount.entries():
+            assert await mount.stat(entry.name) is not None
+        assert bucket.counts == (1, 0)
+        await mount.read("img_000003.jpg")
+        assert bucket.counts == (1, 1)
+
+
+async def test_strict_sees_names_come_and_go() -> None:
+    bucket = Bucket(["d/a"])
+    async with mounted(bucket, **STRICT) as mount:
+        assert await mount.stat("d/a") is not None
+        assert await mount.stat("d/b") is None
+        bucket.put("d/b")
+        await trio.sleep(0.001)
+        assert await mount.stat("d/b") is not None
+        del bucket.objects["d/a"]
+        await trio.sleep(0.11)
+        assert await mount.stat("d/a") is None
+        del bucket.objects["d/b"]
+        await trio.sleep(0.11)
+        assert await mount.stat("d") is None
+        bucket.put("d")
+        found = await mount.stat("d")
+        assert found is not None and not found.is_dir
+
+
+async def test_strict_asks_for_a_file_of_an_unfinished_listing_with_one_head() -> None:
+    bucket = flat(3000, page=10)
+    async with mounted(bucket, **STRICT) as mount:
+        handle = await mount.fs.opendir(ROOT)
+        await mount.fs.readdir(handle, 0, 5)
+        mount.fs.releasedir(handle)
+        await trio.sleep(20)
+        await mount.read(
+            "img_000109.jpg"
+        )  # the last one shown: a directory of its name could be on the next page
+        bucket.reset()
+        for _ in range(3):
+            await mount.read("img_000109.jpg")
+        assert bucket.counts == (0, 3)
+
+
+async def test_after_a_refresh_a_tree_costs_one_list_a_directory() -> None:
+    bucket = Bucket(f"t/{i}/{j}" for i in range(5) for j in range(5))
+    async with mounted(bucket, immutable=True) as mount:
+        await mount.walk()
+        for way in ("", "t"):
+            await mount.fs.refresh(way)
+            bucket.reset()
+            for i in range(5):
+                for j in range(5):
+                    await mount.read(f"t/{i}/{j}")
+            assert bucket.counts == (7, 0), way
 
 
 async def test_a_ttl_of_zero_looks_every_time_and_still_answers() -> None:

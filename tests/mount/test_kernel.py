@@ -361,11 +361,6 @@ class TestDirectories:
         assert space.f_blocks >= space.f_bfree >= 0
         assert "bucket-" in succeed(["df", shared.path])
 
-    @pytest.mark.xfail(
-        strict=True,
-        raises=AssertionError,
-        reason="a name of 256 bytes is ENOENT: FUSE lets up to 1024 through",
-    )
     def test_names_that_are_too_long_are_refused(self, shared: Mount) -> None:
         with pytest.raises(OSError) as caught:
             os.stat(shared.path / ("x" * 256))
