@@ -131,11 +131,6 @@ def test_a_reader_gets_right_bytes_or_an_errno_in_time(
     assert (after.errno, after.md5) == (0, md5(data)), after
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the kernel repeats a failed read-ahead: a reader waits twice --timeout",
-)
 def test_a_read_takes_one_timeout_at_most(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", SIZE)
     mount = mounted(bucket, timeout=2)
