@@ -3,7 +3,8 @@
 Two nouns. `Concurrency` is a pure policy, TCP's additive increase and multiplicative decrease: a throttled
 reply halves the limit, a window of successes raises it by one. `Gate` is the queue in front of it: demand
 requests (a reader is waiting) overtake background ones (readahead), first come first served inside each
-class.
+class. But not for ever: a reader may have joined a transfer that began as readahead, so every few demands one
+background request has its turn.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import trio
+
+
+OVERTAKEN_AT_MOST = 4
+"""Demand requests that may go before one waiting background request. Guessed: readahead keeps a fifth of a busy store."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ class Gate:
         self.in_flight = 0
         self._demand = trio.lowlevel.ParkingLot()
         self._background = trio.lowlevel.ParkingLot()
+        self._overtaken = 0
 
     @property
     def waiting(self) -> int:
@@ -78,7 +84,15 @@ class Gate:
     def leave(self) -> None:
         """Give a slot back and let in whoever may come now (several, when the limit has grown meanwhile)."""
         self.in_flight -= 1
-        for queue, background in ((self._demand, False), (self._background, True)):
-            while len(queue) and self.concurrency.admits(self.in_flight, background):
-                self.in_flight += 1
-                queue.unpark()
+        while self.in_flight < self.concurrency.limit:
+            starved = len(self._background) > 0 and self._overtaken >= OVERTAKEN_AT_MOST
+            if len(self._demand) and not starved:
+                self._overtaken += 1
+                queue = self._demand
+            elif len(self._background) and (starved or self.concurrency.admits(self.in_flight, True)):
+                self._overtaken = 0
+                queue = self._background
+            else:
+                return
+            self.in_flight += 1
+            queue.unpark()

@@ -177,3 +177,28 @@ def test_what_was_opened_with_other_credentials_is_opened_anew() -> None:
     kept.forget()
     assert kept.get() == 3
     assert opened == ["a", "b", "b"]
+
+
+def test_background_has_its_turn_among_many_demands() -> None:
+    """A reader may have joined a transfer that began as readahead: it must not wait until all others are idle."""
+
+    async def main() -> None:
+        gate = Gate(Concurrency(1))
+        order: list[str] = []
+
+        async def pass_through(name: str, background: bool) -> None:
+            await gate.enter(background)
+            order.append(name)
+            gate.leave()
+
+        await gate.enter(background=False)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pass_through, "ahead", True)
+            await trio.testing.wait_all_tasks_blocked()
+            for number in range(12):
+                nursery.start_soon(pass_through, f"demand{number}", False)
+                await trio.testing.wait_all_tasks_blocked()
+            gate.leave()
+        assert order.index("ahead") == 4
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
