@@ -163,7 +163,10 @@ class Config:
         default="auto",
     )
     endpoint_url: str | None = option(
-        URL, "Source", "Address of an S3- or Azure-compatible store, such as http://minio:9000.", value=None
+        URL,
+        "Source",
+        "Address of an S3-, Azure- or Google-compatible store, such as http://minio:9000.",
+        value=None,
     )
     region: str | None = option(TEXT, "Source", "Region of the bucket.", value=None)
     profile: str | None = option(
@@ -221,7 +224,7 @@ class Config:
     deadline_s: float = option(
         DURATION,
         "Transfer",
-        "How long one operation may take, retries included, before it fails.",
+        "How long a request may go without progress, retries included, before it fails.",
         value=60.0,
         default="60s",
         key="timeout",

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import trio
 
-
 OVERTAKEN_AT_MOST = 4
 """Demand requests that may go before one waiting background request. Guessed: readahead keeps a fifth of a busy store."""
 

@@ -24,28 +24,16 @@ WAYS = {
     "one 4 MiB block": (4 * MIB, 0, 4 * MIB),
 }
 
-VANISH = (
-    "the heap takes one block of each run, and an attempt is spent per block, needed or not, often without waiting: "
-    "OriginFailed after eight"
-)
-
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("piece", [4 * KIB, 128 * KIB, MIB])
 @pytest.mark.parametrize("size", [3 * MIB + 5, 9 * MIB + 5])
 @in_trio
 async def test_any_read_the_kernel_can_send_is_answered(
-    request: pytest.FixtureRequest, cache_dir: Path, way: str, piece: int, size: int
+    cache_dir: Path, way: str, piece: int, size: int
 ) -> None:
     """The kernel asks for up to 1 MiB at once, anywhere in the file."""
     ssd, ram, block = WAYS[way]
-    whole = size <= 4 * MIB and block == BLOCK
-    if whole or (
-        piece == MIB
-        and block == BLOCK
-        and way not in ("one extent", "half an object", "ram only, one extent")
-    ):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=VANISH))
     rng = random.Random(f"{way} {piece} {size}")
     async with running(cache_dir, ssd=ssd, ram=ram, block=block, background=True) as lab:
         data = content(size, size)
@@ -85,7 +73,6 @@ async def test_sequential_reading_does_not_fetch_things_many_times(cache_dir: Pa
         (0, 4 * MIB, 1 * MIB),
     ],
 )
-@pytest.mark.xfail(strict=False, reason=VANISH)
 @in_trio
 async def test_a_hundred_concurrent_readers_over_a_cache_of_five_percent(
     cache_dir: Path, ram: int, ssd: int, block: int

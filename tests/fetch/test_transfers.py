@@ -226,9 +226,6 @@ async def test_stopping_in_the_middle_of_transfers_gives_their_room_back(cache_d
         lab.check_accounts()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Fetcher._collect reads what was waited for with Store.read_now, which counts hits"
-)
 @in_trio
 async def test_a_hit_is_not_also_counted_for_the_miss_that_brought_it(cache_dir: Path) -> None:
     async with running(cache_dir, ram=8 * MIB) as lab:

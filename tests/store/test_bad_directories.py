@@ -21,10 +21,6 @@ from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, cache_files, running
 
-NOWAIT = pytest.mark.xfail(
-    strict=True, reason="EOPNOTSUPP of RWF_NOWAIT is taken for a sick disk: the copy is dropped"
-)
-SIGBUS = pytest.mark.xfail(strict=True, reason="LMDB's mapped lock file on a full disk: SIGBUS at start")
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
 
 
@@ -184,7 +180,7 @@ async def test_a_cleared_directory_while_stopped_is_a_cold_start(cache_dir: Path
 
 @pytest.mark.root
 @needs_root
-@pytest.mark.parametrize("kind", [pytest.param("small_disk", marks=NOWAIT), "small_ext4"])
+@pytest.mark.parametrize("kind", ["small_disk", "small_ext4"])
 @in_trio
 async def test_a_disk_that_others_fill_up_while_running(request: pytest.FixtureRequest, kind: str) -> None:
     small_disk = request.getfixturevalue(kind)
@@ -229,7 +225,7 @@ async def test_a_full_disk_when_the_daemon_starts(small_ext4: Path) -> None:
 
 @pytest.mark.root
 @needs_root
-@pytest.mark.parametrize("before", [pytest.param("empty", marks=SIGBUS), "warm"])
+@pytest.mark.parametrize("before", ["empty", "warm"])
 def test_a_start_on_a_full_tmpfs_does_not_crash(small_disk: Path, before: str) -> None:
     """LMDB maps its lock file: a page that the disk cannot give is a SIGBUS. So a process of its own."""
     place = small_disk / "cache"
@@ -263,7 +259,6 @@ def test_a_start_on_a_full_tmpfs_does_not_crash(small_disk: Path, before: str) -
 
 @pytest.mark.root
 @needs_root
-@NOWAIT
 @in_trio
 async def test_a_file_system_without_nonblocking_reads_is_not_a_sick_one(small_disk: Path) -> None:
     """tmpfs, NFS and overlays refuse RWF_NOWAIT: that says nothing about the blocks."""
@@ -315,9 +310,6 @@ async def test_write_errors_on_a_tier_cost_a_refetch_and_never_reach_a_reader(
         await read_everything(lab, ids, data)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="as below, and by chance: the transfer has just delivered its last byte"
-)
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
 @in_trio
 async def test_read_errors_on_a_tier_cost_a_refetch_and_never_reach_a_reader(
@@ -341,10 +333,6 @@ async def test_read_errors_on_a_tier_cost_a_refetch_and_never_reach_a_reader(
         lab.check_accounts()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Room.lost punches settled blocks of a fill under way; joiners read the hole or the error",
-)
 @in_trio
 async def test_a_read_error_while_the_object_is_still_coming_makes_no_hole(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -375,7 +363,6 @@ async def test_a_read_error_while_the_object_is_still_coming_makes_no_hole(
         lab.check_accounts()
 
 
-@pytest.mark.xfail(strict=True, reason="Fetcher._collect lets OSError of fill.read through to the reader")
 @in_trio
 async def test_an_error_reading_back_a_transfer_under_way_is_a_miss_not_an_error(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,12 +25,7 @@ from tests.store.lab import (
     until,
 )
 
-PUNCH = pytest.mark.xfail(
-    strict=True, reason="a hole that ends inside a page keeps the page on tmpfs: punch whole blocks"
-)
 
-
-@PUNCH
 @in_trio
 async def test_a_short_last_block_that_did_not_come_whole_gives_its_page_back(cache_dir: Path) -> None:
     async with running(cache_dir, ram=8 * MIB, ssd=0) as lab:
@@ -43,9 +38,7 @@ async def test_a_short_last_block_that_did_not_come_whole_gives_its_page_back(ca
         lab.check_accounts()
 
 
-@pytest.mark.parametrize(
-    "ram, ssd", [(0, 6 * MIB), pytest.param(6 * MIB, 0, marks=PUNCH), (1 * MIB, 6 * MIB)]
-)
+@pytest.mark.parametrize("ram, ssd", [(0, 6 * MIB), (6 * MIB, 0), (1 * MIB, 6 * MIB)])
 @in_trio
 async def test_counted_bytes_are_the_disks_bytes_and_never_pass_the_cap(
     cache_dir: Path, ram: int, ssd: int
@@ -162,10 +155,6 @@ async def test_a_lower_cap_after_a_restart_is_kept_from_the_next_fill_on(cache_d
         lab.check_accounts()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Moves.filled only looks after a fill into RAM that succeeded; also _Unnamed has no size",
-)
 @in_trio
 async def test_a_lower_ram_cap_after_a_restart_is_kept(cache_dir: Path) -> None:
     origin = ScriptedOrigin()
@@ -288,7 +277,6 @@ async def test_stopping_saves_ram_to_ssd(cache_dir: Path) -> None:
     assert origin.delivered == fetched
 
 
-@pytest.mark.xfail(strict=True, reason="Moves.filled only looks after a fill into RAM that succeeded")
 @in_trio
 async def test_ram_that_filled_up_at_once_still_spills(cache_dir: Path) -> None:
     """All of RAM is one transfer when the fill level is looked at: nothing can move then, but must later."""
@@ -302,7 +290,6 @@ async def test_ram_that_filled_up_at_once_still_spills(cache_dir: Path) -> None:
         lab.check_accounts()
 
 
-@pytest.mark.xfail(strict=True, reason="Catalog.create asks an _Unnamed for its size: AttributeError")
 @in_trio
 async def test_blocks_known_only_from_the_index_can_be_moved(cache_dir: Path) -> None:
     """After a kill, what lies in RAM was never named in this process; it must spill and be saved all the same."""
@@ -323,7 +310,6 @@ async def test_blocks_known_only_from_the_index_can_be_moved(cache_dir: Path) ->
     assert origin.delivered == fetched
 
 
-@pytest.mark.xfail(strict=True, reason="every await of save_all is shielded: the deadline never strikes")
 @in_trio
 async def test_saving_ram_keeps_its_deadline(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(cache_dir, ram=4 * MIB) as lab:
@@ -341,10 +327,6 @@ async def test_saving_ram_keeps_its_deadline(cache_dir: Path, monkeypatch: pytes
         assert time.monotonic() - started < 0.7
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="save_all (and _spill) end at the first copy that cannot be read, and blame the target",
-)
 @in_trio
 async def test_one_vanished_ram_file_does_not_keep_the_others_from_ssd(cache_dir: Path) -> None:
     origin = ScriptedOrigin()
@@ -389,7 +371,6 @@ async def test_no_tier_at_all_still_reads(cache_dir: Path) -> None:
         )
 
 
-@pytest.mark.xfail(strict=True, reason="Store.read_now shifts by -1 for size 0 at a block boundary")
 @in_trio
 async def test_a_zero_length_read_is_empty_anywhere(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
