@@ -226,7 +226,7 @@ def play(cache: str, verify: str, steps: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @settings(
-    max_examples=20,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

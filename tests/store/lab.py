@@ -139,7 +139,14 @@ def du(tier_path: Path) -> tuple[int, int]:
 
 
 def cache_files(*tier_paths: Path) -> list[Path]:
-    return [p for tier in tier_paths for p in sorted((tier / "objects").rglob("*")) if p.is_file()]
+    """Of each tier in the order of their paths; directories may vanish meanwhile."""
+    return [
+        path
+        for tier in tier_paths
+        for path in sorted(
+            Path(folder, name) for folder, _, names in os.walk(tier / "objects") for name in names
+        )
+    ]
 
 
 def as_kill_leaves_it(cache_dir: Path, copy: Path) -> Path:

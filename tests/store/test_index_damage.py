@@ -145,7 +145,7 @@ def run_trials(trials: list[tuple[str, Callable[[], str]]]) -> None:
     assert not bad, f"{len(bad)} of {len(trials)}:\n" + "\n".join(bad[:3])
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stopped", ["clean", "killed"])
 def test_random_bit_flips_in_the_index(
     warm: tuple[Path, Path], tmp_path: Path, stopped: str, count: int
@@ -163,7 +163,7 @@ def test_random_bit_flips_in_the_index(
     run_trials(trials)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_bit_flips_in_live_pages_of_the_index(
     warm: tuple[Path, Path], tmp_path: Path, count: int
 ) -> None:
