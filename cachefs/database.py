@@ -153,7 +153,8 @@ class Database:
                 if not cursor.set_range(start):
                     return rows
                 for key, value in cursor:
-                    if (stop is not None and key >= stop) or len(rows) == limit:
+                    # A damaged page may hold keys out of order: whoever pages on must never be led back.
+                    if key < start or (stop is not None and key >= stop) or len(rows) == limit:
                         break
                     rows.append((key, value))
         except lmdb.Error as exc:
