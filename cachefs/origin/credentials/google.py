@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from cachefs.errors import ConfigError, PermissionDenied
+from cachefs.errors import PermissionDenied
 from cachefs.origin.replies import one_line
 
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
@@ -29,13 +29,6 @@ class GoogleCredentials:
         self._lock = threading.Lock()
         self._found: Any = None
         self._renewed_at = float("-inf")
-        if not anonymous:
-            try:
-                import google.auth  # noqa: F401
-            except ImportError as exc:
-                raise ConfigError(
-                    "gs:// needs google-auth: pip install 'cachefs[gcs]', or use --anonymous for a public bucket"
-                ) from exc
 
     def current(self) -> Token | None:
         """What google-auth has, renewed when it has expired; None when anonymous."""
