@@ -45,6 +45,9 @@ MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
 LOCK_BYTES = 64 << 10
 """Derived: 512 readers of 64 bytes, and LMDB's header."""
 
+PROBE_BYTES = 1 << 20
+"""Derived: LMDB looks for that many pages in a row among all that are free, and so reads every record of them."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTNEED = 4
 
@@ -287,11 +290,10 @@ def _file_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
 
 
-def _open_env(path: Path, tables: int, *, fsync: bool, readonly: bool = False) -> Any:
-    if not readonly:
-        # LMDB maps its lock file sparse: on a full disk, touching it would be a SIGBUS instead of an error.
-        with open(path / "lock.mdb", "ab") as lock:
-            os.posix_fallocate(lock.fileno(), 0, LOCK_BYTES)
+def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:
+    # LMDB maps its lock file sparse: on a full disk, touching it would be a SIGBUS instead of an error.
+    with open(path / "lock.mdb", "ab") as lock:
+        os.posix_fallocate(lock.fileno(), 0, LOCK_BYTES)
     for size in MAP_SIZES:
         try:
             return lmdb.open(
@@ -302,8 +304,6 @@ def _open_env(path: Path, tables: int, *, fsync: bool, readonly: bool = False) -
                 sync=fsync,
                 readahead=False,  # rows are small and scattered: reading ahead only inflates resident memory
                 meminit=False,
-                readonly=readonly,
-                lock=not readonly,
             )
         except lmdb.MemoryError:
             if size == MAP_SIZES[-1]:
@@ -378,7 +378,8 @@ def _chunks(file: Any) -> Iterator[memoryview]:
 
 
 def _walk_in_child(path: Path) -> str | None:
-    """Read every row in a forked child; the reason it failed, or None."""
+    """Read every row in a forked child, and begin a write that has to look through the free pages; the reason it failed,
+    or None."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -386,12 +387,19 @@ def _walk_in_child(path: Path) -> str | None:
             for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT):
                 signal.signal(number, signal.SIG_DFL)
             os.close(2)
-            env = _open_env(path, 16, fsync=False, readonly=True)
+            env = _open_env(path, 16, fsync=False)
             if (path / "data.mdb").stat().st_size >= (env.info()["last_pgno"] + 1) * env.stat()["psize"]:
                 with env.begin() as txn:
-                    for name, _ in list(txn.cursor()):
-                        for _row in txn.cursor(db=env.open_db(name, txn=txn, create=False)):
+                    names = [name for name, _ in txn.cursor()]
+                tables = [env.open_db(name, create=False) for name in names]
+                with env.begin() as txn:
+                    for table in tables:
+                        for _row in txn.cursor(db=table):
                             pass
+                writing = env.begin(write=True)
+                for table in tables[:1]:
+                    writing.put(b"\xff", bytes(PROBE_BYTES), db=table)
+                writing.abort()
                 status = 0
         finally:
             os._exit(status)
