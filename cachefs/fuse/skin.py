@@ -177,8 +177,9 @@ class Skin(pyfuse3.Operations):
 
     async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
         self._metrics.fuse_other += 1
-        if not name.startswith(OURS):  # ls asks for two others of every name
-            raise pyfuse3.FUSEError(errno.ENODATA)
+        if not name.startswith(OURS):
+            # ls asks for two others of every name, but for none once it has heard that there are no such things here.
+            raise pyfuse3.FUSEError(errno.ENODATA if name.startswith(b"user.") else errno.EOPNOTSUPP)
         try:
             with trio.fail_after(self._deadline_s):
                 return await self._fs.getxattr(inode, name)
