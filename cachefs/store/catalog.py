@@ -322,13 +322,19 @@ class Catalog:
                 os.close(fd)
         self._dirty = {key: copy for key, copy in self._dirty.items() if key[0] != tier}
         self._removed = {key: clock for key, clock in self._removed.items() if key[0] != tier}
-        self._index.forget_tier(tier, b"")
+        try:
+            self._index.forget_tier(tier, b"")
+        except (NoRoom, CacheUnusable) as exc:
+            self.index_error = str(
+                exc
+            )  # a full disk must not keep a stop from going on; the index is not closed cleanly
 
     async def aclose(self, *, trusted: bool) -> None:
         """Flush, then close the index: cleanly if everything in it was written. `trusted`: its files are on disk, too."""
         with trio.CancelScope(shield=True):
+            failed = self.index_error
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()
-            whole = not self.index_error
+            whole = not (failed or self.index_error)
             await trio.to_thread.run_sync(self._index.close, whole, whole and trusted)

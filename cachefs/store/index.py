@@ -98,7 +98,11 @@ class Index:
         self.trusted = self._db.count("copies") == 0 or (
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
         )
-        self._db.write([("meta", b"trusted", None)])
+        self._told = True
+        try:
+            self._db.write([("meta", b"trusted", None)])
+        except NoRoom:
+            self._told = False  # a full disk: what the index says of itself cannot be changed, so it is not closed cleanly
 
     def load(self, key: CopyKey) -> Copy | None:
         try:
@@ -192,4 +196,4 @@ class Index:
                 self._db.write([("meta", b"trusted", b"yes")])
         except (NoRoom, CacheUnusable):
             pass
-        self._db.close(clean=whole)
+        self._db.close(clean=whole and self._told)
