@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from bench.mounts import NULL, Unavailable
+from bench.mounts import NULL, PYFUSE3, Unavailable
 from bench.workspace import Workspace
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -84,10 +84,10 @@ class Result:
         self.notes.append(text)
 
     def ceiling(self, series: Series, base: str) -> None:
-        """How far pyfuse3 alone comes, and how near to that cachefs is: beyond it no daemon can go."""
-        null, own = series.ratio(NULL, base), series.ratio("cachefs", NULL)
+        """How far pyfuse3 alone comes, and how near to that cachefs on it is: beyond it no such daemon can go."""
+        null, own = series.ratio(NULL, base), series.ratio(PYFUSE3, NULL)
         self.note(
-            f"{series.what}: null filesystem / {base} {number(null)}, cachefs / null filesystem {number(own)}"
+            f"{series.what}: null filesystem / {base} {number(null)}, {PYFUSE3} / null filesystem {number(own)}"
         )
 
 

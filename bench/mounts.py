@@ -20,17 +20,21 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from bench.lab.client import LabStore
 
 NULL = "null (pyfuse3)"
+OWN = "cachefs"
+PYFUSE3 = "cachefs (pyfuse3)"
+"""cachefs as it mounts where the kernel allows, and with the front it has everywhere: what figures call them."""
 START_S = 30.0
 STOP_S = 30.0
 _MNT_DETACH = 2
+_CPUCLOCK_SCHED = 2  # with a process number above it: that process's clock (clock_getcpuclockid(3))
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -103,6 +107,10 @@ class Mount:
         finally:
             shutil.rmtree(self.home, ignore_errors=True)
 
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, its threads and those that ended included, to the nanosecond."""
+        return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
+
     def memory(self) -> Memory:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         sizes = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
@@ -119,14 +127,32 @@ class Mount:
             raise TimeoutError(f"{self.name} (pid {self.pid}) did not end")
 
 
+def front(kind: Literal["pyfuse3", "kernel"]) -> tuple[str, ...]:
+    """The options that mount with this front. Raises `Unavailable` where it cannot run."""
+    from cachefs.config import Config
+
+    if not any(option.name == "front" for option in fields(Config)):  # a cachefs that knows one only
+        if kind == "pyfuse3":
+            return ()
+        raise Unavailable("--front kernel: this cachefs has no such option")
+    if kind == "kernel":
+        release = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+        if os.getuid():
+            raise Unavailable("--front kernel: needs root")
+        if release < (6, 9):
+            raise Unavailable(f"--front kernel: needs Linux 6.9, this is {os.uname().release}")
+    return ("--front", kind)
+
+
 class Cachefs(Mount):
-    """Through its own command line, in the background, as a user would."""
+    """Through its own command line, in the background, as a user would. `name` tells two of them apart."""
 
-    name = "cachefs"
+    name = OWN
 
-    def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str) -> None:
+    def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str, name: str = OWN) -> None:
         super().__init__(scratch, lab, bucket)
         self.options = options
+        self.name = name
 
     def start(self) -> None:
         endpoint = ("--endpoint-url", self.lab.endpoint, "--cache-dir", str(self.cache))

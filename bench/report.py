@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, Figure, number
+from bench.mounts import OWN, PYFUSE3
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 PLOT = _REPOSITORY / "docs" / "benchmarks.png"
@@ -27,7 +28,13 @@ PANELS = (
 )
 """The series worth a picture."""
 
-COLOURS = {"cachefs": "#1b6ca8", "ext4": "#9a9a9a", "raw client": "#9a9a9a", "raw GET": "#9a9a9a"}
+COLOURS = {
+    OWN: "#1b6ca8",
+    PYFUSE3: "#6ea6cf",
+    "ext4": "#9a9a9a",
+    "raw client": "#9a9a9a",
+    "raw GET": "#9a9a9a",
+}
 OTHER, CEILING = "#d9b48f", "#c9c9c9"
 
 
@@ -52,7 +59,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def side_by_side(found: Sequence[dict[str, Any]]) -> str:
     """Markdown: medians of everything that was measured in the same run."""
     all_series = [series for record in found for series in record["series"] if len(series["medians"]) > 1]
-    kept = [series for series in all_series if "cachefs" in series["medians"]]
+    kept = [series for series in all_series if OWN in series["medians"] or PYFUSE3 in series["medians"]]
     names: list[str] = []
     for series in kept:
         names += [name for name in series["medians"] if name not in names]
