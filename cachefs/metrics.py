@@ -53,6 +53,9 @@ class Metrics:
     evicted_blocks: int = _counter("blocks", "blocks removed to make room")
     spilled_blocks: int = _counter("blocks", "blocks moved from RAM to SSD")
     promoted_blocks: int = _counter("blocks", "blocks copied from SSD to RAM on re-use")
+    prepared_versions: int = _counter(
+        "versions", "cached versions gathered or verified so that the kernel can read their file by itself"
+    )
     checksum_failures: int = _counter("blocks", "cached blocks dropped because their checksum did not match")
     tier_errors: int = _counter("errors", "I/O errors on a cache tier (each costs a refetch, never data)")
     # The tree.

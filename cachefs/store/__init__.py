@@ -5,16 +5,18 @@ index that says which blocks lie there and what they hash to. Blocks are kept an
 recently used first; RAM spills down, SSD drops.
 
 Invariants: a block that the index lists and whose checksum matches is served, anything else is a miss; `used_bytes`
-never passes a tier's limit, because room is reserved before bytes come; copies with pins are neither moved nor dropped.
+never passes a tier's limit, because room is reserved before bytes come; copies with pins are neither moved nor dropped;
+a file that was lent to the kernel is never changed, only unlinked.
 A crash may lose the last second of bookkeeping, never make a wrong byte readable.
 
-Who may call: `fetch` (reading and filling), `daemon` (opening, closing, status).
+Who may call: `fetch` (reading, filling, lending), `daemon` (opening, closing, status).
 """
 
+from cachefs.store.backing import Backing
 from cachefs.store.catalog import CachedObject
 from cachefs.store.fill import Fill, FillClosed
 from cachefs.store.opening import SHM, Opened, open_store
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Store
 
-__all__ = ["SHM", "CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]
+__all__ = ["SHM", "Backing", "CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]

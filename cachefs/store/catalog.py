@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -20,6 +20,9 @@ from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.index import Copy, CopyKey, Index, pack_copy, pack_key
 from cachefs.store.tier import Tier
+
+if TYPE_CHECKING:
+    from cachefs.store.backing import Backing
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +35,36 @@ COPIES_IN_MEMORY = 32_768
 
 class CachedObject:
     """One version that is open or was lately used. `copies` has the loaded ones by (tier, extent), None where there is
-    none; `fds` its open files by tier. Two slots belong to the fetch room: `flights` (block → the transfer that is bringing
-    it) and `readahead` (what its readers are seen to do)."""
+    none; `fds` its open files by tier; `sealed` the tiers where its file is known to have been lent; `leaving` those of them
+    where all its blocks are forgotten and the file waits for its last pin; `backing` what the kernel has of it. Two slots
+    belong to the fetch room: `flights` (block → the transfer that is bringing it) and `readahead` (what its readers are
+    seen to do)."""
 
-    __slots__ = ("copies", "fds", "flights", "id", "readahead", "refs")
+    __slots__ = ("backing", "copies", "fds", "flights", "id", "leaving", "readahead", "refs", "sealed")
 
     def __init__(self, object_id: ObjectId) -> None:
         self.id = object_id
         self.copies: dict[tuple[int, int], Copy | None] = {}
         self.fds: dict[int, int] = {}
+        self.sealed: set[int] = set()
+        self.leaving: set[int] = set()
+        self.backing: Backing | None = None
         self.flights: dict[int, Any] = {}
         self.readahead: Any = None
         self.refs = 0
 
     def in_use(self) -> bool:
         return bool(self.refs or self.flights or any(c and c.pins for c in self.copies.values()))
+
+    def is_sealed(self, tier: Tier) -> bool:
+        """Whether its file on the tier may never change any more. The file says so itself; here it is remembered."""
+        if tier.number not in self.sealed and tier.sealed(self.id.digest):
+            self.sealed.add(tier.number)
+        return tier.number in self.sealed
+
+    def on(self, tier: Tier) -> list[Copy]:
+        """Its loaded copies on the tier."""
+        return [copy for (number, _), copy in self.copies.items() if number == tier.number and copy]
 
     def file(self, tier: Tier) -> int:
         """A descriptor of its file on the tier, kept open while the object is in use. OSError when it is not there."""
@@ -77,6 +95,7 @@ class Catalog:
     def __init__(self, index: Index, tiers: list[Tier], block_size: int, *, trust: bool) -> None:
         self._index = index
         self._tiers = tiers
+        self._tier = {tier.number: tier for tier in tiers}
         self._block_size = block_size
         self._trust = trust
         self._objects: OrderedDict[bytes, CachedObject] = OrderedDict()
@@ -90,6 +109,7 @@ class Catalog:
         self._recent = self._clock
         self._flush_lock = trio.Lock()
         self.index_error = ""
+        self.on_forget: Callable[[CachedObject], None] = lambda obj: None
         for tier in tiers:
             tier.used_bytes, tier.blocks = index.totals(tier.number)
 
@@ -118,6 +138,7 @@ class Catalog:
             if obj.in_use() or any(c.key in self._dirty or c.key in self._flushing for c in copies):
                 self._objects.move_to_end(digest)  # looked at again after all others
                 continue
+            self.on_forget(obj)
             self._loaded -= len(copies)
             obj.close_files()
             del self._objects[digest]
@@ -228,7 +249,7 @@ class Catalog:
         self._removed[copy.key] = copy.stored_clock
 
     def oldest(self, tier: int) -> tuple[CachedObject, Copy] | None:
-        """The least recently used copy on a tier that nobody is using."""
+        """The least recently used copy on a tier that nobody is using, nor anything that would have to go with it."""
         # Rows first: whatever was touched since the last flush is younger than every row that is up to date.
         while True:
             queue = self._victims.get(tier)
@@ -245,12 +266,20 @@ class Catalog:
             copy = self.copy(obj, key[0], key[2])
             if copy is None:
                 self._removed[key] = clock  # an order row without a copy: its row was damaged
-            elif copy.clock == clock and not copy.pins:
+            elif copy.clock == clock and self._can_go(obj, copy):
                 return obj, copy
         for young in chain(self._flushing.values(), self._dirty.values()):
-            if isinstance(young, Copy) and young.tier == tier and not young.pins and young.bitmap:
-                return self._objects[young.digest], young
+            if isinstance(young, Copy) and young.tier == tier and young.bitmap:
+                obj = self._objects[young.digest]
+                if self._can_go(obj, young):
+                    return obj, young
         return None
+
+    def _can_go(self, obj: CachedObject, copy: Copy) -> bool:
+        if copy.pins:
+            return False
+        tier = self._tier[copy.tier]
+        return not (obj.is_sealed(tier) and any(other.pins for other in obj.on(tier)))
 
     # -- the index ---------------------------------------------------------------------------------
 
@@ -336,5 +365,9 @@ class Catalog:
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()
+                for number in obj.leaving:
+                    self._tier[number].unlink(
+                        obj.id.digest
+                    )  # whoever has it still reads it, but no row speaks of it
             whole = not (failed or self.index_error)
             await trio.to_thread.run_sync(self._index.close, whole, whole and trusted)

@@ -74,7 +74,7 @@ class Moves:
                 key, _ = self._promotions.popitem(last=False)
                 obj = self._catalog.by_digest(key[1])
                 copy = self._catalog.copy(obj, key[0], key[2])
-                if copy is not None and copy.bitmap and await self._move(obj, copy, self._ram, evict=False):
+                if copy is not None and copy.bitmap and await self.move(obj, copy, self._ram, evict=False):
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:
@@ -83,33 +83,52 @@ class Moves:
             if victim is None:
                 return
             obj, copy = victim
-            if self._ssd.writable() and await self._move(obj, copy, self._ssd, evict=True):
-                self._metrics.spilled_blocks += copy.bitmap.bit_count()
+            going = self._room.goes_with(obj, copy)
+            if self._ssd.writable() and await self._move_down(obj, going):
+                self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in going)
             elif not copy.bitmap:
                 continue  # its file was unreadable: it is gone
             elif self._ram.used_bytes <= self._ram.limit_bytes():
                 return  # nowhere to go and no need to: keep serving from RAM
             else:
-                self._metrics.evicted_blocks += copy.bitmap.bit_count()
-            if not copy.pins:
+                self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in going)
+            # While it was copied it may have gone, or come into use; or the kernel had it, and now more would go with it.
+            free = copy.bitmap and not any(c.pins for c in going)
+            if free and len(self._room.goes_with(obj, copy)) == len(going):
                 self._room.drop(obj, copy, copy.bitmap)
 
     async def save_all(self) -> None:
         """Everything in RAM, displacing what SSD has not used for longer. Before a stop."""
         while (victim := self._catalog.oldest(self._ram.number)) is not None:
-            # Here the caller's deadline strikes: never in the middle of a file.
-            await trio.lowlevel.checkpoint()
             obj, copy = victim
-            if not await self._move(obj, copy, self._ssd, evict=True) and copy.bitmap:
+            if not await self._move_down(obj, self._room.goes_with(obj, copy)) and copy.bitmap:
                 return
-            self._room.drop(obj, copy, copy.bitmap)
+            if copy.bitmap:
+                self._room.drop(obj, copy, copy.bitmap)
 
-    async def _move(self, obj: CachedObject, copy: Copy, to: Tier, *, evict: bool) -> bool:
+    async def _move_down(self, obj: CachedObject, going: list[Copy]) -> bool:
+        """Copy to SSD what will leave RAM together."""
+        obj.refs += 1
+        try:
+            for copy in going:
+                # Here the deadline of a stop strikes: never in the middle of an extent.
+                await trio.lowlevel.checkpoint()
+                if not await self.move(obj, copy, self._ssd, evict=True):
+                    return False
+            return True
+        finally:
+            obj.refs -= 1
+            if not obj.in_use():
+                obj.close_files()
+
+    async def move(self, obj: CachedObject, copy: Copy, to: Tier, *, evict: bool) -> bool:
         """Copy the blocks that `to` lacks into it. False when it has no room for them, or when either side fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
         wanted = copy.bitmap & ~(target.bitmap | target.arriving if target is not None else 0)
         if not wanted:
             return True
+        if to.number in obj.leaving:
+            return False
         ranges = list(self._catalog.ranges(copy, wanted))
         need = sum(allocated(length) for _, length in ranges)
         obj.refs += 1
@@ -143,6 +162,8 @@ class Moves:
         except OSError as exc:
             self._metrics.tier_errors += 1
             to.failed(exc)
+            return False
+        if sink is None:
             return False
         target = self._catalog.create(obj, to.number, copy.extent, copy.object_size)
         target.pins += 1

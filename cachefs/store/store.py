@@ -7,7 +7,6 @@ only ever move bytes between descriptors.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import xxhash
 
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.store.backing import Backing, Lending
 from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.fill import Fill, HeapFill, TierFill
 from cachefs.store.heap import Heap
@@ -24,8 +24,6 @@ from cachefs.store.index import Copy, Index
 from cachefs.store.moves import Moves
 from cachefs.store.room import Room
 from cachefs.store.tier import RAM, Tier, allocated
-
-log = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files: what a kill -9 can cost in refetches. Guessed."""
@@ -72,6 +70,16 @@ class Store:
         self.room = Room(self._catalog, self._tier, block_size, metrics)
         self._moves = (
             Moves(self._catalog, self.room, tiers[0], tiers[1], metrics, clock) if len(tiers) == 2 else None
+        )
+        self.on_retired: Callable[[Backing], None] = lambda backing: None
+        self._lending = Lending(
+            self._catalog,
+            self.room,
+            tiers if not self._check_always else [],
+            self._moves,
+            block_size,
+            metrics,
+            lambda backing: self.on_retired(backing),
         )
         self._heap = Heap()
         self._threads = trio.CapacityLimiter(READ_THREADS)
@@ -269,13 +277,7 @@ class Store:
             self.room.lost(obj, copy, result)
             return False
         if result is None:
-            if copy.bitmap & bit:
-                self._metrics.checksum_failures += 1
-                name = self._tier[copy.tier].name
-                log.warning(
-                    "block %d of %s in the %s tier fails its checksum: dropped", step.block, obj.id.key, name
-                )
-                self.room.drop(obj, copy, bit)
+            self.room.corrupt(obj, copy, bit)
             return False
         if step.check:
             copy.verified |= bit & copy.bitmap
@@ -298,7 +300,7 @@ class Store:
         bits = _bits(start, stop)
         for tier in self.tiers:
             last = not any(slower.writable() for slower in self.tiers if slower.number > tier.number)
-            if not tier.writable():
+            if not tier.writable() or tier.number in obj.leaving:
                 continue
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             obj.refs += 1
@@ -306,6 +308,8 @@ class Store:
                 if not self.room.make(tier, need, evict=last):
                     continue
                 fd = self.room.file_for_write(obj, tier)
+                if fd is None:
+                    continue
                 copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size)
                 if copy.arriving & bits:
                     continue  # a move is writing them: two writers would not know of each other
@@ -365,13 +369,41 @@ class Store:
         if tier.number == RAM and self._moves is not None:
             self._moves.filled()  # now it can be moved
 
+    # -- lending whole files to the kernel (see backing.py) ----------------------------------------
+
+    @property
+    def lends(self) -> bool:
+        """Whether `lend_now` can ever succeed: not when each read must be checked, or no tier's files are taken."""
+        return self._lending.possible
+
+    def lend_now(self, obj: CachedObject) -> Backing | None:
+        """The version's file, if it is whole and verified on one tier. Who gets it calls `give_back`."""
+        return self._lending.lend(obj)
+
+    def lend_again(self, backing: Backing) -> None:
+        """One user more of a backing in use, even if its blocks are forgotten by now: the kernel wants one for all."""
+        backing.users += 1
+
+    def give_back(self, backing: Backing) -> None:
+        """One user less. Without users it stays registered for the next, as long as its file stays."""
+        self._lending.give_back(backing)
+
+    def refuse(self, tier: Tier, reason: str) -> None:
+        """The kernel does not take this tier's files."""
+        self._lending.refuse(tier, reason)
+
+    def prepare_later(self, obj: CachedObject) -> None:
+        """Make `lend_now` succeed for a version that is whole over all tiers: in the background, if there is time."""
+        self._lending.prepare_later(obj)
+
     # -- in the background -------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Flush the index, spill and promote, until cancelled."""
+        """Flush the index, spill and promote, make versions ready for the kernel, until cancelled."""
         async with trio.open_nursery() as nursery:
             if self._moves is not None:
                 nursery.start_soon(self._moves.run)
+            nursery.start_soon(self._lending.run)
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
                 # The limit of the last tier may have sunk; a room's worth of victims at a time, for others wait.
@@ -389,6 +421,7 @@ class Store:
     async def aclose(self, spill_deadline_s: float) -> None:
         """Save what RAM holds to the next tier (as far as the deadline allows), give the memory back, then close the index
         cleanly."""
+        self._lending.close()
         if self._moves is not None:
             with trio.move_on_after(spill_deadline_s, shield=True):
                 await self._moves.save_all()

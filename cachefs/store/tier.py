@@ -16,6 +16,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,10 @@ FREE_SPACE_EVERY_S = 0.5
 """How old a reading of the disk's free space may be. Derived: 0.5 s at 2 GB/s of other writers is 1 GB, far less than
 the default reserve of 10 % of a cache disk."""
 
+SEALED = 0o400
+"""Mode of a file that was lent to the kernel: its bytes never change any more, whoever runs. The file itself keeps it, for a
+mapping of it may outlive the daemon, and the index may lag behind."""
+
 RAM, SSD = 0, 1
 """Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
 
@@ -45,9 +50,13 @@ def allocated(length: int) -> int:
     return -(-length // PAGE) * PAGE
 
 
+def is_sealed(status: os.stat_result) -> bool:
+    return stat.S_IMODE(status.st_mode) & 0o222 == 0
+
+
 class Tier:
     """`number` is `RAM` or `SSD`; `blocking` tells whether reading can wait
-    for a device (a disk does, tmpfs does not)."""
+    for a device (a disk does, tmpfs does not); `lends`, whether the kernel takes its files."""
 
     def __init__(
         self,
@@ -65,6 +74,7 @@ class Tier:
         self.path = path
         self.cap_bytes = cap_bytes
         self.blocking = blocking
+        self.lends = True
         self.used_bytes = 0
         self.unlisted_bytes = 0
         self.blocks = 0
@@ -168,7 +178,8 @@ class Tier:
         return self.path / "objects" / name[:2] / name[2:]
 
     def open_file(self, digest: bytes, *, create: bool) -> int:
-        """A descriptor of the version's file. OSError(ENOENT) without `create` when it is not there."""
+        """A descriptor of the version's file, for reading only if it is sealed and we are not root. OSError(ENOENT) without
+        `create` when it is not there."""
         path = self.file_path(digest)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -177,11 +188,35 @@ class Tier:
             if not create:
                 raise
         except OSError as exc:
-            if create or exc.errno != errno.EROFS:
+            if create or exc.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # remounted after an error
+            return os.open(
+                path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            )  # sealed, or remounted after an error
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags | os.O_CREAT, 0o600)
+
+    def seal(self, digest: bytes, size: int) -> int:
+        """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that
+        cannot be promised, or when it has not the size that the kernel will be told."""
+        fd = os.open(self.file_path(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size == size:
+                os.fchmod(fd, SEALED)
+                if is_sealed(os.fstat(fd)):
+                    return fd
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+        raise OSError(errno.EINVAL, "its file has another size, or its file system keeps no modes")
+
+    def sealed(self, digest: bytes) -> bool:
+        """Whether the version's file was ever lent to the kernel."""
+        try:
+            return is_sealed(os.lstat(self.file_path(digest)))
+        except OSError:
+            return False
 
     def unlink(self, digest: bytes) -> None:
         try:
