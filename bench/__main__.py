@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import change, cold, tree, warm
+from bench import change, cold, fronts, passthrough, tree, warm
 from bench.harness import SCENARIOS, keep, run, show
 from bench.workspace import Workspace
 
@@ -19,6 +19,12 @@ ORDER = (
     "warm-seq",
     "ssd-seq",
     "warm-small",
+    "pass-tier",
+    "pass-seq",
+    "pass-random",
+    "pass-small",
+    "front-requests",
+    "training",
     "ls",
     "ten-readers",
     "overwrite",
@@ -28,7 +34,7 @@ ORDER = (
 )
 """As the table has them."""
 
-MODULES = (cold, warm, tree, change)
+MODULES = (cold, warm, passthrough, fronts, tree, change)
 """Importing them is what registers the scenarios."""
 
 

@@ -151,7 +151,10 @@ def run(name: str, workspace: Workspace, rounds: int | None = None) -> dict[str,
     chosen = SCENARIOS[name]
     rounds = rounds or chosen.rounds
     begun = time.monotonic()
-    result = chosen.measure(workspace, rounds)
+    try:
+        result = chosen.measure(workspace, rounds)
+    except Unavailable as exc:  # nothing was measured, and this is why
+        result = Result(notes=[str(exc)])
     return {
         "scenario": name,
         "about": chosen.about,

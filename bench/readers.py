@@ -11,17 +11,24 @@ reads one file from the moment AT (seconds of the monotonic clock) on: how proce
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 BUFFER = 1 << 20
+PAGE = 4096
 FOREVER = float("inf")
+_AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS = -100, 0x2000, 0x7FF
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,37 @@ def first_byte(path: Path) -> float:
         return time.perf_counter() - begun
     finally:
         os.close(fd)
+
+
+def scattered(fd: int, offsets: Sequence[int]) -> float:
+    """Seconds that 4 KiB at each of these offsets take. The loop is C's, so that it adds little to either side."""
+    begun = time.perf_counter()
+    deque(map(os.pread, itertools.repeat(fd), itertools.repeat(PAGE), offsets), maxlen=0)
+    return time.perf_counter() - begun
+
+
+def touched(path: Path, offsets: Sequence[int]) -> float:
+    """Seconds that a new mapping of the file takes, and one byte of it at each of these offsets."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        begun = time.perf_counter()
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+            mapped.madvise(mmap.MADV_RANDOM)
+            deque(map(mapped.__getitem__, offsets), maxlen=0)
+            return time.perf_counter() - begun
+    finally:
+        os.close(fd)
+
+
+def attributes(path: Path, count: int) -> float:
+    """Seconds that it takes to ask for a file's attributes that often, none of them answered from the kernel's memory."""
+    statx = ctypes.CDLL(None, use_errno=True).statx
+    name, about = os.fsencode(path), ctypes.create_string_buffer(256)
+    begun = time.perf_counter()
+    for _ in range(count):
+        if statx(_AT_FDCWD, name, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, about):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    return time.perf_counter() - begun
 
 
 def small(paths: Sequence[str], limit_s: float = FOREVER) -> Reading:
@@ -137,6 +175,34 @@ def processes(path: Path, count: int) -> list[int]:
         for child in children:
             child.kill()
             child.wait()
+
+
+def together(parts: Sequence[Callable[[], object]]) -> float:
+    """Seconds until all parts are done, each in a process of its own, from when all of them are there."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(parts) + 1, timeout=120)
+
+    def run(part: Callable[[], object]) -> None:
+        barrier.wait()
+        try:
+            part()
+        except BaseException:
+            barrier.abort()
+            raise
+        barrier.wait()
+
+    children = [context.Process(target=run, args=(part,), daemon=True) for part in parts]
+    try:
+        for child in children:
+            child.start()
+        barrier.wait()
+        begun = time.perf_counter()
+        barrier.wait()
+        return time.perf_counter() - begun
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
 
 
 def main() -> None:

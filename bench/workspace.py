@@ -41,6 +41,8 @@ class Scale:
     many_names: int = 1_000_000
     others: bool = True
     """Whether other mounts are measured beside cachefs."""
+    drops: bool = True
+    """Whether the kernel's page cache may be dropped: it is everybody's."""
     limit_s: float = 3.0
     """How long a reader stays with one of them: its pace is known after that."""
 
@@ -56,6 +58,7 @@ TINY = Scale(
     blocks=2000,
     many_names=20_000,
     others=False,
+    drops=False,
 )
 """For tests: counts are exact at any size."""
 

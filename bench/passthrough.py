@@ -1,0 +1,369 @@
+"""The kernel front, and bytes that it lets the kernel read from the tier itself.
+
+A file that is wholly cached and verified is *lent*: open(2) hands the kernel the tier's own file, and reads and mappings
+never reach the daemon. Each mount is brought to that state first: read, closed, and opened until a read of what the kernel
+has thrown away costs no READ. `cachefs` means the kernel front with `--ram 0` here, so that what it lends lies on the same
+ext4 as the baseline; its RAM tier and the pyfuse3 front are measured beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench import readers, training
+from bench.harness import Result, Series, interleave, number, scenario
+from bench.mounts import OWN, PYFUSE3, Cachefs, Unavailable, front
+from bench.workspace import Workspace, drop_caches
+
+RAM_TIER = "cachefs (RAM tier)"
+TIER_FILE = "the tier's own file"
+ZERO_OPEN = "cachefs --zero-open"
+
+AGAIN = 5
+"""Readings in one turn, as in `bench.warm`."""
+
+LEND_S = 20.0
+"""How long a file may take until it is lent: gathering it from two tiers happens in the background. Guessed, generous."""
+
+
+def kernel(work: Workspace, bucket: str, *options: str, name: str = OWN) -> Cachefs:
+    return Cachefs(work.disk, work.lab, bucket, *front("kernel"), *options, name=name)
+
+
+def pyfuse3(work: Workspace, bucket: str, *options: str) -> Cachefs:
+    return Cachefs(work.disk, work.lab, bucket, *front("pyfuse3"), *options, name=PYFUSE3)
+
+
+def _mounts(stack: ExitStack, work: Workspace, bucket: str) -> dict[str, Cachefs]:
+    """The one that is judged, and those beside it."""
+    mounts = [kernel(work, bucket, "--ram", "0")]
+    if work.scale.others:
+        mounts += [kernel(work, bucket, name=RAM_TIER), pyfuse3(work, bucket, "--ram", "0")]
+    return {mount.name: stack.enter_context(mount) for mount in mounts}
+
+
+def _drop(work: Workspace) -> None:
+    if work.scale.drops:
+        drop_caches()
+
+
+# -- lending ---------------------------------------------------------------------------------------
+
+
+def _lent(mount: Cachefs, path: Path) -> bool:
+    """Whether the daemon is asked for nothing when this file is read, of which the kernel keeps nothing itself."""
+    size = path.stat().st_size
+    with mount.counting() as counted:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        for offset in (0, size // 2, size - 1):
+            os.pread(fd, readers.PAGE, offset)
+        os.close(fd)
+    return counted["fuse_read"] == 0
+
+
+def _lend(mount: Cachefs, paths: list[Path], result: Result) -> None:
+    """Read them, and wait until they are lent. One that never is stays in the figures, with a note."""
+    for path in paths:
+        readers.sequential(path)
+    until = time.monotonic() + LEND_S
+    for path in paths:
+        while not _lent(mount, path):
+            if time.monotonic() > until:
+                result.note(f"{mount.name}: {path.name} was not lent within {LEND_S:.0f} s")
+                return
+            time.sleep(0.1)
+
+
+def _lend_all(mounts: Mapping[str, Cachefs], names: list[str], result: Result) -> None:
+    """The files of that name in each mount; through pyfuse3 they are only read."""
+    for mount in mounts.values():
+        paths = [mount.path / name for name in names]
+        if mount.name == PYFUSE3:
+            for path in paths:
+                readers.sequential(path)
+        else:
+            _lend(mount, paths, result)
+
+
+def _tier_file(mount: Cachefs, name: str) -> Path:
+    """The cache's file that holds the object of this name: the first bytes say so."""
+    stamp = f"{name} 0".encode().ljust(64)
+    for path in (mount.cache / "objects").rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(stamp)) == stamp:
+                    return path
+    raise Unavailable(f"{TIER_FILE}: {name} is not there as one")
+
+
+class _Cpu:
+    """What each daemon spends on the bytes that its contender reads."""
+
+    def __init__(self, mounts: Mapping[str, Cachefs]) -> None:
+        self._mounts = mounts
+        self._spent = dict.fromkeys(mounts, 0.0)
+        self._bytes = dict.fromkeys(mounts, 0)
+
+    def reading(self, name: str, read: Callable[[], readers.Reading]) -> readers.Reading:
+        """Read; if this is a mount, see what its daemon does meanwhile."""
+        mount = self._mounts.get(name)
+        if mount is None:
+            return read()
+        before = mount.cpu_s()
+        done = read()
+        self._spent[name] += mount.cpu_s() - before
+        self._bytes[name] += done.bytes
+        return done
+
+    def per_gb(self, what: str, result: Result) -> Series:
+        values = {name: [self._spent[name] / (self._bytes[name] / 1e9)] for name in self._mounts}
+        series = Series(what, "s/GB", values)
+        result.series.append(series)
+        return series
+
+
+# -- large files -----------------------------------------------------------------------------------
+
+
+@scenario("pass-tier", rounds=7)
+def pass_tier(work: Workspace, rounds: int) -> Result:
+    """A lent file that the kernel has forgotten: it comes from the disk, for everyone."""
+    result = Result()
+    # More than one file: where the disk happens to have put it matters, and stays as it is.
+    count = min(rounds, 4)
+    tree = work.big("pass-tier", work.scale.warm, count)
+    with ExitStack() as stack:
+        mounts = _mounts(stack, work, "pass-tier")
+        names = [f"{number}.bin" for number in range(count)]
+        _lend_all(mounts, names, result)
+        files = {"ext4": [work.on_disk(tree) / name for name in names]}
+        files |= {mount.name: [mount.path / name for name in names] for mount in mounts.values()}
+        files[TIER_FILE] = [_tier_file(mounts[OWN], name) for name in names]
+        cpu = _Cpu(mounts)
+
+        def cold(name: str) -> Callable[[], float]:
+            turns = iter(range(rounds))
+
+            def measure() -> float:
+                path = files[name][next(turns) % count]
+                seen = []
+                for _ in range(AGAIN):
+                    _drop(work)
+                    seen.append(cpu.reading(name, lambda: readers.sequential(path, work.scale.limit_s)))
+                return sum(r.bytes for r in seen) / sum(r.seconds for r in seen) / 1e6
+
+            return measure
+
+        with mounts[OWN].counting() as counted:
+            what = "lent file, sequential, kernel cache dropped"
+            series = interleave(rounds, {name: cold(name) for name in files}, result, what=what, unit="MB/s")
+    spent = cpu.per_gb("lent file, kernel cache dropped: daemon CPU", result)
+    own = series.ratio(OWN, TIER_FILE)
+    result.note(f"sequential, kernel cache dropped: {OWN} / {TIER_FILE} {number(own)}")
+    if work.scale.drops:
+        result.demand("on a tier, kernel cache dropped: rate / ext4", series.ratio(OWN, "ext4"), "≥", 0.95)
+    result.demand("on a tier, kernel cache dropped: daemon CPU s/GB", spent.medians()[OWN], "≤", 0.02)
+    result.demand("on a tier, kernel cache dropped: READ messages", counted["fuse_read"], "=", 0)
+    return result
+
+
+@scenario("pass-seq", rounds=5)
+def pass_seq(work: Workspace, rounds: int) -> Result:
+    """A lent file that the kernel holds in memory, read again."""
+    result = Result()
+    tree = work.big("pass-seq", work.scale.warm // 2, rounds)
+    with ExitStack() as stack:
+        mounts = _mounts(stack, work, "pass-seq")
+        names = [f"{number}.bin" for number in range(rounds)]
+        _lend_all(mounts, names, result)
+        roots = {"ext4": work.on_disk(tree)} | {mount.name: mount.path for mount in mounts.values()}
+        cpu = _Cpu(mounts)
+
+        def again(name: str, root: Path) -> Callable[[], float]:
+            files = iter(names)  # another file each turn, as in `bench.warm`
+
+            def measure() -> float:
+                path = root / next(files)
+                # Pages that were written are of another size than pages that were read: read them, on either side.
+                _drop(work)
+                readers.sequential(path)
+                seen = [
+                    cpu.reading(name, lambda: readers.sequential(path, work.scale.limit_s))
+                    for _ in range(AGAIN)
+                ]
+                return sum(r.bytes for r in seen) / sum(r.seconds for r in seen) / 1e6
+
+            return measure
+
+        contenders = {name: again(name, root) for name, root in roots.items()}
+        with mounts[OWN].counting() as counted:
+            series = interleave(rounds, contenders, result, what="lent file, warm sequential", unit="MB/s")
+    spent = cpu.per_gb("lent file, warm sequential: daemon CPU", result)
+    result.demand("warm sequential: rate / ext4", series.ratio(OWN, "ext4"), "≥", 0.95)
+    result.demand("warm sequential: daemon CPU s/GB", spent.medians()[OWN], "≤", 0.02)
+    result.demand(
+        "complete file, dropped by the kernel and warm: READ messages", counted["fuse_read"], "=", 0
+    )
+    return result
+
+
+PREADS = 200_000
+TOUCHED = 3
+"""Mappings in one turn, of which each page is touched once."""
+
+
+@scenario("pass-random", rounds=5)
+def pass_random(work: Workspace, rounds: int) -> Result:
+    """A lent file that the kernel holds in memory: 4 KiB here and there, by pread and by mapping it."""
+    result = Result()
+    size = work.scale.warm
+    tree = work.big("pass-random", size, 1)
+    pages = [number * readers.PAGE for number in range(size // readers.PAGE)]
+    dice = random.Random("pass-random")
+    offsets = dice.choices(pages, k=min(PREADS, 8 * len(pages)))
+    dice.shuffle(pages)
+    with ExitStack() as stack:
+        mounts = _mounts(stack, work, "pass-random")
+        _lend_all(mounts, ["0.bin"], result)
+        paths = {"ext4": work.on_disk(tree) / "0.bin"}
+        paths |= {mount.name: mount.path / "0.bin" for mount in mounts.values()}
+        _drop(work)
+        for path in paths.values():
+            readers.sequential(path)
+
+        def preads(path: Path) -> float:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                return len(offsets) / readers.scattered(fd, offsets)
+            finally:
+                os.close(fd)
+
+        def touches(path: Path) -> float:
+            return TOUCHED * len(pages) / sum(readers.touched(path, pages) for _ in range(TOUCHED))
+
+        series = {}
+        with mounts[OWN].counting() as counted:
+            for what, measure in (("4 KiB preads", preads), ("mmap touches", touches)):
+                contenders = {name: functools.partial(measure, path) for name, path in paths.items()}
+                series[what] = interleave(
+                    rounds, contenders, result, what=f"lent file, random {what}", unit="1/s"
+                )
+    result.demand("random 4 KiB pread: rate / ext4", series["4 KiB preads"].ratio(OWN, "ext4"), "≥", 0.95)
+    result.demand("mmap, random touch: rate / ext4", series["mmap touches"].ratio(OWN, "ext4"), "≥", 0.85)
+    result.demand("random and mapped reads: READ messages", counted["fuse_read"], "=", 0)
+    return result
+
+
+# -- small files -----------------------------------------------------------------------------------
+
+
+def _settle(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
+    """Read until that costs no READ and lends all it will lend; what the last time asked for."""
+    until = time.monotonic() + LEND_S / 4
+    while True:
+        with mount.counting() as counted:
+            read()
+        lent = counted.get("passthrough_opens", 0) >= counted["fuse_open"]
+        if (lent and not counted["fuse_read"]) or time.monotonic() > until:
+            return counted
+        time.sleep(0.1)
+
+
+@scenario("pass-small", rounds=7)
+def pass_small(work: Workspace, rounds: int) -> Result:
+    """Small files that were read before: open, read, close, with OPEN messages and without."""
+    result = Result()
+    scale = work.scale
+    tree, keys = work.small("pass-small")
+    with ExitStack() as stack:
+        mounts = _mounts(stack, work, "pass-small")
+        options = ("--ram", "0", "--consistency", "immutable", "--zero-open")
+        mounts[ZERO_OPEN] = stack.enter_context(kernel(work, "pass-small", *options, name=ZERO_OPEN))
+        roots = {"ext4": work.on_disk(tree)} | {mount.name: mount.path for mount in mounts.values()}
+        paths = {name: [f"{root}/{key}" for key in keys] for name, root in roots.items()}
+        asked = {}
+        for name, mine in paths.items():
+            readers.small(mine)
+            if name in mounts:
+                asked[name] = _settle(mounts[name], functools.partial(readers.small, mine))
+        cpu = _Cpu(mounts)
+
+        def again(name: str, mine: list[str]) -> Callable[[], float]:
+            return lambda: cpu.reading(name, lambda: readers.small(mine, scale.limit_s)).files_per_s
+
+        contenders = {name: again(name, mine) for name, mine in paths.items()}
+        what = "warm small files, open+read+close, either front"
+        series = interleave(rounds, contenders, result, what=what, unit="files/s")
+    cpu.per_gb("warm small files: daemon CPU", result)
+    for name, counted in asked.items():
+        sent = {key: value for key, value in counted.items() if key.startswith("fuse_") and value}
+        messages = ", ".join(
+            f"{key[5:]} {number(value / len(keys))}" for key, value in sent.items() if key[-5:] != "bytes"
+        )
+        lent = counted.get("passthrough_opens", 0) / len(keys)
+        result.note(f"{name}: messages a file: {messages or 'none'}; lent {number(lent)}")
+    reads = sum(asked[name]["fuse_read"] for name in (OWN, ZERO_OPEN))
+    result.demand("warm small files: rate / ext4", series.ratio(OWN, "ext4"), "≥", 0.35)
+    result.demand("warm small files, --zero-open: rate / ext4", series.ratio(ZERO_OPEN, "ext4"), "≥", 0.55)
+    result.demand("warm small files, with --zero-open and without: READ messages", reads, "=", 0)
+    return result
+
+
+# -- training --------------------------------------------------------------------------------------
+
+WORKERS = 2
+EPOCHS = 4
+VOLUMES = 32
+
+
+@scenario("training", rounds=5)
+def training_loop(work: Workspace, rounds: int) -> Result:
+    """`bench.training` on a warm mount and on ext4: what the mount adds to the time of an epoch."""
+    result = Result()
+    images, _ = work.small("training-images")
+    volumes = work.big("training-volumes", work.scale.warm // 16, VOLUMES)
+    for shape, bucket, tree in (
+        ("resnet50", "training-images", images),
+        ("unet3d", "training-volumes", volumes),
+    ):
+        with ExitStack() as stack:
+            mounts = [kernel(work, bucket)]
+            if work.scale.others:
+                mounts.append(pyfuse3(work, bucket))
+            roots = {"ext4": work.on_disk(tree)}
+            roots |= {mount.name: stack.enter_context(mount).path for mount in mounts}
+            for root in roots.values():
+                for path in training.files(root):
+                    readers.read_one(path) if shape == "resnet50" else readers.sequential(Path(path))
+            batch = training.SHAPES[shape].batch
+            step_ms = training.step_ms_for(roots["ext4"], shape, batch, WORKERS, EPOCHS)
+            chosen = ("--shape", shape, "--batch", batch, "--workers", WORKERS, "--step-ms", step_ms)
+            busy: dict[str, list[float]] = {name: [] for name in roots}
+
+            def epochs(
+                name: str,
+                root: Path,
+                chosen: tuple[str | float, ...] = chosen,
+                busy: dict[str, list[float]] = busy,
+            ) -> float:
+                """Samples a second. The first epoch is nobody's: it opens what has just been completed."""
+                turn = training.apart(root, *chosen, "--epochs", EPOCHS + 1, "--seed", len(busy[name]))
+                measured = turn["epochs"][1:]
+                busy[name].append(sum(epoch["utilisation"] for epoch in measured) / len(measured))
+                return sum(e["samples"] for e in measured) / sum(e["seconds"] for e in measured)
+
+            contenders = {name: functools.partial(epochs, name, root) for name, root in roots.items()}
+            what = f"training loop, {shape}, warm"
+            series = interleave(rounds, contenders, result, what=what, unit="samples/s")
+        used = ", ".join(f"{name} {sum(shares) / len(shares):.0%}" for name, shares in busy.items())
+        result.note(f"{shape}: batches of {batch}, steps of {step_ms:.1f} ms, accelerator busy: {used}")
+        tax = 100 * (1 - series.ratio(OWN, "ext4"))
+        result.demand(f"training loop, {shape}, warm: FUSE tax on its time", tax, "≤", 3, " %")
+    return result
