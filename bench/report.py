@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, Figure, number
-from bench.mounts import OWN, PYFUSE3
+from bench.mounts import OWN
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 PLOT = _REPOSITORY / "docs" / "benchmarks.png"
@@ -25,17 +25,15 @@ PANELS = (
     "warm sequential",
     "sequential, kernel cache dropped",
     "warm small files, open+read+close",
+    "lent file, sequential, kernel cache dropped",
+    "lent file, random mmap touches",
+    "warm small files, open+read+close, either front",
+    "daemon-served 4 KiB READs, one reader",
 )
 """The series worth a picture."""
 
-COLOURS = {
-    OWN: "#1b6ca8",
-    PYFUSE3: "#6ea6cf",
-    "ext4": "#9a9a9a",
-    "raw client": "#9a9a9a",
-    "raw GET": "#9a9a9a",
-}
-OTHER, CEILING = "#d9b48f", "#c9c9c9"
+COLOURS = {OWN: "#1b6ca8", "ext4": "#9a9a9a", "raw client": "#9a9a9a", "raw GET": "#9a9a9a"}
+OURS, OTHER, CEILING = "#6ea6cf", "#d9b48f", "#c9c9c9"
 
 
 def records(order: Sequence[str]) -> list[dict[str, Any]]:
@@ -57,9 +55,14 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def side_by_side(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: medians of everything that was measured in the same run."""
-    all_series = [series for record in found for series in record["series"] if len(series["medians"]) > 1]
-    kept = [series for series in all_series if OWN in series["medians"] or PYFUSE3 in series["medians"]]
+    """Markdown: medians of everything that was measured in the same run, cachefs beside others and beside itself."""
+    several = [series for record in found for series in record["series"] if len(series["medians"]) > 1]
+    ours = [(series, sum(name.startswith(OWN) for name in series["medians"])) for series in several]
+    tables = [s for s, count in ours if count == 1], [s for s, count in ours if count > 1]
+    return "\n\n".join(_medians(table) for table in tables if table)
+
+
+def _medians(kept: Sequence[dict[str, Any]]) -> str:
     names: list[str] = []
     for series in kept:
         names += [name for name in series["medians"] if name not in names]
@@ -102,7 +105,7 @@ def plot(found: Sequence[dict[str, Any]], path: Path = PLOT) -> None:
     for axis, series in zip(axes.flat, shown, strict=False):
         names = list(series["medians"])[::-1]
         values = [series["medians"][name] for name in names]
-        colours = [CEILING if "null" in name else COLOURS.get(name, OTHER) for name in names]
+        colours = [_colour(name) for name in names]
         bars = axis.barh(names, values, color=colours, height=0.7)
         axis.bar_label(bars, [number(value) for value in values], padding=3, fontsize=8)
         better = "less is better" if series["unit"] in ("s", "ms") else "more is better"
@@ -115,6 +118,11 @@ def plot(found: Sequence[dict[str, Any]], path: Path = PLOT) -> None:
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _colour(name: str) -> str:
+    kind = OURS if name.startswith(OWN) else CEILING if name.startswith("null") else OTHER
+    return COLOURS.get(name, kind)
 
 
 def write(order: Sequence[str]) -> str:

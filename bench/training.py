@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -207,16 +207,14 @@ def apart(root: Path, *options: str | float) -> dict[str, Any]:
     return report
 
 
-def step_ms_for(root: Path, shape: str, batch: int, workers: int, epochs: int) -> float:
-    """The step that keeps the accelerator busy for `UTILISATION` of the time here: measured with an accelerator that
-    takes no time."""
-    chosen = ("--shape", shape, "--batch", batch, "--workers", workers, "--epochs", epochs)
-    best = max(apart(root, *chosen, "--step-ms", 0)["epochs"], key=_rate)
-    step_ms = UTILISATION * 1e3 * best["seconds"] / -(-best["samples"] // batch)
-    for _ in range(
-        2
-    ):  # the first batch and the last step have nothing beside them: a second and third guess are closer
-        best = max(apart(root, *chosen, "--step-ms", step_ms)["epochs"], key=_rate)
+def step_ms_for(root: Path, *options: str | float) -> float:
+    """The step that keeps the accelerator busy for `UTILISATION` of the time here, with these options of the program."""
+    report = apart(root, *options, "--step-ms", 0)
+    best = max(report["epochs"], key=_rate)
+    step_ms = UTILISATION * 1e3 * best["seconds"] / -(-best["samples"] // report["batch"])
+    # The first batch and the last step have nothing beside them: further guesses come closer.
+    for _ in range(2):
+        best = max(apart(root, *options, "--step-ms", step_ms)["epochs"], key=_rate)
         step_ms *= UTILISATION / best["utilisation"]
     return step_ms
 
@@ -233,10 +231,15 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, help="samples a step; as the shape has it")
     parser.add_argument("--step-ms", type=float, help="how long the accelerator takes; as the shape has it")
+    parser.add_argument(
+        "--decode-ms-per-mb", type=float, help="CPU spent on what was read; as the shape has it"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the orders")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
+    if options.decode_ms_per_mb is not None:
+        shape = replace(shape, decode_ms_per_mb=options.decode_ms_per_mb)
     batch = options.batch or shape.batch
     step_ms = shape.step_ms if options.step_ms is None else options.step_ms
     paths = files(options.root)
