@@ -8,7 +8,7 @@ from statistics import median
 
 from bench import readers
 from bench.harness import Result, interleave, scenario
-from bench.mounts import OTHERS, Cachefs, Foreground, Null
+from bench.mounts import OTHERS, OWN, Cachefs, Foreground, Null
 from bench.raw import IN_FLIGHT, RawClient
 from bench.workspace import SpareMemory, Workspace
 
@@ -61,7 +61,7 @@ def cold_seq(work: Workspace, rounds: int) -> Result:
         unshaped = interleave(
             rounds + 1, {**pair, **more}, result, what="cold sequential, store unshaped", unit="MB/s"
         )
-    result.ceiling(unshaped, "raw client")
+    result.ceiling(unshaped, "raw client", OWN)
     if work.scale.others:
         with work.shaped():
             peers = interleave(1, {kind.name: other(kind) for kind in OTHERS}, Result(), what="", unit="")

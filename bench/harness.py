@@ -83,11 +83,11 @@ class Result:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def ceiling(self, series: Series, base: str) -> None:
-        """How far pyfuse3 alone comes, and how near to that cachefs on it is: beyond it no such daemon can go."""
-        null, own = series.ratio(NULL, base), series.ratio(PYFUSE3, NULL)
+    def ceiling(self, series: Series, base: str, own: str = PYFUSE3) -> None:
+        """How far pyfuse3 alone comes, and how near to that cachefs is: on that front it can go no further."""
+        null, mine = series.ratio(NULL, base), series.ratio(own, NULL)
         self.note(
-            f"{series.what}: null filesystem / {base} {number(null)}, {PYFUSE3} / null filesystem {number(own)}"
+            f"{series.what}: null filesystem / {base} {number(null)}, {own} / null filesystem {number(mine)}"
         )
 
 
