@@ -4,12 +4,16 @@ exactly what the table says."""
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from bench import __main__ as bench
-from bench import report
+from bench import readers, report, training
 from bench.harness import SCENARIOS, Result, Series, interleave, show
 from bench.harness import run as measure
 from bench.mounts import Unavailable
@@ -59,6 +63,29 @@ def test_counts(name: str, workspace: Workspace) -> None:
 def test_every_scenario_is_in_the_table() -> None:
     assert set(bench.ORDER) == set(SCENARIOS)
     assert set(COUNTS) <= set(SCENARIOS)
+
+
+def test_a_training_loop_reads_each_sample_once_an_epoch(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"{number}.jpg").write_bytes(bytes(1000 + number))
+    said = training.apart(tmp_path, "--batch", 2, "--workers", 3, "--epochs", 3, "--step-ms", 5)
+    epochs = said["epochs"]
+    assert [(epoch["samples"], epoch["bytes"]) for epoch in epochs] == [(7, 7 * 1000 + 21)] * 3
+    assert all(epoch["seconds"] >= 4 * 0.005 and 0 < epoch["utilisation"] <= 1 for epoch in epochs)
+
+
+def test_a_training_loop_ends_when_a_sample_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"x")
+    loop = training.Loop(training.SHAPES["resnet50"], workers=2, batch=1, step_s=0)
+    paths = [str(tmp_path / "there")] * 20 + [str(tmp_path / "gone")]
+    with pytest.raises(OSError, match="gone"):
+        list(loop.epochs(paths, 1))
+
+
+def test_processes_that_read_together_are_waited_for(tmp_path: Path) -> None:
+    assert readers.together([lambda: time.sleep(0.05)] * 3) >= 0.05
+    with pytest.raises(threading.BrokenBarrierError):
+        readers.together([lambda: os.stat(tmp_path / "gone")])
 
 
 def test_contenders_take_turns_and_the_absent_are_named() -> None:
