@@ -365,9 +365,7 @@ class Catalog:
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()
-                for number in obj.leaving:
-                    self._tier[number].unlink(
-                        obj.id.digest
-                    )  # whoever has it still reads it, but no row speaks of it
+                for number in obj.leaving:  # whoever has it goes on reading, but no row speaks of it
+                    self._tier[number].unlink(obj.id.digest)
             whole = not (failed or self.index_error)
             await trio.to_thread.run_sync(self._index.close, whole, whole and trusted)

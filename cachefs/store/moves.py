@@ -127,8 +127,6 @@ class Moves:
         wanted = copy.bitmap & ~(target.bitmap | target.arriving if target is not None else 0)
         if not wanted:
             return True
-        if to.number in obj.leaving:
-            return False
         ranges = list(self._catalog.ranges(copy, wanted))
         need = sum(allocated(length) for _, length in ranges)
         obj.refs += 1

@@ -300,7 +300,7 @@ class Store:
         bits = _bits(start, stop)
         for tier in self.tiers:
             last = not any(slower.writable() for slower in self.tiers if slower.number > tier.number)
-            if not tier.writable() or tier.number in obj.leaving:
+            if not tier.writable():
                 continue
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             obj.refs += 1
