@@ -798,7 +798,7 @@ OPERATIONS = st.lists(
 
 
 @settings(
-    max_examples=int(os.environ.get("CACHEFS_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("CACHEFS_EXAMPLES", "40")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
