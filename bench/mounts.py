@@ -195,7 +195,7 @@ class Cachefs(Mount):
         counted.update({name: value - before[name] for name, value in self.metrics().items()})
 
     def refresh(self) -> None:
-        os.setxattr(self.path, "user.cachefs.refresh", b"1")
+        os.getxattr(self.path, "user.cachefs.refresh")
 
     def log(self) -> str:
         return (self.cache / "cachefs.log").read_text()

@@ -48,6 +48,7 @@ from cachefs.units import FOREVER, Size
 
 Consistency = Literal["strict", "default", "immutable"]
 Verify = Literal["full", "first", "none"]
+FrontName = Literal["auto", "pyfuse3", "kernel"]
 Client = Literal["auto", "obstore", "fsspec"]
 
 GROUPS = ("Cache", "Freshness", "Source", "Permissions", "Transfer", "Running")
@@ -239,6 +240,21 @@ class Config:
 
     foreground: bool = option(
         SWITCH, "Running", "Stay in the foreground and log to stderr.", value=False, flags=("-f",)
+    )
+    front: FrontName = option(
+        choice("auto", "pyfuse3", "kernel"),
+        "Running",
+        "Who speaks to the kernel. kernel lets it read whole cached files by itself (Linux 6.9, root); auto takes it "
+        "where it can.",
+        value="auto",
+        default="auto",
+    )
+    zero_open: bool = option(
+        SWITCH,
+        "Running",
+        "Open files without asking the daemon, for many small files that never change. Needs --front kernel or auto, and "
+        "--consistency immutable.",
+        value=False,
     )
     nonempty: bool = option(SWITCH, "Running", "Mount over a directory that is not empty.", value=False)
     mount_timeout: float = option(

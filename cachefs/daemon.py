@@ -7,6 +7,7 @@ request comes, transfers are cancelled, RAM is saved to SSD, databases are close
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -28,10 +29,10 @@ from cachefs.database import Database
 from cachefs.errors import CachefsError, CacheUnusable, MountError
 from cachefs.fetch import Fetcher
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
-from cachefs.fuse import kernel, skin
+from cachefs.fuse import fronts, tuning
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin, open_origin
-from cachefs.store import SHM, Opened, open_store, scrub
+from cachefs.store import SHM, Backing, Opened, open_store, scrub
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ KEEP_EVERY_S = 30
 
 TRIM_EVERY_S = 2.0
 """How often that is looked at; the look is one line of /proc. Guessed."""
+
+NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
+"""Why the kernel may refuse a file now without a reason to refuse the whole tier."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
 """Objects between garbage collections: requests make few cycles, and each pass stops the loop. Guessed."""
@@ -212,11 +216,7 @@ class Daemon:
                 pass  # the kernel's own TTL forgets it a little later
 
         self._fs.on_invalidate = invalidate
-        front = skin.Skin(self._fs, self._metrics, config.deadline_s, lambda: nursery.start_soon(self._ready))
-        try:
-            skin.mount(front, config.mountpoint, self._title(), allow_other=config.allow_other)
-        except MountError as exc:
-            raise mounting.translate_mount_failure(exc) from exc
+        front = self._mount(nursery)
         try:
             nursery.start_soon(self._keep, self._store.run, "writing the cache index")
             if not self._store.was_clean:
@@ -229,20 +229,54 @@ class Daemon:
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
-            await skin.serve()
+            await front.serve()
         finally:
             with trio.move_on_after(1, shield=True):
                 await self._invalidating.wait()  # the session must not go while a thread is inside of it
-            skin.close()
+            front.close()
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose()
+
+    def _mount(self, nursery: trio.Nursery) -> fronts.Front:
+        config = self._config
+        try:
+            self._front = fronts.choose(
+                *(config, self._title(), [tier.path for tier in self._store.tiers if self._store.lends]),
+                *(self._fs, self._metrics, lambda: nursery.start_soon(self._ready)),
+            )
+        except MountError as exc:
+            raise mounting.translate_mount_failure(exc) from exc
+        front = self._front.front
+        log.info("front: %s (%s)", front.name, self._front.why)
+        if self._front.lends:
+            for tier in self._store.tiers:
+                if tier.path in self._front.refused:
+                    self._store.refuse(tier, self._front.refused[tier.path])
+            self._fs.lend_to(self._lend)
+            self._store.on_retired = front.retire
+        if config.zero_open and front.name == "pyfuse3":
+            self._opened.warnings.append(f"--zero-open has no effect: {self._front.why}")
+            log.warning("%s", self._opened.warnings[-1])
+        return front
+
+    def _lend(self, backing: Backing) -> bool:
+        try:
+            self._front.front.lend(backing)
+        except OSError as exc:
+            if exc.errno in NOT_FOR_GOOD:
+                log.debug("the kernel does not take a file now: %s", exc)
+            else:
+                self._store.refuse(backing.tier, exc.strerror or str(exc))
+            return False
+        return True
 
     def _title(self) -> str:
         return self._config.sources[0].url if len(self._config.sources) == 1 else "cachefs"
 
     async def _ready(self) -> None:
         """The kernel has shaken hands: tune it, then say so."""
-        self._tuning = await trio.to_thread.run_sync(kernel.tune, self._config.mountpoint)
+        granted = self._front.front.max_background
+        self._tuning = await trio.to_thread.run_sync(tuning.tune, self._config.mountpoint, granted)
         for line in self._tuning:
             log.info("%s", line)
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
@@ -274,7 +308,7 @@ class Daemon:
 
     def _invalidate(self, inode: int, parent: int, name: bytes, done: trio.Event) -> None:
         try:
-            skin.invalidate(inode, parent, name)
+            self._front.front.invalidate(inode, parent, name)
         finally:
             self._token.run_sync_soon(done.set)
 
@@ -309,7 +343,8 @@ class Daemon:
                 {"name": s.name, "url": s.url, "client": s.client, "origin": o.status()}
                 for s, o in zip(self._config.sources, self._origins, strict=True)
             ],
-            "front": "pyfuse3",
+            "front": self._front.front.name,
+            "front_reason": self._front.why,
             "tiers": [
                 {
                     "name": t.name,

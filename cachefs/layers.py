@@ -64,6 +64,8 @@ def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, s
             "no MOUNTPOINT: write cachefs mount SOURCE MOUNTPOINT, or mountpoint = … in the config file"
         )
     values = {_ROWS[name][0]: _parse(name, text) for name, text in given.items() if name in _ROWS}
+    if values.get("zero_open"):
+        _check_zero_open(values)
     values |= {
         "config": _parse("config", path) if path else None,
         "mountpoint": _parse("mountpoint", given["mountpoint"]),
@@ -85,6 +87,15 @@ def _row(name: str) -> Row:
     if name == "source":
         return Row(help="", group="", parse=check_url, show=str)
     return _ROWS["cache_dir" if name == "mountpoint" else name][1]
+
+
+def _check_zero_open(values: Mapping[str, Any]) -> None:
+    if values.get("consistency") != "immutable":
+        raise ConfigError(
+            "--zero-open opens files without looking whether they changed: add --consistency immutable if they never do"
+        )
+    if values.get("front") == "pyfuse3":
+        raise ConfigError("--zero-open needs --front kernel or auto: pyfuse3 cannot do it")
 
 
 def _parse(name: str, given: Given) -> Any:

@@ -24,6 +24,7 @@ class Metrics:
     fuse_lookup: int = _counter("requests", "names the kernel asked for")
     fuse_getattr: int = _counter("requests", "attributes the kernel asked for")
     fuse_open: int = _counter("requests", "files opened")
+    passthrough_opens: int = _counter("requests", "files opened for the kernel to read by itself")
     fuse_read: int = _counter("requests", "reads the kernel could not answer from its page cache")
     fuse_read_bytes: int = _counter("bytes", "bytes returned to those reads")
     fuse_release: int = _counter("requests", "files closed for the last time")

@@ -42,6 +42,8 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
     yield from _counts(status.get("metrics") or {})
+    if "front_reason" in status:
+        yield "front", f"{status['front']}: {status['front_reason']}"
     for line in status.get("tuning") or []:
         yield "tuning", str(line)
     for line in status.get("warnings") or []:
@@ -56,7 +58,7 @@ def _daemon(status: Mapping[str, Any]) -> Iterator[str]:
     if "version" in status:
         yield f"version {status['version']}"
     if "front" in status:
-        yield str(status["front"])
+        yield f"{status['front']} front"
     if "memory_bytes" in status:
         yield f"{size(status['memory_bytes'])} resident"
     if "inodes" in status:

@@ -176,7 +176,7 @@ def test_status_for_people() -> None:
         for words in (
             "/mnt/data",
             "a: s3://a  (client obstore, concurrency 64)",
-            "pid 7, up 1d 1h, version 0.1.0, pyfuse3, 100 MiB resident, 1,000,000 inodes",
+            "pid 7, up 1d 1h, version 0.1.0, pyfuse3 front, 100 MiB resident, 1,000,000 inodes",
             "512 MiB of 1.0 GiB (50 %), 1,234 blocks",
             "90.0 % of 10 blocks (6 RAM, 3 SSD, 1 waited for)",
             "1,000 GET, 0 HEAD, 0 LIST, 5.0 GiB received",

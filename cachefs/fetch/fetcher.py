@@ -13,7 +13,7 @@ from cachefs.fetch.readahead import Readahead
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
-from cachefs.store import CachedObject, Fill, FillClosed, Store
+from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Fetcher:
         self._ahead_limit = 2 * room
         self._ahead_bytes = 0
         self.flights = 0
+        self.lends = False
 
     # -- what fs asks ------------------------------------------------------------------------------
 
@@ -90,7 +91,18 @@ class Fetcher:
         obj = opened.cached
         if obj is not None:
             opened.cached = None
+            if self.lends and self._store.lends:
+                self._store.prepare_later(obj)  # whoever comes back may find it whole
             self._store.release(obj)
+
+    def lend_now(self, opened: OpenedObject) -> Backing | None:
+        return self._store.lend_now(self._store.object(opened.id))
+
+    def lend_again(self, backing: Backing) -> None:
+        self._store.lend_again(backing)
+
+    def give_back(self, backing: Backing) -> None:
+        self._store.give_back(backing)
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         return self._store.cached_bytes(object_id)

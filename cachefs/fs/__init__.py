@@ -11,7 +11,7 @@ thread; only transactions run in workers.
 
 from cachefs.fs.attributes import Attributes, Entry, Options, Space
 from cachefs.fs.filesystem import FileSystem
-from cachefs.fs.reader import Reader
+from cachefs.fs.reader import Backing, Reader
 from cachefs.fs.tree import FORMAT, TABLES, Volume
 from cachefs.fs.xattrs import NoAttribute
 
@@ -21,6 +21,7 @@ __all__ = [
     "FORMAT",
     "TABLES",
     "Attributes",
+    "Backing",
     "Entry",
     "FileSystem",
     "NoAttribute",

@@ -5,6 +5,9 @@ that are open under one number are of one version. While a number is held by rea
 is shown under another number, an *alias*, made for that version alone. When the readers of the old version are gone, the
 name is shown under its own number again, and the first open tells the kernel to drop the pages it has of it.
 
+Another law is the kernel's own: all handles that are open under one number are served in one way, either from its page
+cache or from a file of ours that it was lent (`Backing`; all of them share that one). So the first handle decides.
+
 An alias leads back to its file through a table in memory. What falls out of that table, and an alias whose version is not
 the current one any more, is answered with `ObjectChanged`: ESTALE makes the kernel walk the path again, asking for each
 name, and then it finds the number that is right.
@@ -19,7 +22,7 @@ from cachefs.errors import NotFound, ObjectChanged
 from cachefs.fs.inodes import FIRST_ALIAS, alias_of, next_alias
 
 if TYPE_CHECKING:
-    from cachefs.fs.reader import Reader
+    from cachefs.fs.reader import Backing, Reader
     from cachefs.names import ObjectId
     from cachefs.origin import Origin
 
@@ -38,24 +41,33 @@ ALIASES_REMEMBERED = 16_384
 looked up anew; a handle that is still open under one can be read, but not looked at (fstat)."""
 
 
+LendHook = Callable[[Any], bool]
+"""Tells the kernel of a file that it may read by itself; whether it took it."""
+
+
 class FileHandle:
-    """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias."""
+    """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias. `backing` is what the
+    kernel reads it from by itself, if it does."""
 
-    __slots__ = ("counted", "ino", "object", "opened", "pid", "size", "stable", "superseded")
+    __slots__ = ("backing", "counted", "ino", "object", "opened", "pid", "size", "stable", "superseded")
 
-    def __init__(self, ino: int, stable: int, obj: ObjectId, opened: Any, pid: int) -> None:
+    def __init__(
+        self, ino: int, stable: int, obj: ObjectId, opened: Any, pid: int, backing: Backing | None
+    ) -> None:
         self.ino = ino
         self.stable = stable
         self.object = obj
         self.size = obj.size
         self.opened = opened
         self.pid = pid
+        self.backing = backing
         self.superseded = False
         self.counted = False
 
 
 class OpenFiles:
     def __init__(self, reader: Reader, clock: Callable[[], float]) -> None:
+        self.on_lend: LendHook | None = None
         self._reader = reader
         self._clock = clock
         self._next = 1
@@ -115,8 +127,9 @@ class OpenFiles:
 
     # -- handles -----------------------------------------------------------------------------------
 
-    def open(self, ino: int, origin: Origin, obj: ObjectId, pid: int) -> tuple[int, bool]:
-        """A handle, and whether pages the kernel has of this inode are of this version.
+    def open(self, ino: int, origin: Origin, obj: ObjectId, pid: int) -> tuple[int, bool, int]:
+        """A handle, whether pages the kernel has of this inode are of this version, and the kernel's number of the file it
+        is to read instead of asking (0: none).
 
         Pages cannot be older than the mount, and every change since is noted, so "not noted" means they are. Raises
         `ObjectChanged` when handles of another version are open under this number."""
@@ -133,7 +146,11 @@ class OpenFiles:
             elif now > until:
                 del self._changed[ino]
             keep = now > until
-        handle = FileHandle(ino, stable, obj, self._reader.open(origin, obj), pid)
+        opened = self._reader.open(origin, obj)
+        backing = None
+        if self.on_lend is not None:
+            backing = self._lend(opened) if others is None else self._lend_again(others[0])
+        handle = FileHandle(ino, stable, obj, opened, pid, backing)
         if others is None:
             self._by_ino[ino] = [handle]
         else:
@@ -145,7 +162,22 @@ class OpenFiles:
         fh = self._next
         self._next = fh + 1
         self._handles[fh] = handle
-        return fh, keep
+        return fh, keep, 0 if backing is None else backing.id
+
+    def _lend(self, opened: Any) -> Backing | None:
+        backing = self._reader.lend_now(opened)
+        if backing is None or backing.id:
+            return backing
+        assert self.on_lend is not None
+        if self.on_lend(backing):
+            return backing
+        self._reader.give_back(backing)
+        return None
+
+    def _lend_again(self, other: FileHandle) -> Backing | None:
+        if other.backing is not None:
+            self._reader.lend_again(other.backing)
+        return other.backing
 
     def get(self, fh: int) -> FileHandle:
         try:
@@ -174,6 +206,8 @@ class OpenFiles:
         _remove(self._by_ino, handle.ino, handle)
         if handle.ino >= FIRST_ALIAS:
             _remove(self._under_alias, handle.stable, handle)
+        if handle.backing is not None:
+            self._reader.give_back(handle.backing)
         self._reader.close(handle.opened)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, Attributes, Entry, Options, Space
 from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import FileHandle, OpenFiles
+from cachefs.fs.files import FileHandle, LendHook, OpenFiles
 from cachefs.fs.inodes import FIRST_ALIAS, ROOT
 from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in, nameable
 from cachefs.fs.listing import Lister
@@ -42,7 +42,11 @@ WARM_OPENS = 16_384
 """Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
 
 InvalidateHook = Callable[[int, int, bytes], None]
-"""(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name is out of date."""
+"""(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name (b"": of none) is out of date."""
+
+Opened = tuple[int, bool, int]
+"""A handle; whether the kernel may keep the pages it has of this inode; its number of the file of the cache to read by
+itself (0: none, and then reads are ours)."""
 
 
 class FileSystem:
@@ -79,6 +83,11 @@ class FileSystem:
         self._warm: dict[int, tuple[float, Origin, ObjectId]] = {}
         self._file_mode = stat.S_IFREG | options.file_mode
         self._dir_mode = stat.S_IFDIR | options.dir_mode
+
+    def lend_to(self, kernel: LendHook) -> None:
+        """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""
+        self._files.on_lend = kernel
+        self._reader.lends = True
 
     # -- names and attributes ----------------------------------------------------------------------
 
@@ -208,9 +217,8 @@ class FileSystem:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, bool] | None:
-        """A handle, and whether the kernel may keep the pages it has of this inode. Raises `ObjectChanged` when the
-        current version is shown under another number."""
+    def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
+        """See `Opened`. Raises `ObjectChanged` when the current version is shown under another number."""
         if flags & _WRITING:
             raise ReadOnly("the mount is read-only")
         if ino == ROOT:
@@ -224,13 +232,13 @@ class FileSystem:
         found = self._looker.now(directory, name_in(mark))
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
-    def _open_answered(self, ino: int, pid: int) -> tuple[int, bool] | None:
+    def _open_answered(self, ino: int, pid: int) -> Opened | None:
         """A handle, when the walk that led here has just asked for this very object."""
         directory, mark = self._locate(ino)
         found = self._beliefs.recent(directory, name_in(mark), listings=False)
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
-    async def open(self, ino: int, flags: int, pid: int) -> tuple[int, bool]:
+    async def open(self, ino: int, flags: int, pid: int) -> Opened:
         opened = self.open_now(ino, flags, pid)
         if opened is not None:
             return opened
@@ -242,9 +250,7 @@ class FileSystem:
             found = await self._looker.look(directory, name)
         return self._open(directory, mark, ino, found, pid)
 
-    def _open(
-        self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int
-    ) -> tuple[int, bool]:
+    def _open(self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int) -> Opened:
         found = self._check(ino, found)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
@@ -309,7 +315,15 @@ class FileSystem:
         return list(xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES)
 
     async def getxattr(self, ino: int, name: bytes) -> bytes:
-        """The value as text. Raises `NoAttribute`."""
+        """The value as text. Raises `NoAttribute`. Reading `user.cachefs.refresh` says "look again": nothing else can be
+        asked of a mount that cannot be written, from inside a container that has nothing but the mount."""
+        if name == xattrs.REFRESH:
+            if ino == ROOT:
+                await self._refresh_directory(self._tree.root)
+            else:
+                directory, mark = self._locate(ino)
+                await self._refresh(directory, mark, self._files.stable(ino))
+            return b"looking again"
         if not name.startswith(xattrs.PREFIX) or name not in self.listxattr(ino):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if ino == ROOT or self._locate(ino)[1].endswith(b"/"):
@@ -321,16 +335,6 @@ class FileSystem:
         if found.is_dir:
             raise NotFound(f"inode {ino} is gone")
         return xattrs.of_file(_object(directory, mark, found.row), self._reader, name)
-
-    async def setxattr(self, ino: int, name: bytes, value: bytes) -> None:
-        """`user.cachefs.refresh`, whatever its value, says "look again"; nothing else can be written."""
-        if name != xattrs.REFRESH:
-            raise ReadOnly("the mount is read-only")
-        if ino == ROOT:
-            await self._refresh_directory(self._tree.root)
-            return
-        directory, mark = self._locate(ino)
-        await self._refresh(directory, mark, self._files.stable(ino))
 
     # -- looking again -----------------------------------------------------------------------------
 

@@ -11,8 +11,21 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 
 
+class Backing(Protocol):
+    """A whole file of the cache, lent to the kernel. `id` is the kernel's name for it, 0 until it has one."""
+
+    id: int
+    fd: int
+
+    def registered(self, backing_id: int) -> None:
+        """The kernel holds the file by itself now: `fd` is closed."""
+
+
 class Reader(Protocol):
-    """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them."""
+    """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `lends` says that
+    files are lent, and worth making ready for it."""
+
+    lends: bool
 
     def open(self, origin: Origin, obj: ObjectId) -> Any:
         """Begin reading one version. Cheap, no I/O."""
@@ -26,6 +39,15 @@ class Reader(Protocol):
     async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer:
         """The bytes. Raises `ObjectChanged` when the version is gone, and what an origin raises."""
         ...
+
+    def lend_now(self, opened: Any) -> Backing | None:
+        """The version's file, when all of it is here, and right. Given back with `give_back`."""
+
+    def lend_again(self, backing: Any) -> None:
+        """One more user of a file that is lent."""
+
+    def give_back(self, backing: Any) -> None:
+        """One user less. Never raises."""
 
     def cached_bytes(self, obj: ObjectId) -> int:
         """How many bytes of it are on this node."""

@@ -13,6 +13,14 @@ import trio
 
 from cachefs import errors
 from cachefs.fs import NoAttribute
+from cachefs.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How much longer than the origin's own deadline an operation may take before it is cut off. Guessed."""
+
+OURS = b"user.cachefs."
 
 TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.NotFound: (errno.ENOENT, logging.DEBUG),
@@ -47,6 +55,24 @@ def errno_of(exc: BaseException) -> tuple[int, int]:
     return errno.EIO, logging.ERROR
 
 
+def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float) -> int:
+    """The errno that answers an operation which failed so; logged and counted."""
+    number, level = errno_of(exc)
+    if level > logging.DEBUG:
+        metrics.fuse_errors += 1
+    text = str(exc) or type(exc).__name__
+    if isinstance(exc, trio.TooSlowError):
+        text = f"no answer within {deadline_s:.0f} s"
+    log.log(level, "%s: %s", operation, text, exc_info=None if is_expected(exc) else exc)
+    return number
+
+
 def is_expected(exc: BaseException) -> bool:
     """Whether the table knows it (else a traceback is worth its lines)."""
     return any(kind in TABLE for kind in type(exc).__mro__)
+
+
+def errno_of_foreign(name: bytes) -> int:
+    """For an extended attribute that is not ours. ls asks for two of every name, but for none once it has heard that
+    there are no such things here."""
+    return errno.ENODATA if name.startswith(b"user.") else errno.EOPNOTSUPP

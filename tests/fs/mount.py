@@ -77,7 +77,7 @@ class Mount:
         return [e.name for e in await self.entries(await self.ino(path) if path else ROOT, limit)]
 
     async def read(self, path: str, size: int = 1 << 20) -> bytes:
-        fh, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
+        fh, _, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
         try:
             now = self.fs.read_now(fh, 0, size)
             return bytes(await self.fs.read(fh, 0, size) if now is None else now)

@@ -23,8 +23,9 @@ _FUSECTL = Path("/sys/fs/fuse/connections")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def tune(mountpoint: Path) -> list[str]:
-    """Raise what can be raised; one line per lever, for the log and `status`."""
+def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
+    """Raise what can be raised; one line per lever, for the log and `status`. `max_background` is what the front has
+    agreed upon already (0: nothing)."""
     mount = mount_at(mountpoint)
     if mount is None:
         return ["kernel tuning: the mount is not in this mount namespace; nothing was raised"]
@@ -37,6 +38,8 @@ def tune(mountpoint: Path) -> list[str]:
         if reason is None
         else f"read_ahead_kb not raised ({reason}): sequential reads come in 128 KiB requests, 2-3 times slower"
     )
+    if max_background:
+        return [*lines, f"max_background raised to {max_background}"]
     if os.geteuid() == 0 and not any(_FUSECTL.glob("*")) and not os.path.ismount(_FUSECTL):
         _libc.mount(b"fusectl", str(_FUSECTL).encode(), b"fusectl", 0, None)
     reason = _write(_FUSECTL / minor / "max_background", MAX_BACKGROUND) or _write(

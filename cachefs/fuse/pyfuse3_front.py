@@ -16,21 +16,18 @@ import pyfuse3
 import trio
 
 from cachefs.errors import MountError
-from cachefs.fs import Attributes, FileSystem
-from cachefs.fuse.errno_table import errno_of, is_expected
+from cachefs.fs import Attributes, Backing, FileSystem
+from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
 from cachefs.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0
-"""How much longer than the origin's own deadline an operation may take before it is cut off. Guessed."""
 
-
-OURS = b"user.cachefs."
-
-
-class Skin(pyfuse3.Operations):
+class Pyfuse3Front(pyfuse3.Operations):
     """`deadline_s` bounds every operation that has to wait."""
+
+    name = "pyfuse3"
+    max_background = 0
 
     enable_writeback_cache = False
     supports_dot_lookup = False
@@ -45,8 +42,46 @@ class Skin(pyfuse3.Operations):
         self._on_ready = on_ready
         self._page = 32  # directory entries that fitted the kernel's last buffer
 
+    # -- the front ---------------------------------------------------------------------------------
+
+    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+        """Mount; the kernel's questions are answered once `serve` runs. Raises `MountError`."""
+        options = set(pyfuse3.default_options)
+        options |= {f"fsname={name}", "subtype=cachefs", "default_permissions", "ro"}
+        if allow_other:
+            options.add("allow_other")
+        try:
+            pyfuse3.init(self, str(mountpoint), options)
+        except RuntimeError as exc:
+            raise MountError(str(exc)) from exc
+
     def init(self) -> None:
         self._on_ready()
+
+    async def serve(self) -> None:
+        # 128 background reads (see tuning.py) and as many others may wait at a time.
+        await pyfuse3.main(min_tasks=1, max_tasks=256)
+
+    def close(self) -> None:
+        pyfuse3.close(unmount=True)
+
+    def lend(self, backing: Backing) -> None:
+        raise OSError(errno.EOPNOTSUPP, "pyfuse3 cannot")
+
+    def retire(self, backing: Backing) -> None:
+        return
+
+    def invalidate(self, inode: int, parent: int, name: bytes) -> None:
+        try:
+            if inode:
+                pyfuse3.invalidate_inode(inode, attr_only=False)
+        except OSError as exc:
+            log.debug("invalidate inode: %s", exc)  # ENOENT: the kernel does not know it
+        try:
+            if name:
+                pyfuse3.invalidate_entry(parent, name)
+        except OSError as exc:
+            log.debug("invalidate entry: %s", exc)
 
     # -- names and attributes ----------------------------------------------------------------------
 
@@ -178,8 +213,7 @@ class Skin(pyfuse3.Operations):
     async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
         self._metrics.fuse_other += 1
         if not name.startswith(OURS):
-            # ls asks for two others of every name, but for none once it has heard that there are no such things here.
-            raise pyfuse3.FUSEError(errno.ENODATA if name.startswith(b"user.") else errno.EOPNOTSUPP)
+            raise pyfuse3.FUSEError(errno_of_foreign(name))
         try:
             with trio.fail_after(self._deadline_s):
                 return await self._fs.getxattr(inode, name)
@@ -193,23 +227,16 @@ class Skin(pyfuse3.Operations):
         except Exception as exc:
             self._fail("listxattr", exc)
 
-    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: Any) -> None:
-        self._metrics.fuse_other += 1
-        try:
-            with trio.fail_after(self._deadline_s):
-                await self._fs.setxattr(inode, name, value)
-        except Exception as exc:
-            self._fail("setxattr", exc)
-
     # -- everything that would change something ----------------------------------------------------
 
     async def _read_only(self, *_: Any, **__: Any) -> NoReturn:
         self._metrics.fuse_other += 1
         raise pyfuse3.FUSEError(errno.EROFS)
 
-    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = create = write = removexattr = (
-        _read_only
-    )
+    # The kernel refuses these by itself, the mount being read-only.
+    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = create = write = setxattr = (
+        removexattr
+    ) = _read_only
 
     async def access(self, inode: int, mode: int, ctx: Any) -> bool:
         return True  # the kernel checks the mode bits (default_permissions)
@@ -220,14 +247,7 @@ class Skin(pyfuse3.Operations):
     def _fail(self, operation: str, exc: Exception) -> NoReturn:
         if isinstance(exc, pyfuse3.FUSEError):
             raise exc
-        number, level = errno_of(exc)
-        if level > logging.DEBUG:
-            self._metrics.fuse_errors += 1
-        text = str(exc) or type(exc).__name__
-        if isinstance(exc, trio.TooSlowError):
-            text = f"no answer within {self._deadline_s:.0f} s"
-        log.log(level, "%s: %s", operation, text, exc_info=None if is_expected(exc) else exc)
-        raise pyfuse3.FUSEError(number) from exc
+        raise pyfuse3.FUSEError(tell(operation, exc, self._metrics, self._deadline_s)) from exc
 
 
 def _entry(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
@@ -243,44 +263,3 @@ def _entry(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
     entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
     entry.entry_timeout = entry.attr_timeout = ttl
     return entry
-
-
-def mount(skin: Skin, mountpoint: Path, name: str, *, allow_other: bool) -> None:
-    """Mount; the kernel's questions are answered once `serve` runs. Raises `MountError`."""
-    options = set(pyfuse3.default_options)
-    # Read-only by our own answers, not by the option `ro`: the kernel would refuse setfattr -n user.cachefs.refresh.
-    options |= {f"fsname={_plain(name)}", "subtype=cachefs", "default_permissions"}
-    if allow_other:
-        options.add("allow_other")
-    try:
-        pyfuse3.init(skin, str(mountpoint), options)
-    except RuntimeError as exc:
-        raise MountError(str(exc)) from exc
-
-
-async def serve() -> None:
-    """Answer the kernel until the mount is gone, or this is cancelled."""
-    # 128 background reads (see kernel.py) and as many others may wait at a time.
-    await pyfuse3.main(min_tasks=1, max_tasks=256)
-
-
-def close() -> None:
-    """Unmount (lazily, if it is still mounted) and end the session; readers still waiting get ENOTCONN."""
-    pyfuse3.close(unmount=True)
-
-
-def invalidate(inode: int, parent: int, name: bytes) -> None:
-    """Make the kernel forget what it has of `inode` (0: none), and the name. Blocking: from a worker thread only."""
-    try:
-        if inode:
-            pyfuse3.invalidate_inode(inode, attr_only=False)
-    except OSError as exc:
-        log.debug("invalidate inode: %s", exc)  # ENOENT: the kernel does not know it
-    try:
-        pyfuse3.invalidate_entry(parent, name)
-    except OSError as exc:
-        log.debug("invalidate entry: %s", exc)
-
-
-def _plain(name: str) -> str:
-    return "".join(c if c.isascii() and c.isprintable() and c not in ",\\ " else "_" for c in name)

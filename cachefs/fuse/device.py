@@ -1,0 +1,229 @@
+"""/dev/fuse: making a connection, and what passes over it. No request is understood here but the first (INIT).
+
+The mount is made detached (fsopen, fsmount), shakes hands, and tries what it was made for; only then is it attached to the
+tree. So a kernel that cannot do it is found out before anybody sees a mount.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import select
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from cachefs.errors import MountError
+from cachefs.fuse import protocol
+from cachefs.fuse.protocol import Init
+from cachefs.mountinfo import mount_at
+
+REQUEST_BYTES = 128 << 10
+"""Longest request: an extended attribute of 64 KiB and its name, as nothing is written. Derived."""
+
+MAX_BACKGROUND, CONGESTION = 128, 96
+"""Read-aheads in flight; above the second the kernel sends no more. Guessed, and three quarters as the kernel does."""
+
+MAX_PAGES = 256
+"""Largest read: 1 MiB, what `fs.fuse.max_pages_limit` allows by default. Measured: more is not faster."""
+
+HANDSHAKE_S = 5.0
+"""Guessed: the kernel sends INIT at once."""
+
+WANTED = (
+    Init.ASYNC_READ
+    | Init.BIG_WRITES
+    | Init.DO_READDIRPLUS
+    | Init.READDIRPLUS_AUTO
+    | Init.NO_OPEN_SUPPORT
+    | Init.PARALLEL_DIROPS
+    | Init.MAX_PAGES
+    | Init.INIT_EXT
+    | Init.PASSTHROUGH
+)
+
+_FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = 430, 431, 432, 429  # the same on every architecture
+_SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
+_CLOEXEC, _NOSUID, _NODEV = 1, 2, 4
+_FROM_FD, _AT_FDCWD = 4, -100
+_MNT_DETACH = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Negotiated(NamedTuple):
+    """What both sides can do. `minor` is the protocol's; `passthrough` whether files can be lent."""
+
+    minor: int
+    flags: Init
+
+    @property
+    def passthrough(self) -> bool:
+        return bool(self.flags & Init.PASSTHROUGH)
+
+
+def negotiate(request: bytes, stack_depth: int) -> tuple[bytes, Negotiated | None]:
+    """The answer to INIT, and what was agreed; nothing was when the kernel is to ask again in our version (7). Raises
+    `MountError` for a kernel that is too old. `stack_depth` is how many filesystems a lent file may lie on."""
+    _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
+    if opcode != protocol.Op.INIT:
+        raise MountError(f"the kernel began with request {opcode} instead of INIT")
+    at = protocol.IN_HEADER.size
+    major, minor, readahead, flags = protocol.INIT_IN.unpack_from(request, at)
+    if flags & Init.INIT_EXT:
+        at += protocol.INIT_IN.size
+        flags |= protocol.INIT_IN_FLAGS2.unpack_from(request, at)[0] << 32
+    agreed = WANTED & flags
+    if major < protocol.MAJOR or (major == protocol.MAJOR and minor < protocol.OLDEST):
+        raise MountError(
+            f"the kernel speaks FUSE {major}.{minor}, and 7.{protocol.OLDEST} (Linux 5.4) is needed"
+        )
+    minor = min(minor, protocol.MINOR)
+    body = protocol.INIT_OUT.pack(
+        *(protocol.MAJOR, minor, readahead, int(agreed) & 0xFFFFFFFF, MAX_BACKGROUND, CONGESTION),
+        *(4096, 1, MAX_PAGES, 0, int(agreed) >> 32, stack_depth if agreed & Init.PASSTHROUGH else 0, 0),
+    )
+    reply = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), 0, unique) + body
+    return reply, None if major > protocol.MAJOR else Negotiated(minor, agreed)
+
+
+class Device:
+    """One connection. `fd` is its end of it; tests give a socket that keeps records apart."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._buffer = bytearray(REQUEST_BYTES)
+        self._view = memoryview(self._buffer)
+        self._buffers = [self._buffer]
+        self._mount = -1
+        self._attached: tuple[Path, str] | None = None
+
+    # -- coming and going --------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, name: str, *, allow_other: bool, stack_depth: int) -> tuple[Device, Negotiated]:
+        """A detached mount whose handshake is done. OSError or `MountError` where that cannot be."""
+        device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        try:
+            device._make(name, allow_other)
+            return device, device._shake_hands(stack_depth)
+        except BaseException:
+            device.close()
+            raise
+
+    def _make(self, name: str, allow_other: bool) -> None:
+        context = _call(_FSOPEN, b"fuse", _CLOEXEC)
+        try:
+            for key, value in {
+                "source": name,
+                "subtype": "cachefs",
+                "fd": str(self.fd),
+                "rootmode": "40755",
+                "user_id": str(os.getuid()),
+                "group_id": str(os.getgid()),
+            }.items():
+                _call(_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0)
+            # Really read-only: a superblock that could be written has each read through a lent file forget the
+            # inode's times, and each fstat then asks us. Measured: 1.75 times as many small files a second.
+            for flag in ("ro", "default_permissions", *(["allow_other"] if allow_other else [])):
+                _call(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
+            _call(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
+            self._mount = _call(_FSMOUNT, context, _CLOEXEC, _NOSUID | _NODEV)
+        finally:
+            os.close(context)
+
+    def _shake_hands(self, stack_depth: int) -> Negotiated:
+        while True:
+            if not select.select([self.fd], [], [], HANDSHAKE_S)[0]:
+                raise MountError("the kernel did not begin to speak")
+            request = self.read()
+            if not request:
+                continue
+            reply, agreed = negotiate(bytes(request), stack_depth)
+            os.write(self.fd, reply)
+            if agreed is not None:
+                return agreed
+
+    def attach(self, mountpoint: Path) -> None:
+        """From here on everybody sees it."""
+        _call(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
+        os.close(self._mount)  # a descriptor of a mount is a user of it, too
+        self._mount = -1
+        mount = mount_at(mountpoint)
+        self._attached = (mountpoint, mount.device if mount is not None else "")
+
+    def close(self) -> None:
+        """Unmount (lazily, if it is still mounted) and end the connection; who still waits gets ENOTCONN."""
+        if self._attached is not None:
+            mountpoint, device = self._attached
+            mount = mount_at(mountpoint)
+            if mount is not None and mount.device == device:
+                _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
+            self._attached = None
+        for fd in (self._mount, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._mount = self.fd = -1
+
+    # -- what passes -------------------------------------------------------------------------------
+
+    def read(self) -> memoryview | None:
+        """The next request, valid until the next call; empty when none waits, None when the mount is gone."""
+        while True:
+            try:
+                return self._view[: os.readv(self.fd, self._buffers)]
+            except BlockingIOError:
+                return self._view[:0]
+            except OSError as exc:
+                if exc.errno == errno.ENODEV:
+                    return None
+                if exc.errno not in (
+                    errno.EINTR,
+                    errno.ENOENT,
+                ):  # ENOENT: it was interrupted before we had it
+                    raise
+
+    def write(self, *parts: bytes | bytearray | memoryview) -> bool:
+        """A reply. False when nobody waits for it any more."""
+        try:
+            if len(parts) == 1:
+                os.write(self.fd, parts[0])
+            else:
+                os.writev(self.fd, parts)
+        except OSError as exc:
+            if exc.errno in (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED, errno.ENOTCONN):
+                return False
+            raise
+        return True
+
+    def notify(self, code: int, body: bytes) -> None:
+        """Tell the kernel something. It may have to wait for readers of the inode: from a worker thread only."""
+        self.write(protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), code, 0) + body)
+
+    # -- files the kernel reads by itself ----------------------------------------------------------
+
+    def lend(self, fd: int) -> int:
+        """The kernel's number (from 1 up) for a file, which it holds until `take_back`. OSError when it does not want
+        it."""
+        number: int = fcntl.ioctl(
+            self.fd, protocol.BACKING_OPEN, bytearray(protocol.BACKING_MAP.pack(fd, 0, 0)), True
+        )
+        return number
+
+    def take_back(self, number: int) -> None:
+        try:
+            fcntl.ioctl(self.fd, protocol.BACKING_CLOSE, struct.pack("=I", number))
+        except OSError:
+            pass  # the connection is gone, and all its numbers with it
+
+
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    done: int = _libc.syscall(
+        ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
+    )
+    if done < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return done

@@ -1,0 +1,180 @@
+"""Which front serves a mount: the kernel's own protocol where it lets us lend it files, pyfuse3 everywhere else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from cachefs.config import Config
+from cachefs.errors import MountError
+from cachefs.fs import Backing, FileSystem
+from cachefs.fuse.device import Device, Negotiated
+from cachefs.fuse.kernel_front import KernelFront
+from cachefs.metrics import Metrics
+
+LISTINGS_KEPT_SINCE = (6, 13)
+"""Kernels 6.9 to 6.12 give out listings they should have dropped. Borrowed from the kernel's history."""
+
+
+class Front(Protocol):
+    """Serves one `FileSystem` to the kernel. `max_background` is how many read-aheads it was granted (0: not asked)."""
+
+    name: str
+    max_background: int
+
+    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+        """From here on it is seen; questions are answered once `serve` runs. Raises `MountError`, OSError."""
+
+    async def serve(self) -> None:
+        """Answer the kernel until the mount is gone, or this is cancelled. Calls `on_ready` first."""
+
+    def close(self) -> None:
+        """Unmount (lazily, if it is still mounted) and end the session; readers still waiting get ENOTCONN."""
+
+    def lend(self, backing: Backing) -> None:
+        """Tell the kernel of a file that it may read by itself. OSError when it does not take it."""
+
+    def retire(self, backing: Backing) -> None:
+        """Tell it that there will be no more use for one."""
+
+    def invalidate(self, inode: int, parent: int, name: bytes) -> None:
+        """Make the kernel forget what it has of `inode` (0: none), and the name (b"": none). Blocking: from a worker
+        thread only."""
+
+
+class NotHere(Exception):
+    """Why the kernel front cannot serve here; its text completes "pyfuse3, because …"."""
+
+
+class Chosen(NamedTuple):
+    """`why` says why it is this front; `refused` why the kernel takes no files from some directories."""
+
+    front: Front
+    why: str
+    refused: dict[Path, str]
+    lends: bool
+
+
+def choose(
+    config: Config,
+    title: str,
+    places: Sequence[Path],
+    fs: FileSystem,
+    metrics: Metrics,
+    on_ready: Callable[[], None],
+) -> Chosen:
+    """The front that `config.front` asks for, mounted; files of the directories `places` may be lent. Raises
+    `MountError`."""
+    title = _plain(title)
+    why = "as asked"
+    if config.front != "pyfuse3":
+        try:
+            chosen = _kernel(config, title, places, fs, metrics, on_ready)
+        except NotHere as exc:
+            if config.front == "kernel":
+                raise MountError(f"--front kernel cannot serve here: {exc}: leave the option out") from exc
+            why = str(exc)
+        else:
+            try:
+                chosen.front.mount(config.mountpoint, title, allow_other=config.allow_other)
+            except OSError as exc:
+                chosen.front.close()
+                raise MountError(f"cannot mount on {config.mountpoint}: {exc.strerror}") from exc
+            return chosen
+    from cachefs.fuse.pyfuse3_front import Pyfuse3Front
+
+    front = Pyfuse3Front(fs, metrics, config.deadline_s, on_ready)
+    front.mount(config.mountpoint, title, allow_other=config.allow_other)
+    return Chosen(front, why, {}, lends=False)
+
+
+def _kernel(
+    config: Config,
+    title: str,
+    places: Sequence[Path],
+    fs: FileSystem,
+    metrics: Metrics,
+    on_ready: Callable[[], None],
+) -> Chosen:
+    must_lend = config.front == "auto"
+    device, agreed, refused = connect(title, config.allow_other, places, must_lend=must_lend)
+    immutable = config.consistency == "immutable"
+    front = KernelFront(
+        *(fs, metrics, config.deadline_s, on_ready, device, agreed),
+        zero_open=config.zero_open,
+        keep_listings=immutable and keeps_listings(platform.release()),
+    )
+    if config.zero_open:
+        return Chosen(front, "no file is opened, so none is read by the kernel itself", {}, lends=False)
+    if len(refused) == len(places):
+        return Chosen(front, "as asked", refused, lends=False)
+    why = "the kernel reads whole cached files by itself"
+    return Chosen(front, why, refused, lends=True)
+
+
+def connect(
+    name: str, allow_other: bool, places: Sequence[Path], *, must_lend: bool
+) -> tuple[Device, Negotiated, dict[Path, str]]:
+    """A connection, what was agreed, and which directories it takes no files from, and why. Raises `NotHere`: with
+    `must_lend` also when it takes none at all."""
+    if os.geteuid() != 0:
+        raise NotHere("only root may speak to the kernel without help")
+    refused: dict[Path, OSError] = {}
+    # A lent file may itself lie on a stacked filesystem (overlayfs, as in a container without a volume): then the mount
+    # counts as stacked twice, and nothing can be stacked on it. So only if need be.
+    for depth in (1, 2):
+        try:
+            device, agreed = Device.connect(name, allow_other=allow_other, stack_depth=depth)
+        except (OSError, MountError) as exc:
+            raise NotHere(f"the kernel refuses a connection: {_reason(exc)}") from exc
+        if not agreed.passthrough:
+            reason = f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
+            if must_lend:
+                device.close()
+                raise NotHere(reason)
+            return device, agreed, dict.fromkeys(places, reason)
+        refused = {place: no for place in places if (no := _try_lending(device, place)) is not None}
+        if depth == 2 or not any(exc.errno == errno.ELOOP for exc in refused.values()):
+            break
+        device.close()
+    if must_lend and refused.keys() == set(places):
+        device.close()
+        raise NotHere(f"the kernel takes no file of the cache: {_reason(*refused.values())}")
+    return device, agreed, {place: _reason(exc) for place, exc in refused.items()}
+
+
+def _try_lending(device: Device, place: Path) -> OSError | None:
+    probe = place / "probe"
+    try:
+        fd = os.open(probe, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            device.take_back(device.lend(fd))
+        finally:
+            os.close(fd)
+            probe.unlink()
+    except OSError as exc:
+        return exc
+    return None
+
+
+def _reason(*failures: Exception) -> str:
+    if not failures:
+        return "there is no cache directory"
+    first = failures[0]
+    text = (first.strerror or str(first)) if isinstance(first, OSError) else str(first)
+    return {errno.ELOOP: "it lies on stacked filesystems"}.get(getattr(first, "errno", 0) or 0, text)
+
+
+def keeps_listings(release: str) -> bool:
+    """Whether this kernel ("6.18.44-…") is right about the listings it keeps."""
+    numbers = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
+    return tuple(numbers) >= LISTINGS_KEPT_SINCE
+
+
+def _plain(name: str) -> str:
+    """A source as the mount table can show it."""
+    return "".join(c if c.isascii() and c.isprintable() and c not in ",\\ " else "_" for c in name)

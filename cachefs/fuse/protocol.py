@@ -1,0 +1,129 @@
+"""The FUSE wire protocol as tables: what the kernel sends on /dev/fuse and what it wants back.
+
+Source: include/uapi/linux/fuse.h, protocol 7.31 to 7.45. Integers are in the machine's own order. A request is an
+`IN_HEADER` and its arguments, a reply an `OUT_HEADER` and its body; replies that are sent often have one structure for both.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from struct import Struct
+
+MAJOR, MINOR = 7, 45
+"""What we speak. A kernel that speaks less is answered in its own terms, down to `OLDEST`."""
+
+OLDEST = 31
+"""Linux 5.4: all structures below have their present length since then."""
+
+IN_HEADER = Struct("=IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, extensions, padding
+OUT_HEADER = Struct("=IiQ")  # len, -errno, unique
+
+
+class Op(IntEnum):
+    LOOKUP = 1
+    FORGET = 2  # no reply
+    GETATTR = 3
+    SETATTR = 4
+    READLINK = 5
+    SYMLINK = 6
+    MKNOD = 8
+    MKDIR = 9
+    UNLINK = 10
+    RMDIR = 11
+    RENAME = 12
+    LINK = 13
+    OPEN = 14
+    READ = 15
+    WRITE = 16
+    STATFS = 17
+    RELEASE = 18
+    FSYNC = 20
+    SETXATTR = 21
+    GETXATTR = 22
+    LISTXATTR = 23
+    REMOVEXATTR = 24
+    FLUSH = 25
+    INIT = 26
+    OPENDIR = 27
+    READDIR = 28
+    RELEASEDIR = 29
+    FSYNCDIR = 30
+    ACCESS = 34
+    CREATE = 35
+    INTERRUPT = 36  # no reply
+    DESTROY = 38
+    IOCTL = 39
+    BATCH_FORGET = 42  # no reply
+    FALLOCATE = 43
+    READDIRPLUS = 44
+    RENAME2 = 45
+    COPY_FILE_RANGE = 47
+    TMPFILE = 51
+
+
+class Init(IntFlag):
+    """Capabilities. The upper half travels in a word of its own (`flags2`), announced by INIT_EXT."""
+
+    ASYNC_READ = 1 << 0
+    BIG_WRITES = 1 << 5
+    DO_READDIRPLUS = 1 << 13
+    READDIRPLUS_AUTO = 1 << 14
+    NO_OPEN_SUPPORT = 1 << 17
+    PARALLEL_DIROPS = 1 << 18
+    MAX_PAGES = 1 << 22
+    INIT_EXT = 1 << 30
+    PASSTHROUGH = 1 << 37
+
+
+class Opened(IntFlag):
+    """How the kernel is to treat a handle."""
+
+    KEEP_CACHE = 1 << 1
+    CACHE_DIR = 1 << 3
+    NOFLUSH = 1 << 5
+    PASSTHROUGH = 1 << 7
+
+
+# -- arguments of requests -------------------------------------------------------------------------
+
+INIT_IN = Struct("=IIII")  # major, minor, max_readahead, flags
+INIT_IN_FLAGS2 = Struct("=I")  # behind INIT_IN, with INIT_EXT
+OPEN_IN = Struct("=II")  # flags, open_flags
+READ_IN = Struct("=QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags, padding
+RELEASE_IN = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
+GETXATTR_IN = Struct("=II")  # size, padding; then the name
+INTERRUPT_IN = Struct("=Q")  # unique of the request that is not wanted any more
+
+# -- bodies of replies -----------------------------------------------------------------------------
+
+INIT_OUT = Struct("=IIIIHHIIHHIIH22x")
+"""major, minor, max_readahead, flags, max_background, congestion_threshold, max_write, time_gran, max_pages,
+map_alignment, flags2, max_stack_depth, request_timeout"""
+
+ATTR = "QQQQQQIIIIIIIIII"
+"""ino, size, blocks, atime, mtime, ctime, their nanoseconds, mode, nlink, uid, gid, rdev, blksize, flags"""
+
+ENTRY = "QQQQII" + ATTR
+"""nodeid, generation, entry_valid, attr_valid, their nanoseconds, attributes"""
+
+ENTRY_REPLY = Struct("=IiQ" + ENTRY)
+ATTR_REPLY = Struct("=IiQ" + "QII" + ATTR)  # attr_valid, its nanoseconds, padding
+OPEN_REPLY = Struct("=IiQ" + "QIi")  # fh, open_flags, backing_id
+XATTR_SIZE_REPLY = Struct("=IiQ" + "II")  # size, padding
+STATFS_REPLY = Struct("=IiQ" + "QQQQQIIII24x")
+"""blocks, bfree, bavail, files, ffree, bsize, namelen, frsize, padding"""
+
+DIRENT = Struct("=QQII")  # ino, offset, length of the name, type; then the name, padded to 8 bytes
+DIRENTPLUS = Struct("=" + ENTRY + "QQII")
+
+# -- what we tell the kernel without being asked (OUT_HEADER with unique 0 and the code as its error) ---
+
+NOTIFY_INVAL_INODE, NOTIFY_INVAL_ENTRY = 2, 3
+INVAL_INODE = Struct("=qqq")  # ino, offset, length (0: all)
+INVAL_ENTRY = Struct("=QII")  # parent, length of the name, flags; then the name with its NUL
+
+# -- ioctls on /dev/fuse ---------------------------------------------------------------------------
+
+BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct fuse_backing_map)
+BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, uint32)
+BACKING_MAP = Struct("=iIQ")  # fd, flags, padding

@@ -1,0 +1,190 @@
+"""The loop over /dev/fuse: one request after the other, answered at once or in a task of its own.
+
+No request is understood here: `handlers` maps an operation to who answers it, with (unique, nodeid, pid, arguments). What
+has to wait becomes a task, so that the loop goes on. While requests come closely, the loop looks for the next one instead
+of going to sleep; the other tasks get their turn in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import trio
+
+from cachefs.fuse import protocol
+from cachefs.fuse.device import Device
+from cachefs.fuse.errno_table import GRACE_S, tell
+from cachefs.fuse.protocol import Op
+from cachefs.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Handler = Callable[[int, int, int, memoryview], None]
+"""(unique, nodeid, pid, arguments): the arguments are valid until it returns."""
+
+MOST_WAITING = 512
+"""Requests that may wait for a store at a time; then no new ones are read until one is done. Guessed: the kernel sends 128
+read-aheads, and each other one has a thread of an application waiting for it."""
+
+CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
+"""While requests come closer than the first, how long to look for the next one before going to sleep. Measured: waking a
+thread that sleeps on another processor takes 20 to 40 µs, which is all that a small file's open costs otherwise."""
+
+SLICE_S = 300e-6
+"""How long the other tasks wait at most while requests come in a stream. Guessed: a twentieth of a disk's round trip."""
+
+_HEADER = protocol.IN_HEADER.size
+_REPLY = protocol.OUT_HEADER.size
+_NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
+
+
+class Malformed(ValueError):
+    """A request that no kernel sends."""
+
+
+class _Waiting:
+    """A request that has to wait."""
+
+    __slots__ = ("interrupted", "scope")
+
+    def __init__(self, seconds: float) -> None:
+        self.scope = trio.CancelScope(deadline=trio.current_time() + seconds)
+        self.interrupted = False
+
+
+class Session:
+    """Serves one connection. `deadline_s` bounds every operation that has to wait."""
+
+    def __init__(
+        self, device: Device, handlers: Mapping[int, Handler], metrics: Metrics, deadline_s: float
+    ) -> None:
+        self._device = device
+        self._handlers = handlers
+        self._metrics = metrics
+        self._deadline_s = deadline_s + GRACE_S
+        self._waiting: dict[int, _Waiting] = {}
+        self._fewer = trio.Event()
+        # Looking again takes a processor: with only one, it is the one that the next request would come from.
+        self._eager = len(os.sched_getaffinity(0)) > 1
+        self._gap_s = 1.0  # between an answer and the next request, lately
+        self._answered_at = 0.0
+
+    async def serve(self) -> None:
+        """Answer the kernel until the mount is gone, or this is cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            while True:
+                await trio.lowlevel.wait_readable(self._device.fd)
+                while (more := self._answer()) is True:
+                    await trio.lowlevel.checkpoint()
+                    while len(self._waiting) >= MOST_WAITING:
+                        self._fewer = trio.Event()
+                        await self._fewer.wait()
+                if more is None:
+                    break
+            self._nursery.cancel_scope.cancel()
+
+    def _answer(self) -> bool | None:
+        """Answer what has come. Whether there is more (the others get their turn first); None when the mount is gone."""
+        clock, read, handle = time.perf_counter, self._device.read, self.handle
+        begun = clock()
+        while True:
+            request = read()
+            if request is None:
+                return None
+            now = clock()
+            gap = now - self._answered_at
+            if request:
+                self._gap_s += (min(gap, 1e-3) - self._gap_s) / 8
+                handle(request)
+                self._answered_at = now = clock()
+                if now - begun > SLICE_S or len(self._waiting) >= MOST_WAITING:
+                    return True
+            elif self._waiting or not self._eager or self._gap_s > CLOSE_S or gap > LOOK_AGAIN_S:
+                return False
+            elif now - begun > SLICE_S:
+                return True
+
+    def handle(self, request: memoryview) -> None:
+        """Answer one request, now or in a task. Whatever the bytes are, it returns."""
+        if len(request) < _HEADER:
+            log.warning("a request of %d bytes: ignored", len(request))
+            return
+        length, opcode, unique, nodeid, _, _, pid, _, _ = protocol.IN_HEADER.unpack_from(request)
+        handler = self._handlers.get(opcode)
+        try:
+            if length != len(request):
+                log.warning("a request of %d bytes that says it has %d", len(request), length)
+                self.error(unique, errno.EINVAL)
+            elif handler is None:
+                self._metrics.fuse_other += 1
+                self.error(unique, errno.ENOSYS)
+            else:
+                handler(unique, nodeid, pid, request[_HEADER:])
+        except Exception as exc:
+            self._fail(unique, opcode, exc)
+
+    def error(self, unique: int, number: int) -> None:
+        """Answer with an errno; 0 is "done"."""
+        self._device.write(protocol.OUT_HEADER.pack(_REPLY, -number, unique))
+
+    def _fail(self, unique: int, opcode: int, exc: Exception) -> None:
+        """Total: whatever went wrong, the one who asked gets an errno and the daemon lives."""
+        if isinstance(exc, struct.error | Malformed):
+            log.warning("a malformed request (operation %d): %s", opcode, exc)
+            number = errno.EINVAL
+        else:
+            operation = Op(opcode).name.lower() if opcode in self._handlers else str(opcode)
+            number = tell(operation, exc, self._metrics, self._deadline_s)
+        if opcode in _NO_REPLY:
+            return
+        try:
+            self.error(unique, number)
+        except OSError as failure:
+            log.warning("the kernel does not take an answer: %s", failure)
+
+    def wait(
+        self, unique: int, opcode: int, answer: Callable[[], Awaitable[T]], reply: Callable[[int, T], None]
+    ) -> None:
+        """Find the answer in a task of its own."""
+        waiting = self._waiting[unique] = _Waiting(self._deadline_s)
+        self._nursery.start_soon(self._finish, unique, opcode, waiting, answer, reply)
+
+    async def _finish(
+        self,
+        unique: int,
+        opcode: int,
+        waiting: _Waiting,
+        answer: Callable[[], Awaitable[T]],
+        reply: Callable[[int, T], None],
+    ) -> None:
+        try:
+            with waiting.scope:
+                found = await answer()
+                # No checkpoint up to the reply: what was opened is either told of or never opened.
+                reply(unique, found)
+                return
+            if waiting.interrupted:
+                self.error(unique, errno.EINTR)
+            else:
+                self._fail(unique, opcode, trio.TooSlowError())
+        except Exception as exc:
+            self._fail(unique, opcode, exc)
+        finally:
+            self._waiting.pop(unique, None)
+            self._fewer.set()
+
+    def interrupt(self, unique: int) -> None:
+        """Who waits for that request has a signal. The kernel says so after the request itself, so a request that is not
+        waiting is answered already."""
+        waiting = self._waiting.get(unique)
+        if waiting is not None:
+            waiting.interrupted = True
+            waiting.scope.cancel()
