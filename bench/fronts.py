@@ -28,6 +28,7 @@ def front_requests(work: Workspace, rounds: int) -> Result:
     size = work.scale.warm
     tree = work.big("requests", size)
     os.truncate(tree / "0.bin", size + HOLE)
+    work.lab.serve("requests", tree)  # the store knows a file by the size it had
     pages = [number * readers.PAGE for number in range(size // readers.PAGE)]
     count = min(REQUESTS, len(pages))
     dice = random.Random("front-requests")

@@ -20,7 +20,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from cachefs.fuse import kernel
+from cachefs.fuse import tuning as kernel
 
 LONG_S = 3600.0
 _CONTENT = memoryview(b"null" * (1 << 18))  # the largest request there is: 1 MiB

@@ -38,7 +38,7 @@ CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
 """While requests come closer than the first, how long to look for the next one before going to sleep. Measured: waking a
 thread that sleeps on another processor takes 20 to 40 µs, which is all that a small file's open costs otherwise."""
 
-SLICE_S = 300e-6
+SLICE_S = 1e-3
 """How long the other tasks wait at most while requests come in a stream. Guessed: a twentieth of a disk's round trip."""
 
 _HEADER = protocol.IN_HEADER.size

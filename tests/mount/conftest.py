@@ -1,4 +1,8 @@
-"""Fixtures of the tests on a real mount: a lab store, buckets in it, and mounts that clean up and are checked."""
+"""Fixtures of the tests on a real mount: a lab store, buckets in it, and mounts that clean up and are checked.
+
+Each test runs on both fronts, as `mounted` and `module_mounted` use what the fixture `front` says. A test whose result
+another room decides names the one it runs on: ``pytest.mark.fronts("auto")``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import pytest
 
 from bench.lab.client import LabStore
 from bench.lab.dataset import content
+from cachefs.fuse import fronts
 from tests.mount.mounts import Mount, Watchdog
 
 Mounted = Callable[..., Mount]
@@ -32,6 +38,32 @@ def _why_not() -> str:
     return ""
 
 
+@cache
+def why_no_kernel_front() -> str:
+    """Why the kernel takes no files here; "" when it does."""
+    if reason := _why_not():
+        return reason
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            device, _, _ = fronts.connect("probe", False, [Path(place)], must_lend=True)
+        except fronts.NotHere as exc:
+            return str(exc)
+        device.close()
+    return ""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fronts(*names): the fronts a test on a mount runs on; both without it")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "front" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("fronts")
+        names = mark.args if mark else ("kernel", "pyfuse3")
+        if names != ("auto",):
+            metafunc.parametrize("front", names, indirect=True, scope="module")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_not()
     for item in items:
@@ -41,6 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
             if item.get_closest_marker("root") and os.getuid() != 0:
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.fixture(scope="module")
+def front(request: pytest.FixtureRequest) -> str:
+    """What the mounts of a test are given as ``--front``."""
+    name: str = getattr(request, "param", "auto")
+    if name == "kernel" and (reason := why_no_kernel_front()):
+        pytest.skip(reason)
+    return name
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -109,14 +150,14 @@ def module_bucket(the_lab: LabStore) -> Bucket:
     return Bucket(the_lab)
 
 
-def _factory(place: Path, env: dict[str, str], made: list[Mount]) -> Mounted:
+def _factory(place: Path, env: dict[str, str], front: str, made: list[Mount]) -> Mounted:
     numbers = itertools.count(1)
 
     def make(source: Bucket | str | None = None, *, start: bool = True, **options: Any) -> Mount:
         url = source.url if isinstance(source, Bucket) else source
         home = place / f"m{next(numbers)}"
         home.mkdir()
-        mount = Mount(home, url, env, options)
+        mount = Mount(home, url, env, {"front": front, **options})
         made.append(mount)
         return mount.start() if start else mount
 
@@ -129,19 +170,21 @@ def _check(made: list[Mount]) -> None:
 
 
 @pytest.fixture
-def mounted(tmp_path: Path, lab: LabStore) -> Iterator[Mounted]:
+def mounted(tmp_path: Path, lab: LabStore, front: str) -> Iterator[Mounted]:
     """A function: bucket or URL, and options → a `Mount`. At the end nothing of it may be left."""
     made: list[Mount] = []
     with Watchdog(made) as watchdog:
-        yield _factory(tmp_path, lab.env, made)
+        yield _factory(tmp_path, lab.env, front, made)
         lab.clear_faults()  # releases what hangs
     _check(made)
     assert not watchdog.bitten, "the test hung: its daemons were killed"
 
 
 @pytest.fixture(scope="module")
-def module_mounted(tmp_path_factory: pytest.TempPathFactory, the_lab: LabStore) -> Iterator[Mounted]:
+def module_mounted(
+    tmp_path_factory: pytest.TempPathFactory, the_lab: LabStore, front: str
+) -> Iterator[Mounted]:
     """As `mounted`, for tests of a module that share a mount and only read."""
     made: list[Mount] = []
-    yield _factory(tmp_path_factory.mktemp("mounts"), the_lab.env, made)
+    yield _factory(tmp_path_factory.mktemp("mounts"), the_lab.env, front, made)
     _check(made)
