@@ -67,20 +67,23 @@ class Negotiated(NamedTuple):
 def negotiate(request: bytes, stack_depth: int) -> tuple[bytes, Negotiated | None]:
     """The answer to INIT, and what was agreed; nothing was when the kernel is to ask again in our version (7). Raises
     `MountError` for a kernel that is too old. `stack_depth` is how many filesystems a lent file may lie on."""
-    _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
-    if opcode != protocol.Op.INIT:
-        raise MountError(f"the kernel began with request {opcode} instead of INIT")
-    at = protocol.IN_HEADER.size
-    major, minor, readahead, flags = protocol.INIT_IN.unpack_from(request, at)
-    if flags & Init.INIT_EXT:
-        at += protocol.INIT_IN.size
-        flags |= protocol.INIT_IN_FLAGS2.unpack_from(request, at)[0] << 32
+    try:
+        _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
+        if opcode != protocol.Op.INIT:
+            raise MountError(f"the kernel began with request {opcode} instead of INIT")
+        at = protocol.IN_HEADER.size
+        major, minor, readahead, flags = protocol.INIT_IN.unpack_from(request, at)
+        if flags & Init.INIT_EXT:
+            at += protocol.INIT_IN.size
+            flags |= protocol.INIT_IN_FLAGS2.unpack_from(request, at)[0] << 32
+    except struct.error as exc:
+        raise MountError(f"the kernel began with a malformed request: {exc}") from exc
     agreed = WANTED & flags
     if major < protocol.MAJOR or (major == protocol.MAJOR and minor < protocol.OLDEST):
         raise MountError(
             f"the kernel speaks FUSE {major}.{minor}, and 7.{protocol.OLDEST} (Linux 5.4) is needed"
         )
-    minor = min(minor, protocol.MINOR)
+    minor = min(minor, protocol.MINOR) if major == protocol.MAJOR else protocol.MINOR
     body = protocol.INIT_OUT.pack(
         *(protocol.MAJOR, minor, readahead, int(agreed) & 0xFFFFFFFF, MAX_BACKGROUND, CONGESTION),
         *(4096, 1, MAX_PAGES, 0, int(agreed) >> 32, stack_depth if agreed & Init.PASSTHROUGH else 0, 0),
@@ -139,6 +142,8 @@ class Device:
             if not select.select([self.fd], [], [], HANDSHAKE_S)[0]:
                 raise MountError("the kernel did not begin to speak")
             request = self.read()
+            if request is None:
+                raise MountError("the kernel ended the connection before it began")
             if not request:
                 continue
             reply, agreed = negotiate(bytes(request), stack_depth)

@@ -1,0 +1,297 @@
+"""The kernel's end of a connection, in Python: a socket that keeps records apart stands for /dev/fuse."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trio
+import trio.testing
+
+from cachefs.database import Database
+from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
+from cachefs.fuse import protocol
+from cachefs.fuse.device import WANTED, Device, Negotiated
+from cachefs.fuse.kernel_front import KernelFront
+from cachefs.fuse.protocol import Op
+from cachefs.metrics import Metrics
+from cachefs.names import ObjectId
+from tests.fs.bucket import Bucket, Bytes
+from tests.fs.mount import Clock
+
+ROOT = 1
+PID = 4711
+DEADLINE_S = 20.0
+SEND_BUFFER = 4 << 20
+SO_SNDBUFFORCE = 32  # beyond what an ordinary user may have
+
+
+class Reply(NamedTuple):
+    """`error` is the errno, 0 for none."""
+
+    length: int
+    error: int
+    unique: int
+    body: bytes
+
+
+class Line(Device):
+    """A device without ioctls. Nobody waits for the requests in `deaf`; `gone` is an unmount."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self.deaf: set[int] = set()
+        self.broken: set[int] = set()
+        self.gone = False
+        self.lent: dict[int, int] = {}
+        self.taken_back: list[int] = []
+
+    def read(self) -> memoryview | None:
+        return None if self.gone else super().read()
+
+    def write(self, *parts: bytes | bytearray | memoryview) -> bool:
+        _, error, unique = protocol.OUT_HEADER.unpack_from(parts[0])
+        if unique in self.deaf:
+            return False
+        if unique in self.broken and not error:
+            raise OSError(errno.ENOMEM, "no memory for this")
+        return super().write(*parts)
+
+    def lend(self, fd: int) -> int:
+        self.lent[len(self.lent) + 1] = fd
+        return len(self.lent)
+
+    def take_back(self, number: int) -> None:
+        self.taken_back.append(number)
+
+
+class Lent:
+    """A `Backing`."""
+
+    def __init__(self) -> None:
+        self.id = 0
+        self.fd = 99
+        self.users = 1
+
+    def registered(self, backing_id: int) -> None:
+        self.id, self.fd = backing_id, -1
+
+
+class Shelf(Bytes):
+    """A `Reader`: reads of the keys in `held` wait for their event, objects in `whole` can be lent."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self.lends = False
+        self.held: dict[str, trio.Event] = {}
+        self.whole: set[str] = set()
+        self.backings: dict[str, Lent] = {}
+        self.reading = 0
+        self.closed_while_read: list[str] = []
+        self._busy: list[ObjectId] = []
+
+    def hold(self, key: str) -> trio.Event:
+        return self.held.setdefault(key, trio.Event())
+
+    def read_now(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes | None:
+        return None if opened.key in self.held else super().read_now(opened, offset, size, pid)
+
+    async def read(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes:
+        self.reading += 1
+        self._busy.append(opened)
+        try:
+            if opened.key in self.held:
+                await self.held[opened.key].wait()
+            return await super().read(opened, offset, size, pid)
+        finally:
+            self._busy.remove(opened)
+            self.reading -= 1
+
+    def close(self, opened: ObjectId) -> None:
+        super().close(opened)
+        if opened in self._busy:
+            self.closed_while_read.append(opened.key)
+
+    def lend_now(self, opened: ObjectId) -> Lent | None:
+        if opened.key not in self.whole:
+            return None
+        if opened.key in self.backings:
+            self.backings[opened.key].users += 1
+        else:
+            self.backings[opened.key] = Lent()
+        return self.backings[opened.key]
+
+    def lend_again(self, backing: Lent) -> None:
+        backing.users += 1
+
+    def give_back(self, backing: Lent) -> None:
+        backing.users -= 1
+
+
+def request(opcode: int, unique: int, nodeid: int, body: bytes = b"", length: int | None = None) -> bytes:
+    whole = protocol.IN_HEADER.size + len(body)
+    header = protocol.IN_HEADER.pack(
+        *(whole if length is None else length, opcode, unique, nodeid, 1000, 1000, PID, 0, 0)
+    )
+    return header + body
+
+
+def read_in(fh: int, offset: int = 0, size: int = 4096) -> bytes:
+    return protocol.READ_IN.pack(fh, offset, size, 0, 0, 0, 0)
+
+
+def release_in(fh: int) -> bytes:
+    return protocol.RELEASE_IN.pack(fh, 0, 0, 0)
+
+
+OPEN_READ = protocol.OPEN_IN.pack(os.O_RDONLY, 0)
+
+
+class Kernel:
+    """Asks, and keeps what is answered."""
+
+    def __init__(
+        self, end: socket.socket, line: Line, fs: FileSystem, shelf: Shelf, metrics: Metrics
+    ) -> None:
+        self.line = line
+        self.fs = fs
+        self.shelf = shelf
+        self.metrics = metrics
+        self.front: KernelFront
+        self.replies: dict[int, list[Reply]] = {}
+        self._end = end
+        self._unique = 1 << 20
+
+    def send(self, opcode: int, nodeid: int = ROOT, body: bytes = b"", unique: int | None = None) -> int:
+        if unique is None:
+            self._unique += 2
+            unique = self._unique
+        self.send_raw(request(opcode, unique, nodeid, body))
+        return unique
+
+    def send_raw(self, record: bytes) -> None:
+        self._end.send(record)
+
+    def drain(self) -> None:
+        """Take what has been answered up to now."""
+        while True:
+            try:
+                record = self._end.recv(SEND_BUFFER)
+            except BlockingIOError:
+                return
+            length, error, unique = protocol.OUT_HEADER.unpack_from(record)
+            assert length == len(record), "a reply of another length than it says"
+            assert -4096 < error <= 0
+            assert not error or length == protocol.OUT_HEADER.size, "an errno with a body"
+            self.replies.setdefault(unique, []).append(
+                Reply(length, -error, unique, record[protocol.OUT_HEADER.size :])
+            )
+
+    async def reply(self, unique: int) -> Reply:
+        """The reply to a request, however long it takes (by the clock that jumps)."""
+        with trio.fail_after(1000):
+            while True:
+                self.drain()
+                if unique in self.replies:
+                    (found,) = self.replies[unique]
+                    return found
+                await trio.lowlevel.wait_readable(self._end)
+
+    async def ask(self, opcode: int, nodeid: int = ROOT, body: bytes = b"") -> Reply:
+        return await self.reply(self.send(opcode, nodeid, body))
+
+    async def idle(self) -> None:
+        """Until the front has done all that it can without the clock."""
+        await trio.testing.wait_all_tasks_blocked()
+        self.drain()
+
+    # -- what programs do --------------------------------------------------------------------------
+
+    async def ino(self, path: str) -> int:
+        found = ROOT
+        for name in path.split("/"):
+            reply = await self.ask(Op.LOOKUP, found, name.encode() + b"\0")
+            assert not reply.error, reply
+            found = int.from_bytes(reply.body[:8], "little")
+            assert found
+        return found
+
+    async def open(self, ino: int) -> int:
+        reply = await self.ask(Op.OPEN, ino, OPEN_READ)
+        assert not reply.error, reply
+        return opened(reply)[0]
+
+    async def opendir(self, ino: int = ROOT) -> int:
+        reply = await self.ask(Op.OPENDIR, ino, OPEN_READ)
+        assert not reply.error, reply
+        return opened(reply)[0]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Open files and directories."""
+        status = self.fs.status()
+        return status["open_files"], status["open_directories"]
+
+
+def opened(reply: Reply) -> tuple[int, int, int]:
+    """(handle, flags, backing)"""
+    found: tuple[int, int, int] = protocol.OPEN_REPLY.unpack(b"\0" * 16 + reply.body)[3:]
+    return found
+
+
+@asynccontextmanager
+async def kernel(
+    bucket: Bucket,
+    *,
+    zero_open: bool = False,
+    keep_listings: bool = False,
+    flags: int = int(WANTED),
+    on_ready: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> AsyncIterator[Kernel]:
+    """A front that is being served, over a filesystem over a bucket."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(False)
+        end.setsockopt(
+            socket.SOL_SOCKET, SO_SNDBUFFORCE if os.geteuid() == 0 else socket.SO_SNDBUF, SEND_BUFFER
+        )
+    near, far = ends
+    line = Line(far.detach())
+    origin: Any = bucket
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
+        metrics = Metrics()
+        shelf = Shelf(bucket)
+        fs = FileSystem(
+            [Volume("", origin)], database, shelf, Options(uid=1000, gid=1000, **options), metrics, Clock()
+        )
+        asking = Kernel(near, line, fs, shelf, metrics)
+        agreed = Negotiated(protocol.MINOR, protocol.Init(flags))
+        asking.front = KernelFront(
+            *(fs, metrics, DEADLINE_S, on_ready, line, agreed),
+            zero_open=zero_open,
+            keep_listings=keep_listings,
+        )
+
+        def lend(backing: Any) -> bool:
+            asking.front.lend(backing)
+            return True
+
+        fs.lend_to(lend)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(asking.front.serve)
+                yield asking
+                nursery.cancel_scope.cancel()
+        finally:
+            asking.front.close()
+            near.close()
+            await fs.aclose()
+            database.close()
