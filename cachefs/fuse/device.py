@@ -218,6 +218,8 @@ class Device:
         return number
 
     def take_back(self, number: int) -> None:
+        if self.fd < 0:
+            return  # it was closed, and all its numbers went with it
         try:
             fcntl.ioctl(self.fd, protocol.BACKING_CLOSE, struct.pack("=I", number))
         except OSError:
