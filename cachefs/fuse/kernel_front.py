@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cachefs.errors import CachefsError
+from cachefs.errors import CachefsError, ObjectChanged
 from cachefs.fs import Attributes, Backing, Entry, FileSystem
 from cachefs.fuse import protocol
 from cachefs.fuse.device import MAX_BACKGROUND, Device, Negotiated
@@ -39,6 +39,18 @@ _REPLY = protocol.OUT_HEADER.size
 _CACHED = int(Opened.KEEP_CACHE | Opened.NOFLUSH)
 _UNCACHED = int(Opened.NOFLUSH)
 _LENT = int(Opened.PASSTHROUGH | Opened.NOFLUSH)
+
+
+class _Implicit:
+    """A handle of a file that is read without having been opened. `readers` are waiting for bytes of it; `ended` says that
+    it is to be released."""
+
+    __slots__ = ("ended", "fh", "readers")
+
+    def __init__(self, fh: int) -> None:
+        self.fh = fh
+        self.readers = 0
+        self.ended = False
 
 
 class KernelFront:
@@ -68,7 +80,7 @@ class KernelFront:
         self._write = device.write
         self._zero_open = zero_open
         self._directory_flags = int(Opened.KEEP_CACHE | Opened.CACHE_DIR) if keep_listings else 0
-        self._implicit: OrderedDict[int, int] = OrderedDict()
+        self._implicit: OrderedDict[int, _Implicit] = OrderedDict()
         self._page = 32  # directory entries that fitted the kernel's last buffer
         handlers: dict[int, Handler] = {
             Op.LOOKUP: self._lookup,
@@ -203,20 +215,21 @@ class KernelFront:
         if backing:
             self._metrics.passthrough_opens += 1
         flags = _LENT if backing else _CACHED if keep else _UNCACHED
-        if not self._write(protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, fh, flags, backing)):
-            self._fs.release(fh)
+        told = False
+        try:
+            told = self._write(
+                protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, fh, flags, backing)
+            )
+        finally:
+            if not told:
+                self._fs.release(fh)
 
     def _read(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_read += 1
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
         if self._zero_open:
-            known = self._implicit.get(nodeid)
-            if known is None:
-                self._session.wait(
-                    unique, Op.READ, lambda: self._read_unopened(nodeid, pid, offset, size), self._data
-                )
-                return
-            fh = known
+            self._read_implicit(unique, nodeid, pid, offset, size)
+            return
         data = self._fs.read_now(fh, offset, size)
         if data is None:
             self._session.wait(unique, Op.READ, lambda: self._fs.read(fh, offset, size), self._data)
@@ -227,29 +240,64 @@ class KernelFront:
         self._metrics.fuse_read_bytes += len(data)
         self._write(protocol.OUT_HEADER.pack(_REPLY + len(data), 0, unique), data)
 
-    async def _read_unopened(self, nodeid: int, pid: int, offset: int, size: int) -> Any:
-        fh, _, _ = await self._fs.open(nodeid, os.O_RDONLY, pid)
-        if nodeid in self._implicit:  # somebody else was faster
-            self._fs.release(fh)
-            fh = self._implicit[nodeid]
+    def _read_implicit(self, unique: int, nodeid: int, pid: int, offset: int, size: int) -> None:
+        handle = self._implicit.get(nodeid)
+        data = None
+        if handle is not None:
+            self._implicit.move_to_end(nodeid)
+            try:
+                data = self._fs.read_now(handle.fh, offset, size)
+            except CachefsError as exc:
+                self._end(nodeid, handle, exc)
+                raise
+        if data is None:
+            self._session.wait(
+                unique, Op.READ, lambda: self._read_unopened(nodeid, pid, offset, size), self._data
+            )
         else:
-            self._implicit[nodeid] = fh
-            if len(self._implicit) > IMPLICIT_HANDLES:
-                self._fs.release(self._implicit.popitem(last=False)[1])
-        try:
-            return await self._fs.read(fh, offset, size)
-        except CachefsError:
-            # The next read opens it anew, in whatever version there is then.
-            if self._implicit.get(nodeid) == fh:
-                del self._implicit[nodeid]
+            self._data(unique, data)
+
+    async def _read_unopened(self, nodeid: int, pid: int, offset: int, size: int) -> Any:
+        handle = self._implicit.get(nodeid)
+        if handle is None:
+            fh, _, _ = await self._fs.open(nodeid, os.O_RDONLY, pid)
+            handle = self._implicit.get(nodeid)
+            if handle is not None:  # somebody else was faster
                 self._fs.release(fh)
+            else:
+                handle = self._implicit[nodeid] = _Implicit(fh)
+                if len(self._implicit) > IMPLICIT_HANDLES:
+                    self._end(*next(iter(self._implicit.items())))
+        handle.readers += 1
+        try:
+            return await self._fs.read(handle.fh, offset, size)
+        except CachefsError as exc:
+            self._end(nodeid, handle, exc)
             raise
+        finally:
+            handle.readers -= 1
+            if handle.ended and not handle.readers:
+                self._fs.release(handle.fh)
+
+    def _end(self, nodeid: int, handle: _Implicit, why: CachefsError | None = None) -> None:
+        """The next read opens it anew, in whatever version there is then. The last reader releases it."""
+        if self._implicit.get(nodeid) is handle:
+            del self._implicit[nodeid]
+        if handle.ended:
+            return
+        handle.ended = True
+        if not handle.readers:
+            self._fs.release(handle.fh)
+        if isinstance(why, ObjectChanged):
+            self._fs.on_invalidate(nodeid, 0, b"")  # no open drops the pages
 
     def _release(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_release += 1
         fh, *_ = protocol.RELEASE_IN.unpack_from(body)
-        self._session.error(unique, 0)
-        self._fs.release(fh)
+        try:
+            self._session.error(unique, 0)
+        finally:
+            self._fs.release(fh)
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -259,8 +307,12 @@ class KernelFront:
 
     def _opened_directory(self, unique: int, dh: int) -> None:
         reply = protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, dh, self._directory_flags, 0)
-        if not self._write(reply):
-            self._fs.releasedir(dh)
+        told = False
+        try:
+            told = self._write(reply)
+        finally:
+            if not told:
+                self._fs.releasedir(dh)
 
     def _readdir(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._list(unique, Op.READDIR, body, _dirent)
@@ -281,6 +333,9 @@ class KernelFront:
                 if room < 0:
                     break
                 fitting.append(packed)
+            if entries and not fitting:
+                self._session.error(unique, errno.EINVAL)  # nothing would say that this is the end
+                return
             # Ask for about as many as the kernel's buffer took the last time.
             self._page = max(8, len(fitting)) if room < 0 else min(1024, self._page + 16)
             data = b"".join(fitting)
@@ -290,8 +345,10 @@ class KernelFront:
 
     def _releasedir(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         dh, *_ = protocol.RELEASE_IN.unpack_from(body)
-        self._session.error(unique, 0)
-        self._fs.releasedir(dh)
+        try:
+            self._session.error(unique, 0)
+        finally:
+            self._fs.releasedir(dh)
 
     # -- extended attributes -----------------------------------------------------------------------
 

@@ -121,8 +121,7 @@ class Session:
         handler = self._handlers.get(opcode)
         try:
             if length != len(request):
-                log.warning("a request of %d bytes that says it has %d", len(request), length)
-                self.error(unique, errno.EINVAL)
+                self._fail(unique, opcode, Malformed(f"{len(request)} bytes that say they are {length}"))
             elif handler is None:
                 self._metrics.fuse_other += 1
                 self.error(unique, errno.ENOSYS)

@@ -1,0 +1,293 @@
+"""What has to wait: signals, deadlines, bounds, and answers that nobody waits for any more."""
+
+from __future__ import annotations
+
+import errno
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs.errors import CachefsError, OriginFailed
+from cachefs.fuse import protocol, session
+from cachefs.fuse.errno_table import GRACE_S
+from cachefs.fuse.protocol import Op, Opened
+from cachefs.origin.protocol import ObjectInfo
+from tests.fs.bucket import Bucket
+from tests.fuse.kernel import DEADLINE_S, OPEN_READ, ROOT, Kernel, kernel, opened, read_in, release_in
+
+
+def interrupt(asking: Kernel, unique: int) -> None:
+    asking.send(Op.INTERRUPT, 0, protocol.INTERRUPT_IN.pack(unique), unique=unique | 1)
+
+
+async def test_an_interrupted_read_ends_at_once_and_the_others_go_on() -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        release = asking.shelf.hold("f")
+        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(3)]
+        await asking.idle()
+        assert asking.shelf.reading == 3
+        before = trio.current_time()
+        interrupt(asking, readers[1])
+        assert (await asking.reply(readers[1])).error == errno.EINTR
+        assert trio.current_time() == before
+        await asking.idle()
+        assert asking.shelf.reading == 2
+        assert set(asking.replies).isdisjoint({readers[0], readers[2], readers[1] | 1})
+        release.set()
+        for reader in (readers[0], readers[2]):
+            assert len((await asking.reply(reader)).body) == 10
+        assert asking.metrics.fuse_errors == 0
+
+
+async def test_interrupts_for_nobody() -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        done = asking.send(Op.READ, ino, read_in(fh))
+        await asking.reply(done)
+        replied = dict(asking.replies)
+        for unique in (done, 0, 2**64 - 1, 3):
+            interrupt(asking, unique)
+        interrupt(asking, (own := 998) | 1)
+        asking.send(Op.INTERRUPT, 0, b"short", unique=own)
+        await asking.idle()
+        assert asking.replies == replied
+        assert not (await asking.ask(Op.GETATTR)).error
+
+
+async def test_a_request_and_its_interrupt_together() -> None:
+    """The task has not begun to run yet when it is interrupted."""
+    bucket = Bucket(["f"])
+    async with kernel(bucket) as asking:
+        lookup = asking.send(Op.LOOKUP, ROOT, b"f\0")
+        interrupt(asking, lookup)
+        interrupt(asking, lookup)
+        assert (await asking.reply(lookup)).error == errno.EINTR
+        assert await asking.ino("f")
+
+
+async def test_an_interrupted_open_leaves_no_handle() -> None:
+    bucket = Bucket(["f"], delay=1.0)
+    async with kernel(bucket, revalidate_at_open=True, metadata_ttl=0.0) as asking:
+        ino = await asking.ino("f")
+        await trio.sleep(1)  # the walk that led here is over
+        opening = asking.send(Op.OPEN, ino, OPEN_READ)
+        await asking.idle()
+        interrupt(asking, opening)
+        assert (await asking.reply(opening)).error == errno.EINTR
+        await trio.sleep(10)
+        assert asking.counts == (0, 0)
+        assert asking.shelf.open_count == 0
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("lent", [False, True], ids=["ours", "lent"])
+@pytest.mark.parametrize("how", ["deaf", "broken"])
+async def test_an_open_that_nobody_hears_of_is_closed(waits: bool, lent: bool, how: str) -> None:
+    async with kernel(Bucket(["f"]), revalidate_at_open=waits, metadata_ttl=0.0 if waits else 60.0) as asking:
+        ino = await asking.ino("f")
+        if lent:
+            asking.shelf.whole.add("f")
+        await trio.sleep(1)
+        getattr(asking.line, how).add(100)
+        asking.send(Op.OPEN, ino, OPEN_READ, unique=100)
+        await trio.sleep(5)
+        await asking.idle()
+        assert asking.counts == (0, 0)
+        assert asking.shelf.open_count == 0
+        assert [b.users for b in asking.shelf.backings.values()] == [0] * lent
+        if how == "broken":
+            assert asking.replies[100][0].error == errno.EIO
+        fh = await asking.open(ino)
+        assert asking.counts == (1, 0)
+        assert not (await asking.ask(Op.RELEASE, ino, release_in(fh))).error
+
+
+@pytest.mark.parametrize("how", ["deaf", "broken"])
+async def test_the_same_of_directories_and_releases(how: str) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        line = getattr(asking.line, how)
+        line |= {100, 102, 104}
+        asking.send(Op.OPENDIR, ROOT, OPEN_READ, unique=100)
+        await asking.idle()
+        assert asking.counts == (0, 0)
+        fh, dh = await asking.open(ino := await asking.ino("f")), await asking.opendir()
+        assert asking.counts == (1, 1)
+        asking.send(Op.RELEASE, ino, release_in(fh), unique=102)
+        asking.send(Op.RELEASEDIR, ROOT, release_in(dh), unique=104)
+        await asking.idle()
+        assert asking.counts == (0, 0)
+
+
+async def test_a_lent_file_is_told_of_and_shared() -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        asking.shelf.whole.add("f")
+        ino = await asking.ino("f")
+        handles = []
+        for _ in range(2):
+            fh, flags, backing = opened(await asking.ask(Op.OPEN, ino, OPEN_READ))
+            assert (flags, backing) == (Opened.PASSTHROUGH | Opened.NOFLUSH, 1)
+            handles.append(fh)
+        assert asking.line.lent == {1: 99}
+        assert asking.metrics.passthrough_opens == 2
+        lent = asking.shelf.backings["f"]
+        assert lent.users == 2
+        for fh in handles:
+            await asking.ask(Op.RELEASE, ino, release_in(fh))
+        assert lent.users == 0
+        asking.front.retire(lent)  # type: ignore[arg-type]
+        assert asking.line.taken_back == [1]
+        lent.id = 0
+        asking.front.retire(lent)  # type: ignore[arg-type]
+        assert asking.line.taken_back == [1]
+
+
+async def test_pages_may_be_kept_until_the_object_changes() -> None:
+    bucket = Bucket(["f"])
+    async with kernel(bucket) as asking:
+        ino = await asking.ino("f")
+        assert opened(await asking.ask(Op.OPEN, ino, OPEN_READ))[1] == Opened.KEEP_CACHE | Opened.NOFLUSH
+        await asking.ask(Op.RELEASE, ino, release_in(1))
+        bucket.put("f", version=1)
+        await trio.sleep(61)
+        assert await asking.ino("f") == ino
+        assert opened(await asking.ask(Op.OPEN, ino, OPEN_READ))[1] == Opened.NOFLUSH
+
+
+async def test_a_deadline_ends_a_wait() -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        asking.shelf.hold("f")
+        begun = trio.current_time()
+        reply = await asking.ask(Op.READ, ino, read_in(fh))
+        assert reply.error == errno.EIO
+        assert trio.current_time() - begun == pytest.approx(DEADLINE_S + GRACE_S)
+        assert asking.shelf.reading == 0
+        assert asking.metrics.fuse_errors == 1
+        assert not (await asking.ask(Op.GETATTR)).error
+
+
+@pytest.mark.parametrize(
+    ("failure", "number"),
+    [
+        (OriginFailed("no"), errno.EIO),
+        (CachefsError(""), errno.EIO),
+        (ValueError("a bug of ours"), errno.EIO),
+        (MemoryError(), errno.ENOMEM),
+        (ExceptionGroup("several", [OriginFailed("a"), OriginFailed("b")]), errno.EIO),
+        (OSError(errno.ENOENT, "not for the kernel"), errno.EIO),
+    ],
+)
+async def test_whatever_fails_is_an_errno(failure: Exception, number: int) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+
+        async def fail(*_: object) -> bytes:
+            await trio.lowlevel.checkpoint()
+            raise failure
+
+        asking.shelf.read = fail  # type: ignore[method-assign]
+        assert (await asking.ask(Op.READ, ino, read_in(fh))).error == number
+
+        def fail_now(*_: object) -> bytes:
+            raise failure
+
+        asking.shelf.read_now = fail_now  # type: ignore[method-assign]
+        assert (await asking.ask(Op.READ, ino, read_in(fh))).error == number
+        assert not (await asking.ask(Op.GETATTR)).error
+
+
+async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MOST_WAITING", 5)
+    async with kernel(Bucket(["f", "g"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        release = asking.shelf.hold("f")
+        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(12)]
+        getattr_ = asking.send(Op.GETATTR)
+        await asking.idle()
+        assert asking.shelf.reading == 5
+        assert getattr_ not in asking.replies  # what comes behind has to wait, too
+        release.set()
+        for reader in readers:
+            assert len((await asking.reply(reader)).body) == 10
+        assert not (await asking.reply(getattr_)).error
+
+
+async def test_when_all_wait_for_nothing_the_deadline_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MOST_WAITING", 3)
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        asking.shelf.hold("f")
+        begun = trio.current_time()
+        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(7)]
+        for reader in readers:
+            assert (await asking.reply(reader)).error == errno.EIO
+        assert trio.current_time() - begun == pytest.approx(3 * (DEADLINE_S + GRACE_S))
+
+
+async def test_duplicates_are_each_answered() -> None:
+    """No kernel does that; nothing is lost over it, and the bound still counts down."""
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        release = asking.shelf.hold("f")
+        for _ in range(3):
+            asking.send(Op.READ, ino, read_in(fh), unique=500)
+        await asking.idle()
+        interrupt(asking, 500)
+        release.set()
+        await asking.idle()
+        assert sorted(reply.error for reply in asking.replies[500]) in ([0, 0, 0], [0, 0, errno.EINTR])
+        assert not asking.front._session._waiting
+
+
+async def test_a_store_that_hangs_does_not_stop_what_is_known() -> None:
+    bucket = Bucket(["f", "g", "d/x"])
+    async with kernel(bucket) as asking:
+        ino = await asking.ino("f")
+        stuck = trio.Event()
+
+        async def hang(key: str) -> ObjectInfo:
+            await stuck.wait()
+            raise AssertionError
+
+        bucket.head = hang  # type: ignore[method-assign]
+        bucket.list_page = partial(hang)  # type: ignore[method-assign,assignment]
+        before = trio.current_time()
+        assert not (await asking.ask(Op.GETATTR, ino, bytes(16))).error
+        assert await asking.open(ino)
+        assert trio.current_time() == before
+
+
+async def test_the_end_of_the_mount_ends_the_service() -> None:
+    """Also while requests wait: nobody is left to hear of them."""
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        asking.shelf.hold("f")
+        asking.send(Op.READ, ino, read_in(fh))
+        await asking.idle()
+        asking.line.gone = True
+        asking.send(Op.GETATTR)  # an aborted connection is readable
+        await asking.idle()
+        assert asking.shelf.reading == 0
+        assert not asking.front._session._waiting
+
+
+async def test_short_records_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        for length in (1, 15, 39):
+            asking.send_raw(b"\xff" * length)
+        assert not (await asking.ask(Op.GETATTR)).error
+        assert len(asking.replies) == 1
+
+
+@pytest.mark.parametrize("opcode", [Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT])
+async def test_what_gets_no_reply_gets_none_however_wrong_it_is(opcode: Op) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        asking.send(opcode, ROOT, b"", unique=200)
+        asking.send(opcode, ROOT, b"\xff" * 64, unique=202)
+        for length in (0, 39, 41, 2**32 - 1):
+            asking.send_raw(protocol.IN_HEADER.pack(length, opcode, 204, 1, 0, 0, 0, 0, 0))
+        assert not (await asking.ask(Op.GETATTR)).error
+        assert len(asking.replies) == 1
