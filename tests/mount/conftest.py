@@ -53,7 +53,9 @@ def why_no_kernel_front() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fronts(*names): the fronts a test on a mount runs on; both without it")
+    config.addinivalue_line(
+        "markers", "fronts(*names): the fronts a test on a mount runs on; both without it"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
