@@ -73,9 +73,12 @@ async def test_handles_are_few_and_the_oldest_unused_goes(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernel_front, "IMPLICIT_HANDLES", 4)
     async with kernel(Bucket([f"{i}" for i in range(10)]), **FOREVER) as asking:
         inos = [await asking.ino(f"{i}") for i in range(10)]
+        await read(asking, inos[0])
+        used = asking.front._implicit[inos[0]]
         for ino in inos:
             await read(asking, ino)
             await read(asking, inos[0])  # in use all the time
+        assert asking.front._implicit[inos[0]] is used
         assert asking.counts == (4, 0)
         assert set(asking.front._implicit) == {inos[0], *inos[-3:]}
         for ino in inos:

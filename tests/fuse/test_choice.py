@@ -1,0 +1,332 @@
+"""Which front is chosen, why it says so, and that nothing is left of those that were not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachefs import layers
+from cachefs.config import Config
+from cachefs.errors import MountError
+from cachefs.fuse import fronts, pyfuse3_front
+from cachefs.fuse.device import WANTED, Device, Negotiated
+from cachefs.fuse.fronts import NotHere, choose, connect, keeps_listings
+from cachefs.fuse.protocol import Init
+from cachefs.metrics import Metrics
+
+WITH = Negotiated(45, WANTED)
+WITHOUT = Negotiated(39, WANTED & ~Init.PASSTHROUGH)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def failure(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class Machine:
+    """What this kernel would say. `takes` answers (depth, place): the errno of a file from there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.uid = 0
+        self.says = WITH
+        self.connects: Callable[[int], Exception | None] = lambda depth: None
+        self.takes: Callable[[int, Path], int] = lambda depth, place: 0
+        self.attaches: Exception | None = None
+        self.depths: list[int] = []
+        self.open: list[Any] = []
+        self.lent = 0
+        self.mounted: list[Any] = []
+        machine = self
+
+        class Fake(Device):
+            depth = 0
+
+            def lend(self, fd: int) -> int:
+                place = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
+                if number := machine.takes(self.depth, place):
+                    raise failure(number)
+                machine.lent += 1
+                return 1
+
+            def take_back(self, number: int) -> None:
+                machine.lent -= 1
+
+            def attach(self, mountpoint: Path) -> None:
+                if machine.attaches is not None:
+                    raise machine.attaches
+                machine.mounted.append(self)
+
+            def close(self) -> None:
+                super().close()
+                if self in machine.open:
+                    machine.open.remove(self)
+
+        def connect(name: str, *, allow_other: bool, stack_depth: int) -> tuple[Device, Negotiated]:
+            machine.depths.append(stack_depth)
+            no = machine.connects(stack_depth)
+            if no is not None:
+                raise no
+            device = Fake(os.open("/dev/null", os.O_RDWR))
+            device.depth = stack_depth
+            machine.open.append(device)
+            return device, machine.says
+
+        class Pyfuse3:
+            name = "pyfuse3"
+
+            def __init__(self, *_: Any) -> None:
+                pass
+
+            def mount(self, *_: Any, **__: Any) -> None:
+                machine.mounted.append(self)
+
+        monkeypatch.setattr(Device, "connect", connect)
+        monkeypatch.setattr(pyfuse3_front, "Pyfuse3Front", Pyfuse3)
+        monkeypatch.setattr(os, "geteuid", lambda: machine.uid)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    before = descriptors()
+    machine = Machine(monkeypatch)
+    yield machine
+    assert machine.lent == 0, "what was lent to try is taken back"
+    for device in list(machine.open):
+        device.close()
+    assert descriptors() == before
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "ram", tmp_path / "ssd"]
+    for place in found:
+        place.mkdir()
+    return found
+
+
+def config(**options: str) -> Config:
+    return layers.load({"source": "s3://b/p", "mountpoint": "/mnt/x", **options}, [], {})
+
+
+def chosen(places: list[Path], **options: str) -> fronts.Chosen:
+    nothing: Any = None
+    return choose(config(**options), "s3://b/p", places, nothing, Metrics(), lambda: None)
+
+
+def one_line(text: str) -> bool:
+    return bool(text) and text.isprintable() and len(text) < 150 and "Errno" not in text
+
+
+def says_why_not(machine: Machine, places: list[Path], why: str) -> None:
+    """auto falls back and says why; kernel says it and ends; nothing is left of either."""
+    found = chosen(places)
+    assert (found.front.name, found.lends, found.refused) == ("pyfuse3", False, {})
+    assert why in found.why
+    assert one_line(found.why)
+    assert machine.open == []
+    with pytest.raises(MountError, match="--front kernel") as caught:
+        chosen(places, front="kernel")
+    assert why in str(caught.value)
+    assert one_line(str(caught.value))
+    assert machine.open == []
+    assert all(list(place.iterdir()) == [] for place in places if place.is_dir())
+
+
+def test_the_kernel_takes_all(machine: Machine, places: list[Path]) -> None:
+    for front in ("auto", "kernel"):
+        found = chosen(places, front=front)
+        assert (found.front.name, found.lends, found.refused) == ("kernel", True, {})
+        assert one_line(found.why)
+    assert machine.depths == [1, 1]
+    assert len(machine.open) == 2
+    assert [list(place.iterdir()) for place in places] == [[], []]
+
+
+def test_pyfuse3_as_asked(machine: Machine, places: list[Path]) -> None:
+    found = chosen(places, front="pyfuse3")
+    assert (found.front.name, found.why, found.lends) == ("pyfuse3", "as asked", False)
+    assert machine.depths == []
+
+
+def test_not_root(machine: Machine, places: list[Path]) -> None:
+    machine.uid = 1000
+    says_why_not(machine, places, "only root")
+    assert machine.depths == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOENT, errno.ENODEV, errno.EINVAL])
+def test_no_connection(machine: Machine, places: list[Path], number: int) -> None:
+    machine.connects = lambda depth: failure(number)
+    says_why_not(machine, places, os.strerror(number))
+
+
+def test_no_handshake(machine: Machine, places: list[Path]) -> None:
+    machine.connects = lambda depth: MountError("the kernel speaks FUSE 7.23")
+    says_why_not(machine, places, "FUSE 7.23")
+
+
+def test_no_passthrough(machine: Machine, places: list[Path]) -> None:
+    machine.says = WITHOUT
+    found = chosen(places)
+    assert (found.front.name, machine.open) == ("pyfuse3", [])
+    assert "7.39" in found.why
+    assert one_line(found.why)
+    found = chosen(places, front="kernel")  # it is good for something without
+    assert (found.front.name, found.lends) == ("kernel", False)
+    assert set(found.refused) == set(places)
+    assert all(one_line(no) for no in found.refused.values())
+    assert len(machine.open) == 1
+
+
+def test_a_cache_on_stacked_filesystems(machine: Machine, places: list[Path]) -> None:
+    machine.takes = lambda depth, place: errno.ELOOP if depth == 1 and place.name == "ssd" else 0
+    found = chosen(places)
+    assert (found.front.name, found.lends, found.refused) == ("kernel", True, {})
+    assert machine.depths == [1, 2]
+    assert [device.depth for device in machine.open] == [2]
+
+
+def test_too_many_stacked_filesystems(machine: Machine, places: list[Path]) -> None:
+    machine.takes = lambda depth, place: errno.ELOOP
+    found = chosen(places)
+    assert (found.front.name, machine.open) == ("pyfuse3", [])
+    assert "stacked" in found.why
+    assert one_line(found.why)
+    assert machine.depths == [1, 2]
+
+
+def test_the_second_connection_fails(machine: Machine, places: list[Path]) -> None:
+    machine.takes = lambda depth, place: errno.ELOOP
+    machine.connects = lambda depth: failure(errno.ENOMEM) if depth == 2 else None
+    says_why_not(machine, places, os.strerror(errno.ENOMEM))
+
+
+def test_all_are_refused(machine: Machine, places: list[Path]) -> None:
+    machine.takes = lambda depth, place: errno.EOPNOTSUPP
+    found = chosen(places)
+    assert (found.front.name, machine.open, machine.depths) == ("pyfuse3", [], [1])
+    assert os.strerror(errno.EOPNOTSUPP) in found.why
+    assert one_line(found.why)
+    found = chosen(places, front="kernel")
+    assert (found.front.name, found.lends, set(found.refused)) == ("kernel", False, set(places))
+
+
+@pytest.mark.parametrize("number", [errno.ELOOP, errno.EOPNOTSUPP])
+def test_one_is_refused(machine: Machine, places: list[Path], number: int) -> None:
+    machine.takes = lambda depth, place: number if place.name == "ssd" else 0
+    found = chosen(places)
+    assert (found.front.name, found.lends) == ("kernel", True)
+    assert list(found.refused) == [places[1]]
+    assert one_line(found.refused[places[1]])
+    assert len(machine.open) == 1
+
+
+def test_no_places(machine: Machine) -> None:
+    found = chosen([])
+    assert found.front.name == "pyfuse3"
+    assert "no cache directory" in found.why
+    assert machine.open == []
+    found = chosen([], front="kernel")
+    assert (found.front.name, found.lends, found.refused) == ("kernel", False, {})
+
+
+def test_a_place_that_is_not_there(machine: Machine, places: list[Path]) -> None:
+    found = chosen([places[0], places[1] / "gone"])
+    assert (found.lends, list(found.refused)) == (True, [places[1] / "gone"])
+    assert found.refused[places[1] / "gone"] == os.strerror(errno.ENOENT)
+
+
+def test_a_probe_of_an_earlier_run_is_no_obstacle(machine: Machine, places: list[Path]) -> None:
+    (places[0] / "probe").write_bytes(b"")
+    assert chosen(places).refused == {}
+    assert not (places[0] / "probe").exists()
+
+
+@pytest.mark.parametrize("front", ["auto", "kernel"])
+def test_a_mountpoint_that_cannot_be(machine: Machine, places: list[Path], front: str) -> None:
+    machine.attaches = failure(errno.EBUSY)
+    with pytest.raises(MountError, match="cannot mount on /mnt/x: ") as caught:
+        chosen(places, front=front)
+    assert one_line(str(caught.value))
+    assert machine.open == []
+
+
+@pytest.mark.parametrize("front", ["auto", "kernel"])
+def test_zero_open_lends_nothing(machine: Machine, places: list[Path], front: str) -> None:
+    found = chosen(places, front=front, consistency="immutable", zero_open="true")
+    assert (found.front.name, found.lends, found.refused) == ("kernel", False, {})
+    assert one_line(found.why)
+
+
+@pytest.mark.parametrize("must_lend", [False, True])
+def test_connecting_leaves_one_device_or_none(machine: Machine, places: list[Path], must_lend: bool) -> None:
+    """Whatever each of the two depths says of each of the two places."""
+    answers = [0, errno.ELOOP, errno.EPERM]
+    for first in [(a, b) for a in answers for b in answers]:
+        for second in [(a, b) for a in answers for b in answers]:
+            said = {1: dict(zip(places, first, strict=True)), 2: dict(zip(places, second, strict=True))}
+            machine.takes = lambda depth, place, said=said: said[depth][place]  # type: ignore[misc]
+            machine.depths.clear()
+            try:
+                device, _, refused = connect("x", False, places, must_lend=must_lend)
+            except NotHere as exc:
+                assert must_lend
+                assert one_line(str(exc))
+                assert all(said[machine.depths[-1]].values())
+                assert machine.open == []
+                continue
+            assert machine.open == [device]
+            assert refused.keys() == {place for place, no in said[machine.depths[-1]].items() if no}
+            assert machine.depths == ([1, 2] if errno.ELOOP in first else [1])
+            device.close()
+
+
+@pytest.mark.parametrize(
+    ("release", "kept"),
+    [
+        ("6.18.44-fc-v669", True),
+        ("6.13", True),
+        ("6.13.0-rc1", True),
+        ("7.0.1", True),
+        ("10.1.0", True),
+        ("6.12.99", False),
+        ("6.9.0-1-amd64", False),
+        ("5.15.0-100-generic", False),
+        ("6", False),
+        ("", False),
+        ("custom", False),
+    ],
+)
+def test_kernels_that_keep_listings(release: str, kept: bool) -> None:
+    assert keeps_listings(release) is kept
+
+
+def test_titles_fit_the_mount_table() -> None:
+    assert fronts._plain("s3://b/with space,comma\\back\n\u00e9") == "s3://b/with_space_comma_back__"
+
+
+# -- the real thing, as far as it goes without mounting ------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["_make", "_shake_hands"])
+def test_a_connection_that_fails_closes_its_device(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, *how: opened("/dev/null", os.O_RDWR))
+
+    def fail(self: Device, *_: Any) -> None:
+        raise failure(errno.EPERM)
+
+    monkeypatch.setattr(Device, "_make", lambda self, name, allow_other: None)
+    monkeypatch.setattr(Device, fails, fail)
+    before = descriptors()
+    with pytest.raises(PermissionError):
+        Device.connect("x", allow_other=False, stack_depth=1)
+    assert descriptors() == before
