@@ -15,7 +15,7 @@ import pytest
 from bench.lab.client import LabStore
 from cachefs.fs.beliefs import BURST_S
 from tests.mount.conftest import Bucket, Mounted
-from tests.mount.mounts import COMMAND, eventually, in_python, run
+from tests.mount.mounts import COMMAND, eventually, in_python, run, succeed
 
 MIB = 1 << 20
 READ = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
@@ -31,7 +31,7 @@ def refresh_by_command(path: Path) -> None:
 
 
 WAYS = pytest.mark.parametrize(
-    "refresh", [refresh_by_attribute, refresh_by_command], ids=["setfattr", "command"]
+    "refresh", [refresh_by_attribute, refresh_by_command], ids=["getfattr", "command"]
 )
 
 
@@ -95,6 +95,38 @@ class TestRefresh:
             refresh_by_attribute(path)
             assert path.read_bytes() == data
         assert "origin_get" not in grown
+
+    @pytest.mark.parametrize("place", ["", "d", "d/file"])
+    def test_is_what_getfattr_says_of_anything_below(
+        self, mounted: Mounted, bucket: Bucket, place: str
+    ) -> None:
+        bucket.put("d/file", 1000)
+        mount = mounted(bucket, consistency="immutable")
+        path = mount.path / "d/file"
+        path.read_bytes()
+        new = bucket.put("d/file", 1001, version=2)
+        said = succeed(["getfattr", "-n", "user.cachefs.refresh", mount.path / place])
+        assert 'user.cachefs.refresh="looking again"' in said
+        assert path.read_bytes() == new
+        with pytest.raises(OSError) as caught:
+            os.setxattr(mount.path / place, "user.cachefs.refresh", b"1")
+        assert caught.value.errno == errno.EROFS
+
+    def test_is_nothing_that_copies_and_listings_of_attributes_do(
+        self, mounted: Mounted, bucket: Bucket, tmp_path: Path
+    ) -> None:
+        old = bucket.put("d/file", 1000)
+        mount = mounted(bucket, consistency="immutable")
+        path = mount.path / "d/file"
+        assert path.read_bytes() == old
+        bucket.put("d/file", 1001, version=2)
+        bucket.put("d/new", 10)
+        for place in (mount.path, mount.path / "d", path):
+            assert "user.cachefs.refresh" not in os.listxattr(place)
+            assert "refresh" not in succeed(["getfattr", "-d", "-m", "-", place])
+        succeed(["cp", "-a", mount.path / "d", tmp_path / "copy"])
+        assert (tmp_path / "copy/file").read_bytes() == path.read_bytes() == old
+        assert os.listdir(mount.path / "d") == ["file"]
 
     def test_outside_of_a_mount_is_refused_in_one_line(self, tmp_path: Path) -> None:
         done = run([*COMMAND, "refresh", tmp_path])
