@@ -18,6 +18,8 @@ from cachefs.store.opening import ram_directory
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
 
+pytestmark = pytest.mark.fronts("auto")  # nothing is served here
+
 
 def refused(mount: Mount, *, within: float = 20, words: list[str] | None = None, code: int = 1) -> str:
     """The one line a refused mount says."""
@@ -269,6 +271,41 @@ class TestMachine:
         assert done.stdout == f"{hashlib.md5(data).hexdigest()}  -\n65534\n"
 
     @as_nobody
+    def test_a_user_is_told_which_front_serves_and_why(self, stage: Stage, bucket: Bucket) -> None:
+        bucket.put("file", 10)
+        log = stage.home / "run/log"
+        done = stage.play(
+            f"mount_it --log-file={log} {bucket.url}; cat $M/file >/dev/null; cachefs status $M; cachefs umount $M",
+            before=f"cd {stage.home}; {device('666')}",
+            user=True,
+        )
+        assert done.returncode == 0, done.stderr
+        why = "only root may speak to the kernel without help"
+        assert f"front       pyfuse3: {why}\n" in done.stdout
+        assert f"front: pyfuse3 ({why})" in log.read_text()
+
+    @as_nobody
+    def test_the_kernel_front_is_not_for_users(self, stage: Stage, bucket: Bucket) -> None:
+        done = stage.play(
+            f"mount_it --front=kernel {bucket.url}", before=f"cd {stage.home}; {device('666')}", user=True
+        )
+        one_line(done)
+        assert "--front kernel cannot serve here: only root" in done.stderr
+
+    @as_nobody
+    def test_a_user_has_no_files_opened_without_asking(self, stage: Stage, bucket: Bucket) -> None:
+        bucket.put("file", 10)
+        done = stage.play(
+            f"mount_it --zero-open --consistency=immutable {bucket.url}; cat $M/file | wc -c; cachefs status $M; "
+            "cachefs umount $M",
+            before=f"cd {stage.home}; {device('666')}",
+            user=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("10\n")
+        assert "warning     --zero-open has no effect: only root may speak" in done.stdout
+
+    @as_nobody
     def test_a_device_a_user_may_not_open(self, stage: Stage, bucket: Bucket) -> None:
         done = stage.play(f"mount_it {bucket.url}", before=f"cd {stage.home}; {device('600')}", user=True)
         one_line(done)
@@ -308,11 +345,11 @@ class TestMachine:
         )
         assert done.stdout == "refused\nfile\n", done.stderr
 
-    def test_a_root_without_the_right_to_mount(self, stage: Stage, bucket: Bucket) -> None:
+    @pytest.mark.parametrize("front", ["auto", "kernel", "pyfuse3"])
+    def test_a_root_without_the_right_to_mount(self, stage: Stage, bucket: Bucket, front: str) -> None:
         script = f"setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin sh {stage.home}/inner"
-        (stage.home / "inner").write_text(
-            f"exec {' '.join(COMMAND)} mount --cache-dir={stage.home}/other {bucket.url} {stage.home}/mnt\n"
-        )
+        words = f"mount --front={front} --cache-dir={stage.home}/other {bucket.url} {stage.home}/mnt"
+        (stage.home / "inner").write_text(f"exec {' '.join(COMMAND)} {words}\n")
         done = stage.play(script)
         one_line(done)
         assert "may not mount" in done.stderr
