@@ -48,6 +48,9 @@ KEEP_EVERY_S = 30
 TRIM_EVERY_S = 2.0
 """How often that is looked at; the look is one line of /proc. Guessed."""
 
+INVALIDATIONS = 4096
+"""Changes that the kernel has yet to be told of; more are left to its own TTL, but a refresh waits. Guessed."""
+
 NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
 """Why the kernel may refuse a file now without a reason to refuse the whole tier."""
 
@@ -145,6 +148,7 @@ class Daemon:
         self._origins: list[Origin] = []
         self._tuning: list[str] = []
         self._stopped_by = "umount"
+        self._fewer = trio.Event()  # changes that the kernel has yet to be told of
         self._invalidating = trio.Event()
         self._invalidating.set()
 
@@ -207,7 +211,7 @@ class Daemon:
             ),
             self._metrics,
         )
-        send, receive = trio.open_memory_channel[tuple[int, int, bytes]](4096)
+        send, receive = trio.open_memory_channel[tuple[int, int, bytes]](INVALIDATIONS)
 
         def invalidate(inode: int, parent: int, name: bytes) -> None:
             try:
@@ -215,7 +219,14 @@ class Daemon:
             except trio.WouldBlock:
                 pass  # the kernel's own TTL forgets it a little later
 
+        async def told() -> None:
+            while send.statistics().current_buffer_used > INVALIDATIONS // 2:
+                self._fewer = trio.Event()
+                await self._fewer.wait()
+            await trio.lowlevel.checkpoint()
+
         self._fs.on_invalidate = invalidate
+        self._fs.told = told
         front = self._mount(nursery)
         try:
             nursery.start_soon(self._keep, self._store.run, "writing the cache index")
@@ -254,7 +265,9 @@ class Daemon:
                     self._store.refuse(tier, self._front.refused[tier.path])
             self._fs.lend_to(self._lend)
             self._store.on_retired = front.retire
-        if config.zero_open and front.name == "pyfuse3":
+        if config.zero_open and front.name == "kernel":
+            self._fs.never_opened()
+        elif config.zero_open:
             self._opened.warnings.append(f"--zero-open has no effect: {self._front.why}")
             log.warning("%s", self._opened.warnings[-1])
         return front
@@ -305,6 +318,7 @@ class Daemon:
             await trio.to_thread.run_sync(
                 self._invalidate, inode, parent, name, self._invalidating, abandon_on_cancel=True
             )
+            self._fewer.set()
 
     def _invalidate(self, inode: int, parent: int, name: bytes, done: trio.Event) -> None:
         try:

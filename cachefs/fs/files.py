@@ -68,6 +68,7 @@ class FileHandle:
 class OpenFiles:
     def __init__(self, reader: Reader, clock: Callable[[], float]) -> None:
         self.on_lend: LendHook | None = None
+        self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
         self._reader = reader
         self._clock = clock
         self._next = 1
@@ -93,12 +94,13 @@ class OpenFiles:
 
     def shown(self, stable: int, etag: str, size: int) -> int:
         """The number under which this version of a file is shown."""
-        others = self._by_ino.get(stable)
-        if others is None:
-            return stable
-        held = others[0].object
-        if held.etag == etag and held.size == size:
-            return stable
+        if not (self.unopened and stable in self._changed):
+            others = self._by_ino.get(stable)
+            if others is None:
+                return stable
+            held = others[0].object
+            if held.etag == etag and held.size == size:
+                return stable
         wanted = (stable, etag, size)
         alias = alias_of(*wanted)
         while (found := self._aliases.get(alias)) is not None and found != wanted:
@@ -113,6 +115,8 @@ class OpenFiles:
         """Whether `ino` may stand for this version of its file."""
         if ino >= FIRST_ALIAS:
             return self._aliases.get(ino, (0, "", -1))[1:] == (etag, size)
+        if self.unopened and ino in self._changed:
+            return False
         others = self._by_ino.get(ino)
         return others is None or (others[0].object.etag, others[0].object.size) == (etag, size)
 
@@ -139,7 +143,7 @@ class OpenFiles:
             raise ObjectChanged(f"{obj.key} is open in an older version: look it up again")
         stable = ino if ino < FIRST_ALIAS else self.stable(ino)
         keep = True
-        if self._changed and (until := self._changed.get(ino)) is not None:
+        if self._changed and not self.unopened and (until := self._changed.get(ino)) is not None:
             now = self._clock()
             if until == NOT_OPENED:
                 self._changed[ino] = now + SETTLED_S

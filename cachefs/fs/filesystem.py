@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import trio
@@ -62,6 +62,10 @@ class FileSystem:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.on_invalidate: InvalidateHook = _nobody_listens
+        self.told: Callable[[], Awaitable[None]] = (
+            trio.lowlevel.checkpoint
+        )  # waits until the kernel was told enough
+        self.refreshed = False  # ever: listings that the kernel keeps may be out of date
         self._options = options
         self._metrics = metrics
         self._clock = clock
@@ -88,6 +92,10 @@ class FileSystem:
         """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""
         self._files.on_lend = kernel
         self._reader.lends = True
+
+    def never_opened(self) -> None:
+        """The kernel opens files without asking: whatever changes is shown under another number from then on."""
+        self._files.unopened = True
 
     # -- names and attributes ----------------------------------------------------------------------
 
@@ -244,10 +252,13 @@ class FileSystem:
             return opened
         directory, mark = self._locate(ino)
         name = name_in(mark)
+        before = self._tree.row(directory, name)
         if self._options.revalidate_at_open and not mark.endswith(b"/"):
             found = await self._looker.ask(directory, name, share=False)
         else:
             found = await self._looker.look(directory, name)
+        if isinstance(found, Found) and before is not None and before.known and before.size != found.row.size:
+            raise ObjectChanged(f"inode {ino} has another size now: the kernel has to hear of it first")
         return self._open(directory, mark, ino, found, pid)
 
     def _open(self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int) -> Opened:
@@ -374,6 +385,7 @@ class FileSystem:
 
     async def _disbelieve(self, directory: Directory) -> None:
         self._warm.clear()
+        self.refreshed = True
         self._lister.cancel(directory)
         puts = self._tree.refresh(directory)
         async with self._tree.writing:
@@ -391,7 +403,7 @@ class FileSystem:
                 name = name_in(mark)
                 self._tell(directory, inode_of(directory, name, row), name)
             after = rows[-1][0] if len(rows) == 1000 else None
-            await trio.lowlevel.checkpoint()
+            await self.told()
 
     def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
         """What is written about a name has just changed: it is another version, another kind, or gone."""
@@ -435,8 +447,8 @@ class FileSystem:
 
     async def aclose(self) -> None:
         """Stop listing and close what is still open."""
-        await self._lister.aclose()
         self._files.close()
+        await self._lister.aclose()
         self._open_directories.clear()
 
 

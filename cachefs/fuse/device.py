@@ -34,6 +34,7 @@ HANDSHAKE_S = 5.0
 
 WANTED = (
     Init.ASYNC_READ
+    | Init.ASYNC_DIO
     | Init.BIG_WRITES
     | Init.DO_READDIRPLUS
     | Init.READDIRPLUS_AUTO
@@ -44,11 +45,19 @@ WANTED = (
     | Init.PASSTHROUGH
 )
 
-_FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = 430, 431, 432, 429  # the same on every architecture
+_FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = (
+    430,
+    431,
+    432,
+    429,
+)  # the same wherever Python and FUSE are likely to be met
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
-_CLOEXEC, _NOSUID, _NODEV = 1, 2, 4
+_CLOEXEC, _RDONLY, _NOSUID, _NODEV = 1, 1, 2, 4
 _FROM_FD, _AT_FDCWD = 4, -100
-_MNT_DETACH = 2
+_MNT_FORCE, _MNT_DETACH = 1, 2
+
+_ASK_AGAIN = (errno.EINTR, errno.ENOENT, errno.ENOMEM)
+"""A request was interrupted before we had it, or the kernel had no memory for it and has failed it already."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -101,7 +110,9 @@ class Device:
         self._view = memoryview(self._buffer)
         self._buffers = [self._buffer]
         self._mount = -1
-        self._attached: tuple[Path, str] | None = None
+        self._attached: Path | None = None
+        self._number = ""  # major:minor of the mount
+        self._gone = False
 
     # -- coming and going --------------------------------------------------------------------------
 
@@ -133,13 +144,15 @@ class Device:
             for flag in ("ro", "default_permissions", *(["allow_other"] if allow_other else [])):
                 _call(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
             _call(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
-            self._mount = _call(_FSMOUNT, context, _CLOEXEC, _NOSUID | _NODEV)
+            self._mount = _call(_FSMOUNT, context, _CLOEXEC, _RDONLY | _NOSUID | _NODEV)
         finally:
             os.close(context)
 
     def _shake_hands(self, stack_depth: int) -> Negotiated:
+        asked = select.poll()
+        asked.register(self.fd, select.POLLIN)
         while True:
-            if not select.select([self.fd], [], [], HANDSHAKE_S)[0]:
+            if not asked.poll(HANDSHAKE_S * 1e3):
                 raise MountError("the kernel did not begin to speak")
             request = self.read()
             if request is None:
@@ -154,23 +167,28 @@ class Device:
     def attach(self, mountpoint: Path) -> None:
         """From here on everybody sees it."""
         _call(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
+        self._attached = mountpoint
         os.close(self._mount)  # a descriptor of a mount is a user of it, too
         self._mount = -1
-        mount = mount_at(mountpoint)
-        self._attached = (mountpoint, mount.device if mount is not None else "")
+        mount = mount_at(mountpoint)  # fstat would ask us, who are here
+        self._number = mount.device if mount is not None else ""
 
     def close(self) -> None:
-        """Unmount (lazily, if it is still mounted) and end the connection; who still waits gets ENOTCONN."""
-        if self._attached is not None:
-            mountpoint, device = self._attached
+        """Unmount (whoever uses it) and end the connection; who still waits gets ECONNABORTED."""
+        mountpoint, self._attached = self._attached, None
+        # Once the kernel has ended the connection, its number may be another mount's.
+        if mountpoint is not None and not self._gone:
             mount = mount_at(mountpoint)
-            if mount is not None and mount.device == device:
-                _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
-            self._attached = None
-        for fd in (self._mount, self.fd):
+            if not self._number or (mount is not None and mount.device == self._number):
+                # By force: a notification of ours may wait for a lock whose holder waits for us, and a descriptor that
+                # a thread is writing to does not end the connection when it is closed.
+                _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
+            else:
+                abort(self._number)  # unmounted lazily, and still in use
+        fds, self._mount, self.fd = (self._mount, self.fd), -1, -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self._mount = self.fd = -1
 
     # -- what passes -------------------------------------------------------------------------------
 
@@ -182,12 +200,10 @@ class Device:
             except BlockingIOError:
                 return self._view[:0]
             except OSError as exc:
-                if exc.errno == errno.ENODEV:
+                if exc.errno in (errno.ENODEV, errno.ECONNABORTED):
+                    self._gone = True
                     return None
-                if exc.errno not in (
-                    errno.EINTR,
-                    errno.ENOENT,
-                ):  # ENOENT: it was interrupted before we had it
+                if exc.errno not in _ASK_AGAIN:
                     raise
 
     def write(self, *parts: bytes | bytearray | memoryview) -> bool:
@@ -224,6 +240,14 @@ class Device:
             fcntl.ioctl(self.fd, protocol.BACKING_CLOSE, struct.pack("=I", number))
         except OSError:
             pass  # the connection is gone, and all its numbers with it
+
+
+def abort(number: str) -> None:
+    """End the connection "major:minor", whoever waits for it. Only while it lives: numbers are given again."""
+    try:
+        Path("/sys/fs/fuse/connections", number.partition(":")[2], "abort").write_text("1\n")
+    except OSError:
+        pass  # nobody uses it any more
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:

@@ -83,8 +83,11 @@ def choose(
                 chosen.front.mount(config.mountpoint, title, allow_other=config.allow_other)
             except OSError as exc:
                 chosen.front.close()
-                raise MountError(f"cannot mount on {config.mountpoint}: {exc.strerror}") from exc
-            return chosen
+                why = f"this mount cannot be attached: {exc.strerror}"
+                if config.front == "kernel" or exc.errno not in (errno.EPERM, errno.EACCES):
+                    raise MountError(f"cannot mount on {config.mountpoint}: {exc.strerror}") from exc
+            else:
+                return chosen
     from cachefs.fuse.pyfuse3_front import Pyfuse3Front
 
     front = Pyfuse3Front(fs, metrics, config.deadline_s, on_ready)
@@ -100,7 +103,8 @@ def _kernel(
     metrics: Metrics,
     on_ready: Callable[[], None],
 ) -> Chosen:
-    must_lend = config.front == "auto"
+    must_lend = config.front == "auto" and not config.zero_open
+    places = () if config.zero_open else places
     device, agreed, refused = connect(title, config.allow_other, places, must_lend=must_lend)
     immutable = config.consistency == "immutable"
     front = KernelFront(
@@ -148,14 +152,13 @@ def connect(
 
 
 def _try_lending(device: Device, place: Path) -> OSError | None:
-    probe = place / "probe"
+    """Why the kernel takes no files of a tier's directory. Every tier has a file `tag`: a full disk takes no new one."""
     try:
-        fd = os.open(probe, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(place / "tag", os.O_RDONLY | os.O_CLOEXEC)
         try:
             device.take_back(device.lend(fd))
         finally:
             os.close(fd)
-            probe.unlink()
     except OSError as exc:
         return exc
     return None
@@ -163,7 +166,7 @@ def _try_lending(device: Device, place: Path) -> OSError | None:
 
 def _reason(*failures: Exception) -> str:
     if not failures:
-        return "there is no cache directory"
+        return "there is none that may be lent"
     first = failures[0]
     text = (first.strerror or str(first)) if isinstance(first, OSError) else str(first)
     return {errno.ELOOP: "it lies on stacked filesystems"}.get(getattr(first, "errno", 0) or 0, text)

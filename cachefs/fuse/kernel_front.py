@@ -306,7 +306,8 @@ class KernelFront:
         self._session.wait(unique, Op.OPENDIR, lambda: self._fs.opendir(nodeid), self._opened_directory)
 
     def _opened_directory(self, unique: int, dh: int) -> None:
-        reply = protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, dh, self._directory_flags, 0)
+        flags = 0 if self._fs.refreshed else self._directory_flags
+        reply = protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, dh, flags, 0)
         told = False
         try:
             told = self._write(reply)

@@ -17,8 +17,10 @@ import trio
 
 from cachefs.errors import MountError
 from cachefs.fs import Attributes, Backing, FileSystem
+from cachefs.fuse.device import abort
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
 from cachefs.metrics import Metrics
+from cachefs.mountinfo import mount_at
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Pyfuse3Front(pyfuse3.Operations):
         self._metrics = metrics
         self._deadline_s = deadline_s + GRACE_S
         self._on_ready = on_ready
+        self._number = ""  # major:minor of the connection, as long as it lives
         self._page = 32  # directory entries that fitted the kernel's last buffer
 
     # -- the front ---------------------------------------------------------------------------------
@@ -54,6 +57,8 @@ class Pyfuse3Front(pyfuse3.Operations):
             pyfuse3.init(self, str(mountpoint), options)
         except RuntimeError as exc:
             raise MountError(str(exc)) from exc
+        mount = mount_at(mountpoint)
+        self._number = mount.device if mount is not None else ""
 
     def init(self) -> None:
         self._on_ready()
@@ -61,8 +66,13 @@ class Pyfuse3Front(pyfuse3.Operations):
     async def serve(self) -> None:
         # 128 background reads (see tuning.py) and as many others may wait at a time.
         await pyfuse3.main(min_tasks=1, max_tasks=256)
+        self._number = ""
 
     def close(self) -> None:
+        if self._number:
+            abort(
+                self._number
+            )  # see Device.close: else a notification under way can keep all of it from ending
         pyfuse3.close(unmount=True)
 
     def lend(self, backing: Backing) -> None:

@@ -30,16 +30,17 @@ T = TypeVar("T")
 Handler = Callable[[int, int, int, memoryview], None]
 """(unique, nodeid, pid, arguments): the arguments are valid until it returns."""
 
-MOST_WAITING = 512
-"""Requests that may wait for a store at a time; then no new ones are read until one is done. Guessed: the kernel sends 128
-read-aheads, and each other one has a thread of an application waiting for it."""
+MOST_WAITING = 4096
+"""Requests that may wait for a store at a time, a few KiB each; then nothing is read until one is done, signals included.
+Guessed: the kernel sends 128 read-aheads, and each other one has a thread of an application waiting for it."""
 
 CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
 """While requests come closer than the first, how long to look for the next one before going to sleep. Measured: waking a
 thread that sleeps on another processor takes 20 to 40 µs, which is all that a small file's open costs otherwise."""
 
 SLICE_S = 1e-3
-"""How long the other tasks wait at most while requests come in a stream. Guessed: a twentieth of a disk's round trip."""
+"""How long the other tasks wait at most while requests come in a stream. Guessed: shorter than any
+round trip they wait for."""
 
 _HEADER = protocol.IN_HEADER.size
 _REPLY = protocol.OUT_HEADER.size

@@ -10,14 +10,11 @@ import ctypes
 import os
 from pathlib import Path
 
+from cachefs.fuse.device import CONGESTION, MAX_BACKGROUND
 from cachefs.mountinfo import mount_at
 
 READ_AHEAD_KB = 1024
 """Derived: FUSE's largest request is 256 pages."""
-
-MAX_BACKGROUND = 128
-CONGESTION = 96
-"""Three quarters of the former, as the kernel's own default is."""
 
 _FUSECTL = Path("/sys/fs/fuse/connections")
 _libc = ctypes.CDLL(None, use_errno=True)
