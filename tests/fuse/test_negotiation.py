@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -254,3 +257,61 @@ def test_a_closed_device_stays_closed() -> None:
         fd = os.open("/dev/null", os.O_RDONLY)  # takes the number that was freed
         pair.device.close()
         os.close(fd)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """What closing did."""
+
+    unmounted: list[tuple[bytes, int]]
+    aborted: list[str]
+
+
+@pytest.mark.parametrize(
+    ("attached", "number", "there", "gone", "expected"),
+    [
+        ("/mnt", "0:57", "0:57", False, Ended([(b"/mnt", 3)], [])),
+        ("/mnt", "0:57", "0:58", False, Ended([], ["0:57"])),  # another mount lies over it, or in its place
+        ("/mnt", "0:57", None, False, Ended([], ["0:57"])),  # unmounted lazily
+        ("/mnt", "0:57", "0:57", True, Ended([], [])),  # the number is somebody else's now
+        ("/mnt", "", None, False, Ended([(b"/mnt", 3)], [])),  # attached, and not found
+        (None, "", "0:57", False, Ended([], [])),  # never attached
+    ],
+)
+def test_closing_unmounts_what_is_ours(
+    attached: str | None,
+    number: str,
+    there: str | None,
+    gone: bool,
+    expected: Ended,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done = Ended([], [])
+
+    def umount2(path: bytes, flags: int) -> int:
+        done.unmounted.append((path, flags))
+        return 0
+
+    monkeypatch.setattr(device, "_libc", SimpleNamespace(umount2=umount2))
+    monkeypatch.setattr(device, "abort", done.aborted.append)
+    monkeypatch.setattr(device, "mount_at", lambda _: there and SimpleNamespace(device=there))
+    with Pair() as pair:
+        if gone:
+            monkeypatch.setattr(os, "readv", refuse)
+            assert pair.device.read() is None
+        pair.device._attached, pair.device._number = attached and Path(attached), number  # type: ignore[assignment]
+        pair.device.close()
+        pair.device.close()
+        pair.device.take_back(1)  # too late, and no failure
+    assert done == expected
+
+
+def refuse(*_: object) -> int:
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+def test_an_abort_of_a_connection_that_is_gone_is_no_failure() -> None:
+    device.abort("0:999999999")
+    device.abort("")
