@@ -1,7 +1,7 @@
 """Fixtures of the tests on a real mount: a lab store, buckets in it, and mounts that clean up and are checked.
 
-Each test runs on both fronts, as `mounted` and `module_mounted` use what the fixture `front` says. A test whose result
-another room decides names the one it runs on: ``pytest.mark.fronts("auto")``.
+A test runs on both fronts, as `mounted` and `module_mounted` use what the fixture `front` says, unless it is marked: what
+another room decides, and what takes long, runs on the one that is chosen here (`ONE_FRONT`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from tests.mount.mounts import Mount, Watchdog
 
 Mounted = Callable[..., Mount]
 
+ONE_FRONT = pytest.mark.fronts("auto")
+BOTH_FRONTS = pytest.mark.fronts("kernel", "pyfuse3")
+
 HERE = Path(__file__).parent
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 
@@ -44,6 +47,7 @@ def why_no_kernel_front() -> str:
     if reason := _why_not():
         return reason
     with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "tag").touch()  # as every tier has one
         try:
             device, _, _ = fronts.connect("probe", False, [Path(place)], must_lend=True)
         except fronts.NotHere as exc:
@@ -61,8 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "front" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("fronts")
-        names = mark.args if mark else ("kernel", "pyfuse3")
-        if names != ("auto",):
+        names = (mark or BOTH_FRONTS.mark).args
+        if names != ONE_FRONT.mark.args:
             metafunc.parametrize("front", names, indirect=True, scope="module")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.dataset import content, make_image_folder, make_shards
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, run, succeed
 
 MIB = 1 << 20
@@ -220,6 +220,7 @@ class TestArrays:
         assert frame["id"][:200_000].tolist() == list(range(200_000))
 
 
+@ONE_FRONT
 class TestTraining:
     def test_webdataset_reads_shards(self, tree: Path, mount: Mount) -> None:
         webdataset = pytest.importorskip("webdataset")

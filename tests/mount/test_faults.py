@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import eventually
+
+pytestmark = (
+    ONE_FRONT  # what a failing store leads to is decided below the fronts; how errors are told, in both
+)
 
 MIB = 1 << 20
 SIZE = 6 * MIB
@@ -131,6 +135,7 @@ def test_a_reader_gets_right_bytes_or_an_errno_in_time(
     assert (after.errno, after.md5) == (0, md5(data)), after
 
 
+@BOTH_FRONTS
 def test_a_read_takes_one_timeout_at_most(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", SIZE)
     mount = mounted(bucket, timeout=2)
@@ -162,6 +167,7 @@ def test_a_failing_listing_is_an_errno_and_no_absence(
     assert (mount.path / "d/file").read_bytes() == bucket.objects["d/file"]
 
 
+@BOTH_FRONTS
 def test_an_object_that_changes_while_it_is_read(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     data = bucket.put("file", 20 * MIB)
     mount = mounted(bucket, max_readahead="2M")
@@ -174,6 +180,7 @@ def test_an_object_that_changes_while_it_is_read(mounted: Mounted, bucket: Bucke
 
 
 class TestCredentials:
+    @BOTH_FRONTS
     def test_expired_ones_are_eacces_and_renewed_ones_work_at_once(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore
     ) -> None:
@@ -236,6 +243,7 @@ def test_a_failure_is_logged_once_with_its_path_and_operation(
     assert all("d/file" in line and "read" in line for line in lines)
 
 
+@BOTH_FRONTS
 def test_an_outage_does_not_disturb_cached_data(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     data = bucket.put("d/file", 3 * MIB)
     mount = mounted(bucket)
@@ -246,6 +254,7 @@ def test_an_outage_does_not_disturb_cached_data(mounted: Mounted, bucket: Bucket
     assert (outcome.errno, outcome.md5) == (0, md5(data))
 
 
+@BOTH_FRONTS
 def test_a_store_that_hangs_does_not_hold_up_other_files(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:

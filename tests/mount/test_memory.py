@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, succeed
 
 MIB = 1 << 20
@@ -22,6 +22,7 @@ def own_memory(mount: Mount) -> int:
 
 
 @pytest.mark.slow
+@ONE_FRONT
 def test_a_gibibyte_goes_through_sixty_four_mebibytes(
     mounted: Mounted, bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, run, succeed
+
+pytestmark = ONE_FRONT
 
 MIB = 1 << 20
 
@@ -101,6 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         succeed(["umount", "-l", place])
 
 
+@BOTH_FRONTS
 def test_a_hundred_readers_over_a_cache_of_a_twentieth(mounted: Mounted, bucket: Bucket) -> None:
     count, size = 16, 5 * MIB
     fill(bucket, count, size)
@@ -129,6 +132,7 @@ def test_a_hundred_readers_over_a_cache_of_a_twentieth(mounted: Mounted, bucket:
     assert mount.metrics()["fuse_errors"] == 0
 
 
+@BOTH_FRONTS
 def test_a_tiny_cache_counts_what_it_holds(mounted: Mounted, bucket: Bucket) -> None:
     fill(bucket, 30, 300_000)
     mount = mounted(bucket, ram="1M", cache_size="3M", block_size="64K")
