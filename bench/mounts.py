@@ -169,11 +169,10 @@ class Cachefs(Mount):
         self._gone()
 
     def remove(self) -> None:
-        from cachefs.store.opening import ram_directory
+        from cachefs.store.ram import remove_ram
 
-        memory = ram_directory(self.cache)
         super().remove()
-        shutil.rmtree(memory, ignore_errors=True)
+        remove_ram(self.cache)
 
     def status(self) -> dict[str, Any]:
         """What `cachefs status --json` shows, without starting an interpreter for it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,9 @@ if str(ROOT) not in sys.path:  # so that `tests.store.lab` and `bench.lab` impor
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> Iterator[Path]:
     """A cache directory that does not exist yet; its RAM half in tmpfs goes after the test."""
-    from cachefs.store.opening import ram_directory
+    from cachefs.store.ram import remove_ram
 
     path = tmp_path / "cache"
     yield path
     for place in [path, *tmp_path.glob("cache*")]:
-        shutil.rmtree(ram_directory(place), ignore_errors=True)
+        remove_ram(place)

@@ -15,7 +15,8 @@ Who may call: `fetch` (reading, filling, lending), `daemon` (opening, closing, s
 from cachefs.store.backing import Backing
 from cachefs.store.catalog import CachedObject
 from cachefs.store.fill import Fill, FillClosed
-from cachefs.store.opening import SHM, Opened, open_store
+from cachefs.store.opening import Opened, open_store
+from cachefs.store.ram import SHM
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Store
 

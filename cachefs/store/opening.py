@@ -7,7 +7,6 @@ is refused: two owners would corrupt each other's accounting.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -20,13 +19,12 @@ from pathlib import Path
 
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
 from cachefs.metrics import Metrics
+from cachefs.store import ram
 from cachefs.store.index import Index
 from cachefs.store.store import Store
 from cachefs.store.tier import RAM, SSD, Tier
 
 log = logging.getLogger(__name__)
-
-SHM = Path("/dev/shm")
 
 
 @dataclass
@@ -38,12 +36,6 @@ class Opened:
     state_dir: Path
     warnings: list[str] = field(default_factory=list)
     temporary: list[Path] = field(default_factory=list)
-
-
-def ram_directory(cache_dir: Path) -> Path:
-    """The tmpfs directory that belongs to a cache directory: found again by the next daemon, even after kill -9."""
-    tag = hashlib.blake2b(os.fsencode(os.path.realpath(cache_dir)), digest_size=6).hexdigest()
-    return SHM / f"cachefs-{os.getuid()}-{tag}"
 
 
 def open_store(
@@ -58,69 +50,56 @@ def open_store(
     """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
     warnings: list[str] = []
     temporary: list[Path] = []
-    ram_dir = ram_directory(cache_dir)
-    index, state_dir = _open_index(cache_dir, ram_dir, block_size, warnings, temporary)
+    own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
+    index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
     if index.dropped:
         warnings.append("the cache index was damaged or of another format: the cache starts empty")
-        for place in (cache_dir, ram_dir):
-            _discard(place / "objects")
-    tiers: list[Tier] = []
-    wanted = [
-        (RAM, "ram", ram_dir, ram_bytes, _left_to_others(SHM)),
-        (SSD, "ssd", cache_dir, cache_bytes, keep_free_bytes),
-    ]
-    for number, name, path, cap, keep_free in wanted:
+        for path in (cache_dir, own, shared):
+            _discard(path / "objects")
+    for path in (cache_dir, own, shared):
         for rubbish in path.glob("trash-*"):
             _delete_in_background(rubbish)
+    tiers: list[Tier] = []
+    for number, name, cap in ((RAM, "ram", ram_bytes), (SSD, "ssd", cache_bytes)):
         if cap < block_size:
             if number == RAM:
-                _delete_in_background(path / "objects")  # of a daemon that was killed: memory nobody counts
+                ram.forget(own, shared)  # of a daemon that was killed: memory nobody counts
             continue
         try:
-            _prepare(number, path)
+            place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
             tier = Tier(
                 number,
                 name,
-                path,
+                place.path,
                 cap,
                 blocking=number == SSD,
-                keep_free_bytes=keep_free,
+                keep_free_bytes=place.keep_free_bytes,
                 clock=time.monotonic,
             )
             _check_tag(index, tier)
             tiers.append(tier)
         except (CacheUnusable, NoRoom, OSError) as exc:
             warnings.append(f"no {name} tier: {exc}")
+            if number == RAM:
+                ram.forget(own, shared)
     if not tiers:
         warnings.append("no tier at all: nothing is cached but what the kernel keeps")
     store = Store(index, tiers, block_size, verify, metrics, time.monotonic)
     return Opened(store, state_dir, warnings, temporary)
 
 
-def _left_to_others(place: Path) -> int:
-    """Shared memory that the RAM tier leaves free: in a container there may be 64 MiB of it, and loader workers die of
-    SIGBUS without."""
-    try:
-        stats = os.statvfs(place)
-    except OSError:
-        return 0
-    return min(stats.f_blocks * stats.f_frsize // 2, 1 << 30)
-
-
-def _prepare(number: int, path: Path) -> None:
-    if number == RAM and not _is_tmpfs(SHM):
-        raise CacheUnusable(f"{SHM} is not a tmpfs")
+def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Anybody may make a name in /dev/shm: a directory that is not ours may hold bytes that are not ours.
     if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise CacheUnusable(f"{path} belongs to another user")
+    return ram.Place(path, keep_free_bytes)
 
 
 def _open_index(
-    cache_dir: Path, ram_dir: Path, block_size: int, warnings: list[str], temporary: list[Path]
+    cache_dir: Path, shared: Path, block_size: int, warnings: list[str], temporary: list[Path]
 ) -> tuple[Index, Path]:
     first: CacheUnusable | None = None
-    for place in (cache_dir, ram_dir, None):
+    for place in (cache_dir, shared, None):
         if place is None:
             place = Path(tempfile.mkdtemp(prefix="cachefs-"))
         try:
@@ -166,11 +145,3 @@ def _discard(path: Path) -> None:
 
 def _delete_in_background(path: Path) -> None:
     threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, daemon=True).start()
-
-
-def _is_tmpfs(path: Path) -> bool:
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return False
-    return any(line.split()[1] == str(path) and line.split()[2] == "tmpfs" for line in mounts)

@@ -15,12 +15,12 @@ import ctypes
 import errno
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from cachefs.errors import CacheUnusable
+from cachefs.store.ram import take_away
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Tier:
         self._free_bytes = 0
         self._free_read_at = -1e9
         self._used_at_reading = 0
+        self._mounted = os.path.ismount(path)
         try:
             (path / "objects").mkdir(parents=True, exist_ok=True)
             probe = path / "probe"
@@ -193,6 +194,8 @@ class Tier:
             return os.open(
                 path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             )  # sealed, or remounted after an error
+        if self._mounted and not os.path.ismount(self.path):
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))  # what is below has no cap of ours
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags | os.O_CREAT, 0o600)
 
@@ -228,12 +231,7 @@ class Tier:
 
     def remove(self) -> None:
         """Give up the whole tier: its files go, and its directory if nothing else lies there. Blocking."""
-        shutil.rmtree(self.path / "objects", ignore_errors=True)
-        (self.path / "tag").unlink(missing_ok=True)
-        try:
-            self.path.rmdir()
-        except OSError:
-            pass  # somebody else's files
+        take_away(self.path)
 
     def sync(self) -> bool:
         """Wait until all its files are on the device; False if that failed. Blocking."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cachefs.errors import CachefsError, ObjectChanged, OriginFailed, PermissionDenied, Throttled, Transient
 from cachefs.names import ObjectId
 from cachefs.store import scrub
-from cachefs.store.opening import ram_directory
+from cachefs.store.ram import ram_directory, remove_ram
 from tests.fetch.scripted import ScriptedOrigin, content
 from tests.store.lab import KIB, Lab, as_kill_leaves_it, cache_files, flip_bit, running
 
@@ -220,7 +220,7 @@ def play(cache: str, verify: str, steps: list[tuple[Any, ...]]) -> None:
         trio.run(main)
     finally:
         for place in base.glob("cache-*"):
-            shutil.rmtree(ram_directory(place), ignore_errors=True)
+            remove_ram(place)
         shutil.rmtree(base, ignore_errors=True)
 
 

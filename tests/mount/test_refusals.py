@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
-from cachefs.store.opening import ram_directory
+from cachefs.store.ram import ram_directory, remove_ram
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
 
@@ -235,6 +235,7 @@ def stage(lab: LabStore, mounted: Mounted) -> Iterator[Stage]:
     left = processes_with(str(home))
     shutil.rmtree(home, ignore_errors=True)
     for place in (home / "cache", home / "other"):
+        remove_ram(place)
         tag = ram_directory(place).name.rpartition("-")[2]
         for uid in (os.getuid(), 65534):
             shutil.rmtree(f"/dev/shm/cachefs-{uid}-{tag}", ignore_errors=True)

@@ -16,14 +16,16 @@ import trio
 from cachefs.fetch import Fetcher
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
-from cachefs.store import Opened, Store, open_store
-from cachefs.store.opening import ram_directory
+from cachefs.store import Opened, Store, open_store, ram
 from tests.fetch.scripted import ScriptedOrigin
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 64 * KIB
 EXTENT = 16 * BLOCK
 PAGE = 4096
+
+ram.HUGE = "huge=never"
+"""Here counts are compared with what the file system says, to the page. `test_ram.py` has huge pages."""
 
 
 class Lab:
@@ -151,9 +153,16 @@ def cache_files(*tier_paths: Path) -> list[Path]:
 
 def as_kill_leaves_it(cache_dir: Path, copy: Path) -> Path:
     """Copy a running cache to another place, as if the daemon had been killed now."""
-    for source, target in ((cache_dir, copy), (ram_directory(cache_dir), ram_directory(copy))):
+    memory = ram.ram_directory(cache_dir)
+    pairs = [(cache_dir, copy)]
+    if memory == ram.own_directory(cache_dir):
+        ram.provide(copy, os.statvfs(memory).f_blocks * os.statvfs(memory).f_frsize)
+        pairs.append((memory, ram.own_directory(copy)))
+    else:
+        pairs.append((memory, ram.shared_directory(copy)))
+    for source, target in pairs:
         if source.exists():
-            subprocess.run(["cp", "-a", "--sparse=auto", source, target], check=True)
+            subprocess.run(["cp", "-aT", "--sparse=auto", source, target], check=True)
     return copy
 
 

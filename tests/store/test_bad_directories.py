@@ -118,9 +118,9 @@ async def test_a_read_only_directory_costs_the_tier_not_the_mount(small_disk: Pa
             ids, data = objects(lab.origin)
             await read_everything(lab, ids, data)
     finally:
-        from cachefs.store.opening import ram_directory
+        from cachefs.store.ram import remove_ram
 
-        shutil.rmtree(ram_directory(place), ignore_errors=True)
+        remove_ram(place)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole directory", "objects only"])
@@ -251,9 +251,9 @@ def test_a_start_on_a_full_tmpfs_does_not_crash(small_disk: Path, before: str) -
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     finally:
-        from cachefs.store.opening import ram_directory
+        from cachefs.store.ram import remove_ram
 
-        shutil.rmtree(ram_directory(place), ignore_errors=True)
+        remove_ram(place)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -19,7 +19,7 @@ import trio
 
 from cachefs.database import Database
 from cachefs.names import ObjectId
-from cachefs.store.opening import ram_directory
+from cachefs.store.ram import remove_ram
 from tests.fetch.scripted import SOURCE, ScriptedOrigin, content
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, running
 
@@ -123,7 +123,7 @@ def trial(source: Path, work: Path, damage: Callable[[Path], None], verify: str,
     try:
         return in_child(lambda: use(work, verify, cap), work.with_name("report"))
     finally:
-        shutil.rmtree(ram_directory(work), ignore_errors=True)
+        remove_ram(work)
 
 
 def flips(rng: random.Random, name: str, count: int) -> Callable[[Path], None]:

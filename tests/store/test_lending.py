@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from cachefs.names import ObjectId
 from cachefs.store import Backing, backing, catalog, scrub
-from cachefs.store.opening import ram_directory
+from cachefs.store.ram import remove_ram
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, cache_files, flip_bit, running, until
@@ -810,7 +810,7 @@ def test_through_everything_lent_bytes_stay_and_accounts_are_exact(
     try:
         everything(place / "cache", operations)
     finally:
-        shutil.rmtree(ram_directory(place / "cache"), ignore_errors=True)
+        remove_ram(place / "cache")
         shutil.rmtree(place)
 
 

@@ -245,7 +245,7 @@ async def test_a_disabled_ram_tier_frees_its_tmpfs(cache_dir: Path) -> None:
         await lab.store.flush()
         ram = lab.store.tiers[0].path
         killed = as_kill_leaves_it(cache_dir, cache_dir.with_name("cache-killed"))
-    from cachefs.store.opening import ram_directory
+    from cachefs.store.ram import ram_directory
 
     ram = ram_directory(killed)
     assert cache_files(ram)
