@@ -272,6 +272,8 @@ async def kernel(
         fs = FileSystem(
             [Volume("", origin)], database, shelf, Options(uid=1000, gid=1000, **options), metrics, Clock()
         )
+        if zero_open:
+            fs.never_opened()
         asking = Kernel(near, line, fs, shelf, metrics)
         agreed = Negotiated(protocol.MINOR, protocol.Init(flags))
         asking.front = KernelFront(
