@@ -176,10 +176,14 @@ class Device:
     def close(self) -> None:
         """Unmount (whoever uses it) and end the connection; who still waits gets ECONNABORTED."""
         mountpoint, self._attached = self._attached, None
-        # Once the kernel has ended the connection, its number may be another mount's.
-        if mountpoint is not None and not self._gone:
+        if mountpoint is not None:
             mount = mount_at(mountpoint)
-            if not self._number or (mount is not None and mount.device == self._number):
+            ours = mount is not None and mount.device == self._number
+            if self._ended():
+                # Its number may be another mount's by now. One that is dead is ours: it was aborted, and is in the way.
+                if ours and _is_dead(mountpoint):
+                    _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
+            elif ours or not self._number:
                 # By force: a notification of ours may wait for a lock whose holder waits for us, and a descriptor that
                 # a thread is writing to does not end the connection when it is closed.
                 _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
@@ -189,6 +193,12 @@ class Device:
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
+
+    def _ended(self) -> bool:
+        """Whether the kernel has ended the connection, read of already or not."""
+        asked = select.poll()
+        asked.register(self.fd, 0)
+        return self._gone or bool(asked.poll(0))
 
     # -- what passes -------------------------------------------------------------------------------
 
@@ -248,6 +258,14 @@ def abort(number: str) -> None:
         Path("/sys/fs/fuse/connections", number.partition(":")[2], "abort").write_text("1\n")
     except OSError:
         pass  # nobody uses it any more
+
+
+def _is_dead(mountpoint: Path) -> bool:
+    try:
+        os.statvfs(mountpoint)  # which the kernel never answers by itself
+    except OSError as exc:
+        return exc.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    return False
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:

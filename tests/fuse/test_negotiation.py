@@ -272,19 +272,29 @@ class Ended(NamedTuple):
 @pytest.mark.parametrize(
     ("attached", "number", "there", "gone", "expected"),
     [
-        ("/mnt", "0:57", "0:57", False, Ended([(b"/mnt", 3)], [])),
-        ("/mnt", "0:57", "0:58", False, Ended([], ["0:57"])),  # another mount lies over it, or in its place
-        ("/mnt", "0:57", None, False, Ended([], ["0:57"])),  # unmounted lazily
-        ("/mnt", "0:57", "0:57", True, Ended([], [])),  # the number is somebody else's now
-        ("/mnt", "", None, False, Ended([(b"/mnt", 3)], [])),  # attached, and not found
-        (None, "", "0:57", False, Ended([], [])),  # never attached
+        ("/mnt", "0:57", "0:57", "", Ended([(b"/mnt", 3)], [])),
+        ("/mnt", "0:57", "0:58", "", Ended([], ["0:57"])),  # another mount lies over it, or in its place
+        ("/mnt", "0:57", None, "", Ended([], ["0:57"])),  # unmounted lazily
+        ("/mnt", "0:57", "0:57", "read", Ended([], [])),  # the number is somebody else's now
+        ("/mnt", "0:57", "0:57", "unread", Ended([], [])),
+        (
+            "/mnt",
+            "0:57",
+            None,
+            "unread",
+            Ended([], []),
+        ),  # unmounted, and whose the number is now, nobody knows
+        ("/mnt", "0:57", "0:57", "aborted", Ended([(b"/mnt", 2)], [])),
+        ("/mnt", "0:57", "0:58", "aborted", Ended([], [])),
+        ("/mnt", "", None, "", Ended([(b"/mnt", 3)], [])),  # attached, and not found
+        (None, "", "0:57", "", Ended([], [])),  # never attached
     ],
 )
 def test_closing_unmounts_what_is_ours(
     attached: str | None,
     number: str,
     there: str | None,
-    gone: bool,
+    gone: str,
     expected: Ended,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,9 +308,15 @@ def test_closing_unmounts_what_is_ours(
     monkeypatch.setattr(device, "abort", done.aborted.append)
     monkeypatch.setattr(device, "mount_at", lambda _: there and SimpleNamespace(device=there))
     with Pair() as pair:
-        if gone:
+        if gone == "unread":
+            pair.near.close()  # what poll says of it then, it says of a connection that has ended
+        elif gone:
             monkeypatch.setattr(os, "readv", refuse)
             assert pair.device.read() is None
+        if gone == "aborted":
+            monkeypatch.setattr(os, "statvfs", not_connected)
+        else:
+            monkeypatch.setattr(os, "statvfs", lambda _: None)
         pair.device._attached, pair.device._number = attached and Path(attached), number  # type: ignore[assignment]
         pair.device.close()
         pair.device.close()
@@ -310,6 +326,10 @@ def test_closing_unmounts_what_is_ours(
 
 def refuse(*_: object) -> int:
     raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+def not_connected(*_: object) -> int:
+    raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
 def test_an_abort_of_a_connection_that_is_gone_is_no_failure() -> None:
