@@ -215,7 +215,14 @@ def test_a_mount_that_goes_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(errno.ENODEV, None), (errno.EAGAIN, b""), (errno.EINTR, b"x"), (errno.ENOENT, b"x")],
+    [
+        (errno.ENODEV, None),
+        (errno.ECONNABORTED, None),
+        (errno.ENOMEM, b"x"),
+        (errno.EAGAIN, b""),
+        (errno.EINTR, b"x"),
+        (errno.ENOENT, b"x"),
+    ],
 )
 def test_reading(number: int, expected: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [OSError(number, os.strerror(number))]
