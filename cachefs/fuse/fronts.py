@@ -114,8 +114,13 @@ def _kernel(
     )
     if config.zero_open:
         return Chosen(front, "no file is opened, so none is read by the kernel itself", {}, lends=False)
+    if not places:
+        return Chosen(front, "nothing is cached that the kernel may read by itself", {}, lends=False)
     if len(refused) == len(places):
-        return Chosen(front, "as asked", refused, lends=False)
+        reason = next(iter(refused.values()))
+        return Chosen(
+            front, f"as asked, but the kernel reads nothing by itself: {reason}", refused, lends=False
+        )
     why = "the kernel reads whole cached files by itself"
     return Chosen(front, why, refused, lends=True)
 
@@ -124,7 +129,7 @@ def connect(
     name: str, allow_other: bool, places: Sequence[Path], *, must_lend: bool
 ) -> tuple[Device, Negotiated, dict[Path, str]]:
     """A connection, what was agreed, and which directories it takes no files from, and why. Raises `NotHere`: with
-    `must_lend` also when it takes none at all."""
+    `must_lend` also when it takes none of them."""
     if os.geteuid() != 0:
         raise NotHere("only root may speak to the kernel without help")
     refused: dict[Path, OSError] = {}
@@ -134,7 +139,7 @@ def connect(
         try:
             device, agreed = Device.connect(name, allow_other=allow_other, stack_depth=depth)
         except (OSError, MountError) as exc:
-            raise NotHere(f"the kernel refuses a connection: {_reason(exc)}") from exc
+            raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
         if not agreed.passthrough:
             reason = f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
             if must_lend:
@@ -145,7 +150,7 @@ def connect(
         if depth == 2 or not any(exc.errno == errno.ELOOP for exc in refused.values()):
             break
         device.close()
-    if must_lend and refused.keys() == set(places):
+    if must_lend and places and refused.keys() == set(places):
         device.close()
         raise NotHere(f"the kernel takes no file of the cache: {_reason(*refused.values())}")
     return device, agreed, {place: _reason(exc) for place, exc in refused.items()}
