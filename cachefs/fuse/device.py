@@ -260,6 +260,15 @@ def abort(number: str) -> None:
         pass  # nobody uses it any more
 
 
+def end(mountpoint: Path, number: str) -> None:
+    """End the connection "major:minor", and unmount it if it is still mounted there: both at once, which only root may."""
+    mount = mount_at(mountpoint)
+    if mount is None or mount.device != number:
+        abort(number)
+    else:
+        _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
+
+
 def _is_dead(mountpoint: Path) -> bool:
     try:
         os.statvfs(mountpoint)  # which the kernel never answers by itself

@@ -17,7 +17,7 @@ import trio
 
 from cachefs.errors import MountError
 from cachefs.fs import Attributes, Backing, FileSystem
-from cachefs.fuse.device import abort
+from cachefs.fuse.device import end
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
 from cachefs.metrics import Metrics
 from cachefs.mountinfo import mount_at
@@ -57,6 +57,7 @@ class Pyfuse3Front(pyfuse3.Operations):
             pyfuse3.init(self, str(mountpoint), options)
         except RuntimeError as exc:
             raise MountError(str(exc)) from exc
+        self._mountpoint = mountpoint
         mount = mount_at(mountpoint)
         self._number = mount.device if mount is not None else ""
 
@@ -70,9 +71,9 @@ class Pyfuse3Front(pyfuse3.Operations):
 
     def close(self) -> None:
         if self._number:
-            abort(
-                self._number
-            )  # see Device.close: else a notification under way can keep all of it from ending
+            # See Device.close: else a notification under way can keep all of it from ending. What is aborted before it is
+            # unmounted, libfuse would leave where it is.
+            end(self._mountpoint, self._number)
         pyfuse3.close(unmount=True)
 
     def lend(self, backing: Backing) -> None:
