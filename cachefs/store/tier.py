@@ -34,6 +34,10 @@ FREE_SPACE_EVERY_S = 0.5
 """How old a reading of the disk's free space may be. Derived: 0.5 s at 2 GB/s of other writers is 1 GB, far less than
 the default reserve of 10 % of a cache disk."""
 
+FREE_MEMORY_EVERY_S = 0.02
+"""The same of a tmpfs, which answers from memory. Derived: a huge page can take twice what is counted, so at 1 GB/s it is
+20 MB, much less than the tenth that spilling keeps free."""
+
 SEALED = 0o400
 """Mode of a file that was lent to the kernel: its bytes never change any more, whoever runs. The file itself keeps it, for a
 mapping of it may outlive the daemon, and the index may lag behind."""
@@ -85,7 +89,7 @@ class Tier:
         self._clock = clock
         self._retry_at = 0.0
         self._free_bytes = 0
-        self._free_read_at = -1e9
+        self._free_read_again_at = -1e9
         self._used_at_reading = 0
         self._mounted = os.path.ismount(path)
         try:
@@ -104,8 +108,8 @@ class Tier:
     def limit_bytes(self) -> int:
         """The cap now: what was asked for, or less when the disk has less to give."""
         now = self._clock()
-        if now - self._free_read_at >= FREE_SPACE_EVERY_S:
-            self._free_read_at = now
+        if now >= self._free_read_again_at:
+            self._free_read_again_at = now + (FREE_SPACE_EVERY_S if self.blocking else FREE_MEMORY_EVERY_S)
             try:
                 stats = os.statvfs(self.path)
                 self._free_bytes = stats.f_bavail * stats.f_frsize
@@ -117,7 +121,7 @@ class Tier:
 
     def full(self) -> None:
         """The disk said ENOSPC: believe at once that there is no more than what is used now."""
-        self._free_read_at = self._clock()
+        self._free_read_again_at = self._clock() + FREE_SPACE_EVERY_S
         self._free_bytes = self._keep_free_bytes
         self._used_at_reading = self.used_bytes
 

@@ -24,12 +24,14 @@ from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, cache_fi
 from tests.store.test_lending import Front, kill
 
 
-def may_mount(place: Path = Path("/run/cachefs/ram/may-mount")) -> bool:
+def may_mount() -> bool:
+    place = ram.OWN / f"may-mount-{os.getpid()}"
     try:
         ram._own(place, MIB)
     except OSError:
         return False
-    ram.take_away(place)
+    finally:
+        ram.take_away(place)
     return True
 
 
@@ -41,6 +43,7 @@ HUGE_BLOCK = 1 * MIB
 def huge(monkeypatch: pytest.MonkeyPatch) -> None:
     """As daemons have it."""
     monkeypatch.setattr(ram, "HUGE", "huge=within_size")
+    monkeypatch.setattr(ram, "HUGE_FROM_BYTES", 0)
 
 
 @pytest.fixture
@@ -126,6 +129,7 @@ async def test_without_huge_pages_in_the_kernel_it_is_mounted_without(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ram, "HUGE", "huge=no-such-thing")
+    monkeypatch.setattr(ram, "HUGE_FROM_BYTES", 0)
     async with running(cache_dir, ram=4 * MIB) as lab:
         assert lab.store.tiers[0].path == ram.own_directory(cache_dir)
         await compare(lab, await filled(lab))
@@ -160,6 +164,19 @@ async def test_a_place_that_others_can_write_to_is_not_taken(
     (tmp_path / "run" / "ram").chmod(0o777)
     async with running(cache_dir, ram=4 * MIB) as lab:
         assert lab.store.tiers[0].path == ram.shared_directory(cache_dir)
+
+
+@mounts
+@in_trio
+async def test_a_small_tier_has_small_pages_and_huge_ones_once_it_is_large(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ram, "HUGE", "huge=within_size")
+    for cap, huge in ((ram.HUGE_FROM_BYTES - 1, False), (ram.HUGE_FROM_BYTES, True), (MIB, False)):
+        async with running(cache_dir, ram=cap) as lab:
+            found = mounted(cache_dir)
+            assert found is not None and ("huge=within_size" in found.options) is huge
+            kill(lab)
 
 
 # -- after a daemon that was killed --------------------------------------------------------------------
