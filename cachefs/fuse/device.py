@@ -34,7 +34,6 @@ HANDSHAKE_S = 5.0
 
 WANTED = (
     Init.ASYNC_READ
-    | Init.ASYNC_DIO
     | Init.BIG_WRITES
     | Init.DO_READDIRPLUS
     | Init.READDIRPLUS_AUTO
