@@ -149,6 +149,7 @@ STATUS = {
         {"name": "a", "url": "s3://a", "client": "obstore", "origin": {"concurrency": 64, "last_error": ""}}
     ],
     "front": "pyfuse3",
+    "front_reason": "only root may speak to the kernel without help",
     "tiers": [
         {"name": "ram", "path": "/dev/shm/x", "used_bytes": 512 << 20, "cap_bytes": 1 << 30, "blocks": 1234}
     ],
@@ -181,6 +182,7 @@ def test_status_for_people() -> None:
             "90.0 % of 10 blocks (6 RAM, 3 SSD, 1 waited for)",
             "1,000 GET, 0 HEAD, 0 LIST, 5.0 GiB received",
             "2 tier errors",
+            "pyfuse3: only root may speak to the kernel without help",
             "read_ahead_kb raised",
             "the disk \N{REPLACEMENT CHARACTER}[31mis full",
         ):
