@@ -15,10 +15,10 @@ import pytest
 
 from bench.lab.client import LabStore
 from cachefs.store.ram import ram_directory, remove_ram
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
 
-pytestmark = pytest.mark.fronts("auto")  # nothing is served here
+pytestmark = ONE_FRONT  # most of these mounts never are
 
 
 def refused(mount: Mount, *, within: float = 20, words: list[str] | None = None, code: int = 1) -> str:
