@@ -446,9 +446,12 @@ async def test_single_blocks_at_random_take_less_room_than_counted_or_go_elsewhe
         assert more > 0, "no huge page was seen: this tests nothing"
         assert tier.state == "normal"
         assert lab.metrics.checksum_failures == 0
-        fetched = lab.origin.delivered
+        fetched, ended_early = lab.origin.delivered, lab.metrics.tier_errors
         assert await lab.read(object_id) == data
-        assert lab.origin.delivered == fetched, "what RAM did not take, the other tier did"
+        await lab.quiet()
+        assert lab.origin.delivered - fetched <= ended_early * HUGE_BLOCK, (
+            "the other tier has what RAM did not take"
+        )
 
 
 @mounts
