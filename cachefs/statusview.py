@@ -42,7 +42,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
     yield from _counts(status.get("metrics") or {})
-    if "front_reason" in status:
+    if "front" in status and "front_reason" in status:
         yield "front", f"{status['front']}: {status['front_reason']}"
     for line in status.get("tuning") or []:
         yield "tuning", str(line)
