@@ -328,8 +328,9 @@ VOLUMES = 32
 def training_loop(work: Workspace, rounds: int) -> Result:
     """`bench.training` on a warm mount and on ext4: what the mount adds to the time of an epoch.
 
-    The step is such that the accelerator is busy for about 90 % of the time on ext4. Decoding is part of a sample's time,
-    as it is in life. The images are read without it too, which leaves opening and reading: nothing is demanded there."""
+    First at the pace of MLPerf Storage, where one accelerator sets it and nothing is decoded. Then the worst case: loaders
+    that decode on every processor there is, and a step so short that they set the pace (the accelerator is busy for about
+    90 % of the time on ext4), so that whatever a mount takes is missing."""
     result = Result()
     images, volumes = "training-images", "training-volumes"
     trees = {images: work.small(images)[0], volumes: work.big(volumes, work.scale.warm // 16, VOLUMES)}
@@ -344,21 +345,25 @@ def training_loop(work: Workspace, rounds: int) -> Result:
                 for path in training.files(root):
                     readers.sequential(Path(path))
             shape = "resnet50" if bucket == images else "unet3d"
-            series = _epochs(shape, roots, rounds, result, "--shape", shape)
-            if bucket == images:
-                plain = ("--shape", shape, "--decode-ms-per-mb", 0)
-                _epochs(f"{shape} without decoding", roots, rounds, result, *plain)
-        tax = 100 * (1 - series.ratio(OWN, "ext4"))
-        result.demand(f"training loop, {shape}, warm: FUSE tax on its time", tax, "≤", 3, " %")
+            for pace in (MLPERF, WORST):
+                series = _epochs(shape, pace, roots, rounds, result)
+                tax = 100 * (1 - series.ratio(OWN, "ext4"))
+                result.demand(f"training loop, {shape} {pace}, warm: FUSE tax", tax, "≤", 3, " %")
     return result
 
 
-def _epochs(
-    what: str, roots: Mapping[str, Path], rounds: int, result: Result, *options: str | float
-) -> Series:
+MLPERF, WORST = "at MLPerf's pace", "as fast as its loaders"
+
+
+def _epochs(shape: str, pace: str, roots: Mapping[str, Path], rounds: int, result: Result) -> Series:
     """The loop on each of them in turn."""
-    options = (*options, "--workers", WORKERS)
-    step_ms = training.step_ms_for(roots["ext4"], *options, "--epochs", 2 * EPOCHS)
+    what = f"{shape} {pace}"
+    options: tuple[str | float, ...] = ("--shape", shape, "--workers", WORKERS)
+    if pace == MLPERF:
+        options = (*options, "--decode-ms-per-mb", 0)
+        step_ms = training.SHAPES[shape].step_ms
+    else:
+        step_ms = training.step_ms_for(roots["ext4"], *options, "--epochs", 2 * EPOCHS)
     busy: dict[str, list[float]] = {name: [] for name in roots}
 
     def samples_per_s(name: str, root: Path) -> float:
