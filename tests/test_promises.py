@@ -25,6 +25,13 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_faults.py::test_an_object_that_changes_while_it_is_read",
         "tests/fs/test_changes.py::test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next",
     ),
+    "A file that the kernel reads by itself, or that is still mapped, keeps its bytes when it is evicted,"
+    " replaced or deleted, and when the daemon stops or dies.": (
+        "tests/mount/test_passthrough.py::TestEviction",
+        "tests/mount/test_passthrough.py::TestChanges::test_an_open_file_is_its_version_to_the_end",
+        "tests/mount/test_passthrough.py::TestChanges::test_a_deleted_object_is_read_to_its_end_and_has_no_name",
+        "tests/mount/test_passthrough.py::TestAKilledDaemon",
+    ),
     "A change is seen after `--metadata-ttl` (60 s) by default, at the next open with `strict`, and never with "
     "`immutable`, not even after a restart.": (
         "tests/mount/test_consistency.py::TestPresets::test_default_sees_a_change_after_its_ttl",
@@ -39,6 +46,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_directory_means_all_below",
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_missing_name_finds_it_when_it_has_come",
         "tests/mount/test_consistency.py::TestRefresh::test_keeps_cached_bytes_that_are_still_right",
+    ),
+    '`getfattr -n user.cachefs.refresh` of anything below a mount says "look again"; listing attributes '
+    "does not.": (
+        "tests/mount/test_consistency.py::TestRefresh::test_is_what_getfattr_says_of_anything_below",
+        "tests/mount/test_consistency.py::TestRefresh::test_is_nothing_that_copies_and_listings_of_attributes_do",
     ),
     # Names
     "A listing of 10,000 names costs ten requests; `stat` of each of them, and a second listing within the TTL, "
@@ -72,6 +84,17 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_file_is_read_again_without_a_read_message",
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_small_file_costs_one_open_and_one_release",
     ),
+    "On the kernel front a file that is whole on one tier is read without a READ message, however it is "
+    "read and whatever the kernel has forgotten.": (
+        "tests/mount/test_passthrough.py::TestWholeFiles::test_are_read_without_the_daemon",
+        "tests/mount/test_passthrough.py::TestWholeFiles::test_of_every_size",
+        "tests/mount/test_passthrough.py::test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_the_daemon",
+        "tests/mount/test_kernel.py::TestMessages::test_a_whole_file_is_read_without_a_read_message_when_the_kernel_has_no_page_of_it",
+    ),
+    "A signal that ends a process ends its hanging read within a second, and no other reader's, on the "
+    "kernel front.": ("tests/mount/test_passthrough.py::TestSignals",),
+    "With `--zero-open` files cost no OPEN and no RELEASE after the first, and a refresh still shows what"
+    " changed.": ("tests/mount/test_passthrough.py::TestZeroOpen",),
     "Whatever the store does (503, silence, bodies cut short, resets), a read gives the right bytes, or an errno "
     "once nothing has come for `--timeout`.": (
         "tests/mount/test_faults.py::test_a_read_takes_one_timeout_at_most",
@@ -108,6 +131,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_crash.py::test_a_damaged_index_costs_the_cache_and_not_the_mount",
         "tests/store/test_index_damage.py::test_random_bit_flips_in_the_index",
     ),
+    "No damaged byte is lent to the kernel; with `--verify full` nothing is lent.": (
+        "tests/mount/test_passthrough.py::TestDamage",
+    ),
     "A tier never holds more than its cap, and with a cache of any size, or none, every read is answered.": (
         "tests/store/test_tier_accounting.py::test_counted_bytes_are_the_disks_bytes_and_never_pass_the_cap",
         "tests/mount/test_pressure.py::test_a_tiny_cache_counts_what_it_holds",
@@ -135,6 +161,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_refusals.py::TestMountpoint",
         "tests/mount/test_refusals.py::TestStore",
         "tests/mount/test_refusals.py::TestMachine",
+    ),
+    "`auto` takes pyfuse3 where the kernel front cannot serve, and status and log say why; `--front "
+    "kernel` fails there in one line.": (
+        "tests/mount/test_refusals.py::TestMachine::test_a_user_is_told_which_front_serves_and_why",
+        "tests/mount/test_refusals.py::TestMachine::test_the_kernel_front_is_not_for_users",
     ),
     "A cache directory belongs to one daemon: a second one is refused in one line and disturbs nobody.": (
         "tests/mount/test_lifecycle.py::TestDying::test_the_answer_to_a_second_daemon_is_one_line",

@@ -56,12 +56,6 @@ def why_no_kernel_front() -> str:
     return ""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "fronts(*names): the fronts a test on a mount runs on; both without it"
-    )
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "front" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("fronts")
