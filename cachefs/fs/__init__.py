@@ -10,23 +10,29 @@ thread; only transactions run in workers.
 """
 
 from cachefs.fs.attributes import Attributes, Entry, Options, Space
+from cachefs.fs.files import EVERY_FILE, LARGE, OpenHook
 from cachefs.fs.filesystem import FileSystem
 from cachefs.fs.reader import Backing, Reader
+from cachefs.fs.survey import Sibling
 from cachefs.fs.tree import FORMAT, TABLES, Volume
 from cachefs.fs.xattrs import NoAttribute
 
 names_tables = TABLES
 
 __all__ = [
+    "EVERY_FILE",
     "FORMAT",
+    "LARGE",
     "TABLES",
     "Attributes",
     "Backing",
     "Entry",
     "FileSystem",
     "NoAttribute",
+    "OpenHook",
     "Options",
     "Reader",
+    "Sibling",
     "Space",
     "Volume",
     "names_tables",

@@ -15,7 +15,7 @@ name, and then it finds the number that is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 from cachefs.errors import NotFound, ObjectChanged
@@ -41,8 +41,23 @@ ALIASES_REMEMBERED = 16_384
 looked up anew; a handle that is still open under one can be read, but not looked at (fstat)."""
 
 
+LARGE = 4 << 20
+"""Opens of larger files are always told: each costs more than the telling. Borrowed from what is fetched in one GET."""
+
 LendHook = Callable[[Any], bool]
 """Tells the kernel of a file that it may read by itself; whether it took it."""
+
+OpenHook = Callable[[int, int, "Origin", "ObjectId", bool], None]
+"""(ino, pid, origin, object, lent): a file was opened; lent says that it is whole, and read by the kernel itself. Never
+raises."""
+
+
+class _EveryFile:
+    def __contains__(self, digest: object) -> bool:
+        return True
+
+
+EVERY_FILE: Container[bytes] = _EveryFile()
 
 
 class FileHandle:
@@ -68,6 +83,9 @@ class FileHandle:
 class OpenFiles:
     def __init__(self, reader: Reader, clock: Callable[[], float]) -> None:
         self.on_lend: LendHook | None = None
+        # Who wants to hear of opens; and the digests of small lent files, the fast path, whose opens are worth a call.
+        self.on_open: OpenHook | None = None
+        self.awaited: Container[bytes] = frozenset()
         self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
         self._reader = reader
         self._clock = clock
@@ -166,6 +184,8 @@ class OpenFiles:
         fh = self._next
         self._next = fh + 1
         self._handles[fh] = handle
+        if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
+            self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
 
     def _lend(self, opened: Any) -> Backing | None:

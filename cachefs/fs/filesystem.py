@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Sequence
 from typing import Any
 
 import trio
@@ -23,13 +23,14 @@ from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, Attributes, Entry, Options, Space
 from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import FileHandle, LendHook, OpenFiles
+from cachefs.fs.files import FileHandle, LendHook, OpenFiles, OpenHook
 from cachefs.fs.inodes import FIRST_ALIAS, ROOT
 from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in, nameable
 from cachefs.fs.listing import Lister
 from cachefs.fs.looking import Looker
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.rows import Row
+from cachefs.fs.survey import Sibling, Survey, components, object_of
 from cachefs.fs.tree import Directory, Found, Tree, Volume, inode_of
 from cachefs.fs.xattrs import NoAttribute
 from cachefs.metrics import Metrics
@@ -81,6 +82,7 @@ class FileSystem:
         self._looker = Looker(self._tree, self._beliefs, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, clock)
+        self._survey = Survey(self._tree, self._beliefs, self._looker, self._directories, self._locate)
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
         # What lately opened files are, and until when that is believed. Dropped whole on any news.
@@ -96,6 +98,11 @@ class FileSystem:
     def never_opened(self) -> None:
         """The kernel opens files without asking: whatever changes is shown under another number from then on."""
         self._files.unopened = True
+
+    def watch_opens(self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()) -> None:
+        """From now on `hook` hears of every open but those of small files that were lent, which are the fast path; of these,
+        of those whose digest is in `awaited` (`EVERY_FILE`: of all). One hook at a time."""
+        self._files.on_open, self._files.awaited = hook, awaited
 
     # -- names and attributes ----------------------------------------------------------------------
 
@@ -266,7 +273,7 @@ class FileSystem:
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         assert directory.origin is not None
-        obj = _object(directory, mark, found.row)
+        obj = object_of(directory, mark, found.row)
         opened = self._files.open(ino, directory.origin, obj, pid)
         if len(self._warm) >= WARM_OPENS:
             self._warm.clear()
@@ -345,14 +352,38 @@ class FileSystem:
         found = self._check(ino, found)
         if found.is_dir:
             raise NotFound(f"inode {ino} is gone")
-        return xattrs.of_file(_object(directory, mark, found.row), self._reader, name)
+        return xattrs.of_file(object_of(directory, mark, found.row), self._reader, name)
+
+    # -- for those who fetch before anybody asks (see `survey.py`) ---------------------------------
+
+    def known(self, path: str) -> tuple[Origin, ObjectId] | None:
+        """The file at a path relative to the mount, as it is written down, however old. No request."""
+        return self._survey.known(path)
+
+    async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None:
+        """The file at a path relative to the mount; None when there is no such name. Asks the store as a lookup would, so
+        raises what a lookup raises; `IsADirectory` for a directory."""
+        return await self._survey.resolve(path)
+
+    def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
+        """All files below a path (or the file itself) as (path, origin, object), listing as it goes, in the order of the
+        listings. Raises `NotFound` and what listing raises. A caller that stops early closes it (`aclosing`)."""
+        return self._survey.walk(path)
+
+    def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
+        """See `Survey.siblings`. No request."""
+        return self._survey.siblings(ino, after, limit)
+
+    async def count_files(self, ino: int, largest: int) -> tuple[int, int] | None:
+        """See `Survey.count_files`. No request."""
+        return await self._survey.count_files(ino, largest)
 
     # -- looking again -----------------------------------------------------------------------------
 
     async def refresh(self, path: str = "") -> None:
         """Look again at `path` (relative to the mount) and everything below, at the next use. Makes no request."""
         directory = self._tree.root
-        names = [name for name in os.fsencode(path).split(b"/") if name not in (b"", b".")]
+        names = components(path)
         for index, name in enumerate(names):
             if len(name) > MAX_NAME:
                 raise NameTooLong(f"a name of {len(name)} bytes")
@@ -453,11 +484,6 @@ class FileSystem:
 
 
 _NO_ROW = Row(0, 0, 0, "")
-
-
-def _object(directory: Directory, mark: bytes, row: Row) -> ObjectId:
-    assert directory.origin is not None
-    return ObjectId(directory.origin.source, directory.prefix + mark.decode(), row.etag, row.size)
 
 
 def _nobody_listens(ino: int, parent: int, name: bytes) -> None:
