@@ -294,7 +294,7 @@ class Store:
 
     # -- taking in ---------------------------------------------------------------------------------
 
-    def begin_fill(self, obj: CachedObject, start: int, stop: int) -> Fill | None:
+    def begin_fill(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
         """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None."""
         need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
         bits = _bits(start, stop)
