@@ -12,6 +12,7 @@ from typing import Any
 import trio
 
 from cachefs.database import Database
+from cachefs.errors import ObjectChanged
 from cachefs.fs import FORMAT, TABLES, Attributes, Entry, FileSystem, Options, Volume
 from cachefs.metrics import Metrics
 from tests.fs.bucket import Bucket, Bytes
@@ -77,7 +78,10 @@ class Mount:
         return [e.name for e in await self.entries(await self.ino(path) if path else ROOT, limit)]
 
     async def read(self, path: str, size: int = 1 << 20) -> bytes:
-        fh, _, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
+        try:
+            fh, _, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
+        except ObjectChanged:  # ESTALE: the kernel walks the path once more, asking for each name
+            fh, _, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
         try:
             now = self.fs.read_now(fh, 0, size)
             return bytes(await self.fs.read(fh, 0, size) if now is None else now)
