@@ -24,7 +24,7 @@ RANK = {
     **dict.fromkeys(("origin", "store"), 2),
     "fetch": 3,
     "fs": 4,
-    "fuse": 5,
+    **dict.fromkeys(("prefetch", "fuse"), 5),
     **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking"), 6),
     **dict.fromkeys(("cli", "statusview", "__main__"), 7),
 }

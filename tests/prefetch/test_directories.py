@@ -1,0 +1,138 @@
+"""The ratio by which a directory is fetched ahead of its readers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachefs.prefetch.directories import (
+    FORGET_AFTER_S,
+    REMEMBERED,
+    Directories,
+    Directory,
+    share,
+)
+from tests.prefetch.model import Store, epoch, raw_s, shuffled
+
+FILES = 4000
+
+
+def store() -> Store:
+    return Store(latency_s=0.02, bandwidth=100e6, size=100_000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(0, 0), (0.01, 0.02), (0.05, 0.1), (0.1, 0.7), (0.125, 1), (1, 1)]
+)
+def test_the_share_that_may_lie_unused(asked: float, expected: float) -> None:
+    assert share(asked) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shuffled_epoch_comes_near_to_a_raw_client(seed: int) -> None:
+    seconds, requests = epoch(FILES, shuffled(FILES, FILES, seed), store())
+    assert requests == FILES
+    assert raw_s(FILES, store()) / seconds >= 0.85
+
+
+def test_without_it_the_epoch_waits_for_round_trips() -> None:
+    """What the model says of four workers alone, so that the figure above means something."""
+    alone = FILES * (0.02 + 0.001) / 4
+    assert raw_s(FILES, store()) / alone < 0.25
+
+
+@pytest.mark.parametrize("wanted", [0.01, 0.025, 0.05])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wanted_twentieth_wastes_a_tenth(wanted: float, seed: int) -> None:
+    count = int(FILES * wanted)
+    _, requests = epoch(FILES, shuffled(FILES, count, seed), store())
+    assert requests <= count + 0.1 * FILES
+
+
+def test_in_order_the_window_runs_ahead() -> None:
+    seconds, requests = epoch(FILES, range(FILES), store())
+    assert requests == FILES
+    assert raw_s(FILES, store()) / seconds >= 0.85
+
+
+def test_a_part_that_is_not_spread_evenly_is_left_alone() -> None:
+    """The last eighth is wanted, and fetched ahead is from the front: chance would give more hits than none."""
+    policy = Directory()
+    policy.files = FILES
+    for file in range(FILES - FILES // 8, FILES):
+        policy.missed(file, 0.0)
+        for _ in range(policy.wish()):
+            policy.started()
+    assert policy.disappoints and not policy.wish()
+    assert policy.unused < FILES // 4
+
+
+def test_several_openers_of_a_file_count_once() -> None:
+    policy = Directory()
+    for _ in range(9):
+        policy.missed(7, 0.0)
+    assert policy.demanded == 1 and not policy.wish()
+
+
+def test_how_many_there_are_may_not_be_known_yet() -> None:
+    policy = Directory()
+    for file in range(10):
+        policy.missed(file, 0.0)
+    assert policy.wish() == 20
+
+
+def test_what_failed_may_be_tried_again_and_what_was_lost_is_waste() -> None:
+    policy = Directory()
+    policy.files = 100
+    for file in range(3):
+        policy.missed(file, 0.0)
+    wish = policy.wish()
+    policy.started()
+    assert policy.wish() == wish - 1
+    policy.failed()
+    assert policy.wish() == wish
+
+
+def test_a_long_listing_is_not_gone_through_for_every_file() -> None:
+    policy = Directory()
+    policy.files = 3200
+    passes = 0
+    for file in range(1000):
+        policy.missed(file, 0.0)
+        passes += policy.begin_pass()
+    assert passes == 10
+
+
+def test_directories_are_forgotten_by_time_and_by_number() -> None:
+    known = Directories()
+    first = known.at(1, 0.0)
+    assert known.at(1, FORGET_AFTER_S) is first
+    assert known.at(1, FORGET_AFTER_S + 1) is not first
+    for key in range(2, REMEMBERED + 2):
+        known.at(key, 1000.0)
+    assert known.get(1) is None
+    assert [key for key, _ in known.newest_first()][:2] == [REMEMBERED + 1, REMEMBERED]
+
+
+@given(
+    st.integers(1, 500),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 499)), max_size=300),
+)
+def test_what_lies_unused_never_passes_the_share(files: int, events: list[tuple[bool, int]]) -> None:
+    policy = Directory()
+    policy.files = files
+    ahead = 0
+    for hit, file in events:
+        if hit and ahead:
+            ahead -= 1
+            policy.hit(0.0)
+        else:
+            policy.missed(file % files, 0.0)
+        before = policy.demanded
+        for _ in range(policy.wish()):
+            policy.started()
+            ahead += 1
+        assert policy.wish() == 0 and policy.unused == ahead
+        assert ahead <= max(share(before / files) * files, 2 * before) + 1
+    assert policy.used <= policy.demanded

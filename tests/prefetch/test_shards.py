@@ -1,0 +1,149 @@
+"""Which large file is foretold from the order in which others were opened."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachefs.prefetch.shards import FRONT_AHEAD, STREAMS, Shards
+
+
+class Names:
+    """A directory's listing."""
+
+    def __init__(self, names: Iterable[str | bytes]) -> None:
+        self.names = sorted(n.encode() if isinstance(n, str) else n for n in names)
+
+    def holds(self, name: bytes) -> bool:
+        return name in self.names
+
+    def behind(self, name: bytes, count: int) -> list[bytes]:
+        at = bisect_right(self.names, name)
+        return self.names[at : at + count]
+
+
+def told(names: Names, opened: Sequence[str], pid: int = 1) -> list[list[str]]:
+    shards = Shards()
+    return [[n.decode() for n in shards.opened(1, pid, name.encode(), names)] for name in opened]
+
+
+PADDED = Names(f"train-{i:05d}-of-01000.tar" for i in range(1000))
+PLAIN = Names(f"shard.{i}.bin" for i in range(200))
+TAGGED = Names(f"{random.Random(i).randbytes(4).hex()}x.parquet" for i in range(50))
+
+
+@pytest.mark.parametrize(
+    ("names", "opened", "expected"),
+    [
+        (PADDED, ["train-00000-of-01000.tar"], []),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (0, 1)], ["train-00002-of-01000.tar"]),
+        (
+            PADDED,
+            [f"train-{i:05d}-of-01000.tar" for i in (0, 1, 2)],
+            ["train-00003-of-01000.tar", "train-00004-of-01000.tar"],
+        ),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (3, 35)], ["train-00067-of-01000.tar"]),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (0, 400)], []),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (0, 400, 800)], []),  # its end
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (0, 300, 600)], ["train-00900-of-01000.tar"]),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (998, 999)], []),
+        (
+            PADDED,
+            [f"train-{i:05d}-of-01000.tar" for i in (9, 8, 7)],
+            ["train-00006-of-01000.tar", "train-00005-of-01000.tar"],
+        ),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (1, 0)], []),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (5, 5, 5, 6)], ["train-00007-of-01000.tar"]),
+        (PADDED, [f"train-{i:05d}-of-01000.tar" for i in (0, 1, 50, 51)], []),  # a wrong guess: once more
+        (
+            PADDED,
+            [f"train-{i:05d}-of-01000.tar" for i in (0, 1, 50, 51, 52)],
+            ["train-00053-of-01000.tar", "train-00054-of-01000.tar"],
+        ),
+        (PLAIN, ["shard.8.bin", "shard.9.bin"], ["shard.10.bin"]),
+        (PLAIN, ["shard.11.bin", "shard.10.bin"], ["shard.9.bin"]),
+        (PLAIN, ["shard.97.bin", "shard.98.bin", "shard.99.bin"], ["shard.100.bin", "shard.101.bin"]),
+    ],
+)
+def test_the_number_in_the_name(names: Names, opened: list[str], expected: list[str]) -> None:
+    assert told(names, opened)[-1] == expected
+
+
+@pytest.mark.parametrize("stride", [1, 3, 20])
+def test_names_without_an_order_go_by_their_place_in_the_listing(stride: int) -> None:
+    order = [name.decode() for name in TAGGED.names][::stride]
+    assert told(TAGGED, order[:2])[-1] == order[2:3]
+    assert told(TAGGED, order[:3])[-1] == order[3:5]
+    assert told(TAGGED, order)[-1] == []
+
+
+def test_a_shuffled_order_wastes_few_shards() -> None:
+    order = [name.decode() for name in PADDED.names]
+    random.Random(1).shuffle(order)
+    assert sum(map(len, told(PADDED, order[:300]))) <= 9
+
+
+def test_workers_by_stride_each_have_theirs() -> None:
+    shards, hits, opened = Shards(), 0, set()
+    foretold: set[bytes] = set()
+    for turn in range(40):
+        for worker in range(8):
+            name = PADDED.names[turn * 8 + worker]
+            hits += name in foretold
+            opened.add(name)
+            foretold |= set(shards.opened(1, 100 + worker, name, PADDED))
+    assert hits >= 40 * 8 - 8
+    assert len(foretold - opened) <= 2 * 8
+
+
+def test_workers_that_share_a_queue_are_foretold_the_directory_s_next() -> None:
+    rng = random.Random(2)
+    shards, foretold, hits = Shards(), set[bytes](), 0
+    for name in PADDED.names[:200]:
+        hits += name in foretold
+        foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
+    assert hits >= 195
+    assert len(foretold - set(PADDED.names[:200])) <= FRONT_AHEAD
+
+
+def test_readers_of_scattered_shards_make_no_front() -> None:
+    rng = random.Random(3)
+    shards = Shards()
+    count = sum(len(shards.opened(1, rng.randrange(4), rng.choice(PADDED.names), PADDED)) for _ in range(300))
+    assert count <= 9
+
+
+def test_directories_and_processes_are_told_apart() -> None:
+    shards = Shards()
+    a, b = Names(f"a{i}" for i in range(9)), Names(f"b{i}" for i in range(9))
+    for i in range(3):
+        first = shards.opened(1, 1, b"a%d" % i, a)
+        second = shards.opened(2, 1, b"b%d" % (2 * i), b)
+    assert (first, second) == ([b"a3", b"a4"], [b"b6", b"b8"])
+    assert len(shards) == 2
+
+
+def test_streams_are_bounded() -> None:
+    shards = Shards()
+    for pid in range(2 * STREAMS):
+        shards.opened(pid, pid, b"a1", PLAIN)
+    assert len(shards._streams) == len(shards._fronts) == STREAMS
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=6)), max_size=60), st.sets(st.binary(max_size=6))
+)
+def test_whatever_the_names_only_files_that_exist_are_foretold(
+    opened: list[tuple[int, bytes]], names: set[bytes]
+) -> None:
+    listing = Names(names)
+    shards = Shards()
+    for pid, name in opened:
+        foretold = shards.opened(1, pid, name, listing)
+        assert set(foretold) <= names
+        assert len(foretold) <= FRONT_AHEAD + 2
