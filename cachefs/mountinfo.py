@@ -5,6 +5,7 @@ Asking this file never touches a mount, so it answers also when the filesystem b
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,3 +67,37 @@ def mount_at(path: Path) -> Mount | None:
     """The topmost mount whose mountpoint is exactly `path`."""
     found = [mount for mount in mounts() if mount.path == str(path)]
     return found[-1] if found else None
+
+
+class Finder:
+    """Which cachefs mount a path lies below, for long lists of paths.
+
+    A path that begins with a mountpoint is found by its text alone; any other has the links above its name resolved,
+    once for each directory. No path is touched that lies below a mount already."""
+
+    def __init__(self) -> None:
+        found = {mount.path for mount in mounts() if mount.is_cachefs}
+        # Of mounts within one another the inner one is meant.
+        self._inside = sorted(((path, path.rstrip("/") + "/") for path in found), key=lambda m: -len(m[1]))
+        self._resolved: dict[str, str] = {}
+
+    def find(self, path: str) -> tuple[str, str] | None:
+        """(mountpoint, path relative to it); None when there is no such mount."""
+        if "//" in path or "/." in path:
+            path = os.path.normpath(path)
+        return self._split(path) or self._split(self._resolve(path))
+
+    def _split(self, path: str) -> tuple[str, str] | None:
+        for mountpoint, inside in self._inside:
+            if path.startswith(inside):
+                return mountpoint, path[len(inside) :]
+            if path == mountpoint:
+                return mountpoint, ""
+        return None
+
+    def _resolve(self, path: str) -> str:
+        directory, name = os.path.split(os.path.abspath(path))
+        resolved = self._resolved.get(directory)
+        if resolved is None:
+            resolved = self._resolved[directory] = os.path.realpath(directory)
+        return os.path.join(resolved, name)

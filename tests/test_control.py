@@ -127,15 +127,25 @@ def test_rubbish(path: Path, data: bytes) -> None:
     trio.run(main)
 
 
-def test_a_request_of_64_kib_is_the_largest(path: Path) -> None:
+def test_a_request_of_512_kib_is_the_largest(path: Path) -> None:
     async def main() -> None:
         async with serving(path):
-            assert await ask(path, "echo", text="x" * 60_000) == "x" * 60_000
+            assert await ask(path, "echo", text="x" * 500_000) == "x" * 500_000
             with pytest.raises(ControlError):
-                await ask(path, "echo", text="x" * (64 << 10))
+                await ask(path, "echo", text="x" * (512 << 10))
             assert await ask(path, "echo", text="alive") == "alive"
 
     trio.run(main)
+
+
+def test_long_lists_travel_in_pieces_that_fit() -> None:
+    paths = [f"näme-{n:07}/\udcff" for n in range(50_000)]
+    pieces = list(control.batches(paths))
+    assert [path for piece in pieces for path in piece] == paths
+    assert len(pieces) > 1
+    assert max(len(json.dumps(piece)) for piece in pieces) <= control.BATCH_BYTES
+    assert list(control.batches([])) == []
+    assert list(control.batches(["x" * control.BATCH_BYTES, "y"])) == [["x" * control.BATCH_BYTES], ["y"]]
 
 
 def test_slow_and_many_clients_hold_nobody_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,436 @@
+"""Telling the daemon what will be read next, from inside a training loop.
+
+Idea: a sampler knows the order of a whole epoch before its first batch is read. That order is all it takes to fetch
+every file before it is opened, so this module draws it, tells it, and hands it on unchanged:
+
+    loader = hinted(DataLoader(dataset, shuffle=True, ...), dataset.paths)
+
+Only the standard library is needed. Nothing here ever disturbs the training: what is told goes out in a thread of its
+own, and whatever fails (no mount, no daemon, a path that is elsewhere) is at most one warning. Paths are sent once,
+then an epoch is four bytes a sample.
+
+A *plan* is a list of files and the orders told of it; each rank and each sampler of a process has its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import copy
+import logging
+import os
+import random
+import socket
+import sys
+import threading
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, count, islice
+from operator import index as as_index
+from pathlib import Path
+from typing import Any
+
+from cachefs.errors import CachefsError, MountError
+
+__all__ = ["HintedSampler", "announce", "hinted", "wait"]
+
+log = logging.getLogger(__name__)
+
+INDICES_AT_ONCE = 48 << 10
+"""Of an order, in one request: 192 KiB, and 256 KiB as text. Derived from what a request may hold."""
+
+ASK_DEADLINE_S = 30.0
+"""For one request. The daemon answers in milliseconds; only a thread of ours waits. Guessed."""
+
+EXIT_DEADLINE_S = 5.0
+"""How long a process that ends waits for what it has announced last. Guessed."""
+
+NEXT_AFTER = 8
+"""The next epoch is drawn and told after this part (an eighth) of the current one: the first batch is not delayed by it,
+and it is known long before its first file is wanted. Guessed."""
+
+ELSEWHERE = 0xFFFFFFFF
+"""Number of a path that does not lie below a mount."""
+
+
+def announce(
+    paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None, epoch: int = 0, wait_s: float = 0.0
+) -> None:
+    """Tell the daemons that these files will be read next, in this order.
+
+    Returns at once (or after at most `wait_s` seconds, when all is told). `plan` is this process's own by default; a
+    second announcement of a plan replaces the first. Never raises for what the daemon does or the paths are."""
+    listed = [os.fsdecode(path) for path in paths]
+    order = array("I", range(len(listed)))
+    if _silent():
+        return
+    files = _Files(plan or default_plan(), listed)
+    _sender.put(lambda: files.tell(epoch, order))
+    if wait_s:
+        wait(wait_s)
+
+
+def wait(timeout_s: float = 60.0) -> bool:
+    """Wait until everything that was announced has been sent, or has failed. Whether it has."""
+    return _sender.wait(timeout_s)
+
+
+def default_plan() -> str:
+    """Host and rank: those who share a node's cache do not get into one another's plans."""
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    return f"{socket.gethostname()}-{rank}"
+
+
+_numbers = count(1)
+
+
+class HintedSampler:
+    """A sampler (or batch sampler) that tells what it is about to yield, and yields it unchanged.
+
+    `paths` is the file of each sample, by index. Works with anything that has `__iter__` and `__len__`, like the samplers
+    of PyTorch; one that has `set_epoch`, itself or in the sampler it wraps, has its next epoch told as well, ahead of
+    time. Everything else that is asked of it is answered by the sampler inside.
+
+    The whole order is drawn at the first sample. A sampler that can be saved (`state_dict`) is not: its copy is drawn."""
+
+    def __init__(
+        self, sampler: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None
+    ) -> None:
+        number = next(_numbers)
+        self.sampler = sampler
+        self._files = _Files(
+            plan or (default_plan() if number == 1 else f"{default_plan()}-{number}"),
+            [os.fsdecode(path) for path in paths],
+        )
+        self._rounds = 0
+        self._set: int | None = None
+        self._foretold: tuple[int, array[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._pass_on(iter(self.sampler))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's own; it may also be called there."""
+        self._set = epoch
+        holder = _holder(self.sampler)
+        if holder is not None:
+            holder.set_epoch(epoch)
+
+    def _epoch(self) -> int:
+        inner = getattr(_holder(self.sampler), "epoch", None)
+        if isinstance(inner, int):
+            return inner
+        return self._rounds if self._set is None else self._set
+
+    def _pass_on(self, drawing: Iterator[Any]) -> Iterator[Any]:
+        # Not before the first sample is asked for: a loader may begin twice before it does that.
+        epoch = self._epoch()
+        self._rounds += 1
+        length = _length(self.sampler)
+        if length is None or _silent():
+            if length is None:
+                _complain("a sampler without a length cannot be told ahead")
+            yield from drawing
+            return
+        order: list[Any] = []
+        if any(hasattr(one, "state_dict") for one in _chain(self.sampler)):
+            self._foretell(epoch, lambda: self._tell(epoch, list(islice(_clone(self.sampler), length))))
+        else:
+            order = list(islice(drawing, length))
+            self._tell(epoch, order)
+        for told, item in enumerate(chain(order, drawing), 1):
+            yield item
+            if told == max(1, length // NEXT_AFTER):
+                self._tell_next(epoch, length)
+
+    def _tell_next(self, epoch: int, length: int) -> None:
+        def draw() -> None:
+            later = _clone(self.sampler)
+            _holder(later).set_epoch(epoch + 1)
+            self._tell(epoch + 1, list(islice(later, length)), ahead=True)
+
+        if _holder(self.sampler) is not None:  # otherwise its next order is not decided yet
+            self._foretell(epoch + 1, draw)
+
+    def _foretell(self, epoch: int, draw: Callable[[], None]) -> None:
+        """Draw something that nobody asked for: with every generator left as it was."""
+        try:
+            with _generators_kept(self.sampler):
+                draw()
+        except Exception as exc:
+            _complain(f"the order of epoch {epoch} could not be drawn ahead: {exc!r}")
+
+    def _tell(self, epoch: int, items: list[Any], *, ahead: bool = False) -> None:
+        try:
+            order = _indices(items)
+        except (TypeError, ValueError, OverflowError) as exc:
+            _complain(f"these samples are not indices of files ({exc})")
+            return
+        known, self._foretold = self._foretold, (epoch, order) if ahead else None
+        if known != (epoch, order):
+            files = self._files
+            _sender.put(lambda: files.tell(epoch, order))
+
+
+def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None) -> Any:
+    """The very PyTorch `DataLoader`, which from now on tells the daemon what it will read; or a sampler, wrapped.
+
+    `paths` is the file of each sample of its dataset, by index. Call it before the first iteration."""
+    if not hasattr(loader, "collate_fn"):
+        return HintedSampler(loader, paths, plan=plan)
+    # What a loader iterates; it refuses to have it assigned, so as to keep its other attributes true, and they stay true.
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(loader)[name] = HintedSampler(getattr(loader, name), paths, plan=plan)
+    return loader
+
+
+# -- samplers --------------------------------------------------------------------------------------
+
+
+def _chain(sampler: Any) -> Iterator[Any]:
+    """The sampler and those it wraps."""
+    for _ in range(8):
+        if sampler is None:
+            return
+        yield sampler
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+
+
+def _holder(sampler: Any) -> Any:
+    """Who has `set_epoch`, or None."""
+    return next((one for one in _chain(sampler) if callable(getattr(one, "set_epoch", None))), None)
+
+
+def _clone(sampler: Any) -> Any:
+    """Another of its kind: what is set in one and drawn from it, the other does not know."""
+    clone = copy.copy(sampler)
+    for name in ("sampler", "batch_sampler"):
+        if hasattr(clone, "__dict__") and vars(clone).get(name) is not None:
+            setattr(clone, name, _clone(vars(clone)[name]))
+    return clone
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _indices(items: list[Any]) -> array[int]:
+    """Samples or batches of samples, as one row of numbers."""
+    try:
+        return array("I", items)
+    except TypeError:
+        pass
+    flat = array("I")
+    for item in items:
+        try:
+            flat.append(as_index(item))
+        except TypeError:
+            flat.extend(as_index(one) for one in item)
+    return flat
+
+
+@contextmanager
+def _generators_kept(sampler: Any) -> Iterator[None]:
+    """Whatever is drawn inside, the random numbers that come after are those that would have come."""
+    kept: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kept.append((numpy.random.set_state, numpy.random.get_state()))
+    if (torch := sys.modules.get("torch")) is not None:
+        kept.append((torch.set_rng_state, torch.get_rng_state()))
+    for one in _chain(sampler):
+        for own in vars(one).values() if hasattr(one, "__dict__") else ():
+            if isinstance(own, random.Random):
+                kept.append((own.setstate, own.getstate()))
+            elif hasattr(own, "get_state") and hasattr(own, "set_state"):  # torch.Generator, RandomState
+                kept.append((own.set_state, own.get_state()))
+            elif hasattr(own, "bit_generator"):
+                kept.append((partial(setattr, own.bit_generator, "state"), own.bit_generator.state))
+    try:
+        yield
+    finally:
+        for put_back, state in kept:
+            put_back(state)
+
+
+def _silent() -> bool:
+    """Whether this is a worker of a loader: its parent has told it all."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+class _Files:
+    """The files of a plan. Used by the sending thread alone, after it is made."""
+
+    def __init__(self, plan: str, paths: list[str]) -> None:
+        self.plan = plan
+        self._paths = paths
+        self._shares: list[_Share] | None = None
+
+    def tell(self, epoch: int, order: array[int]) -> None:
+        """Raises `CachefsError`."""
+        if self._shares is None:
+            self._shares = list(_by_mount(self._paths))
+            self._paths = []
+            if not self._shares:
+                raise MountError("none of these paths lies below a cachefs mount")
+        failure = None
+        for share in self._shares:
+            try:
+                share.tell(self.plan, epoch, order)
+            except CachefsError as exc:
+                failure = exc
+        if failure is not None:
+            raise failure
+
+
+class _Share:
+    """Those files that lie below one mount. `numbers` is the place in `paths` of each of all files."""
+
+    def __init__(self, mountpoint: str) -> None:
+        self.mountpoint = Path(mountpoint)
+        self.paths: list[str] = []
+        self.numbers = array("I")
+        self._sent = False
+
+    def tell(self, plan: str, epoch: int, order: array[int]) -> None:
+        if len(self.numbers) != len(self.paths) or (order and max(order) >= len(self.numbers)):
+            numbers, there = self.numbers, len(self.numbers)
+            order = array("I", (numbers[i] for i in order if i < there and numbers[i] != ELSEWHERE))
+        if not self._sent:
+            send_files(self.mountpoint, plan, self.paths)
+            self._sent = True
+        try:
+            send_order(self.mountpoint, plan, epoch, order)
+        except CachefsError:  # a daemon that was started anew may have lost the files
+            send_files(self.mountpoint, plan, self.paths)
+            send_order(self.mountpoint, plan, epoch, order)
+
+
+def _by_mount(paths: list[str]) -> Iterable[_Share]:
+    from cachefs.mountinfo import Finder
+
+    finder = Finder()
+    shares: dict[str, _Share] = {}
+    for number, path in enumerate(paths):
+        place = finder.find(path)
+        if place is None or not place[1]:
+            continue
+        share = shares.get(place[0])
+        if share is None:
+            share = shares[place[0]] = _Share(place[0])
+        missing = number - len(share.numbers)
+        if missing:
+            share.numbers.extend([ELSEWHERE] * missing)
+        share.numbers.append(len(share.paths))
+        share.paths.append(place[1])
+    return shares.values()
+
+
+def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
+    """Tell the daemon of `mountpoint` the files of a plan (relative to the mount). Raises `CachefsError`."""
+    from cachefs import asking, control
+
+    at = 0
+    for batch in control.batches(paths):
+        asking.ask(mountpoint, "hint_files", ASK_DEADLINE_S, plan=plan, paths=batch, at=at, total=len(paths))
+        at += len(batch)
+
+
+def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int]) -> None:
+    """Tell it the order of an epoch, as places in the list of files. Raises `CachefsError`."""
+    from cachefs import asking
+
+    if sys.byteorder == "big":
+        order = order[:]
+        order.byteswap()
+    for at in range(0, len(order), INDICES_AT_ONCE):
+        text = base64.b64encode(order[at : at + INDICES_AT_ONCE].tobytes()).decode()
+        asking.ask(
+            mountpoint,
+            "hint_order",
+            ASK_DEADLINE_S,
+            plan=plan,
+            epoch=epoch,
+            indices_b64=text,
+            at=at,
+            total=len(order),
+        )
+
+
+class _Sender:
+    """One thread, in which everything is sent in the order it was announced in."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, task: Callable[[], None]) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cachefs-hints", daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._tasks:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                task = self._tasks.popleft()
+            try:
+                task()
+            except Exception as exc:
+                _complain(str(exc) if isinstance(exc, CachefsError) else repr(exc))
+
+
+_complained = False
+
+
+def _complain(reason: str) -> None:
+    """One warning; the training goes on without hints."""
+    global _complained
+    log.debug("not hinted: %s", reason)
+    if not _complained:
+        _complained = True
+        try:
+            warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=3)
+        except Warning:
+            pass  # somebody made warnings errors: not of this one
+
+
+_sender = _Sender()
+
+
+def _after_fork() -> None:
+    """A child has the lock and the tasks of its parent, but no thread."""
+    global _sender
+    _sender = _Sender()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: wait(EXIT_DEADLINE_S))

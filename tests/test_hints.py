@@ -1,0 +1,420 @@
+"""Hints: what a sampler yields stays what it was, and what is told of it is what comes."""
+
+from __future__ import annotations
+
+import base64
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs import control, hints, mountinfo
+from cachefs.config import control_path
+from cachefs.errors import NotFound
+from cachefs.hints import HintedSampler, announce, hinted
+from cachefs.mountinfo import Finder, Mount
+
+PATHS = 100
+
+
+class FakeDaemon:
+    """A real control socket; `heard` is what was asked of it, pieces put together again."""
+
+    def __init__(self, mountpoint: Path) -> None:
+        self.mountpoint = mountpoint
+        self.files: dict[str, list[str]] = {}
+        self.orders: list[tuple[str, int, list[int]]] = []
+        self.requests = 0
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=trio.run, args=[self._main])
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._stop = trio.Event()
+        async with trio.open_nursery() as nursery:
+            verbs = {"hint_files": self._hint_files, "hint_order": self._hint_order}
+            await nursery.start(control.serve, control_path(self.mountpoint), verbs)
+            self._ready.set()
+            await self._stop.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _hint_files(self, plan: str, paths: list[str], at: int, total: int) -> None:
+        self.requests += 1
+        known = self.files.setdefault(plan, [])
+        del known[at:]
+        assert len(known) == at
+        known += paths
+        assert len(known) <= total
+
+    async def _hint_order(self, plan: str, epoch: int, indices_b64: str, at: int, total: int) -> None:
+        self.requests += 1
+        if plan not in self.files:
+            raise NotFound("no such plan")
+        indices = array("I", base64.b64decode(indices_b64)).tolist()
+        if at == 0:
+            self.orders.append((plan, epoch, []))
+        assert self.orders[-1][:2] == (plan, epoch)
+        assert len(self.orders[-1][2]) == at
+        self.orders[-1][2].extend(indices)
+        assert len(self.orders[-1][2]) <= total
+
+    def told(self, plan: str, epoch: int) -> list[str]:
+        """The paths last told of an epoch, in their order."""
+        assert hints.wait(10)
+        order = [indices for p, e, indices in self.orders if (p, e) == (plan, epoch)][-1]
+        return [self.files[plan][i] for i in order]
+
+    def close(self) -> None:
+        self._token.run_sync_soon(self._stop.set)
+        self._thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(hints, "_complained", False)
+    monkeypatch.setattr(hints, "_numbers", iter(range(1, 100)))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    yield
+    assert hints.wait(10)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What /proc is made to say: two mounts."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    table = [Mount("0:1", "/", str(place), "fuse.cachefs", "s3://x", ()) for place in places]
+    monkeypatch.setattr(mountinfo, "mounts", lambda: table)
+    return places
+
+
+@pytest.fixture
+def daemon(mounted: list[Path]) -> Iterator[FakeDaemon]:
+    daemon = FakeDaemon(mounted[0])
+    yield daemon
+    daemon.close()
+
+
+def paths_in(place: Path, count: int = PATHS) -> list[str]:
+    return [f"{place}/train/{n:05}.jpg" for n in range(count)]
+
+
+class Shuffled:
+    """As DistributedSampler: seed and epoch decide."""
+
+    def __init__(self, length: int = PATHS) -> None:
+        self.length, self.epoch = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        random.Random(self.epoch).shuffle(order)
+        return iter(order)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Batches:
+    def __init__(self, sampler: Any, size: int) -> None:
+        self.sampler, self.batch_size = sampler, size
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        items = list(self.sampler)
+        for at in range(0, len(items), self.batch_size):
+            yield items[at : at + self.batch_size]
+
+
+class Drawing:
+    """Draws from a generator of its own, one number at a time, and can be asked where it is."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(7)
+        self.yielded = 0
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return PATHS
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(PATHS):
+            self.yielded += 1
+            yield self.rng.randrange(PATHS)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Saved(Drawing):
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def test_announced_paths_arrive_in_their_order(daemon: FakeDaemon) -> None:
+    paths = [Path(p) for p in paths_in(daemon.mountpoint)]
+    random.Random(0).shuffle(paths)
+    announce(paths, epoch=5, wait_s=10)
+    assert daemon.told("node-3", 5) == [str(p.relative_to(daemon.mountpoint)) for p in paths]
+
+
+def test_a_sampler_is_passed_on_unchanged_and_told_an_epoch_ahead(daemon: FakeDaemon) -> None:
+    paths = paths_in(daemon.mountpoint)
+    sampler = HintedSampler(Shuffled(), paths)
+    assert (len(sampler), sampler.length) == (PATHS, PATHS)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        reading = iter(sampler)
+        first = next(reading)
+        relative = daemon.told("node-3", epoch)
+        order = [first, *reading]
+        plain = Shuffled()
+        plain.set_epoch(epoch)
+        assert order == list(plain)
+        assert relative == [f"train/{n:05}.jpg" for n in order]
+        plain.set_epoch(epoch + 1)
+        assert daemon.told("node-3", epoch + 1) == [f"train/{n:05}.jpg" for n in plain]
+        assert sampler.sampler.epoch == epoch
+    # Paths once, each epoch once: what was told ahead is not told again.
+    assert [epoch for _, epoch, _ in daemon.orders] == [0, 1, 2, 3]
+    assert daemon.requests == 5
+
+
+def test_what_was_told_ahead_is_told_again_if_it_comes_out_otherwise(daemon: FakeDaemon) -> None:
+    sampler = HintedSampler(Shuffled(), paths_in(daemon.mountpoint))
+    list(sampler)
+    list(sampler)  # the epoch was not set: the same order once more
+    assert hints.wait(10)
+    assert [epoch for _, epoch, _ in daemon.orders] == [0, 1, 0, 1]
+
+
+def test_batches_are_told_flat_and_their_sampler_has_the_epoch(daemon: FakeDaemon) -> None:
+    inner = Shuffled()
+    sampler = HintedSampler(Batches(inner, 8), paths_in(daemon.mountpoint), plan="mine")
+    inner.set_epoch(4)
+    batches = list(sampler)
+    assert [len(batch) for batch in batches] == [8] * 12 + [4]
+    assert daemon.told("mine", 4) == [f"train/{n:05}.jpg" for batch in batches for n in batch]
+    inner.set_epoch(5)
+    assert daemon.told("mine", 5) == [f"train/{n:05}.jpg" for n in inner]
+
+
+@pytest.mark.parametrize("kind", [Drawing, Saved])
+def test_drawing_ahead_disturbs_no_generator(daemon: FakeDaemon, kind: type[Drawing]) -> None:
+    plain, sampler = kind(), HintedSampler(kind(), paths_in(daemon.mountpoint))
+    random.seed(1)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(plain)
+    assert random.random() == random.Random(1).random()
+    assert daemon.told("node-3", 0) != daemon.told("node-3", 2)
+
+
+def test_a_sampler_that_is_saved_knows_where_its_reader_is(daemon: FakeDaemon) -> None:
+    sampler = HintedSampler(Saved(), paths_in(daemon.mountpoint))
+    reading = iter(sampler)
+    seen = [next(reading) for _ in range(30)]
+    assert sampler.state_dict() == {"yielded": 30}
+    assert daemon.told("node-3", 0)[:30] == [f"train/{n:05}.jpg" for n in seen]
+
+
+def test_long_lists_take_few_requests(daemon: FakeDaemon) -> None:
+    paths = paths_in(daemon.mountpoint, 200_000)
+    list(HintedSampler(range(199_999, -1, -1), paths))
+    assert daemon.told("node-3", 0) == [f"train/{n:05}.jpg" for n in reversed(range(200_000))]
+    assert daemon.requests <= 4_600_000 / control.BATCH_BYTES + 5 + 2
+
+
+def test_each_sampler_of_a_process_has_a_plan(daemon: FakeDaemon) -> None:
+    for _ in range(2):
+        list(HintedSampler(range(PATHS), paths_in(daemon.mountpoint)))
+    assert hints.wait(10)
+    assert list(daemon.files) == ["node-3", "node-3-2"]
+
+
+def test_a_daemon_that_has_lost_its_plans_is_told_them_again(daemon: FakeDaemon) -> None:
+    sampler = HintedSampler(range(PATHS), paths_in(daemon.mountpoint))
+    list(sampler)
+    assert hints.wait(10)
+    daemon.files.clear()
+    list(sampler)
+    assert daemon.told("node-3", 1) == [f"train/{n:05}.jpg" for n in range(PATHS)]
+
+
+def test_files_of_two_mounts_and_of_none(daemon: FakeDaemon, mounted: list[Path], tmp_path: Path) -> None:
+    other = FakeDaemon(mounted[1])
+    try:
+        mixed = [
+            path
+            for trio_of in zip(
+                paths_in(mounted[0]), paths_in(mounted[1]), paths_in(tmp_path / "c"), strict=True
+            )
+            for path in trio_of
+        ]
+        list(HintedSampler(range(len(mixed) - 1, -1, -1), mixed, plan="p"))
+        expected = [f"train/{n:05}.jpg" for n in reversed(range(PATHS))]
+        assert daemon.told("p", 0) == expected
+        assert other.told("p", 0) == expected
+    finally:
+        other.close()
+
+
+# -- what must not happen --------------------------------------------------------------------------
+
+
+def test_without_a_daemon_there_is_one_warning_and_the_same_samples(mounted: list[Path]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sampler = HintedSampler(Shuffled(), paths_in(mounted[0]))
+            assert list(sampler) == list(Shuffled())
+        announce(paths_in(mounted[0], 3))
+        assert hints.wait(10)
+    assert len(caught) == 1
+    assert "cachefs hints:" in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "samples"), [(range(3), [0, 1, 2]), (["a", "b"], ["a", "b"]), ([-1, 5_000], [-1, 5_000])]
+)
+def test_samples_that_are_no_indices_are_passed_on(
+    sampler: Any, samples: list[Any], tmp_path: Path, daemon: FakeDaemon
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert list(HintedSampler(sampler, paths_in(daemon.mountpoint))) == samples
+    assert hints.wait(10)
+    assert [order for _, _, order in daemon.orders] == ([[0, 1, 2]] if samples[0] == 0 else [])
+
+
+def test_a_sampler_without_an_end_is_passed_on(daemon: FakeDaemon) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield 0
+
+    with pytest.warns(UserWarning, match="without a length"):
+        reading = iter(HintedSampler(Endless(), paths_in(daemon.mountpoint)))
+        assert [next(reading) for _ in range(1000)] == [0] * 1000
+    assert daemon.requests == 0
+
+
+def test_warnings_that_are_errors_stop_nobody(mounted: list[Path]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(HintedSampler(["a"], paths_in(mounted[0]))) == ["a"]
+        announce(["/nowhere"], wait_s=10)
+
+
+def test_the_module_imports_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import cachefs.hints\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert new <= sys.stdlib_module_names | {'cachefs'}, new - sys.stdlib_module_names\n"
+        "assert not {'cachefs.config', 'subprocess'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_process_that_ends_has_sent_what_it_announced(daemon: FakeDaemon) -> None:
+    path = f"{daemon.mountpoint}/one"
+    code = (
+        "import sys; from cachefs import hints, mountinfo\n"
+        f"table = [mountinfo.Mount('0:1', '/', {str(daemon.mountpoint)!r}, 'fuse.cachefs', 'x', ())]\n"
+        "mountinfo.mounts = lambda: table\n"
+        f"hints.announce([{path!r}], plan='last')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert daemon.told("last", 0) == ["one"]
+
+
+# -- which mount -----------------------------------------------------------------------------------
+
+
+def test_the_mount_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounted: list[Path]) -> None:
+    a, b = mounted
+    (tmp_path / "link").symlink_to(a)
+    (tmp_path / "sibling").mkdir()
+    finder = Finder()
+    monkeypatch.chdir(tmp_path)
+    table = {
+        f"{a}/x/y": (str(a), "x/y"),
+        f"{a}//x/./y": (str(a), "x/y"),
+        f"{a}/.hidden": (str(a), ".hidden"),
+        f"{a}/../b/y": (str(b), "y"),
+        f"{tmp_path}/link/x": (str(a), "x"),
+        "a/x": (str(a), "x"),
+        "link/deep/x": (str(a), "deep/x"),
+        str(a): (str(a), ""),
+        f"{a}b/x": None,
+        f"{tmp_path}/sibling/x": None,
+    }
+    assert {path: finder.find(path) for path in table} == table
+
+
+# -- with the real thing ---------------------------------------------------------------------------
+
+
+class TestTorch:
+    @pytest.fixture
+    def data(self) -> Any:
+        return pytest.importorskip("torch.utils.data")
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_shuffling_loader(self, data: Any, daemon: FakeDaemon, workers: int) -> None:
+        torch = sys.modules["torch"]
+        paths = paths_in(daemon.mountpoint)
+
+        def loader() -> Any:
+            torch.manual_seed(11)
+            return data.DataLoader(list(range(PATHS)), batch_size=8, shuffle=True, num_workers=workers)
+
+        expected = [[batch.tolist() for batch in plain] for plain in [loader()] for _ in range(2)]
+        told = hinted(loader(), paths)
+        for epoch in range(2):
+            batches = [batch.tolist() for batch in told]
+            assert batches == expected[epoch]
+            order = [n for batch in batches for n in batch]
+            assert daemon.told("node-3", epoch) == [f"train/{n:05}.jpg" for n in order]
+
+    def test_ranks_that_set_the_epoch(self, data: Any, daemon: FakeDaemon) -> None:
+        inner = data.DistributedSampler(range(PATHS), num_replicas=4, rank=1, seed=5)
+        loader = hinted(
+            data.DataLoader(list(range(PATHS)), batch_size=None, sampler=inner), paths_in(daemon.mountpoint)
+        )
+        for epoch in range(3):
+            inner.set_epoch(epoch)
+            order = [int(n) for n in loader]
+            assert len(order) == 25
+            assert daemon.told("node-3", epoch) == [f"train/{n:05}.jpg" for n in order]
+        assert [epoch for _, epoch, _ in daemon.orders] == [0, 1, 2, 3]
+
+    def test_a_stream_is_left_alone(self, data: Any, daemon: FakeDaemon) -> None:
+        class Stream(data.IterableDataset):  # type: ignore[misc, name-defined]
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(10))
+
+        with pytest.warns(UserWarning, match="without a length"):
+            assert (
+                len(list(hinted(data.DataLoader(Stream(), batch_size=5), paths_in(daemon.mountpoint)))) == 2
+            )
+        assert daemon.requests == 0
