@@ -21,7 +21,7 @@ RANK = {
     # Leaves of plain knowledge about the machine and the configuration.
     **dict.fromkeys(("units", "cgroup", "mountinfo", "logs"), 1),
     **dict.fromkeys(("config", "layers", "options", "sources", "database"), 1),
-    **dict.fromkeys(("origin", "store"), 2),
+    **dict.fromkeys(("origin", "store", "peers"), 2),
     "fetch": 3,
     "fs": 4,
     **dict.fromkeys(("prefetch", "fuse"), 5),
@@ -38,6 +38,7 @@ NEVER = {
     "fs": {"fuse", "store", "daemon"},
     "store": {"origin", "fetch", "fs"},
     "origin": {"store", "fetch", "fs"},
+    "peers": {"origin", "store", "fetch", "fs"},
 }
 
 FENCES = {
@@ -48,6 +49,7 @@ FENCES = {
         ("origin/",),
     ),
     **dict.fromkeys(("click", "rich"), ("cli", "options.py", "statusview.py")),
+    **dict.fromkeys(("h11", "ssl"), ("peers/",)),
     "asyncio": (),
 }
 """Third-party package → where in cachefs/ it may be imported."""
