@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.errors import ObjectChanged
 from tests.fs.bucket import Bucket
 from tests.fs.mount import ROOT, Mount, mounted
 
@@ -178,9 +179,8 @@ async def test_strict_asks_at_every_open() -> None:
 STRICT: dict[str, Any] = {"metadata_ttl": 0.0, "negative_ttl": 0.0, "revalidate_at_open": True}
 
 
-async def cat(mount: Mount, path: str) -> bytes:
-    """What the kernel sends for `cat` when nothing may be kept: names and, for their modes, attributes on the way; an
-    open; attributes again with every read."""
+async def walk_and_open(mount: Mount, path: str) -> tuple[int, int]:
+    """What the kernel sends for an open when nothing may be kept: names and, for their modes, attributes on the way."""
     fs, ino = mount.fs, ROOT
     for name in path.encode().split(b"/"):
         found = (fs.lookup_now(ino, name) or await fs.lookup(ino, name))[0]
@@ -188,13 +188,22 @@ async def cat(mount: Mount, path: str) -> bytes:
             raise FileNotFoundError(path)
         ino = found.ino
         assert fs.attributes_now(ino) or await fs.getattr(ino)
-    opened = fs.open_now(ino, os.O_RDONLY, 1) or await fs.open(ino, os.O_RDONLY, 1)
+    return ino, (fs.open_now(ino, os.O_RDONLY, 1) or await fs.open(ino, os.O_RDONLY, 1))[0]
+
+
+async def cat(mount: Mount, path: str) -> bytes:
+    """What the kernel sends for `cat`: an open, with the walk once more after ESTALE; attributes again with every read."""
+    fs = mount.fs
+    try:
+        ino, handle = await walk_and_open(mount, path)
+    except ObjectChanged:
+        ino, handle = await walk_and_open(mount, path)
     data = b""
     for _ in range(2):
         size = (fs.attributes_now(ino) or await fs.getattr(ino))[0].size
-        data = bytes(await fs.read(opened[0], 0, size))
+        data = bytes(await fs.read(handle, 0, size))
         await trio.sleep(0.3)
-    fs.release(opened[0])
+    fs.release(handle)
     return data
 
 
