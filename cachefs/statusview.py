@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cachefs.units import about_bytes as size
+
 
 def show(statuses: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """Print one block for each status; keys that are missing are left out."""
@@ -125,15 +127,6 @@ def _worth_showing(key: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     return key != "source" and isinstance(value, str | int | float) and value not in ("", 0)
-
-
-def size(count: float) -> str:
-    """Three digits and a unit of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -80,6 +80,15 @@ def format_bytes(count: int) -> str:
     return str(count)
 
 
+def about_bytes(count: float) -> str:
+    """For people: three digits and a unit of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+
+
 def parse_duration(text: str) -> float:
     """Seconds: ``60``, ``60s``, ``500ms``, ``5m``, ``1h``, ``2d`` or ``forever``."""
     text = text.strip()
