@@ -25,7 +25,7 @@ RANK = {
     "fetch": 3,
     "fs": 4,
     **dict.fromkeys(("prefetch", "fuse"), 5),
-    **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking"), 6),
+    **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking", "simulate"), 6),
     **dict.fromkeys(("hints", "warming", "recording"), 6),
     **dict.fromkeys(("cli", "cli_cache", "cli_progress", "statusview", "__main__"), 7),
 }

@@ -1,0 +1,71 @@
+"""Which dataset an object belongs to: the first component of its name below the prefix that is mounted.
+
+A source whose first components are not datasets but their parts (`train/` mounted, with a directory for each of a thousand
+classes) is one dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+
+from cachefs.names import ObjectId
+
+MOST = 64
+"""First components that one source may have as datasets of their own. Guessed: more are classes, days or users."""
+
+
+class Datasets:
+    """ObjectId → number of its dataset (32 bits), and back to a name for people."""
+
+    def __init__(self) -> None:
+        self._prefixes: dict[str, list[str]] = {}
+        self._seen: dict[str, set[str]] = {}
+        self._whole: set[str] = set()
+        self._names: dict[int, str] = {}
+
+    def mounted(self, places: Iterable[tuple[str, str, str]]) -> None:
+        """What is mounted: (source, prefix of its keys, name for people) each."""
+        for source, prefix, _ in places:
+            self._prefixes.setdefault(source, []).append(prefix)
+        for prefixes in self._prefixes.values():
+            prefixes.sort(key=len, reverse=True)
+
+    def __call__(self, object_id: ObjectId) -> int:
+        source, key = object_id.source, object_id.key
+        prefix = next((p for p in self._prefixes.get(source, ()) if key.startswith(p)), "")
+        first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
+        if not slash:
+            first = ""
+        place = f"{source}\0{prefix}"
+        if place in self._whole:
+            first = ""
+        else:
+            seen = self._seen.setdefault(place, set())
+            seen.add(first)
+            if len(seen) > MOST:
+                del self._seen[place]
+                self._whole.add(place)
+                first = ""
+        number = zlib.crc32(f"{place}\0{first}".encode("utf-8", "surrogatepass"))
+        if number not in self._names:
+            self._names[number] = prefix + first
+        return number
+
+    def name(self, number: int) -> str:
+        """The prefix and first component of its names."""
+        return self._names.get(number, f"{number:08x}")
+
+    def dump(self) -> bytes:
+        """What `restore` takes."""
+        return json.dumps([sorted(self._whole), self._names]).encode()
+
+    def restore(self, row: bytes | None) -> None:
+        """Go on where `dump` was called; nothing of what is damaged."""
+        try:
+            whole, names = json.loads(row or b"[[], {}]")
+            self._whole = {str(place) for place in whole}
+            self._names = {int(number): str(name) for number, name in names.items()}
+        except (ValueError, TypeError, AttributeError):
+            pass

@@ -1,0 +1,315 @@
+"""Which copies will be wanted again: eviction that knows epochs. Pure: no I/O, no clock of its own.
+
+Training reads a dataset once per epoch, in another order each time. With a dataset larger than the cache, the least recently
+used copy is then exactly what comes next. The best victim is whatever was *already used in this epoch*: it is wanted last.
+What was used in the epoch before and is still to come in this one is protected; what was not used for a whole epoch is dead,
+and goes first. Nothing is refused admission: what is fetched and consumed is the next victim by itself.
+
+So all that has to be known of a dataset is when its epochs began, on the logical clock of the cache. It shows in the uses
+themselves: a use *again*, of a unit (an extent of a version) that this epoch has had already. One is noise, many close
+together are a new epoch, which began with the first of them. A dataset is believed to have epochs (`auto`) if at that
+moment most of what is known of it had been used, and nearly every use was one again. Neither holds for uses at random or by
+popularity: those stay with plain recency.
+
+What was used is remembered beyond what is cached, as a sample by hash (as SHARDS has it): of a dataset with more units,
+every second, fourth, ... one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Policy = Literal["auto", "epoch", "lru"]
+
+SAMPLE = 4096
+"""Units remembered of each dataset, 250 bytes each. Derived: 1 % of it are 40 uses, known to a sixth."""
+
+TRACKED = 32
+"""Datasets lately used that are watched, at most 1 MiB each. The others are evicted by recency. Guessed."""
+
+AGAIN_SHARE = 0.01
+"""Uses again, of the units used in this epoch, that make a new one. What is evicted until then was wanted: a half to one
+percent of the dataset, measured with the simulator. Less is soon met by a few files read twice."""
+
+AGAIN_LEAST = 4
+"""And this many at least. Guessed."""
+
+AGAIN_DENSITY = 0.25
+"""They must make up this share of the uses meanwhile: a few in a hundred, spread over an epoch, never add up. Guessed."""
+
+EPOCH_SHARE = 0.6
+"""A dataset has epochs if this much of it had been used when a new one began, and this many of the uses there were again.
+Simulated: orders without replacement give 0.9 and more of both, uses at random and by popularity less than 0.5 of one."""
+
+CORRELATED_LEAST, CORRELATED_MOST = 16, 256
+"""Other units that must have been used meanwhile for a use to be another one, and not the same still going on: an eighth of
+the dataset, between these. Derived: 64 readers of large files touch at most 128 extents from one second to the next."""
+
+EPOCHS_REMEMBERED = 4
+"""A unit not used for so many epochs is no longer part of its dataset. Derived: two would not tell uses at random, whose
+supposed epochs each touch a third, from those without replacement."""
+
+_FULL = 1 << 64
+
+
+def unit_hash(digest: bytes, extent: int) -> int:
+    """What an extent of the version `digest` is called here."""
+    return (int.from_bytes(digest[:8], "big") + extent * 0x9E3779B97F4A7C15) % _FULL
+
+
+@dataclass(slots=True)
+class Dataset:
+    """What is known of one. Its units before `previous` were not used for an epoch, from `start` on they were used in this
+    one. `sample` has unit → (clock when this use of it began, number of the last use); `threshold` is above the hashes that
+    are sampled."""
+
+    start: int = 0
+    previous: int = 0
+    number: int = 1
+    epochs: bool = False
+    last: int = 0
+    idle: bool = False
+    threshold: int = _FULL
+    sample: dict[int, tuple[int, int]] = field(default_factory=dict)
+    count: int = 0
+    fresh: int = 0
+    agains: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SAMPLE))
+    starts: deque[int] = field(default_factory=lambda: deque([0], maxlen=EPOCHS_REMEMBERED))
+    hits: int = 0
+    uses: int = 0
+    last_hit_ratio: float | None = None
+    unit_bytes: float = 0.0
+    changed: bool = True
+
+    @property
+    def rate(self) -> float:
+        """Share of the units that are sampled."""
+        return self.threshold / _FULL
+
+    @property
+    def alive(self) -> int:
+        """Sampled units that were used in the last epochs."""
+        return sum(use[0] >= self.starts[0] for use in self.sample.values())
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Share of the uses in this epoch that found their unit cached."""
+        return self.hits / self.uses if self.uses else None
+
+    def used(self, unit: int, clock: int, length: int, hit: bool) -> bool:
+        """Whether a new epoch has begun, with this use or shortly before."""
+        known = self.sample.get(unit)
+        if known is not None:
+            meanwhile = (self.count - known[1]) / self.rate
+            if meanwhile <= min(max(len(self.sample) / self.rate / 8, CORRELATED_LEAST), CORRELATED_MOST):
+                self.sample[unit] = (known[0], self.count)
+                return False
+        self.changed = True
+        self.count += 1
+        self.uses += 1
+        self.hits += hit
+        self.unit_bytes += (length - self.unit_bytes) / min(self.count, 1000)
+        self.sample[unit] = (clock, self.count)
+        if known is not None and known[0] >= self.start:
+            self.agains.append((self.count, clock))
+            return self._look()
+        self.fresh += 1
+        if len(self.sample) > SAMPLE:
+            self._sample_less()
+        return False
+
+    def _look(self) -> bool:
+        """After a use again: are they enough by now?"""
+        enough = max(AGAIN_LEAST, math.ceil(AGAIN_SHARE * self.fresh))
+        if len(self.agains) < enough:
+            return False
+        count, clock = self.agains[-enough]
+        density = enough / (self.count - count + 1)
+        if density < AGAIN_DENSITY:
+            return False
+        self._begin(clock, density)
+        return True
+
+    def _begin(self, clock: int, density: float) -> None:
+        self.starts.append(clock)
+        # Those used again since the epoch began count for the one before it as well.
+        fresh = sum(use[0] >= clock for use in self.sample.values())
+        used = sum(use[0] >= self.start for use in self.sample.values())
+        self.epochs = min(density, used / self.alive) >= EPOCH_SHARE
+        self.previous, self.start, self.fresh = self.start, clock, fresh
+        self.number += 1
+        self.agains.clear()
+        self.last_hit_ratio = self.hit_ratio
+        self.hits = self.uses = 0
+
+    def _sample_less(self) -> None:
+        """Forget what no longer belongs to it; if that is not much, every second unit."""
+        if self.alive > 0.75 * SAMPLE:
+            self.threshold //= 2
+            self.sample = {unit: use for unit, use in self.sample.items() if unit < self.threshold}
+        else:
+            self.sample = {unit: use for unit, use in self.sample.items() if use[0] >= self.starts[0]}
+        self.fresh = sum(use[0] >= self.start for use in self.sample.values())
+        self.agains.clear()
+
+
+class Epochs:
+    """All datasets of a cache. `version` changes whenever copies that were protected no longer are."""
+
+    def __init__(self, policy: Policy = "auto") -> None:
+        self.policy = policy
+        self.version = 0
+        self._datasets: OrderedDict[int, Dataset] = OrderedDict()
+        self._now = 0
+        self._looked = 0
+
+    def used(self, dataset: int, unit: int, clock: int, length: int, *, hit: bool) -> bool:
+        """A unit (any 64-bit hash, evenly distributed) of `length` bytes is used at `clock`, which never goes back; `hit` if
+        it was cached. Whether a new epoch of its dataset has begun."""
+        if self.policy == "lru":
+            return False
+        self._now = clock
+        if clock - self._looked >= 64:
+            self._look_for_idle()
+        found = self._datasets.get(dataset)
+        if found is None:
+            found = self._add(dataset, clock)
+        found.last = clock
+        found.idle = False
+        if unit >= found.threshold:
+            return False
+        begun = found.used(unit, clock, length, hit)
+        if begun:
+            self._datasets.move_to_end(dataset)
+            self.version += 1
+        return begun
+
+    def protects(self, dataset: int, clock: int) -> bool:
+        """Whether a copy last used at `clock` is still to be used in this epoch of its dataset."""
+        found = self._datasets.get(dataset)
+        return (
+            found is not None
+            and found.previous <= clock < found.start
+            and (found.epochs or self.policy == "epoch")
+            and not found.idle
+        )
+
+    def start(self, dataset: int) -> int:
+        """The clock when its epoch began."""
+        found = self._datasets.get(dataset)
+        return found.start if found is not None else 0
+
+    def has_epochs(self, dataset: int) -> bool:
+        found = self._datasets.get(dataset)
+        return found is not None and (found.epochs or self.policy == "epoch")
+
+    def _add(self, dataset: int, clock: int) -> Dataset:
+        if len(self._datasets) >= TRACKED:
+            del self._datasets[min(self._datasets, key=lambda d: self._datasets[d].last)]
+            self.version += 1
+        found = self._datasets[dataset] = Dataset(start=clock, previous=clock)
+        found.starts = deque([clock], maxlen=EPOCHS_REMEMBERED)
+        return found
+
+    def _look_for_idle(self) -> None:
+        """A dataset that was not used while others were for half as long as its epoch took has come to an end: what was
+        protected of it is not wanted any more."""
+        self._looked = self._now
+        for found in self._datasets.values():
+            if not found.idle and self._now - found.last > max(64, (found.start - found.previous) // 2):
+                found.idle = True
+                self.version += 1
+
+    def status(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Dataset → what is known of it, the one used last first."""
+        for dataset in sorted(self._datasets, key=lambda d: -self._datasets[d].last):
+            found = self._datasets[dataset]
+            yield (
+                dataset,
+                {
+                    "mode": "epoch" if found.epochs or self.policy == "epoch" else "lru",
+                    "epoch": found.number,
+                    "used_share": round(found.fresh / max(1, found.alive), 3),
+                    "footprint_bytes": int(found.alive / found.rate * found.unit_bytes),
+                    "hit_ratio": _rounded(found.hit_ratio),
+                    "last_hit_ratio": _rounded(found.last_hit_ratio),
+                },
+            )
+
+    # -- over restarts -----------------------------------------------------------------------------
+
+    def changes(self) -> tuple[bytes, dict[int, bytes]]:
+        """(list of all datasets, those that changed since the last call), to be given to `restore`."""
+        changed = {number: _packed(found) for number, found in self._datasets.items() if found.changed}
+        for number in changed:
+            self._datasets[number].changed = False
+        return json.dumps([self._now, list(self._datasets)]).encode(), changed
+
+    def restore(self, listed: bytes | None, rows: Iterable[tuple[int, bytes | None]]) -> int:
+        """Go on where `changes` was called; what is damaged is learnt again. The clock as it was."""
+        try:
+            now, numbers = json.loads(listed or b"[0, []]")
+            self._now = int(now)
+            wanted = {int(number) for number in numbers}
+        except (ValueError, TypeError):
+            return self._now
+        for number, row in rows:
+            found = _unpacked(row or b"")
+            if number in wanted and found is not None:
+                self._datasets[number] = found
+        return self._now
+
+    @staticmethod
+    def listed(row: bytes | None) -> list[int]:
+        """The datasets that a row of `changes` lists."""
+        try:
+            return [int(number) for number in json.loads(row or b"[0, []]")[1]]
+        except (ValueError, TypeError, IndexError):
+            return []
+
+
+_PLAIN: tuple[str, ...] = (
+    *("start", "previous", "number", "epochs", "last", "threshold", "count", "fresh", "unit_bytes"),
+    *("hits", "uses", "last_hit_ratio"),
+)
+_LENGTH = struct.Struct(">I")
+
+
+def _packed(found: Dataset) -> bytes:
+    head = {name: getattr(found, name) for name in _PLAIN}
+    head["starts"], head["agains"] = list(found.starts), list(found.agains)[-SAMPLE // 8 :]
+    text = json.dumps(head).encode()
+    columns = (
+        array("Q", found.sample),
+        *(array("Q", column) for column in zip(*found.sample.values(), strict=True)),
+    )
+    return _LENGTH.pack(len(text)) + text + b"".join(column.tobytes() for column in columns)
+
+
+def _unpacked(row: bytes) -> Dataset | None:
+    try:
+        (length,) = _LENGTH.unpack_from(row)
+        head = json.loads(row[4 : 4 + length])
+        numbers = array("Q", row[4 + length :])
+        size = len(numbers) // 3
+        uses = zip(numbers[size : 2 * size], numbers[2 * size :], strict=True)
+        found = Dataset(
+            **{name: head[name] for name in _PLAIN}, sample=dict(zip(numbers[:size], uses, strict=True))
+        )
+        found.starts.clear()
+        found.starts.extend(head["starts"])
+        found.agains.extend((count, clock) for count, clock in head["agains"])
+    except (ValueError, TypeError, KeyError, struct.error):
+        return None
+    return found
+
+
+def _rounded(ratio: float | None) -> float | None:
+    return None if ratio is None else round(ratio, 3)

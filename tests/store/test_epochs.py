@@ -1,0 +1,220 @@
+"""The policy alone: when epochs begin, what is protected, and that it never costs what recency gives. No store, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachefs.names import ObjectId
+from cachefs.store.datasets import MOST, Datasets
+from cachefs.store.epochs import SAMPLE, TRACKED, Epochs, unit_hash
+
+
+class Watched:
+    """An `Epochs` and a clock; units are numbers."""
+
+    def __init__(self, epochs: Epochs | None = None) -> None:
+        self.epochs = epochs or Epochs()
+        self.clock = 0
+        self.begun: list[int] = []
+
+    def use(self, units: Iterable[int], dataset: int = 1) -> Watched:
+        for unit in units:
+            self.clock += 1
+            key = unit_hash(random.Random(unit).randbytes(8), 0)
+            if self.epochs.used(dataset, key, self.clock, 1 << 20, hit=False):
+                self.begun.append(self.clock)
+        return self
+
+    def status(self, dataset: int = 1) -> dict[str, object]:
+        return dict(self.epochs.status())[dataset]
+
+
+def orders(count: int, epochs: int, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.sample(range(count), count) for _ in range(epochs)]
+
+
+@pytest.mark.parametrize("count", [64, 1000, 3 * SAMPLE])
+def test_an_epoch_begins_where_everything_is_used_again(count: int) -> None:
+    watched = Watched()
+    for order in orders(count, 5):
+        watched.use(order)
+    assert len(watched.begun) == 4
+    for number, noticed in enumerate(watched.begun, 1):
+        assert number * count < noticed <= number * count + max(16, 0.05 * count)
+    assert watched.status()["mode"] == "epoch"
+    assert watched.status()["epoch"] == 5
+
+
+def test_what_was_used_in_the_last_epoch_and_not_in_this_is_protected() -> None:
+    watched = Watched()
+    for order in orders(1000, 3):
+        watched.use(order)
+    start = watched.epochs.start(1)
+    assert 2000 < start <= 2250  # the first uses after the turn may still belong to those before it
+    assert [watched.epochs.protects(1, clock) for clock in (900, start - 1, start, 2999)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert not watched.epochs.protects(2, start - 1), "another dataset"
+
+
+@pytest.mark.parametrize("policy, mode", [("auto", "lru"), ("epoch", "epoch")])
+def test_uses_at_random_are_no_epochs_unless_told_so(policy: str, mode: str) -> None:
+    rng = random.Random(3)
+    watched = Watched(Epochs(policy))  # type: ignore[arg-type]
+    watched.use(rng.randrange(2000) for _ in range(20_000))
+    assert watched.status()["mode"] == mode
+
+
+def test_plain_recency_protects_nothing() -> None:
+    watched = Watched(Epochs("lru"))
+    for order in orders(300, 4):
+        watched.use(order)
+    assert watched.begun == []
+    assert not any(watched.epochs.protects(1, clock) for clock in range(1300))
+
+
+def test_a_few_files_read_again_and_again_begin_nothing() -> None:
+    watched = Watched()
+    order = orders(4000, 1)[0]
+    for at in range(0, 4000, 40):
+        watched.use(order[at : at + 40]).use(order[:1])
+    assert watched.begun == []
+
+
+def test_each_opened_twice_is_one_use() -> None:
+    watched = Watched()
+    for order in orders(500, 3):
+        watched.use(unit for unit in order for _ in range(2))
+    assert len(watched.begun) == 2
+    assert watched.status()["mode"] == "epoch"
+
+
+def test_readers_of_large_files_use_one_extent_for_a_while() -> None:
+    """64 streams; each comes back to its extent once a second, ten times. Until so much has been read that this is known
+    to be a part, it looks like small epochs."""
+    watched = Watched()
+    for order in orders(6400, 3):
+        for at in range(0, 6400, 64):
+            for _ in range(10):
+                watched.use(order[at : at + 64])
+    begun = [clock for clock in watched.begun if clock > 6400]
+    assert [round(clock / 64_000, 1) for clock in begun] == [1.0, 2.0]
+    assert watched.status()["mode"] == "epoch"
+
+
+def test_a_dataset_that_is_left_in_the_middle_is_given_up() -> None:
+    watched = Watched()
+    for order in orders(1000, 3):
+        watched.use(order)
+    watched.use(orders(1000, 1, seed=9)[0][:500])
+    kept = watched.epochs.start(1) - 1
+    assert watched.epochs.protects(1, kept)
+    version = watched.epochs.version
+    watched.use(range(10_000, 10_400), dataset=2)
+    assert watched.epochs.protects(1, kept), "a pause is not the end"
+    watched.use(range(10_400, 10_700), dataset=2)
+    assert not watched.epochs.protects(1, kept)
+    assert watched.epochs.version > version, "whoever passed it over looks again"
+
+
+@given(seed=st.integers(0, 1000), at=st.integers(0, 1199))
+@settings(max_examples=25, deadline=None)
+def test_a_restart_at_any_moment_changes_nothing(seed: int, at: int) -> None:
+    uses = [unit for order in orders(300, 4, seed) for unit in order]
+    whole = Watched().use(uses)
+    first = Watched().use(uses[:at])
+    listed, rows = first.epochs.changes()
+    second = Watched()
+    assert second.epochs.restore(listed, [(n, rows.get(n)) for n in Epochs.listed(listed)]) == at
+    second.clock = at
+    second.use(uses[at:])
+    assert first.begun + second.begun == whole.begun
+    assert second.status() == whole.status()
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_damaged_state_is_learnt_again(listed: bytes, row: bytes) -> None:
+    epochs = Epochs()
+    epochs.restore(listed, [(1, row)])
+    Watched(epochs).use(range(100))
+    good = Watched()
+    good.use(range(300))
+    listed, rows = good.epochs.changes()
+    cut = Epochs()
+    cut.restore(listed, [(1, rows[1][: len(row)])])
+    assert list(cut.status()) == []
+
+
+def test_only_what_changed_is_written_again() -> None:
+    watched = Watched().use(range(50)).use(range(50), dataset=2)
+    assert set(watched.epochs.changes()[1]) == {1, 2}
+    watched.use(range(50, 60), dataset=2)
+    assert set(watched.epochs.changes()[1]) == {2}
+
+
+def test_memory_is_bounded_whatever_is_read() -> None:
+    watched = Watched()
+    watched.use(range(20_000))
+    found = watched.epochs._datasets[1]
+    assert len(found.sample) <= SAMPLE
+    assert 0.8 < found.alive / found.rate / 20_000 < 1.2
+    for dataset in range(TRACKED + 10):
+        watched.use([1, 2], dataset)
+    assert len(watched.epochs._datasets) == TRACKED
+
+
+def test_status_says_what_is_known() -> None:
+    watched = Watched()
+    watched.use(range(1000)).use(range(600))
+    assert watched.status() | {"used_share": 0.6} == {
+        "mode": "epoch",
+        "epoch": 2,
+        "used_share": 0.6,
+        "footprint_bytes": 1000 << 20,
+        "hit_ratio": 0.0,
+        "last_hit_ratio": 0.0,
+    }
+    assert abs(float(str(watched.status()["used_share"])) - 0.6) < 0.02
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+def version(key: str, source: str = "s3://b") -> ObjectId:
+    return ObjectId(source, key, '"1"', 10)
+
+
+def test_a_dataset_is_the_first_component_below_what_is_mounted() -> None:
+    datasets = Datasets()
+    datasets.mounted([("s3://b", "data/", ""), ("s3://b", "data/deep/", "deep"), ("s3://c", "", "c")])
+    same = datasets(version("data/train/1.jpg"))
+    assert datasets(version("data/train/x/2.jpg")) == same
+    others = [
+        version("data/val/1"),
+        version("data/1"),
+        version("data/deep/train/1"),
+        version("data/train/1", "s3://c"),
+    ]
+    assert len({same, *map(datasets, others)}) == 5
+    assert datasets.name(same) == "data/train"
+    assert datasets(version("data/2")) == datasets(version("data/3")), "files at the root are one"
+
+
+def test_a_thousand_classes_are_one_dataset_and_stay_one() -> None:
+    datasets = Datasets()
+    for number in range(MOST + 1):
+        last = datasets(version(f"n{number}/1"))
+    assert datasets(version("n0/1")) == last == datasets(version("other/1"))
+    again = Datasets()
+    again.restore(datasets.dump())
+    assert again(version("n0/1")) == last
+    again.restore(b"rubbish")
