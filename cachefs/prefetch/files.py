@@ -1,0 +1,90 @@
+"""A list of paths, compact: over a million of them in one plan, and the same for each rank of a job. Pure.
+
+The paths lie in one buffer, one behind the other, and are found by an open-addressed table of their numbers. Measured: 1.2 M
+paths of 50 bytes take 65 bytes each; as a dict of strings they would take three times that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+
+from cachefs.errors import ConfigError
+
+MOST_FILES = 1 << 26
+"""Files of one list: with paths of 60 bytes, the four gigabytes that the offsets reach. Derived."""
+
+
+class Files:
+    """`total` paths, added in order, each found by its bytes. Paths are relative to the mount, without a leading slash."""
+
+    def __init__(self, total: int) -> None:
+        if not 0 <= total <= MOST_FILES:
+            raise ConfigError(f"a list of {total} files: at most {MOST_FILES} are taken")
+        self.total = total
+        self._text = bytearray()
+        self._ends = array("I")
+        self._hash = hashlib.blake2b(digest_size=16)
+        slots = 8
+        while slots < total + total // 2:
+            slots *= 2
+        self._mask = slots - 1
+        self._table = array("I", bytes(4 * slots))  # number + 1; 0 is free
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the paths in their order: lists with the same digest are the same."""
+        return self._hash.digest()
+
+    @property
+    def text(self) -> bytes:
+        """The paths as `from_text` takes them: each with a NUL behind it, which no path has."""
+        parts = bytearray()
+        for number in range(len(self._ends)):
+            parts += self[number] + b"\0"
+        return bytes(parts)
+
+    @classmethod
+    def from_text(cls, text: bytes) -> Files:
+        """Raises ValueError for what `text` cannot have been."""
+        paths = text.split(b"\0")
+        if paths.pop() != b"":
+            raise ValueError("the last path has no end")
+        files = cls(len(paths))
+        files.extend(paths)
+        return files
+
+    def extend(self, paths: Iterable[bytes]) -> None:
+        """Raises `ConfigError` when there are more than `total`."""
+        for path in paths:
+            number = len(self._ends)
+            end = len(self._text) + len(path)
+            if number >= self.total or end > 0xFFFFFFFF:
+                raise ConfigError("more paths than were announced, or four gigabytes of them")
+            slot = self._slot(path)
+            self._text += path
+            self._ends.append(end)
+            self._hash.update(path + b"\0")
+            if not self._table[slot]:
+                self._table[slot] = number + 1  # of paths given twice, the first is found
+
+    def __getitem__(self, number: int) -> bytes:
+        start = self._ends[number - 1] if number else 0
+        return bytes(self._text[start : self._ends[number]])
+
+    def find(self, path: bytes) -> int | None:
+        """The number of a path."""
+        found = self._table[self._slot(path)]
+        return found - 1 if found else None
+
+    def _slot(self, path: bytes) -> int:
+        """Where `path` is in the table, or would be."""
+        table, mask = self._table, self._mask
+        slot = hash(path) & mask
+        while (found := table[slot]) and self[found - 1] != path:
+            slot = (slot + 1) & mask
+        return slot
