@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import trio
 
@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 WHOLE_BYTES = 4 << 20
 """Objects up to this size come in one GET whatever is read of them: a round trip costs more than the bytes (at 20 ms and
 200 MB/s they are equal at 4 MB). Derived."""
+
+PARTS_AT_ONCE = 8
+"""Parts of one object that `bring` has under way. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
 ATTEMPTS = 8
 """How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. Guessed."""
@@ -148,6 +151,57 @@ class Fetcher:
             f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
         )
 
+    async def bring(
+        self,
+        origin: Origin,
+        object_id: ObjectId,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        ahead: bool = True,
+    ) -> int:
+        """Have all blocks of [start, stop) here (`stop` None: the object's end), in the background, before anybody reads
+        them. Returns how many bytes this call fetched: what is here already, or on its way, costs nothing.
+
+        With `ahead` the store evicts nothing that somebody will miss; without, it makes room as for a reader. Raises
+        `NoRoom` when it takes no more, and what a read raises. Cancelled, it ends the transfers that it began and nobody
+        else waits for; what has landed stays."""
+        obj = self._store.object(object_id)
+        stop = object_id.size if stop is None else min(stop, object_id.size)
+        blocks = blocks_covering(start, max(0, stop - start), self._block_size)
+        missing = (b for b in blocks if not self._store.has(obj, b))  # looked at as late as can be
+        runs = self._runs(missing, self._part_blocks)
+        fetched = 0
+        failures: list[CachefsError] = []
+
+        async def bring_runs() -> None:
+            nonlocal fetched
+            try:
+                for first, last in runs:
+                    if failures:
+                        break
+                    count = await self._bring_run(origin, obj, first, last, ahead=ahead)
+                    fetched += count
+            except CachefsError as exc:
+                failures.append(exc)
+
+        obj.refs += 1
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(PARTS_AT_ONCE, -(-len(blocks) // self._part_blocks))):
+                    nursery.start_soon(bring_runs)
+            if failures:
+                raise failures[0]
+            if self.lends and self._store.lends:
+                self._store.prepare_later(obj)
+            return fetched
+        finally:
+            self._store.release(obj)
+
+    def whole(self, object_id: ObjectId) -> bool:
+        """Whether all its blocks lie in the tiers."""
+        return self._store.cached_bytes(object_id) == object_id.size
+
     # -- the parts of it ---------------------------------------------------------------------------
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
@@ -167,11 +221,14 @@ class Fetcher:
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
         for start, stop in self._runs([b for b in wanted if b not in obj.flights], BLOCKS_PER_EXTENT):
-            self._start(opened, self._store.begin_fill(obj, start, stop), background=False)
+            self._start(opened.origin, obj, self._store.begin_fill(obj, start, stop), ahead=False)
         for block in missing:
             if block not in obj.flights and not self._store.has(obj, block):
-                self._start(opened, self._store.begin_bypass(obj, block), background=False)
-        return list({id(f): f for b in missing if (f := obj.flights.get(b)) is not None}.values())
+                self._start(opened.origin, obj, self._store.begin_bypass(obj, block), ahead=False)
+        flights = list({id(f): f for b in missing if (f := obj.flights.get(b)) is not None}.values())
+        for flight in flights:
+            self._metrics.prefetched_late += flight.join(missing)
+        return flights
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
         policy = obj.readahead
@@ -182,9 +239,42 @@ class Fetcher:
             blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
             part = max(1, min(self._part_blocks, len(wanted) // 2))
             for start, stop in self._runs(blocks, part):
-                self._start(opened, self._store.begin_fill(obj, start, stop), background=True)
+                fill = self._store.begin_fill(obj, start, stop, ahead=True)
+                self._start(opened.origin, obj, fill, ahead=True)
 
-    def _runs(self, blocks: list[int], longest: int) -> Iterator[tuple[int, int]]:
+    async def _bring_run(
+        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool
+    ) -> int:
+        """Blocks [start, stop) of one extent, joining what is on its way. Returns the bytes fetched."""
+        fetched = 0
+        wanted = range(start, stop)
+        for _ in range(ATTEMPTS * len(wanted)):
+            missing = [b for b in wanted if not self._store.has(obj, b)]
+            if not missing:
+                return fetched
+            joined = flight = obj.flights.get(missing[0])
+            if flight is None:
+                first, last = next(
+                    self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT)
+                )
+                fill = self._store.begin_fill(obj, first, last, ahead=ahead)
+                flight = self._start(origin, obj, fill, ahead=True)
+                if flight is None:
+                    raise NoRoom(f"no tier takes {obj.id.key} now")
+            try:
+                await flight.ended()
+            except trio.Cancelled:
+                if joined is None:
+                    flight.give_up()
+                raise
+            if joined is None:
+                if flight.error is not None:
+                    raise flight.error if isinstance(flight.error, CachefsError) else _unexpected(flight)
+                fetched += flight.fill.landed - flight.fill.start
+                wanted = range(flight.fill.stop_block, stop)  # it began with the first that was missing
+        raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
+
+    def _runs(self, blocks: Iterable[int], longest: int) -> Iterator[tuple[int, int]]:
         """Consecutive blocks as [start, stop) runs of at most `longest` that do not leave their extent."""
         start = stop = -1
         for block in blocks:
@@ -197,17 +287,18 @@ class Fetcher:
         if stop > start:
             yield start, stop
 
-    def _start(self, opened: OpenedObject, fill: Fill | None, *, background: bool) -> None:
+    def _start(self, origin: Origin, obj: CachedObject, fill: Fill | None, *, ahead: bool) -> Flight | None:
         if fill is None:
-            return
-        if background:
+            return None
+        if ahead:
             self._metrics.prefetched += fill.stop_block - fill.start_block
-        flight = Flight(self._store, self._attached(opened), fill, self._token, background=background)
-        self._nursery.start_soon(self._fly, flight, opened.origin, opened.id)
+        flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
+        self._nursery.start_soon(self._fly, flight, origin, obj.id)
+        return flight
 
     async def _fly(self, flight: Flight, origin: Origin, object_id: ObjectId) -> None:
         self.flights += 1
-        ahead = flight.fill.stop - flight.fill.start if flight.background else 0
+        ahead = flight.fill.stop - flight.fill.start if flight.ahead else 0
         self._ahead_bytes += ahead
         try:
             await flight.run(origin, object_id)
@@ -247,9 +338,13 @@ class Fetcher:
                 continue  # the next attempt takes another tier, or the heap
             if isinstance(error, ObjectChanged):
                 raise error
-            if flight.background:
-                continue  # nobody asked for it yet; the reader's own attempt decides
+            if flight.ahead:
+                continue  # nobody had asked for it; the reader's own attempt decides
             if isinstance(error, CachefsError):
                 opened.failed = (trio.current_time() + REPETITION_S, error)
                 raise error
-            raise OriginFailed(f"{flight.object.id.key}: unexpected {type(error).__name__}") from error
+            raise _unexpected(flight) from error
+
+
+def _unexpected(flight: Flight) -> OriginFailed:
+    return OriginFailed(f"{flight.object.id.key}: unexpected {type(flight.error).__name__}")

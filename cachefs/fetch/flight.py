@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import trio
 
 from cachefs.names import ObjectId
-from cachefs.origin import Origin
+from cachefs.origin import Origin, Turn
 from cachefs.store import CachedObject, Fill, Store
 
 _NEVER = 1 << 62
 
 
 class Flight:
-    """Brings the blocks of one fill. `error` is set when it ended without all of them."""
+    """Brings the blocks of one fill. `ahead` says that it began before any reader waited; `error` is set when it failed. One
+    that was given up ends with neither its blocks nor an error."""
 
     def __init__(
-        self, store: Store, obj: CachedObject, fill: Fill, token: trio.lowlevel.TrioToken, *, background: bool
+        self, store: Store, obj: CachedObject, fill: Fill, token: trio.lowlevel.TrioToken, *, ahead: bool
     ) -> None:
         self.object = obj
         self.fill = fill
-        self.background = background
+        self.ahead = ahead
         self.done = False
         self.error: Exception | None = None
+        self._turn = Turn(background=ahead)
+        self._scope = trio.CancelScope()
+        self._joined: set[int] = set()
         self._store = store
         self._waiters: list[tuple[int, trio.Event]] = []
         fill.on_landed = lambda: token.run_sync_soon(self.wake, idempotent=True)
         for block in range(fill.start_block, fill.stop_block):
             obj.flights[block] = self
 
+    def join(self, blocks: Iterable[int]) -> int:
+        """A reader waits for these blocks: from now on it is demand, and overtakes what nobody waits for. Returns how many
+        of them were fetched ahead, and are late for the first time."""
+        self._turn.promote()
+        late = {b for b in blocks if self.ahead and self.fill.start_block <= b < self.fill.stop_block}
+        late -= self._joined
+        self._joined |= late
+        return len(late)
+
+    def give_up(self) -> None:
+        """End it, unless somebody else waits for it."""
+        if self._turn.background and not self._waiters:
+            self._scope.cancel()
+
     async def landed(self, offset: int) -> None:
         """Return when all bytes below `offset` (clipped to this flight) are there, or it is over."""
         target = min(offset, self.fill.stop)
-        if self.done or self.fill.landed >= target:
-            return
+        if not self.done and self.fill.landed < target:
+            await self._wait(target)
+
+    async def ended(self) -> None:
+        """Return when it is over, and what it brought exists."""
+        if not self.done:
+            await self._wait(_NEVER)
+
+    async def _wait(self, target: int) -> None:
         event = trio.Event()
-        self._waiters.append((target, event))
+        waiter = (target, event)
+        self._waiters.append(waiter)
         self.fill.wake_at = min(self.fill.wake_at, target)
         if self.fill.landed >= target:  # the thread may have passed it between the two looks
             self.wake()
-        await event.wait()
+        try:
+            await event.wait()
+        except trio.Cancelled:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
 
     def read(self, offset: int, size: int) -> bytes | None:
         """Bytes that this flight has brought, or None: not there yet, not its own, or gone with its end."""
@@ -75,15 +108,10 @@ class Flight:
         fill = self.fill
         whole = fill.start == 0 and fill.stop == object_id.size
         try:
-            await origin.read(
-                object_id.key,
-                object_id.etag,
-                fill.start,
-                fill.stop,
-                fill,
-                whole=whole,
-                background=self.background,
-            )
+            with self._scope:
+                await origin.read(
+                    object_id.key, object_id.etag, fill.start, fill.stop, fill, whole=whole, turn=self._turn
+                )
         except Exception as exc:
             self.error = exc
         finally:

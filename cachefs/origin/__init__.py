@@ -9,8 +9,9 @@ Invariants: a read is conditional on the etag, so bytes of two versions never mi
 deadline; foreign exceptions do not leave this room.
 """
 
+from cachefs.origin.gate import Turn
 from cachefs.origin.origin import Origin
 from cachefs.origin.protocol import Client, ListPage, ObjectInfo, Sink
 from cachefs.origin.registry import open_origin
 
-__all__ = ["Client", "ListPage", "ObjectInfo", "Origin", "Sink", "open_origin"]
+__all__ = ["Client", "ListPage", "ObjectInfo", "Origin", "Sink", "Turn", "open_origin"]

@@ -34,7 +34,8 @@ from cachefs.errors import (
 )
 from cachefs.metrics import Metrics
 from cachefs.origin.bucket import TokenBucket
-from cachefs.origin.limiter import Concurrency, Gate
+from cachefs.origin.gate import Gate, Turn
+from cachefs.origin.limiter import Concurrency
 from cachefs.origin.protocol import AskedToWait, Client, ListPage, ObjectInfo, Sink
 from cachefs.origin.retry import DEFAULT, Backoff
 from cachefs.origin.transfer import Transfer
@@ -105,10 +106,10 @@ class Origin:
         sink: Sink,
         *,
         whole: bool = False,
-        background: bool = False,
+        turn: Turn | None = None,
     ) -> None:
         """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker
-        thread.
+        thread. `turn` says whether a reader waits for them, and may be promoted meanwhile; without one, it does.
 
         Once this has returned or raised, `sink` is not and will not be called. What the sink raises is
         re-raised unchanged. The deadline counts from the last byte that arrived, so a slow store may take its
@@ -120,7 +121,7 @@ class Origin:
         )
         what = f"reading {self._name(key)}"
         try:
-            await self._call(transfer.attempt, what, "origin_get", background=background, transfer=transfer)
+            await self._call(transfer.attempt, what, "origin_get", turn=turn, transfer=transfer)
         finally:
             await transfer.close()
         if transfer.sink_error is not None:
@@ -149,7 +150,9 @@ class Origin:
             "concurrency": gate.concurrency.limit,
             "concurrency_max": gate.concurrency.maximum,
             "in_flight": gate.in_flight,
-            "waiting": gate.waiting,
+            "background_in_flight": gate.background_in_flight,
+            "demand_waiting": len(gate.line.demand),
+            "background_waiting": len(gate.line.background),
             "throttled": gate.concurrency.limit < gate.concurrency.maximum,
             "last_error": self._last_error,
         }
@@ -172,12 +175,13 @@ class Origin:
         what: str,
         counter: str,
         *,
-        background: bool = False,
+        turn: Turn | None = None,
         transfer: Transfer | None = None,
         retries: int | None = None,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline strikes."""
         retries = self._backoff.retries if retries is None else retries
+        turn = turn or Turn()
         failures = refusals = 0
         renewed = False
         last = "the store did not answer"
@@ -186,7 +190,7 @@ class Origin:
                 position = 0 if transfer is None else transfer.begin(scope)
                 since = time.monotonic()
                 try:
-                    return await self._once(attempt, counter, background, transfer)
+                    return await self._once(attempt, counter, turn, transfer)
                 except PermissionDenied as exc:
                     if renewed or not await self._in_thread(partial(self._client.renew, since)):
                         raise self._failed(exc) from exc.__cause__
@@ -212,12 +216,10 @@ class Origin:
             OriginFailed(f"{what}: gave up after {self._deadline_s:g} s without progress: {last}")
         )
 
-    async def _once(
-        self, attempt: Callable[[], T], counter: str, background: bool, transfer: Transfer | None
-    ) -> T:
+    async def _once(self, attempt: Callable[[], T], counter: str, turn: Turn, transfer: Transfer | None) -> T:
         """One attempt, with a slot held, and what it teaches the limiter."""
         metrics, gate = self._metrics, self._gate
-        await gate.enter(background)
+        await gate.enter(turn)
         sent_at = trio.current_time()
         position = 0 if transfer is None else transfer.position
         setattr(metrics, counter, getattr(metrics, counter) + 1)
@@ -241,7 +243,7 @@ class Origin:
         finally:
             if transfer is not None:
                 metrics.origin_bytes += transfer.position - position
-            gate.leave()
+            gate.leave(turn)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)

@@ -13,6 +13,7 @@ import trio
 
 from cachefs.errors import ObjectChanged
 from cachefs.names import ObjectId
+from cachefs.origin import Turn
 
 SOURCE = "scripted://"
 
@@ -39,13 +40,14 @@ def content(seed: object, size: int) -> bytes:
 
 @dataclass
 class Get:
-    """One request as the origin saw it; `delivered` grows."""
+    """One request as the origin saw it when it came; `delivered` grows."""
 
     key: str
     start: int
     stop: int
     whole: bool
     background: bool
+    turn: Turn | None = None
     delivered: int = 0
 
 
@@ -111,9 +113,9 @@ class ScriptedOrigin:
         sink: Any,
         *,
         whole: bool = False,
-        background: bool = False,
+        turn: Turn | None = None,
     ) -> None:
-        get = Get(key, start, stop, whole, background)
+        get = Get(key, start, stop, whole, turn is not None and turn.background, turn)
         self.gets.append(get)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
 from cachefs.origin.bucket import TokenBucket
-from cachefs.origin.limiter import Concurrency, Gate
+from cachefs.origin.gate import Gate, Turn
+from cachefs.origin.limiter import Concurrency
 from cachefs.origin.opened import Opened
 from cachefs.origin.retry import Backoff
 from cachefs.origin.signed import expressible
@@ -58,18 +59,20 @@ def test_demand_overtakes_background_and_each_is_in_order() -> None:
         order: list[str] = []
 
         async def pass_through(name: str, background: bool) -> None:
-            await gate.enter(background)
+            turn = Turn(background)
+            await gate.enter(turn)
             order.append(name)
-            gate.leave()
+            gate.leave(turn)
 
-        await gate.enter(background=False)
+        first = Turn()
+        await gate.enter(first)
         async with trio.open_nursery() as nursery:
             for name in ("b1", "b2", "d1", "d2"):
                 nursery.start_soon(pass_through, name, name.startswith("b"))
                 await trio.testing.wait_all_tasks_blocked()
-            assert gate.waiting == 4
-            gate.leave()
-        assert (gate.in_flight, gate.waiting) == (0, 0)
+            assert len(gate.line) == 4
+            gate.leave(first)
+        assert (gate.in_flight, len(gate.line)) == (0, 0)
         return order
 
     assert trio.run(main) == ["d1", "d2", "b1", "b2"]
@@ -79,14 +82,14 @@ def test_background_leaves_room_for_demand() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(16))
         for _ in range(14):
-            await gate.enter(background=True)
+            await gate.enter(Turn(background=True))
         with trio.move_on_after(1) as waited:
-            await gate.enter(background=True)
+            await gate.enter(Turn(background=True))
         assert waited.cancelled_caught
         with trio.fail_after(0.5):
-            await gate.enter(background=False)
-            await gate.enter(background=False)
-        assert gate.in_flight == 16
+            await gate.enter(Turn())
+            await gate.enter(Turn())
+        assert (gate.in_flight, gate.background_in_flight) == (16, 14)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -94,12 +97,13 @@ def test_background_leaves_room_for_demand() -> None:
 def test_a_cancelled_waiter_takes_no_slot() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(1))
-        await gate.enter(background=False)
+        first = Turn()
+        await gate.enter(first)
         with trio.move_on_after(1):
-            await gate.enter(background=False)
-        gate.leave()
-        assert (gate.in_flight, gate.waiting) == (0, 0)
-        await gate.enter(background=False)
+            await gate.enter(Turn())
+        gate.leave(first)
+        assert (gate.in_flight, len(gate.line)) == (0, 0)
+        await gate.enter(Turn())
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -107,15 +111,16 @@ def test_a_cancelled_waiter_takes_no_slot() -> None:
 def test_a_lower_limit_lets_nobody_in_until_it_is_met() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(4))
-        for _ in range(4):
-            await gate.enter(background=False)
+        turns = [Turn() for _ in range(4)]
+        for turn in turns:
+            await gate.enter(turn)
         gate.concurrency.throttled(0.0, 1.0)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(gate.enter, False)
+            nursery.start_soon(gate.enter, Turn())
             for waiting in (1, 1, 0):
-                gate.leave()
+                gate.leave(turns.pop())
                 await trio.testing.wait_all_tasks_blocked()
-                assert gate.waiting == waiting
+                assert len(gate.line) == waiting
         assert gate.in_flight == 2
 
     trio.run(main)
@@ -187,18 +192,20 @@ def test_background_has_its_turn_among_many_demands() -> None:
         order: list[str] = []
 
         async def pass_through(name: str, background: bool) -> None:
-            await gate.enter(background)
+            turn = Turn(background)
+            await gate.enter(turn)
             order.append(name)
-            gate.leave()
+            gate.leave(turn)
 
-        await gate.enter(background=False)
+        first = Turn()
+        await gate.enter(first)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pass_through, "ahead", True)
             await trio.testing.wait_all_tasks_blocked()
             for number in range(12):
                 nursery.start_soon(pass_through, f"demand{number}", False)
                 await trio.testing.wait_all_tasks_blocked()
-            gate.leave()
+            gate.leave(first)
         assert order.index("ahead") == 4
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -19,7 +19,7 @@ from cachefs.errors import (
     Transient,
 )
 from cachefs.metrics import Metrics
-from cachefs.origin import ListPage, ObjectInfo, Origin
+from cachefs.origin import ListPage, ObjectInfo, Origin, Turn
 from cachefs.origin.protocol import AskedToWait
 from cachefs.origin.retry import Backoff
 from tests.origin.reading import Collect, run, until
@@ -243,25 +243,44 @@ def test_too_many_or_too_few_bytes_are_an_error_not_data() -> None:
     assert sink.data == b""
 
 
-def test_background_work_waits_behind_demand() -> None:
-    release = threading.Event()
-    order: list[str] = []
+class Slow(Scripted):
+    """Answers when told, one after the other."""
 
-    class Slow(Scripted):
-        def read(self, key: str, *rest: Any) -> Generator[memoryview | bytes, None, None]:
-            release.wait(10)
-            order.append(key)
-            yield bytes(rest[2] - rest[1])
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+        self.order: list[str] = []
+
+    def read(self, key: str, *rest: Any) -> Generator[memoryview | bytes, None, None]:
+        self.release.wait(10)
+        self.order.append(key)
+        yield bytes(rest[2] - rest[1])
+
+
+@pytest.mark.parametrize(
+    "promoted, order",
+    [
+        ("", ["first", "wanted", "ahead1", "ahead2"]),
+        ("ahead2", ["first", "wanted", "ahead2", "ahead1"]),
+    ],
+)
+def test_background_work_waits_behind_demand_until_a_reader_waits_for_it(
+    promoted: str, order: list[str]
+) -> None:
+    client = Slow()
 
     async def use(there: Origin) -> None:
+        turns = {key: Turn(key.startswith("ahead")) for key in ("first", "ahead1", "ahead2", "wanted")}
         async with trio.open_nursery() as nursery:
-            for key, background in (("first", False), ("ahead", True), ("wanted", False)):
-                nursery.start_soon(
-                    lambda k=key, b=background: there.read(k, "e", 0, 9, Collect(), background=b)
-                )
+            for key, turn in turns.items():
+                nursery.start_soon(lambda k=key, t=turn: there.read(k, "e", 0, 9, Collect(), turn=t))
                 await trio.sleep(0.02)
-            assert there.status()["waiting"] == 2
-            release.set()
+            status = there.status()
+            assert (status["demand_waiting"], status["background_waiting"]) == (1, 2)
+            if promoted:
+                turns[promoted].promote()
+                assert there.status()["demand_waiting"] == 2
+            client.release.set()
 
-    run(origin(Slow(), concurrency=1), use)
-    assert order == ["first", "wanted", "ahead"]
+    run(origin(client, concurrency=1), use)
+    assert client.order == order

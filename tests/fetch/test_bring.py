@@ -1,0 +1,217 @@
+"""Bringing blocks before anybody reads them: once, without standing in a reader's way, and without a trace if it is
+called off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from cachefs import errors
+from tests.fetch.scripted import content, in_trio
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, running
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 3 * MIB + 5, 40 * MIB + 7])
+@in_trio
+async def test_a_whole_object_is_brought_once(cache_dir: Path, size: int) -> None:
+    async with running(cache_dir, ssd=256 * MIB, block=MIB) as lab:
+        data = content(1, size)
+        object_id = lab.origin.put("k", data)
+        assert lab.fetcher.whole(object_id) == (size == 0)
+        assert await lab.fetcher.bring(lab.origin, object_id) == size  # type: ignore[arg-type]
+        assert lab.fetcher.whole(object_id)
+        assert all(g.background for g in lab.origin.gets)
+        assert sorted((g.start, g.stop) for g in lab.origin.gets) == [
+            (at, min(size, at + 8 * MIB)) for at in range(0, size, 8 * MIB)
+        ]
+        assert lab.origin.most_in_flight <= 8
+        gets = len(lab.origin.gets)
+        assert await lab.fetcher.bring(lab.origin, object_id) == 0  # type: ignore[arg-type]
+        for at in range(0, size, MIB):
+            assert await lab.read(object_id, at, min(MIB, size - at)) == data[at : at + MIB]
+        assert len(lab.origin.gets) == gets
+        assert lab.metrics.prefetched == -(-size // MIB)
+        assert lab.store.object(object_id).refs == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_part_of_an_object_is_the_blocks_that_it_touches(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, 80 * BLOCK))
+        await lab.read(object_id, 21 * BLOCK, BLOCK)
+        brought = await lab.fetcher.bring(
+            lab.origin,  # type: ignore[arg-type]
+            object_id,
+            20 * BLOCK + 1,
+            23 * BLOCK + 1,
+        )
+        assert brought == 3 * BLOCK
+        assert lab.fetcher.cached_bytes(object_id) == 4 * BLOCK
+        assert not lab.fetcher.whole(object_id)
+        assert await lab.fetcher.bring(lab.origin, object_id, 79 * BLOCK, 1 << 60) == BLOCK  # type: ignore[arg-type]
+        assert await lab.fetcher.bring(lab.origin, object_id, 90 * BLOCK) == 0  # type: ignore[arg-type]
+
+
+@in_trio
+async def test_two_readers_and_two_brings_of_one_object_cost_one_request_a_part(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=256 * MIB, block=MIB, readahead=16 * MIB) as lab:
+        size = 24 * MIB
+        data = content(1, size)
+        object_id = lab.origin.put("k", data)
+        hold = lab.origin.hold("k", 8 * MIB + 5)
+        brought: list[int] = []
+
+        async def bring() -> None:
+            brought.append(await lab.fetcher.bring(lab.origin, object_id))  # type: ignore[arg-type]
+
+        async def read(pid: int) -> None:
+            handle = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
+            for at in range(0, size, 128 * KIB):
+                got = await lab.read_open(handle, at, 128 * KIB, pid)
+                assert got == data[at : at + 128 * KIB]
+            lab.fetcher.close(handle)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bring)
+            nursery.start_soon(bring)
+            await hold.reached.wait()
+            for pid in range(2):
+                nursery.start_soon(read, pid)
+            hold.release.set()
+        assert sorted((g.start, g.stop) for g in lab.origin.gets) == [
+            (at, at + 8 * MIB) for at in range(0, size, 8 * MIB)
+        ]
+        assert sum(brought) == size
+
+
+@in_trio
+async def test_only_a_reader_makes_it_demand(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 10 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        hold = lab.origin.hold("k", 5)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+            await hold.reached.wait()
+            (get,) = lab.origin.gets
+            assert get.turn is not None and get.turn.background
+            nursery.start_soon(lab.read, object_id, 0, 2 * BLOCK)
+            nursery.start_soon(lab.read, object_id, 0, 1)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert not get.turn.background
+            hold.release.set()
+        assert len(lab.origin.gets) == 1
+        assert lab.metrics.prefetched_late == 2, "each block once"
+
+
+async def bring_and_cancel(lab: Lab, object_id: object, after: trio.Event) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+        await after.wait()
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_called_off_it_leaves_nothing_but_what_landed(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        data = content(1, 6 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        hold = lab.origin.hold("k", 2 * EXTENT + 2 * BLOCK + 7)
+        await bring_and_cancel(lab, object_id, hold.reached)
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        assert (obj.flights, obj.refs, obj.fds) == ({}, 0, {})
+        assert all(c.pins == 0 for c in obj.copies.values() if c is not None)
+        kept = lab.fetcher.cached_bytes(object_id)
+        assert lab.used() == kept < 6 * EXTENT
+        lab.check_accounts()
+        hold.release.set()
+        assert await lab.fetcher.bring(lab.origin, object_id) == 6 * EXTENT - kept  # type: ignore[arg-type]
+        assert await lab.read(object_id) == data
+
+
+@in_trio
+async def test_called_off_it_goes_on_for_the_reader_who_waits_for_it(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, EXTENT)
+        object_id = lab.origin.put("k", data)
+        hold = lab.origin.hold("k", 2 * BLOCK + 7)
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                assert await lab.read(object_id, 0, 3 * BLOCK) == data[: 3 * BLOCK]
+
+            async def bring() -> None:
+                assert await lab.fetcher.bring(lab.origin, object_id) == 0  # type: ignore[arg-type]
+
+            nursery.start_soon(bring_and_cancel, lab, object_id, called_off := trio.Event())
+            await hold.reached.wait()
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            called_off.set()
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            nursery.start_soon(bring)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            hold.release.set()
+        assert len(lab.origin.gets) == 1
+
+
+@pytest.mark.parametrize("error", [errors.OriginFailed, errors.ObjectChanged, errors.PermissionDenied])
+@in_trio
+async def test_a_failure_is_told_and_what_landed_stays(
+    cache_dir: Path, error: type[errors.CachefsError]
+) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, 20 * EXTENT))
+        lab.origin.fail(lambda: error("scripted"), after=3 * BLOCK + 5)
+        with pytest.raises(error, match="scripted"):
+            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+        await lab.quiet()
+        assert len(lab.origin.gets) < 20, "the rest is not asked for any more"
+        assert lab.fetcher.cached_bytes(object_id) >= 3 * BLOCK
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_bug_in_a_client_is_told_in_our_words(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, EXTENT))
+        lab.origin.fail(lambda: RuntimeError("bug"))
+        with pytest.raises(errors.OriginFailed, match="RuntimeError"):
+            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+
+
+@in_trio
+async def test_what_another_failed_to_bring_is_tried_once_more(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, EXTENT))
+        lab.origin.fail(lambda: errors.Transient("scripted"), background=False)
+        hold = lab.origin.hold("k", 0)
+        failed = lab.origin.fail(lambda: errors.Transient("scripted"), after=1)
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                with pytest.raises(errors.Transient):
+                    await lab.read(object_id, 0, 1)
+
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            failed.times = 0
+            nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            hold.release.set()
+        assert lab.fetcher.whole(object_id)
+
+
+@pytest.mark.parametrize("ssd", [0, EXTENT // 2])
+@in_trio
+async def test_no_room_is_told(cache_dir: Path, ssd: int) -> None:
+    async with running(cache_dir, ssd=ssd) as lab:
+        object_id = lab.origin.put("k", content(1, EXTENT))
+        with pytest.raises(errors.NoRoom):
+            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+        assert not lab.origin.gets
