@@ -99,6 +99,9 @@ class OpenFiles:
     def __len__(self) -> int:
         return len(self._handles)
 
+    def read_through(self, reader: Reader) -> None:
+        self._reader = reader
+
     # -- numbers -----------------------------------------------------------------------------------
 
     def stable(self, ino: int) -> int:

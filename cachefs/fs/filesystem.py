@@ -65,7 +65,7 @@ class FileSystem:
         self.on_invalidate: InvalidateHook = _nobody_listens
         self.told: Callable[[], Awaitable[None]] = (
             trio.lowlevel.checkpoint
-        )  # waits until the kernel was told enough
+        )  # waits until the kernel was told everything that it had to be told so far
         self.refreshed = False  # ever: listings that the kernel keeps may be out of date
         self._options = options
         self._metrics = metrics
@@ -99,10 +99,20 @@ class FileSystem:
         """The kernel opens files without asking: whatever changes is shown under another number from then on."""
         self._files.unopened = True
 
-    def watch_opens(self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()) -> None:
+    def watch_opens(
+        self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()
+    ) -> tuple[OpenHook | None, Container[bytes]]:
         """From now on `hook` hears of every open but those of small files that were lent, which are the fast path; of these,
-        of those whose digest is in `awaited` (`EVERY_FILE`: of all). One hook at a time."""
+        of those whose digest is in `awaited` (`EVERY_FILE`: of all). One hook at a time: returns the one before."""
+        before = self._files.on_open, self._files.awaited
         self._files.on_open, self._files.awaited = hook, awaited
+        return before
+
+    def read_through(self, reader: Reader) -> Reader:
+        """From now on bytes come from `reader`, which stands before (or again behind) the one returned."""
+        before, self._reader = self._reader, reader
+        self._files.read_through(reader)
+        return before
 
     # -- names and attributes ----------------------------------------------------------------------
 
@@ -341,6 +351,7 @@ class FileSystem:
             else:
                 directory, mark = self._locate(ino)
                 await self._refresh(directory, mark, self._files.stable(ino))
+            await self.told()
             return b"looking again"
         if not name.startswith(xattrs.PREFIX) or name not in self.listxattr(ino):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
@@ -381,7 +392,12 @@ class FileSystem:
     # -- looking again -----------------------------------------------------------------------------
 
     async def refresh(self, path: str = "") -> None:
-        """Look again at `path` (relative to the mount) and everything below, at the next use. Makes no request."""
+        """Look again at `path` (relative to the mount) and everything below, at the next use. Makes no request; the kernel
+        knows when this returns."""
+        await self._refresh_path(path)
+        await self.told()
+
+    async def _refresh_path(self, path: str) -> None:
         directory = self._tree.root
         names = components(path)
         for index, name in enumerate(names):

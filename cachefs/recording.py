@@ -1,0 +1,212 @@
+"""Recording which files are opened and which parts of them are read, to be replayed (`warm --profile`) or simulated.
+
+Idea: while somebody records, every open is told, and a wrapper stands before the reader; while nobody does, neither is
+there, and nothing is paid for it. Lines are kept in memory until they are drained over the control socket, in bounds: who
+does not drain loses lines, and is told how many; who does not drain for long has gone, and the recording ends.
+
+A line is an open: all of the file (``offset`` 0, ``length`` its size), because nobody sees what of it is read when it
+comes in one piece anyway or when the kernel reads it by itself. Only of a file over `LARGE` that is read through
+the daemon the parts are told: its open has length 0, and a line for each run of reads follows, written when the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+import trio
+
+from cachefs.errors import ConfigError, NotFound
+from cachefs.fs import EVERY_FILE, LARGE, FileSystem
+from cachefs.fs.reader import Buffer, Reader
+from cachefs.names import ObjectId
+from cachefs.origin import Origin
+
+LINES_KEPT = 200_000
+"""Lines that wait to be drained, about 150 bytes each. Guessed: two seconds of opens as fast as they can be."""
+
+LINES_AT_ONCE = 2_000
+"""Lines in one reply. Measured: writing them takes 6 ms of the daemon's loop."""
+
+RUNS_KEPT = 8
+"""Runs of reads of one handle that may go on side by side. Guessed: the threads of one process."""
+
+RUN_BYTES = 64 << 20
+"""A longer run is told in parts, so that lines come while it lasts. Guessed."""
+
+DRAIN_DEADLINE_S = 60.0
+"""Who has not drained for so long has gone. Guessed: a client drains twice a second."""
+
+
+class Recorder:
+    """Takes note of opens and reads. `path_of` gives the path below the mount, `clock` is in seconds."""
+
+    def __init__(self, path_of: Callable[[Origin, ObjectId], str], clock: Callable[[], float]) -> None:
+        self._path_of = path_of
+        self._clock = clock
+        self._began = clock()
+        self._lines: deque[tuple[float, Origin, ObjectId, int, int, int]] = deque()
+        self._runs: dict[Any, list[_Run]] = {}
+        self._dropped = 0
+
+    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, lent: bool) -> None:
+        in_parts = obj.size > LARGE and not lent
+        self._note(self._clock(), origin, obj, 0, 0 if in_parts else obj.size, pid)
+
+    def read(self, opened: Any, offset: int, size: int, pid: int) -> None:
+        """A part of a file was read; `opened` has its `origin` and its `id`."""
+        if opened.id.size <= LARGE or size <= 0:
+            return
+        runs = self._runs.setdefault(opened, [])
+        end = offset + size
+        for run in runs:
+            if run.pid == pid and offset <= run.stop and run.start <= end:
+                run.start, run.stop = min(run.start, offset), max(run.stop, end)
+                if run.stop - run.start >= RUN_BYTES:
+                    runs.remove(run)
+                    self._end(opened, run)
+                return
+        runs.append(_Run(self._clock(), offset, end, pid))
+        if len(runs) > RUNS_KEPT:
+            self._end(opened, runs.pop(0))
+
+    def closed(self, opened: Any) -> None:
+        for run in self._runs.pop(opened, ()):
+            self._end(opened, run)
+
+    def finish(self) -> None:
+        """Runs that go on are told as far as they came."""
+        for opened in list(self._runs):
+            self.closed(opened)
+
+    def drain(self) -> tuple[list[str], int]:
+        """Up to `LINES_AT_ONCE` lines, which are forgotten then, and how many were lost since the last time."""
+        lines: list[str] = []
+        while self._lines and len(lines) < LINES_AT_ONCE:
+            at, origin, obj, offset, length, pid = self._lines.popleft()
+            line = {"t": round(at - self._began, 6), "path": self._path_of(origin, obj), "size": obj.size}
+            lines.append(json.dumps({**line, "offset": offset, "length": length, "pid": pid}))
+        dropped, self._dropped = self._dropped, 0
+        return lines, dropped
+
+    def _end(self, opened: Any, run: _Run) -> None:
+        self._note(run.at, opened.origin, opened.id, run.start, run.stop - run.start, run.pid)
+
+    def _note(self, at: float, origin: Origin, obj: ObjectId, offset: int, length: int, pid: int) -> None:
+        if len(self._lines) < LINES_KEPT:
+            self._lines.append((at, origin, obj, offset, length, pid))
+        else:
+            self._dropped += 1
+
+
+class _Run:
+    """Bytes [start, stop) of one handle, read by one process without a gap since `at`."""
+
+    __slots__ = ("at", "pid", "start", "stop")
+
+    def __init__(self, at: float, start: int, stop: int, pid: int) -> None:
+        self.at, self.start, self.stop, self.pid = at, start, stop, pid
+
+
+class RecordedReader:
+    """The `reader` it stands before, with a recorder that hears of what is read."""
+
+    reader: Reader
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+    def close(self, opened: Any) -> None:
+        self._recorder.closed(opened)
+        self.reader.close(opened)
+
+    def read_now(self, opened: Any, offset: int, size: int, pid: int) -> Buffer | None:
+        data = self.reader.read_now(opened, offset, size, pid)
+        if data is not None:
+            self._recorder.read(opened, offset, size, pid)
+        return data
+
+    async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer:
+        data = await self.reader.read(opened, offset, size, pid)
+        self._recorder.read(opened, offset, size, pid)
+        return data
+
+
+class Recordings:
+    """The recording of a mount: one at a time. `nursery` runs what ends one that nobody drains."""
+
+    def __init__(
+        self, fs: FileSystem, path_of: Callable[[Origin, ObjectId], str], nursery: trio.Nursery
+    ) -> None:
+        self._fs = fs
+        self._path_of = path_of
+        self._nursery = nursery
+        self._numbers = count(1)
+        self._number = 0
+        self._recorder: Recorder | None = None
+        self._unhook: Callable[[], None] | None = None
+        self._drained = 0.0
+
+    def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """For the control socket."""
+        return {"record_start": self.start, "record_drain": self.drain, "record_stop": self.stop}
+
+    async def start(self) -> int:
+        """Begin; the number of the recording."""
+        if self._unhook is not None:
+            raise ConfigError("this mount is being recorded already: one recording at a time")
+        self._number = next(self._numbers)
+        self._drained = trio.current_time()
+        recorder = self._recorder = Recorder(self._path_of, trio.current_time)
+        self._unhook = self._hook(recorder)
+        self._nursery.start_soon(self._watch, self._number)
+        return self._number
+
+    async def drain(self, recording: int) -> dict[str, Any]:
+        """Lines, and how many were lost. None are left when none come after `stop`."""
+        if recording != self._number or self._recorder is None:
+            raise NotFound(f"recording {recording} has ended")
+        self._drained = trio.current_time()
+        lines, dropped = self._recorder.drain()
+        if not lines and self._unhook is None:
+            self._recorder = None
+        return {"lines": lines, "dropped": dropped}
+
+    async def stop(self, recording: int) -> None:
+        """No more lines than there are."""
+        if recording == self._number and self._unhook is not None:
+            self._unhook()
+            self._unhook = None
+            assert self._recorder is not None
+            self._recorder.finish()
+
+    async def _watch(self, recording: int) -> None:
+        while self._recorder is not None and self._number == recording:
+            if trio.current_time() - self._drained > DRAIN_DEADLINE_S:
+                await self.stop(recording)
+                self._recorder = None
+            await trio.sleep(DRAIN_DEADLINE_S / 4)
+
+    def _hook(self, recorder: Recorder) -> Callable[[], None]:
+        hook, awaited = before = self._fs.watch_opens(None)
+
+        def opened(ino: int, pid: int, origin: Origin, obj: ObjectId, lent: bool) -> None:
+            recorder.opened(ino, pid, origin, obj, lent)
+            if hook is not None and (not lent or obj.size > LARGE or obj.digest in awaited):
+                hook(ino, pid, origin, obj, lent)
+
+        recorded = RecordedReader(recorder)
+        recorded.reader = reader = self._fs.read_through(recorded)
+        self._fs.watch_opens(opened, EVERY_FILE)
+
+        def unhook() -> None:
+            self._fs.watch_opens(*before)
+            self._fs.read_through(reader)
+
+        return unhook
