@@ -119,14 +119,30 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _pairs(client: object, origin: object) -> str:
     shown = [f"client {client}"] if client else []
     if isinstance(origin, Mapping):
-        shown += [f"{key} {value}" for key, value in origin.items() if _worth_showing(key, value)]
+        shown += _origin(origin)
     return "(" + ", ".join(shown) + ")" if shown else ""
 
 
-def _worth_showing(key: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    return key != "source" and isinstance(value, str | int | float) and value not in ("", 0)
+def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
+    """What a store is doing, and what is in its way."""
+    if "concurrency" in origin:
+        reason = origin.get("limited_by")
+        limited = f" of {origin.get('concurrency_max', '?')} ({reason})" if reason else ""
+        yield f"concurrency {origin['concurrency']}{limited}"
+    if origin.get("in_flight"):
+        background = int(origin.get("background_in_flight", 0))
+        yield f"{origin['in_flight']} in flight" + (
+            f" ({background} in the background)" if background else ""
+        )
+    if origin.get("throughput"):
+        limit = origin.get("download_limit")
+        yield f"{size(origin['throughput'])}/s" + (f" of at most {size(limit)}/s" if limit else "")
+    if origin.get("demand_waiting"):
+        yield f"{origin['demand_waiting']} waiting for a slot"
+    if origin.get("prefix"):
+        yield f"prefix {origin['prefix']}"
+    if origin.get("last_error"):
+        yield f"last error: {origin['last_error']}"
 
 
 def duration(seconds: float) -> str:

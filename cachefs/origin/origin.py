@@ -33,7 +33,7 @@ from cachefs.errors import (
     Unsupported,
 )
 from cachefs.metrics import Metrics
-from cachefs.origin.bucket import TokenBucket
+from cachefs.origin.bucket import DownloadLimit, Throughput
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.limiter import Concurrency
 from cachefs.origin.protocol import AskedToWait, Client, ListPage, ObjectInfo, Sink
@@ -72,8 +72,8 @@ class Origin:
         # The gate bounds what is in flight; this only bounds threads, abandoned ones included. Those end when
         # the vendor's own read timeout strikes, so a few times the concurrency is room enough (guessed).
         self._threads = trio.CapacityLimiter(4 * concurrency + 4)
-        self._download_limit = download_limit
-        self._limit: TokenBucket | None = None
+        self._limit = DownloadLimit(download_limit) if download_limit else None
+        self._throughput = Throughput()
         self._last_error = ""
 
     @property
@@ -116,8 +116,19 @@ class Origin:
         time and a silent one may not."""
         if start >= stop:
             return
+        turn = turn or Turn()
         transfer = Transfer(
-            self._client, key, etag, start, stop, sink, whole, self._deadline_s, self._bucket()
+            self._client,
+            key,
+            etag,
+            start,
+            stop,
+            sink,
+            whole,
+            self._deadline_s,
+            self._limit,
+            turn,
+            self._count,
         )
         what = f"reading {self._name(key)}"
         try:
@@ -142,7 +153,8 @@ class Origin:
             log.warning("%s", exc)
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values."""
+        """For `cachefs status`: plain values. `limited_by` says why `concurrency` is below its maximum; rates are in
+        bytes a second."""
         gate = self._gate
         return {
             "source": self.source,
@@ -153,7 +165,9 @@ class Origin:
             "background_in_flight": gate.background_in_flight,
             "demand_waiting": len(gate.line.demand),
             "background_waiting": len(gate.line.background),
-            "throttled": gate.concurrency.limit < gate.concurrency.maximum,
+            "limited_by": gate.concurrency.reason,
+            "download_limit": self._limit.bytes_per_s if self._limit else 0,
+            "throughput": round(self._throughput.rate(time.monotonic())),
             "last_error": self._last_error,
         }
 
@@ -163,11 +177,13 @@ class Origin:
     def _name(self, key: str) -> str:
         return f"{self._label}/{key}"
 
-    def _bucket(self) -> TokenBucket | None:
-        # Made at the first read: the clock it counts on exists only inside trio.
-        if self._download_limit and self._limit is None:
-            self._limit = TokenBucket(self._download_limit, trio.current_time())
-        return self._limit
+    def _count(self, transfer: Transfer) -> None:
+        """What has been delivered since it was last counted."""
+        count = transfer.position - transfer.counted
+        transfer.counted += count
+        self._metrics.origin_bytes += count
+        self._gate.concurrency.arrived(count)
+        self._throughput.add(count, time.monotonic())
 
     async def _call(
         self,
@@ -221,7 +237,6 @@ class Origin:
         metrics, gate = self._metrics, self._gate
         await gate.enter(turn)
         sent_at = trio.current_time()
-        position = 0 if transfer is None else transfer.position
         setattr(metrics, counter, getattr(metrics, counter) + 1)
         try:
             result = await self._in_thread(attempt)
@@ -242,7 +257,8 @@ class Origin:
             return result
         finally:
             if transfer is not None:
-                metrics.origin_bytes += transfer.position - position
+                self._count(transfer)
+                gate.concurrency.finished(len(gate.line) > 0, trio.current_time())
             gate.leave(turn)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:

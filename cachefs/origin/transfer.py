@@ -9,12 +9,15 @@ that it is over or the task sees that a write is running.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 
 import trio
 
 from cachefs.errors import Transient
-from cachefs.origin.bucket import TokenBucket
+from cachefs.origin.bucket import DownloadLimit
+from cachefs.origin.gate import Turn
 from cachefs.origin.protocol import Client, Sink
 
 PROGRESS_S = 1.0
@@ -24,7 +27,7 @@ costs about 0.1 ms, so once a second is free, and a deadline is many seconds."""
 
 class Transfer:
     """State that outlives an attempt: `position` is the next byte to deliver, `sink_error` what the sink
-    raised."""
+    raised. `on_progress` is called on the trio thread, about once a second, while bytes come."""
 
     def __init__(
         self,
@@ -36,14 +39,17 @@ class Transfer:
         sink: Sink,
         whole: bool,
         deadline_s: float,
-        bucket: TokenBucket | None,
+        limit: DownloadLimit | None,
+        turn: Turn,
+        on_progress: Callable[[Transfer], None],
     ) -> None:
-        self.position = start
+        self.position = self.counted = start  # `counted` is its owner's
         self.sink_error: Exception | None = None
         self._client, self._key, self._etag = client, key, etag
         self._start, self._stop, self._sink, self._whole = start, stop, sink, whole
         self._deadline_s = deadline_s
-        self._bucket = bucket
+        self._limit, self._turn = limit, turn
+        self._on_progress = on_progress
         self._scope: trio.CancelScope | None = None
         self._reported = 0.0
         self._busy = False
@@ -85,12 +91,10 @@ class Transfer:
         size = len(chunk)
         if size > self._stop - self.position:
             raise Transient("the store sent more bytes than were asked for")
-        if self._bucket is not None:
-            wait_s = trio.from_thread.run_sync(self._alive, size)
-            if wait_s > 0:
-                trio.from_thread.run(trio.sleep, wait_s)
+        if self._limit is not None:
+            trio.from_thread.run(self._pay, self._limit, size)
         elif time.monotonic() - self._reported > PROGRESS_S:
-            trio.from_thread.run_sync(self._alive, 0)
+            trio.from_thread.run_sync(self._alive)
         self._busy = True
         try:
             if self._closed:
@@ -104,13 +108,19 @@ class Transfer:
             self._busy = False
         return True
 
-    def _alive(self, size: int) -> float:
-        """On the trio thread: bytes came, so the deadline starts anew. Returns how long the download limit
-        says to wait before they are passed on; that wait is ours and not the store's, so it does not
-        count."""
-        now = trio.current_time()
-        wait_s = self._bucket.take(size, now) if self._bucket is not None else 0.0
+    async def _pay(self, limit: DownloadLimit, size: int) -> None:
+        """On the trio thread: wait until the download limit lets these bytes pass. That wait is ours and not the
+        store's, so the deadline stands still meanwhile."""
         if self._scope is not None and not self._closed:
-            self._scope.deadline = now + wait_s + self._deadline_s
+            self._scope.deadline = math.inf
+        try:
+            await limit.pay(size, self._turn)
+        finally:
+            self._alive()
+
+    def _alive(self) -> None:
+        """On the trio thread: bytes came, so the deadline starts anew."""
+        if self._scope is not None and not self._closed:
+            self._scope.deadline = trio.current_time() + self._deadline_s
+            self._on_progress(self)
         self._reported = time.monotonic()
-        return wait_s

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from cachefs.origin.bucket import TokenBucket
+from cachefs.origin.bucket import DownloadLimit, Throughput, TokenBucket
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.limiter import Concurrency
 from cachefs.origin.opened import Opened
@@ -150,6 +150,62 @@ def test_takers_of_a_limit_are_served_in_order() -> None:
     bucket = TokenBucket(100.0, 0.0)
     waits = [bucket.take(100, 0.0) for _ in range(3)]
     assert waits == pytest.approx([1.0 - 0.0, 2.0, 3.0], abs=TokenBucket.BURST_S)
+
+
+def test_a_readers_bytes_are_paid_for_first() -> None:
+    async def main() -> None:
+        limit, order = DownloadLimit(100.0), []
+
+        async def take(name: str, turn: Turn) -> None:
+            await limit.pay(100, turn)
+            order.append((name, trio.current_time() - start))
+
+        start = trio.current_time()
+        turns = {name: Turn(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
+        async with trio.open_nursery() as nursery:
+            for name, turn in turns.items():
+                nursery.start_soon(take, name, turn)
+                await trio.testing.wait_all_tasks_blocked()
+            with trio.move_on_after(0.5):  # who gives up leaves no gap
+                await take("d3", Turn())
+            turns["b3"].promote()
+        assert [name for name, _ in order] == ["b1", "d1", "d2", "b3", "b2"]
+        assert [when for _, when in order] == pytest.approx([1, 2, 3, 4, 5], abs=TokenBucket.BURST_S)
+        await take("alone", Turn())
+        assert order[-1][1] == pytest.approx(6, abs=TokenBucket.BURST_S)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_throughput_is_of_the_last_seconds() -> None:
+    measured = Throughput()
+    for tenth in range(100):
+        measured.add(100, tenth / 10)
+    assert measured.rate(9.95) == 1000.0
+    assert measured.rate(12.0) == 400.0
+    assert measured.rate(60.0) == 0.0
+
+
+def test_a_turn_promoted_at_the_gate_takes_the_slots_kept_for_demand() -> None:
+    async def main() -> None:
+        gate = Gate(Concurrency(8))
+        inside = [Turn(background=True) for _ in range(7)]
+        for turn in inside:
+            await gate.enter(turn)
+        late = Turn(background=True)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(gate.enter, late)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(gate.line.background) == 1
+            late.promote()
+        assert (gate.in_flight, gate.background_in_flight, len(gate.line)) == (8, 7, 0)
+        inside[0].promote()
+        assert gate.background_in_flight == 6
+        for turn in [*inside, late]:
+            gate.leave(turn)
+        assert gate.in_flight == 0
+
+    trio.run(main)
 
 
 @given(

@@ -134,7 +134,11 @@ def test_throttling_lowers_the_limit_and_uses_up_no_attempts() -> None:
     assert data == BODY
     status = there.status()
     # Six cuts lead from 64 to 1, and the success that ended it led to 2.
-    assert status["concurrency"] == 2 and status["throttled"] and status["last_error"] == "slow down"
+    assert (
+        status["concurrency"] == 2
+        and status["limited_by"] == "throttled"
+        and status["last_error"] == "slow down"
+    )
     assert there._metrics.origin_throttled == 10
 
 
