@@ -13,11 +13,11 @@ Who may call: `fetch` (reading, filling, lending), `daemon` (opening, closing, s
 """
 
 from cachefs.store.backing import Backing
-from cachefs.store.catalog import CachedObject
 from cachefs.store.fill import Fill, FillClosed
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Store
+from cachefs.store.versions import CachedObject
 
 __all__ = ["SHM", "Backing", "CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]

@@ -20,11 +20,12 @@ import xxhash
 
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count
-from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy
 from cachefs.store.moves import Moves
-from cachefs.store.room import Room
+from cachefs.store.room import Evict, Room
 from cachefs.store.tier import Tier, allocated
+from cachefs.store.versions import CachedObject
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class Lending:
         touch = self._catalog.touch_if_old
         for copy in backing.copies:
             copy.pins += 1
-            touch(copy)
+            if touch(copy):
+                self._catalog.use(obj, copy, hit=True)
         return backing
 
     def _make(self, obj: CachedObject) -> Backing | None:
@@ -254,7 +256,7 @@ class Lending:
             copy.pins += 1  # the room that some of it needs must not come from the rest
         try:
             for copy in down:
-                if not await self._moves.move(obj, copy, ssd, evict=True):
+                if not await self._moves.move(obj, copy, ssd, Evict.SPARE):
                     return False
         finally:
             self._room.unpin(obj, *down)

@@ -12,17 +12,18 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
 from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
-from cachefs.store.index import Copy, CopyKey, Index, pack_copy, pack_key
+from cachefs.store.datasets import Datasets
+from cachefs.store.epochs import Epochs, unit_hash
+from cachefs.store.index import Copy, CopyKey, Index, Saved, pack_copy
 from cachefs.store.tier import Tier
-
-if TYPE_CHECKING:
-    from cachefs.store.backing import Backing
+from cachefs.store.versions import CachedObject, Unnamed
+from cachefs.store.victims import Verdict, Walk
 
 log = logging.getLogger(__name__)
 
@@ -32,67 +33,34 @@ OBJECTS_IN_MEMORY = 8192
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). Guessed."""
 
+AHEAD_S = 3600.0
+"""How long what was fetched ahead waits for its first reader before it is evicted like anything else. Guessed."""
 
-class CachedObject:
-    """One version that is open or was lately used. `copies` has the loaded ones by (tier, extent), None where there is
-    none; `fds` its open files by tier; `sealed` the tiers where its file is known to have been lent; `leaving` those of them
-    where all its blocks are forgotten and the file waits for its last pin; `backing` what the kernel has of it. Two slots
-    belong to the fetch room: `flights` (block → the transfer that is bringing it) and `readahead` (what its readers are
-    seen to do)."""
+AHEAD_COPIES = 65_536
+"""Copies that may wait so, about 300 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. Guessed."""
 
-    __slots__ = ("backing", "copies", "fds", "flights", "id", "leaving", "readahead", "refs", "sealed")
-
-    def __init__(self, object_id: ObjectId) -> None:
-        self.id = object_id
-        self.copies: dict[tuple[int, int], Copy | None] = {}
-        self.fds: dict[int, int] = {}
-        self.sealed: set[int] = set()
-        self.leaving: set[int] = set()
-        self.backing: Backing | None = None
-        self.flights: dict[int, Any] = {}
-        self.readahead: Any = None
-        self.refs = 0
-
-    def in_use(self) -> bool:
-        return bool(self.refs or self.flights or any(c and c.pins for c in self.copies.values()))
-
-    def is_sealed(self, tier: Tier) -> bool:
-        """Whether its file on the tier may never change any more. The file says so itself; here it is remembered."""
-        if tier.number not in self.sealed and tier.sealed(self.id.digest):
-            self.sealed.add(tier.number)
-        return tier.number in self.sealed
-
-    def on(self, tier: Tier) -> list[Copy]:
-        """Its loaded copies on the tier."""
-        return [copy for (number, _), copy in self.copies.items() if number == tier.number and copy]
-
-    def file(self, tier: Tier) -> int:
-        """A descriptor of its file on the tier, kept open while the object is in use. OSError when it is not there."""
-        fd = self.fds.get(tier.number)
-        if fd is None:
-            fd = self.fds[tier.number] = tier.open_file(self.id.digest, create=False)
-        return fd
-
-    def close_files(self) -> None:
-        for fd in self.fds.values():
-            os.close(fd)
-        self.fds.clear()
+EPOCHS_SAVED_EVERY = 60
+"""Flushes from one writing of what is known of epochs to the next, 100 KB for each dataset in use. Guessed: what a crash
+loses of it puts off the next epoch's beginning by a part of a minute."""
 
 
-class _Unnamed:
-    """Stands in for the ObjectId of a version only met by its digest (while evicting): the index keeps no keys."""
-
-    __slots__ = ("digest", "key")
-
-    def __init__(self, digest: bytes) -> None:
-        self.digest = digest
-        self.key = f"version {digest.hex()}"
+UNSAVED = -1
+"""No version of the epochs."""
 
 
 class Catalog:
     """`trust` takes the index's word for the bytes of its blocks; otherwise each is checked before its first use."""
 
-    def __init__(self, index: Index, tiers: list[Tier], block_size: int, *, trust: bool) -> None:
+    def __init__(
+        self,
+        index: Index,
+        tiers: list[Tier],
+        block_size: int,
+        epochs: Epochs,
+        now: Callable[[], float],
+        *,
+        trust: bool,
+    ) -> None:
         self._index = index
         self._tiers = tiers
         self._tier = {tier.number: tier for tier in tiers}
@@ -102,16 +70,26 @@ class Catalog:
         self._dirty: dict[CopyKey, Copy] = {}
         self._removed: dict[CopyKey, int | None] = {}
         self._flushing: dict[CopyKey, Any] = {}
-        self._victims: dict[int, list[tuple[bytes, CopyKey, int]]] = {}
-        self._cursors: dict[int, bytes] = {}
+        self._now = now
+        self.epochs = epochs
+        self.datasets = Datasets()
+        self._seen_version = epochs.version
+        self._saved_version = epochs.version
+        self._flushes = 0
+        self._ahead: OrderedDict[CopyKey, float] = OrderedDict()
+        self._spare = {tier.number: Walk(index, tier.number, self._kept) for tier in tiers}
+        self._all = {tier.number: Walk(index, tier.number, lambda *_: False) for tier in tiers}
         self._loaded = 0
-        self._clock = index.newest_clock() + 1
+        self.datasets.restore(index.note(b"datasets"))
+        listed = index.note(b"epochs")
+        known = epochs.restore(listed, [(n, index.note(b"epochs%08x" % n)) for n in epochs.listed(listed)])
+        self._clock = max(index.newest_clock(), known) + 1
         self._recent = self._clock
         self._flush_lock = trio.Lock()
         self.index_error = ""
         self.on_forget: Callable[[CachedObject], None] = lambda obj: None
         for tier in tiers:
-            tier.used_bytes, tier.blocks = index.totals(tier.number)
+            tier.used_bytes, tier.blocks, tier.pinned_bytes = index.totals(tier.number)
 
     # -- objects and copies ------------------------------------------------------------------------
 
@@ -155,6 +133,7 @@ class Catalog:
             copy = self._index.load(key)
             if copy is not None:
                 self._loaded += 1
+                obj.pinned |= copy.pinned
                 if self._trust:
                     copy.verified = copy.bitmap
         obj.copies[tier, extent] = copy
@@ -186,13 +165,13 @@ class Catalog:
 
     def by_digest(self, digest: bytes) -> CachedObject:
         """The version of which nothing else is known."""
-        return self._get(digest, _Unnamed(digest))
+        return self._get(digest, Unnamed(digest))
 
     def idle(self, digest: bytes) -> CachedObject | None:
         """A look at a version by its digest, without remembering that it was looked at; None while it is in use."""
         obj = self._objects.get(digest)
         if obj is None:
-            return CachedObject(_Unnamed(digest))  # type: ignore[arg-type]
+            return CachedObject(Unnamed(digest))  # type: ignore[arg-type]
         return None if obj.in_use() else obj
 
     def has_copies(self, obj: CachedObject, tier: int) -> bool:
@@ -211,11 +190,11 @@ class Catalog:
 
     # -- changes -----------------------------------------------------------------------------------
 
-    def create(self, obj: CachedObject, tier: int, extent: int, object_size: int) -> Copy:
+    def create(self, obj: CachedObject, tier: int, extent: int, object_size: int, dataset: int) -> Copy:
         """The copy to write into, made when there is none."""
         copy = self.copy(obj, tier, extent)
         if copy is None:
-            copy = Copy(tier, obj.id.digest, extent, object_size)
+            copy = Copy(tier, obj.id.digest, extent, object_size, dataset=dataset, pinned=obj.pinned)
             if copy.key in self._removed:
                 # Its old row is still there, and speaks of blocks that are gone.
                 copy.stored_clock = self._removed.pop(copy.key)
@@ -227,16 +206,45 @@ class Catalog:
     def touch(self, copy: Copy) -> None:
         """Used now, and changed: the next flush writes it."""
         self._clock += 1
-        copy.clock = self._clock
+        copy.clock = copy.used = self._clock
+        if self._ahead:
+            self._ahead.pop(copy.key, None)
         self._dirty.pop(copy.key, None)
         self._dirty[copy.key] = copy  # in the order of the clock
 
     def touch_if_old(self, copy: Copy) -> bool:
         """Used now. Once per flush is enough to keep the order: a row a second for each copy in use."""
-        if copy.clock > self._recent or not copy.bitmap:
+        if copy.used > self._recent or not copy.bitmap:
             return False
         self.touch(copy)
         return True
+
+    def use(self, obj: CachedObject, copy: Copy, *, hit: bool) -> None:
+        """Tell the policy of a use, after `touch`."""
+        copy.dataset = self.datasets(obj.id)
+        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
+        length = min(extent_bytes, copy.object_size - copy.extent * extent_bytes)
+        self.epochs.used(copy.dataset, unit_hash(copy.digest, copy.extent), copy.clock, length, hit=hit)
+
+    def came_ahead(self, copy: Copy) -> None:
+        """Blocks have come that nobody has asked for yet."""
+        self.touch(copy)
+        copy.used = 0
+        self._wait(copy.key, self._now() + AHEAD_S)
+
+    def _wait(self, key: CopyKey, until: float) -> None:
+        self._ahead[key] = until
+        if len(self._ahead) > AHEAD_COPIES:
+            self._ahead.popitem(last=False)
+            self._look_again()
+
+    def moved(self, source: Copy, target: Copy) -> None:
+        """The target is as old as what it was copied from."""
+        if source.clock > target.clock:
+            target.clock, target.used = source.clock, source.used
+        if source.key in self._ahead:
+            self._wait(target.key, self._ahead[source.key])
+        self.changed(target)
 
     def changed(self, copy: Copy) -> None:
         """Its blocks changed, its age did not."""
@@ -246,40 +254,73 @@ class Catalog:
         obj.copies.pop((copy.tier, copy.extent), None)
         self._loaded -= 1
         self._dirty.pop(copy.key, None)
+        self._ahead.pop(copy.key, None)
         self._removed[copy.key] = copy.stored_clock
 
-    def oldest(self, tier: int) -> tuple[CachedObject, Copy] | None:
-        """The least recently used copy on a tier that nobody is using, nor anything that would have to go with it."""
-        # Rows first: whatever was touched since the last flush is younger than every row that is up to date.
-        while True:
-            queue = self._victims.get(tier)
-            if not queue:
-                queue = self._index.oldest(tier, self._cursors.get(tier, b""), 256)
-                if not queue:
-                    break
-                queue.reverse()
-                self._victims[tier] = queue
-            self._cursors[tier], key, clock = queue.pop()
+    # -- what may go -------------------------------------------------------------------------------
+
+    def victim(
+        self, tier: int, *, spare: bool = False, older_than: int | None = None, moving: bool = False
+    ) -> tuple[CachedObject, Copy] | None:
+        """What should go next from a tier, and nobody is using it, nor anything that would have to go with it: what nobody
+        will miss, else (unless only `spare` copies are asked for) the least recently used. It stays the next until it has
+        gone. `moving`: to another tier, so it may be pinned."""
+        if self._seen_version != self.epochs.version:
+            self._look_again()
+        found = self._first(self._spare[tier], tier, True, older_than, moving)
+        if found is None and not spare:
+            found = self._first(self._all[tier], tier, False, older_than, moving)
+        return found
+
+    def _first(
+        self, walk: Walk, tier: int, keep: bool, older_than: int | None, moving: bool
+    ) -> tuple[CachedObject, Copy] | None:
+        def judge(key: CopyKey, clock: int) -> Verdict:
             if key in self._removed or key in self._flushing:
-                continue
+                return Verdict.GONE
             obj = self.by_digest(key[1])
             copy = self.copy(obj, key[0], key[2])
             if copy is None:
                 self._removed[key] = clock  # an order row without a copy: its row was damaged
-            elif copy.clock == clock and self._can_go(obj, copy):
-                return obj, copy
+                return Verdict.GONE
+            if copy.clock != clock:
+                return Verdict.GONE
+            return Verdict.GOES if self._can_go(obj, copy, moving) else Verdict.HELD
+
+        # Rows first: whatever was touched since the last flush is younger than every row that is up to date.
+        key = walk.first(judge, older_than)
+        if key is not None:
+            obj = self.by_digest(key[1])
+            return obj, obj.copies[key[0], key[2]]  # type: ignore[return-value]
         for young in chain(self._flushing.values(), self._dirty.values()):
             if isinstance(young, Copy) and young.tier == tier and young.bitmap:
+                if older_than is not None and young.clock >= older_than:
+                    continue
+                if keep and self._kept(young.key, young.clock, young.dataset):
+                    continue
                 obj = self._objects[young.digest]
-                if self._can_go(obj, young):
+                if self._can_go(obj, young, moving):
                     return obj, young
         return None
 
-    def _can_go(self, obj: CachedObject, copy: Copy) -> bool:
-        if copy.pins:
+    def _kept(self, key: CopyKey, clock: int, dataset: int) -> bool:
+        return key in self._ahead or self.epochs.protects(dataset, clock)
+
+    def kept(self, copy: Copy) -> bool:
+        """Whether somebody is still to use it."""
+        return copy.pinned or self._kept(copy.key, copy.clock, copy.dataset)
+
+    def _can_go(self, obj: CachedObject, copy: Copy, moving: bool) -> bool:
+        if copy.pins or (copy.pinned and not moving):
             return False
         tier = self._tier[copy.tier]
         return not (obj.is_sealed(tier) and any(other.pins for other in obj.on(tier)))
+
+    def _look_again(self) -> None:
+        """Something that was kept no longer is."""
+        self._seen_version = self.epochs.version
+        for walk in self._spare.values():
+            walk.restart()
 
     # -- the index ---------------------------------------------------------------------------------
 
@@ -287,27 +328,38 @@ class Catalog:
         """Write what changed to the index. Durable when this returns, or kept for next time and `index_error` says why."""
         async with self._flush_lock:
             self._recent = self._clock
-            if not self._dirty and not self._removed:
+            while self._ahead and next(iter(self._ahead.values())) < self._now():
+                self._ahead.popitem(last=False)
+                self._look_again()
+            if not self._dirty and not self._removed and self._saved_version != UNSAVED:
                 return
             saving, self._dirty = self._dirty, {}
             removing, self._removed = self._removed, {}
-            saved, gone = [], list(removing.items())
+            saved: list[Saved] = []
+            gone = list(removing.items())
             before = {}
             for key, copy in saving.items():
                 before[key] = copy.stored_clock
                 if copy.bitmap:
-                    saved.append((pack_key(key), pack_copy(copy), copy.clock, copy.stored_clock))
-                    copy.stored_clock = copy.clock
+                    # What is pinned on the last tier goes nowhere: no search shall meet it.
+                    clock = None if copy.pinned and copy.tier == self._tiers[-1].number else copy.clock
+                    row = pack_copy(copy, ordered=clock is not None)
+                    saved.append((key, row, copy.dataset, clock, copy.stored_clock))
+                    copy.stored_clock = clock
+                    walk = self._spare[copy.tier]
+                    if clock is not None and clock <= walk.passed:
+                        walk.add(key, clock, copy.dataset)
                 else:  # all its blocks are forgotten, but somebody has it pinned
                     gone.append((key, copy.stored_clock))
                     copy.stored_clock = None
             self._flushing = {**saving, **removing}
             totals = {
-                t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks)) for t in self._tiers
+                t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks), max(0, t.pinned_bytes))
+                for t in self._tiers
             }
             try:
                 with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(self._index.write, saved, gone, totals)
+                    await trio.to_thread.run_sync(self._index.write, saved, gone, totals, self._notes())
                 if self.index_error:
                     log.warning("the cache index can be written again")
                 self.index_error = ""
@@ -316,10 +368,25 @@ class Catalog:
                     log.warning("cannot write the cache index, a restart will be colder: %s", exc)
                 self.index_error = str(exc)
                 self._take_back(saving, removing, before)
+                self._look_again()
             finally:
                 self._flushing = {}
-                self._victims.clear()
-                self._cursors.clear()
+                for number, walk in self._spare.items():
+                    walk.flushed()
+                    self._all[number].restart()
+
+    def _notes(self) -> dict[bytes, bytes]:
+        """What is known of epochs, when it is time to write it."""
+        self._flushes += 1
+        if self._saved_version == self.epochs.version and self._flushes % EPOCHS_SAVED_EVERY:
+            return {}
+        self._saved_version = self.epochs.version
+        listed, rows = self.epochs.changes()
+        return {
+            b"epochs": listed,
+            b"datasets": self.datasets.dump(),
+            **{b"epochs%08x" % number: row for number, row in rows.items()},
+        }
 
     def _take_back(
         self,
@@ -362,6 +429,7 @@ class Catalog:
         """Flush, then close the index: cleanly if everything in it was written. `trusted`: its files are on disk, too."""
         with trio.CancelScope(shield=True):
             failed = self.index_error
+            self._saved_version = UNSAVED
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()

@@ -26,9 +26,12 @@ class FillClosed(Exception):
 class Fill:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept` says whether its bytes can be read after it was closed."""
+    `kept` says whether its bytes can be read after it was closed; `ahead`, that nobody has asked for them when it began;
+    `counted`, that a use of it was."""
 
     kept = False
+    ahead = False
+    counted = False
 
     def __init__(self, size: int, block_size: int, start_block: int, stop_block: int) -> None:
         self.start_block = start_block
@@ -71,6 +74,11 @@ class Fill:
             self.landed = position
         if position >= self.wake_at and self.on_landed is not None:
             self.on_landed()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it, or has read from it."""
+        return not self.ahead or self.wake_at <= self.stop
 
     def take_completed(self) -> list[tuple[int, int]]:
         """(block, checksum) pairs that became whole since the last call."""
@@ -118,6 +126,7 @@ class TierFill(Fill):
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
 
     def read(self, offset: int, size: int) -> bytes:
+        self.ahead = False
         return os.pread(self._fd, size, offset)
 
     def _release(self) -> None:

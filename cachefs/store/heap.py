@@ -21,6 +21,13 @@ class Heap:
     def get(self, digest: bytes, block: int) -> bytes | None:
         return self._blocks.get((digest, block))
 
+    def drop(self, digest: bytes) -> int:
+        """Forget a version; how many bytes that were."""
+        keys = [key for key in self._blocks if key[0] == digest]
+        freed = sum(len(self._blocks.pop(key)) for key in keys)
+        self._bytes -= freed
+        return freed
+
     def put(self, digest: bytes, block: int, data: bytes) -> None:
         self._bytes += len(data) - len(self._blocks.pop((digest, block), b""))
         self._blocks[digest, block] = data

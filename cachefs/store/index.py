@@ -2,7 +2,8 @@
 
 One row per *copy*: an extent of one version on one tier. Rows are only written in batches (a flush every second or so,
 fsynced, from a worker thread); a lost batch after a crash costs a refetch. The order of eviction is a table of its own,
-(tier, clock) → copy, so a start reads nothing and eviction reads only its victims.
+(tier, clock) → copy and dataset, so a start reads nothing and eviction reads only its victims. What is pinned on the last
+tier has no row there.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from cachefs.store.tier import RAM, SSD
 
 log = logging.getLogger(__name__)
 
-_HEAD = struct.Struct(">QQHB")  # object size, clock, bitmap, number of checksums
+_HEAD = struct.Struct(">QQIHBB")  # object size, clock, dataset, bitmap, flags, number of checksums
 _KEY = struct.Struct(">B16sI")
+_ORDERED = struct.Struct(">B16sII")  # the key of a copy, its dataset
 _CLOCK = struct.Struct(">BQ")
-_TOTAL = struct.Struct(">QQ")
+_TOTAL = struct.Struct(">QQQ")
 _CHECK = struct.Struct(">I")
+_PINNED, _UNORDERED = 1, 2
 
 CopyKey = tuple[int, bytes, int]
 """(tier number, object digest, extent index)"""
+
+Saved = tuple[CopyKey, bytes, int, int | None, int | None]
+"""(key, packed row, dataset, clock or None where it has no place in the order, clock stored before)"""
 
 
 @dataclass(slots=True)
@@ -40,7 +46,8 @@ class Copy:
     logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts who is using
     the bytes across an await: fills, moves and threaded reads. `arriving` are blocks that one fill or move is writing;
     `forgotten` are blocks dropped, whose bytes stay in the file until the last pin is gone. `first_use` is when an SSD
-    copy was first read in this process.
+    copy was first read in this process. `used` is `clock`, or 0 while nobody has read what was fetched ahead. `pinned`
+    copies stay until they are unpinned.
     """
 
     tier: int
@@ -55,6 +62,9 @@ class Copy:
     first_use: float = 0.0
     arriving: int = 0
     forgotten: int = 0
+    dataset: int = 0
+    used: int = 0
+    pinned: bool = False
     checksums: list[int] = field(default_factory=lambda: [0] * BLOCKS_PER_EXTENT)
 
     @property
@@ -66,11 +76,12 @@ def pack_key(key: CopyKey) -> bytes:
     return _KEY.pack(*key)
 
 
-def pack_copy(copy: Copy) -> bytes:
+def pack_copy(copy: Copy, *, ordered: bool = True) -> bytes:
+    """`ordered`: there is a row in the order of eviction."""
     count = copy.bitmap.bit_length()
-    body = _HEAD.pack(copy.object_size, copy.clock, copy.bitmap, count) + struct.pack(
-        f">{count}Q", *copy.checksums[:count]
-    )
+    flags = _PINNED * copy.pinned | _UNORDERED * (not ordered)
+    head = _HEAD.pack(copy.object_size, copy.clock, copy.dataset, copy.bitmap, flags, count)
+    body = head + struct.pack(f">{count}Q", *copy.checksums[:count])
     return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
 
 
@@ -81,17 +92,27 @@ def unpack_copy(key: CopyKey, row: bytes) -> Copy | None:
     body, check = row[: -_CHECK.size], row[-_CHECK.size :]
     if _CHECK.pack(xxhash.xxh32_intdigest(body)) != check:
         return None
-    size, clock, bitmap, count = _HEAD.unpack_from(body)
+    size, clock, dataset, bitmap, flags, count = _HEAD.unpack_from(body)
     checksums = list(struct.unpack_from(f">{count}Q", body, _HEAD.size))
     checksums += [0] * (BLOCKS_PER_EXTENT - count)
-    return Copy(*key, object_size=size, bitmap=bitmap, clock=clock, stored_clock=clock, checksums=checksums)
+    return Copy(
+        *key,
+        object_size=size,
+        bitmap=bitmap,
+        clock=clock,
+        stored_clock=None if flags & _UNORDERED else clock,
+        dataset=dataset,
+        used=clock,
+        pinned=bool(flags & _PINNED),
+        checksums=checksums,
+    )
 
 
 class Index:
     """Typed access to the three tables. Reads are microseconds and happen on the spot; `write` belongs in a thread."""
 
     def __init__(self, path: Path, block_size: int) -> None:
-        self._db = Database(path, ["copies", "order", "meta"], version=f"blocks-1-{block_size}", fsync=True)
+        self._db = Database(path, ["copies", "order", "meta"], version=f"blocks-2-{block_size}", fsync=True)
         self.dropped = self._db.dropped is not None
         self.was_clean = self._db.was_clean
         # Never checking checksums is safe only if no daemon since the cache was empty may have left doubtful bytes.
@@ -133,25 +154,32 @@ class Index:
         found = dict.fromkeys(key[1:17] for key, _ in rows if len(key) == _KEY.size)
         return list(found), rows[-1][0] if rows else b""
 
-    def oldest(self, tier: int, after: bytes, limit: int) -> list[tuple[bytes, CopyKey, int]]:
-        """(cursor, copy key, stored clock), oldest first; `after` is the previous cursor (b"" to begin)."""
+    def oldest(self, tier: int, after: bytes, limit: int) -> list[tuple[bytes, CopyKey, int, int]]:
+        """(cursor, copy key, stored clock, dataset), oldest first; `after` is the previous cursor (b"" to begin)."""
         start = after + b"\0" if after else _CLOCK.pack(tier, 0)
-        rows = self._scan("order", start, _CLOCK.pack(tier + 1, 0), limit)
-        return [
-            (key, _KEY.unpack(value), _CLOCK.unpack(key)[1])
-            for key, value in rows
-            if len(key) == _CLOCK.size and len(value) == _KEY.size  # else damaged: it names nothing
-        ]
+        found = []
+        for key, value in self._scan("order", start, _CLOCK.pack(tier + 1, 0), limit):
+            if len(key) == _CLOCK.size and len(value) == _ORDERED.size:  # else damaged: it names nothing
+                *copy_key, dataset = _ORDERED.unpack(value)
+                found.append((key, (copy_key[0], copy_key[1], copy_key[2]), _CLOCK.unpack(key)[1], dataset))
+        return found
 
     def newest_clock(self) -> int:
         rows = [self._db.last("order", _CLOCK.pack(tier + 1, 0)) for tier in (RAM, SSD)]
         keys = [row[0] for row in rows if row is not None and len(row[0]) == _CLOCK.size]
         return max((_CLOCK.unpack(key)[1] for key in keys), default=0)
 
-    def totals(self, tier: int) -> tuple[int, int]:
-        """(allocated bytes, blocks) as of the last flush."""
+    def totals(self, tier: int) -> tuple[int, int, int]:
+        """(allocated bytes, blocks, pinned bytes) as of the last flush."""
         row = self._db.get("meta", b"total%d" % tier)
-        return _TOTAL.unpack(row) if row is not None and len(row) == _TOTAL.size else (0, 0)
+        return _TOTAL.unpack(row) if row is not None and len(row) == _TOTAL.size else (0, 0, 0)
+
+    def note(self, name: bytes) -> bytes | None:
+        """What `write` was given as a note."""
+        try:
+            return self._db.get("meta", b"note-" + name)
+        except CacheUnusable:
+            return None
 
     def tag(self, tier: int) -> bytes | None:
         return self._db.get("meta", b"tag%d" % tier)
@@ -168,25 +196,26 @@ class Index:
 
     def write(
         self,
-        saved: list[tuple[bytes, bytes, int, int | None]],
+        saved: list[Saved],
         removed: list[tuple[CopyKey, int | None]],
-        totals: dict[int, tuple[int, int]],
+        totals: dict[int, tuple[int, int, int]],
+        notes: dict[bytes, bytes] | None = None,
     ) -> None:
-        """One durable transaction. `saved`: (packed key, packed row, clock, clock stored before); `removed`: (key, stored
-        clock). Blocking."""
+        """One durable transaction. `removed`: (key, stored clock). Blocking."""
         puts: list[Put] = []
         for key, stored in removed:
             puts.append(("copies", pack_key(key), None))
             if stored is not None:
                 puts.append(("order", _CLOCK.pack(key[0], stored), None))
-        for packed_key, row, clock, stored in saved:
-            tier = packed_key[0]
+        for key, row, dataset, clock, stored in saved:
             if stored is not None and stored != clock:
-                puts.append(("order", _CLOCK.pack(tier, stored), None))
-            puts.append(("copies", packed_key, row))
-            puts.append(("order", _CLOCK.pack(tier, clock), packed_key))
+                puts.append(("order", _CLOCK.pack(key[0], stored), None))
+            puts.append(("copies", pack_key(key), row))
+            if clock is not None:
+                puts.append(("order", _CLOCK.pack(key[0], clock), _ORDERED.pack(*key, dataset)))
         for tier, total in totals.items():
             puts.append(("meta", b"total%d" % tier, _TOTAL.pack(*total)))
+        puts += [("meta", b"note-" + name, note) for name, note in (notes or {}).items()]
         self._db.write(puts)
 
     def close(self, whole: bool = True, trusted: bool = False) -> None:

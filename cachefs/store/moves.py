@@ -1,6 +1,7 @@
 """Blocks between tiers: RAM spills down when it fills up, SSD blocks that are used again come up.
 
-`_move` copies; what it leaves behind is the caller's: a promoted copy stays on SSD, so that RAM can drop it for nothing.
+`move` copies; what it leaves behind is the caller's: a promoted copy stays on SSD, so that RAM can drop it for nothing. A
+copy keeps its age. So what goes is decided over both tiers: nothing is spilled to displace what is wanted more.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable
 import trio
 
 from cachefs.metrics import Metrics
-from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy, CopyKey
-from cachefs.store.room import Room
+from cachefs.store.room import Evict, Room
 from cachefs.store.tier import Tier, allocated
+from cachefs.store.versions import CachedObject
 
 SPILL_ABOVE, SPILL_TO = 0.90, 0.75
 """RAM fill at which the oldest copies start to move to SSD, and where that stops. Guessed."""
@@ -74,21 +76,24 @@ class Moves:
                 key, _ = self._promotions.popitem(last=False)
                 obj = self._catalog.by_digest(key[1])
                 copy = self._catalog.copy(obj, key[0], key[2])
-                if copy is not None and copy.bitmap and await self.move(obj, copy, self._ram, evict=False):
+                if copy is not None and copy.bitmap and await self.move(obj, copy, self._ram, Evict.NOTHING):
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:
         while self._ram.used_bytes > SPILL_TO * self._ram.limit_bytes():
-            victim = self._catalog.oldest(self._ram.number)
+            victim = self._catalog.victim(self._ram.number, moving=True)
             if victim is None:
                 return
             obj, copy = victim
             going = self._room.goes_with(obj, copy)
+            wanted = self._catalog.kept(copy)
             if self._ssd.writable() and await self._move_down(obj, going):
                 self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in going)
             elif not copy.bitmap:
                 continue  # its file was unreadable: it is gone
-            elif self._ram.used_bytes <= self._ram.limit_bytes():
+            elif copy.pinned or (
+                self._ram.used_bytes <= self._ram.limit_bytes() and not self._goes_first(copy, wanted)
+            ):
                 return  # nowhere to go and no need to: keep serving from RAM
             else:
                 self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in going)
@@ -97,11 +102,19 @@ class Moves:
             if free and len(self._room.goes_with(obj, copy)) == len(going):
                 self._room.drop(obj, copy, copy.bitmap)
 
+    def _goes_first(self, copy: Copy, wanted: bool) -> bool:
+        """Whether SSD did not take it because all it could drop was used later."""
+        if wanted or not self._ssd.writable():
+            return False
+        return self._catalog.victim(self._ssd.number, spare=True) is not None
+
     async def save_all(self) -> None:
-        """Everything in RAM, displacing what SSD has not used for longer. Before a stop."""
-        while (victim := self._catalog.oldest(self._ram.number)) is not None:
+        """Everything in RAM, displacing what is wanted less. Before a stop."""
+        while (victim := self._catalog.victim(self._ram.number, moving=True)) is not None:
             obj, copy = victim
-            if not await self._move_down(obj, self._room.goes_with(obj, copy)) and copy.bitmap:
+            wanted = self._catalog.kept(copy)
+            saved = await self._move_down(obj, self._room.goes_with(obj, copy))
+            if not saved and copy.bitmap and (wanted or not self._ssd.writable()):
                 return
             if copy.bitmap:
                 self._room.drop(obj, copy, copy.bitmap)
@@ -113,7 +126,9 @@ class Moves:
             for copy in going:
                 # Here the deadline of a stop strikes: never in the middle of an extent.
                 await trio.lowlevel.checkpoint()
-                if not await self.move(obj, copy, self._ssd, evict=True):
+                wanted = self._catalog.kept(copy)
+                evict, older_than = (Evict.ANY, None) if wanted else (Evict.SPARE, copy.clock)
+                if not await self.move(obj, copy, self._ssd, evict, older_than):
                     return False
             return True
         finally:
@@ -121,18 +136,22 @@ class Moves:
             if not obj.in_use():
                 obj.close_files()
 
-    async def move(self, obj: CachedObject, copy: Copy, to: Tier, *, evict: bool) -> bool:
+    async def move(
+        self, obj: CachedObject, copy: Copy, to: Tier, evict: Evict, older_than: int | None = None
+    ) -> bool:
         """Copy the blocks that `to` lacks into it. False when it has no room for them, or when either side fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
         wanted = copy.bitmap & ~(target.bitmap | target.arriving if target is not None else 0)
         if not wanted:
+            if target is not None:
+                self._catalog.moved(copy, target)
             return True
         ranges = list(self._catalog.ranges(copy, wanted))
         need = sum(allocated(length) for _, length in ranges)
         obj.refs += 1
         copy.pins += 1
         try:
-            if not self._room.make(to, need, evict=evict):
+            if not self._room.make(to, need, evict=evict, older_than=older_than):
                 return False
             try:
                 source = obj.file(self._ssd if to is self._ram else self._ram)
@@ -163,7 +182,7 @@ class Moves:
             return False
         if sink is None:
             return False
-        target = self._catalog.create(obj, to.number, copy.extent, copy.object_size)
+        target = self._catalog.create(obj, to.number, copy.extent, copy.object_size, copy.dataset)
         target.pins += 1
         self._room.reserve(target, wanted)
         moved = 0
@@ -175,6 +194,7 @@ class Moves:
                 if moved >> position & 1:
                     target.checksums[position] = checksum
             self._room.land(target, moved, copy.verified)
+            self._catalog.moved(copy, target)
         except _SourceFailed as exc:
             self._room.lost(obj, copy, exc)
         except OSError as exc:

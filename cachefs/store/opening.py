@@ -20,6 +20,7 @@ from pathlib import Path
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
 from cachefs.metrics import Metrics
 from cachefs.store import ram
+from cachefs.store.epochs import Policy
 from cachefs.store.index import Index
 from cachefs.store.store import Store
 from cachefs.store.tier import RAM, SSD, Tier
@@ -46,6 +47,7 @@ def open_store(
     block_size: int,
     verify: str,
     metrics: Metrics,
+    eviction: Policy = "auto",
 ) -> Opened:
     """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
     warnings: list[str] = []
@@ -84,7 +86,7 @@ def open_store(
                 ram.forget(own, shared)
     if not tiers:
         warnings.append("no tier at all: nothing is cached but what the kernel keeps")
-    store = Store(index, tiers, block_size, verify, metrics, time.monotonic)
+    store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
     return Opened(store, state_dir, warnings, temporary)
 
 

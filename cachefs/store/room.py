@@ -10,6 +10,7 @@ it goes whole, as soon as one of its blocks has to.
 
 from __future__ import annotations
 
+import enum
 import errno
 import logging
 import os
@@ -19,14 +20,25 @@ import trio
 
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT
-from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy
 from cachefs.store.tier import Tier, allocated, is_sealed
+from cachefs.store.versions import CachedObject
 
 log = logging.getLogger(__name__)
 
 VICTIMS_AT_ONCE = 512
 """Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
+
+
+class Evict(enum.IntEnum):
+    """What may go for something to come."""
+
+    NOTHING = 0
+    SPARE = 1
+    """What nobody will miss: used in this epoch already, or not in all of the last; nothing that waits for its reader."""
+    ANY = 2
+    """That first, then whatever was used least lately."""
 
 
 class Room:
@@ -39,16 +51,16 @@ class Room:
         self._metrics = metrics
         self.on_leaving: Callable[[CachedObject, Tier], None] = lambda obj, tier: None
 
-    def make(self, tier: Tier, need: int, *, evict: bool) -> bool:
-        """Whether `need` bytes fit now, after evicting (when allowed) what was used least lately. It gives up after some
-        victims: who comes next goes on, and nobody waits for the eviction of thousands of files."""
+    def make(self, tier: Tier, need: int, *, evict: Evict, older_than: int | None = None) -> bool:
+        """Whether `need` bytes fit now, after evicting what may go, if it was last used before the clock `older_than`. It
+        gives up after some victims: who comes next goes on, and nobody waits for the eviction of thousands of files."""
         for _ in range(VICTIMS_AT_ONCE):
             limit = tier.limit_bytes()
             if tier.used_bytes + need <= limit:
                 return True
-            if not evict or need > limit:
+            if evict is Evict.NOTHING or need > limit:
                 return False
-            victim = self._catalog.oldest(tier.number)
+            victim = self._catalog.victim(tier.number, spare=evict is Evict.SPARE, older_than=older_than)
             if victim is None:
                 return False
             obj, copy = victim
@@ -64,14 +76,15 @@ class Room:
         copy.forgotten &= ~bits
 
     def land(self, copy: Copy, bits: int, verified: int) -> None:
-        """Reserved blocks are whole: they exist from here on."""
+        """Reserved blocks are whole: they exist from here on. How old they are is the caller's to say."""
         copy.arriving &= ~bits
         copy.bitmap |= bits
         copy.verified |= verified & bits
         tier = self._tiers[copy.tier]
         tier.landed(self._bytes(copy, bits))
+        tier.pinned_bytes += self._bytes(copy, bits) if copy.pinned else 0
         tier.blocks += bits.bit_count()
-        self._catalog.touch(copy)
+        self._catalog.changed(copy)
 
     def abandon(self, copy: Copy, bits: int) -> None:
         """Reserved blocks did not come."""
@@ -102,6 +115,14 @@ class Room:
         tier = self._tiers[copy.tier]
         return self._catalog.copies(obj, tier.number) if obj.is_sealed(tier) else [copy]
 
+    def pin(self, copy: Copy, pinned: bool) -> None:
+        """It stays until it is unpinned; or may go again, like something just used."""
+        if copy.pinned != pinned:
+            copy.pinned = pinned
+            held = self._bytes(copy, copy.bitmap)
+            self._tiers[copy.tier].pinned_bytes += held if pinned else -held
+            self._catalog.touch(copy)
+
     def _forget(self, copy: Copy, bits: int) -> int:
         bits &= copy.bitmap
         tier = self._tiers[copy.tier]
@@ -110,6 +131,7 @@ class Room:
         copy.forgotten |= bits
         tier.blocks -= bits.bit_count()
         tier.forgot(self._bytes(copy, bits))
+        tier.pinned_bytes -= self._bytes(copy, bits) if copy.pinned else 0
         self._catalog.changed(copy)
         return bits.bit_count()
 

@@ -9,21 +9,25 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import trio
-import xxhash
 
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.backing import Backing, Lending
-from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.catalog import Catalog
+from cachefs.store.datasets import Datasets
+from cachefs.store.epochs import Epochs, Policy
 from cachefs.store.fill import Fill, HeapFill, TierFill
 from cachefs.store.heap import Heap
 from cachefs.store.index import Copy, Index
 from cachefs.store.moves import Moves
-from cachefs.store.room import Room
+from cachefs.store.pins import Pins
+from cachefs.store.reading import Step, take_steps
+from cachefs.store.room import Evict, Room
 from cachefs.store.tier import RAM, Tier, allocated
+from cachefs.store.versions import CachedObject
 
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files: what a kill -9 can cost in refetches. Guessed."""
@@ -32,18 +36,6 @@ READ_THREADS = 8
 """Reads of one disk at a time; more only lengthen its queue. Guessed."""
 
 Buffer = bytes | bytearray | memoryview
-
-
-@dataclass(slots=True)
-class _Step:
-    """A part of a read, for a worker thread: `length` bytes at `at`, in `block` when it must be checked."""
-
-    copy: Copy
-    fd: int
-    block: int
-    at: int
-    length: int
-    check: bool
 
 
 class Store:
@@ -57,6 +49,7 @@ class Store:
         verify: str,
         metrics: Metrics,
         clock: Callable[[], float],
+        eviction: Policy = "auto",
     ) -> None:
         self.tiers = tiers
         self.block_size = block_size
@@ -66,7 +59,10 @@ class Store:
         self._check_always = verify == "full"
         self._trusting = verify == "none"
         # After a crash the files may lag behind the index: then every block is checked, whatever was asked for.
-        self._catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.trusted)
+        self._epochs = Epochs(eviction)
+        self._catalog = Catalog(
+            *(index, tiers, block_size, self._epochs, clock), trust=verify == "none" and index.trusted
+        )
         self.room = Room(self._catalog, self._tier, block_size, metrics)
         self._moves = (
             Moves(self._catalog, self.room, tiers[0], tiers[1], metrics, clock) if len(tiers) == 2 else None
@@ -81,6 +77,7 @@ class Store:
             metrics,
             lambda backing: self.on_retired(backing),
         )
+        self.pins = Pins(self._catalog, self.room, tiers, block_size)
         self._heap = Heap()
         self._threads = trio.CapacityLimiter(READ_THREADS)
 
@@ -88,6 +85,16 @@ class Store:
     def index_error(self) -> str:
         """Why the index cannot be written, or ""."""
         return self._catalog.index_error
+
+    @property
+    def datasets(self) -> Datasets:
+        """Which dataset a version belongs to; whoever mounts tells it the prefixes."""
+        return self._catalog.datasets
+
+    def eviction_status(self) -> dict[str, Any]:
+        """The policy, and what is known of the datasets in use."""
+        datasets = [{"name": self.datasets.name(number), **known} for number, known in self._epochs.status()]
+        return {"policy": self._epochs.policy, "datasets": datasets}
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -126,6 +133,27 @@ class Store:
             for copy in self._catalog.copies(obj, tier.number):
                 held.update(self._catalog.ranges(copy, copy.bitmap))
         return sum(held.values())
+
+    def whole(self, obj: CachedObject) -> bool:
+        """Whether all blocks of the version lie in some tier."""
+        return self.pins.whole(obj)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.pins.bytes
+
+    def pin(self, obj: CachedObject) -> None:
+        """What is cached of the version, or will be while it is known, stays until `unpin`, over restarts. Raises `NoRoom`
+        beyond the budget."""
+        self.pins.pin(obj)
+
+    def unpin(self, obj: CachedObject) -> None:
+        """It may be evicted again, like something just used."""
+        self.pins.unpin(obj)
+
+    def evict(self, obj: CachedObject) -> int:
+        """Drop all of the version that is not pinned; how many bytes. What is in use goes with its last user."""
+        return self.pins.evict(obj) + self._heap.drop(obj.id.digest)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -204,7 +232,7 @@ class Store:
         dropped then): fetch it."""
         if size <= 0:
             return b""
-        steps: list[_Step] = []
+        steps: list[Step] = []
         for block, at, length in self._pieces(offset, size):
             copy = self._catalog.find(obj, block)
             if copy is None:
@@ -220,12 +248,12 @@ class Store:
             if steps and not check and steps[-1].copy is copy and not steps[-1].check:
                 steps[-1].length += length
             else:
-                steps.append(_Step(copy, fd, block, at, length, check))
+                steps.append(Step(copy, fd, block, at, length, check))
         for step in steps:
             step.copy.pins += 1
         obj.refs += 1  # keeps the descriptors open while a thread uses them
         try:
-            results = await trio.to_thread.run_sync(self._take_steps, steps, limiter=self._threads)
+            results = await trio.to_thread.run_sync(take_steps, steps, self.block_size, limiter=self._threads)
         finally:
             for step in steps:
                 self.room.unpin(obj, step.copy)
@@ -249,29 +277,7 @@ class Store:
             parts.append(part)
         return b"".join(parts)
 
-    def _take_steps(self, steps: list[_Step]) -> list[bytes | OSError | None]:
-        """Worker thread: the bytes of each step; None for a checksum that does not match."""
-        results: list[bytes | OSError | None] = []
-        for step in steps:
-            try:
-                if not step.check:
-                    data = os.pread(step.fd, step.length, step.at)
-                    results.append(data if len(data) == step.length else OSError(errno.EIO, "short read"))
-                    continue
-                start = step.block * self.block_size
-                length = block_length(step.block, step.copy.object_size, self.block_size)
-                whole = os.pread(step.fd, length, start)
-                if xxhash.xxh3_64_intdigest(whole) == step.copy.checksums[step.block % BLOCKS_PER_EXTENT]:
-                    results.append(
-                        whole if step.length == length else whole[step.at - start :][: step.length]
-                    )
-                else:
-                    results.append(None)
-            except OSError as exc:
-                results.append(exc)
-        return results
-
-    def _judge(self, obj: CachedObject, step: _Step, result: bytes | OSError | None) -> bool:
+    def _judge(self, obj: CachedObject, step: Step, result: bytes | OSError | None) -> bool:
         copy, bit = step.copy, 1 << (step.block % BLOCKS_PER_EXTENT)
         if isinstance(result, OSError):
             self.room.lost(obj, copy, result)
@@ -289,43 +295,57 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
-        if self._catalog.touch_if_old(copy) and copy.tier != RAM and self._moves is not None:
-            self._moves.used(copy)
+        if self._catalog.touch_if_old(copy):
+            self._catalog.use(obj, copy, hit=True)
+            if copy.tier != RAM and self._moves is not None:
+                self._moves.used(copy)
 
     # -- taking in ---------------------------------------------------------------------------------
 
     def begin_fill(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
-        """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None."""
-        need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
-        bits = _bits(start, stop)
-        for tier in self.tiers:
-            last = not any(slower.writable() for slower in self.tiers if slower.number > tier.number)
-            if not tier.writable():
-                continue
+        """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None. `ahead`: nobody has
+        asked for them, so they take the place of nothing that somebody may miss; and once here, they wait for a reader."""
+        for tier, evict in self._places(ahead):
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             obj.refs += 1
             try:
-                if not self.room.make(tier, need, evict=last):
-                    continue
-                fd = self.room.file_for_write(obj, tier)
-                if fd is None:
-                    continue
-                copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size)
-                if copy.arriving & bits:
-                    continue  # a move is writing them: two writers would not know of each other
-                fill = TierFill(tier, copy, fd, obj.id.size, self.block_size, start, stop)
+                fill = self._fill_in(obj, tier, start, stop, evict)
             except OSError as exc:
                 self._metrics.tier_errors += 1
                 tier.failed(exc)
                 continue
             finally:
                 obj.refs -= 1
-            copy.pins += 1
-            self.room.reserve(copy, bits)
+            if fill is None:
+                continue
+            fill.ahead = ahead
+            fill.copy.pins += 1
+            self.room.reserve(fill.copy, _bits(start, stop))
             if tier.number == RAM and self._moves is not None:
                 self._moves.filled()
             return fill
         return None
+
+    def _places(self, ahead: bool) -> Iterator[tuple[Tier, Evict]]:
+        """Where a fill may go, in the order to try: what nobody will miss goes from all tiers before anything else does."""
+        tiers = [tier for tier in self.tiers if tier.writable()]
+        yield from ((tier, Evict.NOTHING) for tier in tiers[:-1])
+        yield from ((tier, Evict.SPARE) for tier in reversed(tiers))
+        if not ahead:
+            yield from ((tier, Evict.ANY) for tier in tiers[-1:])
+
+    def _fill_in(self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict) -> TierFill | None:
+        need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
+        if not self.room.make(tier, need, evict=evict):
+            return None
+        fd = self.room.file_for_write(obj, tier)
+        if fd is None:
+            return None
+        dataset = self.datasets(obj.id)
+        copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
+        if copy.arriving & _bits(start, stop):
+            return None  # a move is writing them: two writers would not know of each other
+        return TierFill(tier, copy, fd, obj.id.size, self.block_size, start, stop)
 
     def begin_bypass(self, obj: CachedObject, block: int) -> Fill:
         """One block into memory, for a reader that waits for it and whom no tier can serve. So what the heap takes is
@@ -349,7 +369,18 @@ class Store:
             fill.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
             bits |= _bits(block, block + 1)
         self.room.land(fill.copy, bits, bits)
+        if fill.wanted:
+            self._count_miss(obj, fill)
+        else:
+            self._catalog.came_ahead(fill.copy)
         self._metrics.admitted_blocks += len(completed)
+
+    def _count_miss(self, obj: CachedObject, fill: TierFill) -> None:
+        """Somebody waited for what a fill brings: that is a use of it, one for all of it."""
+        self._catalog.touch(fill.copy)
+        if not fill.counted:
+            fill.counted = True
+            self._catalog.use(obj, fill.copy, hit=False)
 
     def end_fill(self, obj: CachedObject, fill: Fill) -> None:
         """The transfer is over, whole or not: settle what landed, give back what did not."""
@@ -358,6 +389,8 @@ class Store:
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier
+        if fill.wanted and not fill.counted and copy.bitmap:
+            self._count_miss(obj, fill)  # read while it came
         missing = _bits(fill.start_block + fill.settled, fill.stop_block)
         self.room.abandon(copy, missing)
         if fill.failure is not None:
@@ -407,7 +440,7 @@ class Store:
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
                 # The limit of the last tier may have sunk; a room's worth of victims at a time, for others wait.
-                while self.tiers and not self.room.make(self.tiers[-1], 0, evict=True):
+                while self.tiers and not self.room.make(self.tiers[-1], 0, evict=Evict.ANY):
                     before = self.tiers[-1].used_bytes
                     await trio.lowlevel.checkpoint()
                     if self.tiers[-1].used_bytes >= before:

@@ -88,6 +88,7 @@ class Tier:
         self.lends = True
         self.used_bytes = 0
         self.unlisted_bytes = 0
+        self.pinned_bytes = 0
         self.blocks = 0
         self.reads_now = True  # until the file system says that it cannot read without waiting
         self.errors_in_a_row = 0

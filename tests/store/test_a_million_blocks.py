@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.store.index import Copy, Index, pack_copy, pack_key
+from cachefs.store.index import Copy, Index, pack_copy
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import MIB, as_kill_leaves_it, running
@@ -57,8 +57,8 @@ async def test_restart_with_a_million_blocks_reads_within_a_second(cache_dir: Pa
             copy = Copy(
                 1, digest, 0, 16 * MIB, bitmap=0xFFFF, clock=100_000 + number, checksums=[number] * 16
             )
-            saved.append((pack_key(copy.key), pack_copy(copy), copy.clock, None))
-        index.write(saved, [], {1: (used + ROWS * 16 * MIB, blocks + ROWS * 16)})
+            saved.append((copy.key, pack_copy(copy), 0, copy.clock, None))
+        index.write(saved, [], {1: (used + ROWS * 16 * MIB, blocks + ROWS * 16, 0)})
     place = cache_dir
     if stop == "killed":
         place = as_kill_leaves_it(cache_dir, cache_dir.with_name("cache-killed"))
