@@ -42,6 +42,13 @@ class Metrics:
     origin_retries: int = _counter("requests", "attempts repeated after a transient failure")
     origin_throttled: int = _counter("replies", "503/429 replies")
     origin_errors: int = _counter("requests", "requests that failed for good")
+    # Other nodes.
+    peer_requests: int = _counter("requests", "blocks asked of other nodes")
+    peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
+    peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
+    peer_served: int = _counter("requests", "blocks served to other nodes")
+    peer_bytes_out: int = _counter("bytes", "bytes of blocks sent to other nodes")
+    peer_turned_away: int = _counter("requests", "requests of other nodes answered with a refusal")
     # The cache.
     ram_hits: int = _counter("blocks", "blocks read from the RAM tier")
     ssd_hits: int = _counter("blocks", "blocks read from the SSD tier")
@@ -60,6 +67,10 @@ class Metrics:
     )
     checksum_failures: int = _counter("blocks", "cached blocks dropped because their checksum did not match")
     tier_errors: int = _counter("errors", "I/O errors on a cache tier (each costs a refetch, never data)")
+    # Files fetched before anybody asked (readahead within a file is counted in blocks, above).
+    prefetch_files: int = _counter("files", "files fetched ahead of any reader, by directory, shard or plan")
+    prefetch_used_files: int = _counter("files", "of those, opened later")
+    prefetch_errors: int = _counter("errors", "files that could not be fetched ahead")
     # The tree.
     negative_hits: int = _counter("lookups", "missing names answered without a request")
     objects_changed: int = _counter("events", "open files whose object was replaced at the origin (ESTALE)")

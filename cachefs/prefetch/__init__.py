@@ -6,3 +6,7 @@ Idea: three pure policies watch which files are opened (`directories`, `shards`,
 Invariants: a wrong guess costs requests, never a wrong byte nor an error to a reader; nothing here is waited for by a
 reader; what is fetched displaces nothing that somebody will miss (the store refuses, and then prefetch pauses).
 """
+
+from cachefs.prefetch.prefetcher import Prefetcher
+
+__all__ = ["Prefetcher"]

@@ -78,6 +78,10 @@ class Directory:
         self._missed += 1
         self._ask(now)
 
+    def asked_for(self, file: int) -> bool:
+        """Whether `file` was opened lately, and is on its way for its reader."""
+        return file in self._recent
+
     def hit(self, now: float) -> None:
         """A file that was fetched ahead was opened for the first time."""
         self._ask(now)

@@ -96,6 +96,7 @@ class Plan:
         self.orders: list[Order] = []  # the current one and the next
         self.position = 0
         self.ahead = 0  # the first place that is not looked at yet
+        self.jumped = False  # since somebody looked: the position moved far at once
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._opens = 0
 
@@ -167,7 +168,8 @@ class Plan:
                 return
 
     def _be_at(self, position: int) -> None:
-        if self.orders and position + 2 * _near(self.orders[0]) < self.position:
+        if abs(position - self.position) > 2 * _near(self.orders[0]):
+            self.jumped = True
             self.ahead = position  # begun again: what it will read once more may be gone
         self.position = position
         self.ahead = max(self.ahead, position)
@@ -181,10 +183,13 @@ class Plan:
             self._recent.clear()
 
     def passed(self, epoch: int, place: int) -> bool:
-        """Whether the position is behind that place, so that its file will not be waited for."""
-        if not self.orders or epoch < self.orders[0].epoch:
+        """Whether the job has gone past that place, so far that its file will not come late."""
+        if not self.orders:
             return True
-        return epoch == self.orders[0].epoch and place < self.position
+        near, current = _near(self.orders[0]), self.orders[0].epoch
+        return (epoch < current and self.position > near) or (
+            epoch == current and place < self.position - near
+        )
 
     def take(self) -> Item | None:
         """The next file to look at, each once."""
@@ -215,6 +220,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Plan] = {}
+        self.jumped = False  # any of them, since somebody looked
         self._turn: deque[Plan] = deque()
 
     def __len__(self) -> int:
@@ -243,8 +249,12 @@ class Plans:
 
     def opened(self, path: bytes, now: float) -> bool:
         """Whether any plan names the file."""
-        named = [plan.opened(path, now) for plan in self.by_name.values()]
-        return any(named)
+        named = False
+        for plan in self.by_name.values():
+            named |= plan.opened(path, now)
+            self.jumped |= plan.jumped
+            plan.jumped = False
+        return named
 
     def take(self) -> Item | None:
         """The next file of the next plan that has one."""

@@ -1,0 +1,136 @@
+"""Plans as they are announced over the control socket: in chunks, because a request is one bounded line.
+
+A list of files or an order counts when all of it has come; until then the plan is what it was.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable
+
+import trio
+
+from cachefs.errors import ConfigError
+from cachefs.prefetch.files import Files
+from cachefs.prefetch.plans import MOST_PLANS, Order, Plan, Plans
+from cachefs.prefetch.shelf import Shelf, Snapshot
+
+LONGEST_NAME = 256
+
+TOUCH_EVERY_S = 3600.0
+"""How often the time of last use of a plan is written down. Guessed: it decides about a day."""
+
+
+class Announced:
+    """`on_change` is called when there are other plans than before."""
+
+    def __init__(self, plans: Plans, shelf: Shelf | None, clock: Callable[[], float] = time.time) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._plans = plans
+        self._shelf = shelf
+        self._clock = clock
+        self._files: dict[str, Files] = {}
+        self._orders: dict[str, Order] = {}
+        self._writing = trio.Lock()
+        self._swept_at = clock()
+
+    async def load(self) -> None:
+        """What an earlier daemon was told."""
+        if self._shelf is None:
+            return
+        for plan in await trio.to_thread.run_sync(self._shelf.load):
+            if plan.name not in self._plans.by_name:
+                self._plans.put(plan)
+        await self.drop_unused()
+        self.on_change()
+
+    async def files(self, plan: str, paths: list[str], at: int, total: int) -> int:
+        """A part of a plan's list, from its `at`th path on; how many are known then. Raises `ConfigError`."""
+        if not isinstance(plan, str) or not 0 < len(plan) <= LONGEST_NAME:
+            raise ConfigError(f"the name of a plan has 1 to {LONGEST_NAME} characters")
+        if at == 0:
+            self._files[plan] = Files(total)
+            if len(self._files) > MOST_PLANS:
+                del self._files[next(iter(self._files))]
+        files = self._files.get(plan)
+        if files is None or len(files) != at or files.total != total:
+            raise ConfigError(f"plan {plan}: a list of files begins at 0 and goes on where it stopped")
+        files.extend(os.fsencode(path).lstrip(b"/") for path in paths)
+        if len(files) == total:
+            del self._files[plan]
+            known = self._plans.by_name.get(plan)
+            if known is not None and known.files.digest == files.digest:
+                known.used_at = self._clock()
+            else:
+                self._orders.pop(plan, None)
+                await self._put(Plan(plan, self._plans.sharing(files), self._clock()))
+        return len(files)
+
+    async def order(self, plan: str, epoch: int, indices_b64: str, at: int, total: int) -> int:
+        """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on; how many are known
+        then. Raises `ConfigError`."""
+        known = self._plans.by_name.get(plan)
+        if known is None:
+            raise ConfigError(f"plan {plan}: its files were not announced")
+        if at == 0:
+            if not 0 <= total <= 64 * max(len(known.files), 1):
+                raise ConfigError(f"plan {plan}: an order of {total} for {len(known.files)} files")
+            self._orders[plan] = Order(epoch, total, len(known.files))
+        order = self._orders.get(plan)
+        if order is None or len(order.numbers) != at or (order.total, order.epoch) != (total, epoch):
+            raise ConfigError(f"plan {plan}: an order begins at 0 and goes on where it stopped")
+        try:
+            numbers = array("I", base64.b64decode(indices_b64, validate=True))
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            order.extend(numbers)
+        except (binascii.Error, ValueError, TypeError) as exc:
+            raise ConfigError(f"plan {plan}: {exc}") from exc
+        if order.complete:
+            del self._orders[plan]
+            known.put(order)
+            known.used_at = self._clock()
+            self.on_change()
+            await self._save(known)
+        return len(order.numbers)
+
+    async def drop(self, plan: str) -> bool:
+        """Forget a plan; whether there was one."""
+        self._files.pop(plan, None)
+        self._orders.pop(plan, None)
+        found = self._plans.drop(plan) is not None
+        self.on_change()
+        if self._shelf is not None and found:
+            async with self._writing:
+                await trio.to_thread.run_sync(self._shelf.drop, plan)
+        return found
+
+    async def drop_unused(self) -> None:
+        """Forget plans of jobs that are over, and write down which are not."""
+        now = self._clock()
+        for name in self._plans.unused(now):
+            await self.drop(name)
+        if now - self._swept_at > TOUCH_EVERY_S:
+            for plan in list(self._plans.by_name.values()):
+                if plan.used_at > self._swept_at:
+                    await self._save(plan)
+            self._swept_at = now
+
+    async def _put(self, plan: Plan) -> None:
+        gone = self._plans.put(plan)
+        self.on_change()
+        if gone is not None and self._shelf is not None:
+            async with self._writing:
+                await trio.to_thread.run_sync(self._shelf.drop, gone.name)
+
+    async def _save(self, plan: Plan) -> None:
+        if self._shelf is None:
+            return
+        async with self._writing:
+            if self._plans.by_name.get(plan.name) is plan:
+                await trio.to_thread.run_sync(self._shelf.save, Snapshot.of(plan))

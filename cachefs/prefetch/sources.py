@@ -1,0 +1,286 @@
+"""From policies to candidates: where the tree comes in.
+
+Each source asks its policy what it would like, finds the objects for it in what is written down about names, passes over
+what is cached or on its way, and gives one candidate at a time. Only a plan's path that nothing is known of is looked
+up with requests, by whoever fetches it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from cachefs.errors import CachefsError
+from cachefs.fs import LARGE, FileSystem, Sibling, Volume
+from cachefs.fs.inodes import FIRST_ALIAS, LOW_BITS
+from cachefs.prefetch.directories import REMEMBERED, START, Directories, Directory
+from cachefs.prefetch.plans import Item, Plans
+from cachefs.prefetch.shards import Shards
+
+if TYPE_CHECKING:
+    from cachefs.names import ObjectId
+    from cachefs.origin import Origin
+
+SLICE = 64
+"""Names looked at before others have their turn, about 10 µs each. Guessed."""
+
+SCANS = 8
+"""Slices of a listing looked through for large files between small ones. Guessed."""
+
+QUEUES = 64
+"""Streams of shards that have something foretold. Guessed; the newest go first."""
+
+Wanted = Callable[["ObjectId"], bool]
+"""Whether a version is neither here nor on its way."""
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """Something to fetch. A plan's may be a path that has to be looked up first."""
+
+    source: str
+    found: tuple[Origin, ObjectId] | None
+    item: Item | None = None
+    directory: Directory | None = None
+
+
+class Paths:
+    """From an object to its path below the mount."""
+
+    def __init__(self, volumes: list[Volume]) -> None:
+        self._volumes: dict[int, tuple[str, int]] = {}
+        for volume in volumes:
+            prefix = volume.origin.prefix
+            skip = len(prefix) + (1 if prefix and not prefix.endswith("/") else 0)
+            self._volumes[id(volume.origin)] = (f"{volume.name}/" if volume.name else "", skip)
+
+    def of(self, origin: Origin, obj: ObjectId) -> str:
+        above, skip = self._volumes[id(origin)]
+        return above + obj.key[skip:]
+
+
+class FromPlans:
+    """What jobs have announced."""
+
+    def __init__(self, fs: FileSystem, wanted: Wanted) -> None:
+        self.plans = Plans()
+        self._fs = fs
+        self._wanted = wanted
+
+    async def next(self) -> Candidate | None:
+        looked = 0
+        while (item := self.plans.take()) is not None:
+            looked += 1
+            if looked % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+            try:
+                found = self._fs.known(_text(item.path))
+            except CachefsError:
+                continue
+            if found is None or self._wanted(found[1]):
+                return Candidate("plan", found, item)
+        return None
+
+
+class FromShards:
+    """The large files that come next."""
+
+    def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
+        self.shards = Shards()
+        self._fs = fs
+        self._paths = paths
+        self._wanted = wanted
+        self._queues: OrderedDict[tuple[int, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
+
+    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId) -> None:
+        if ino >= FIRST_ALIAS:
+            return
+        above, _, name = self._paths.of(origin, obj).rpartition("/")
+        listing = _Large(self._fs, ino, above)
+        key = (ino >> LOW_BITS, pid)
+        names = self.shards.opened(*key, name.encode(), listing)
+        found = [found for name in names if (found := listing.known(name)) is not None]
+        if found:
+            self._queues.pop(key, None)
+            self._queues[key] = found
+            if len(self._queues) > QUEUES:
+                self._queues.popitem(last=False)
+
+    async def next(self) -> Candidate | None:
+        await trio.lowlevel.checkpoint()
+        while self._queues:
+            key, queue = next(reversed(self._queues.items()))
+            while queue:
+                found = queue.pop(0)
+                if self._wanted(found[1]):
+                    return Candidate("shard", found)
+            del self._queues[key]
+        return None
+
+
+class _Large:
+    """The `Listing` of the shards' policy: the large files of the directory `above` that holds the file `ino`."""
+
+    def __init__(self, fs: FileSystem, ino: int, above: str) -> None:
+        self._fs = fs
+        self._ino = ino
+        self._above = above
+
+    def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
+        found = self._fs.known(f"{self._above}/{_text(name)}")
+        return found if found is not None and found[1].size > LARGE else None
+
+    def holds(self, name: bytes) -> bool:
+        return self.known(name) is not None
+
+    def behind(self, name: bytes, count: int) -> list[bytes]:
+        names: list[bytes] = []
+        after: bytes | None = name
+        for _ in range(SCANS):
+            if after is None:
+                break
+            files, after = self._fs.siblings(self._ino, after, SLICE)
+            names += [file.mark for file in files if file.object.size > LARGE]
+            if len(names) >= count or not files:
+                break
+        return names[:count]
+
+
+class _Walk:
+    """Where one directory's listing is gone through: from the first files that were asked for to its end, and round."""
+
+    def __init__(self, policy: Directory, ino: int, mark: bytes, name: str) -> None:
+        self.policy = policy
+        self.ino = ino  # of any file in it
+        self.name = name
+        self.start = mark
+        self.after: bytes | None = None
+        self.round = False
+        self.buffer: deque[Sibling] = deque()
+        self.count_at = START
+
+    def begin(self) -> bool:
+        if not self.policy.begin_pass():
+            return False
+        self.after, self.round = self.start, False
+        return True
+
+    def to_the_end(self) -> None:
+        """Behind the last name: go round once."""
+        self.after, self.round = (None, True) if self.round else (b"", True)
+
+
+class FromDirectories:
+    """The other small files of a directory."""
+
+    def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
+        self.directories = Directories()
+        self._fs = fs
+        self._paths = paths
+        self._wanted = wanted
+        self._walks: dict[int, _Walk] = {}
+        self._eager: OrderedDict[int, None] = OrderedDict()  # with a wish; the newest use last
+
+    def missed(self, ino: int, origin: Origin, obj: ObjectId, now: float) -> _Walk | None:
+        """A small file was opened cold. Returns the directory's walk when its files should be counted now."""
+        if ino >= FIRST_ALIAS:
+            return None
+        key = ino >> LOW_BITS
+        policy = self.directories.at(key, now)
+        above, _, name = self._paths.of(origin, obj).rpartition("/")
+        walk = self._walks.get(key)
+        if walk is None or walk.policy is not policy:
+            walk = self._walks[key] = _Walk(policy, ino, name.encode(), above)
+            if len(self._walks) > 2 * REMEMBERED:
+                self._walks = {k: w for k, w in self._walks.items() if self.directories.get(k) is w.policy}
+        walk.ino = ino
+        policy.missed(ino, now)
+        if policy.demanded <= START:
+            walk.start = min(walk.start, name.encode())
+        if policy.wish():
+            self._eager[key] = None
+            self._eager.move_to_end(key)
+        if policy.files is None and policy.demanded >= walk.count_at:
+            walk.count_at = 2 * policy.demanded
+            return walk
+        return None
+
+    def hit(self, ino: int, policy: Directory, now: float) -> None:
+        """A file that was fetched ahead was opened."""
+        policy.hit(now)
+        if ino < FIRST_ALIAS and policy.wish() and self.directories.get(key := ino >> LOW_BITS) is policy:
+            self._eager[key] = None
+            self._eager.move_to_end(key)
+
+    async def count(self, walk: _Walk) -> None:
+        """Find out how many small files there are."""
+        try:
+            counted = await self._fs.count_files(walk.ino, LARGE)
+        except CachefsError:
+            return
+        if counted is not None:
+            walk.policy.files = counted[0]
+
+    async def next(self) -> Candidate | None:
+        while self._eager:
+            key = next(reversed(self._eager))
+            walk = self._walks.get(key)
+            if walk is not None and walk.policy.wish():
+                sibling = await self._next_of(walk)
+                if sibling is not None:
+                    walk.policy.started()
+                    return Candidate("directory", (sibling.origin, sibling.object), directory=walk.policy)
+            self._eager.pop(key, None)
+        return None
+
+    async def _next_of(self, walk: _Walk) -> Sibling | None:
+        """The next file that is not here; None at the end of a round, or where the listing has not landed yet."""
+        while True:
+            while walk.buffer:
+                sibling = walk.buffer.popleft()
+                if sibling.object.size > LARGE or walk.policy.asked_for(sibling.ino):
+                    continue
+                if self._wanted(sibling.object):
+                    return sibling
+            await trio.lowlevel.checkpoint()
+            if walk.after is None and not walk.begin():
+                return None
+            assert walk.after is not None
+            before = walk.after
+            try:
+                files, after = self._fs.siblings(walk.ino, before, SLICE)
+            except CachefsError:
+                return None
+            if after == before:
+                return None
+            walk.buffer.extend(files)
+            walk.after = after
+            if after is None:
+                walk.to_the_end()
+
+    def status(self, most: int) -> list[dict[str, Any]]:
+        """The directories used last: plain values."""
+        shown: list[dict[str, Any]] = []
+        for key, policy in self.directories.newest_first():
+            walk = self._walks.get(key)
+            if walk is not None and policy.fetched and len(shown) < most:
+                state = "left alone" if policy.disappoints else "ahead" if policy.wish() else "waiting"
+                shown.append(
+                    {
+                        "name": walk.name,
+                        "files": policy.files,
+                        "wanted": policy.demanded,
+                        "fetched": policy.fetched,
+                        "used": policy.used,
+                        "state": state,
+                    }
+                )
+        return shown
+
+
+def _text(path: bytes) -> str:
+    return path.decode("utf-8", "surrogateescape")

@@ -1,0 +1,302 @@
+"""What prefetch costs and saves, in requests: real names, real cache, real transfers, a bucket that counts."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import trio
+
+from cachefs.errors import ConfigError, OriginFailed
+from cachefs.prefetch import Prefetcher
+from cachefs.prefetch.prefetcher import AWAITED_S, SWEEP_EVERY_S
+from tests.prefetch.world import LARGE_FILE, MIB, Shop, world
+
+
+def paths(count: int) -> list[str]:
+    return [f"d/{i:05d}.jpg" for i in range(count)]
+
+
+def shuffled(names: Sequence[str], count: int | None = None, seed: int = 1) -> list[str]:
+    return random.Random(seed).sample(names, len(names) if count is None else count)
+
+
+def damage(directory: Path, which: bytes) -> None:
+    """One bit of the plan that has `which` in it."""
+    for path in directory.glob("*.plan"):
+        data = bytearray(path.read_bytes())
+        if which in data:
+            data[-20] ^= 1
+            path.write_bytes(data)
+
+
+async def announce(
+    prefetcher: Prefetcher, names: Sequence[str], order: Sequence[int], epoch: int = 0, plan: str = "p"
+) -> None:
+    step = 700
+    for at in range(0, len(names), step):
+        await prefetcher.hint_files(plan, list(names[at : at + step]), at, len(names))
+    for at in range(0, len(order), step):
+        text = base64.b64encode(array("I", order[at : at + step]).tobytes()).decode()
+        await prefetcher.hint_order(plan, epoch, text, at, len(order))
+
+
+async def test_a_shuffled_epoch_fetches_each_file_once_and_in_time() -> None:
+    names = paths(4000)
+    shop = Shop(names)
+    async with world(shop) as w:
+        began = trio.current_time()
+        await w.read_all(shuffled(names))
+        seconds = trio.current_time() - began
+        assert Counter(shop.got) == Counter(names)
+        assert w.metrics.prefetch_used_files == w.metrics.prefetch_files > 3000
+        assert shop.most_in_flight > 40
+        assert seconds < 4000 * 0.02 / 4 / 4  # of virtual time: a quarter of what four workers alone take
+        assert not w.prefetcher.awaited.files and not w.prefetcher.awaited.bytes
+
+
+async def test_a_wanted_twentieth_costs_a_tenth_more() -> None:
+    names = paths(4000)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.read_all(shuffled(names, 200))
+        await w.quiet()
+        assert len(shop.got) == len(set(shop.got)) <= 200 + 400
+        status = w.prefetcher.status()["directories"][0]
+        assert (status["name"], status["files"]) == ("d", 4000)
+        assert status["wanted"] == 200 and status["fetched"] - status["used"] <= 400
+
+
+async def test_two_files_of_a_directory_and_many_directories_fetch_nothing_ahead() -> None:
+    names = [f"d{i}/{j}" for i in range(50) for j in range(40)]
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.read_all([f"d{i}/{j}" for i in range(50) for j in (7, 8)])
+        await w.quiet()
+        assert len(shop.got) == 100 and not w.metrics.prefetch_files
+
+
+async def test_what_is_cached_is_fetched_no_second_time() -> None:
+    names = paths(300)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.read_all(names)
+        await w.read_all(shuffled(names))
+        await w.quiet()
+        assert Counter(shop.got) == Counter(names)
+
+
+async def test_large_files_beside_small_ones_are_left_to_their_readers() -> None:
+    names = paths(50)
+    shop = Shop(names)
+    shop.put("d/big.tar", LARGE_FILE)
+    async with world(shop) as w:
+        await w.read_all(names[:20])
+        await w.quiet()
+        assert "d/big.tar" not in shop.got
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+async def test_the_next_shard_is_fetched_before_it_is_opened(workers: int) -> None:
+    names = [f"s/train-{i:03d}.tar" for i in range(24)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop) as w:
+        missing = 0
+        for number, name in enumerate(names):
+            missing += name not in shop.got
+            await w.read(name, pid=100 + number % workers)
+            await trio.sleep(1)
+        assert missing <= max(2, workers)
+        assert sum(stop - start for _, start, stop in shop.gets) == 24 * LARGE_FILE  # each byte once
+        assert w.metrics.prefetch_used_files == w.metrics.prefetch_files >= 20
+        assert w.prefetcher.status()["shards"] == workers
+
+
+async def test_two_shards_ahead_at_most() -> None:
+    names = [f"s/{i:03d}" for i in range(30)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop) as w:
+        for name in names[:5]:
+            await w.read(name)
+            await trio.sleep(1)
+        assert set(shop.got) == set(names[:7])
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_every_open_of_a_hinted_order_finds_its_file_whole(known: bool) -> None:
+    names = [f"c{i % 20:02d}/{i:04d}" for i in range(2000)]
+    shop = Shop(names)
+    async with world(shop) as w:
+        if known:
+            await w.read(names[0])
+        order = random.Random(1).sample(range(2000), 2000)
+        await announce(w.prefetcher, [f"/{name}" for name in names], order)
+        await trio.sleep(2)
+        misses = w.metrics.misses
+        for number in order:
+            await w.read(names[number])
+        assert w.metrics.misses == misses
+        assert Counter(shop.got) == Counter(names)
+        assert w.prefetcher.status()["plans"][0]["position"] >= 1990
+        assert w.prefetcher.status()["unused_bytes"] == 0
+
+
+async def test_ahead_of_a_plan_is_bounded_by_bytes_and_goes_on_with_use() -> None:
+    names = paths(2000)
+    shop = Shop(names)
+    async with world(shop, budget=100_000) as w:
+        await announce(w.prefetcher, names, range(2000))
+        await w.quiet()
+        assert 100 <= len(shop.got) <= 156
+        assert w.prefetcher.status()["paused"]
+        for number in range(2000):
+            await w.read(names[number])
+            if number % 20 == 0:
+                await trio.sleep(0.05)
+                assert w.prefetcher.awaited.bytes <= 100_000 + 56_000
+        assert Counter(shop.got) == Counter(names)
+        assert w.metrics.misses == 0
+
+
+async def test_wrong_hints_cost_requests_and_nothing_else() -> None:
+    names = paths(200)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await announce(w.prefetcher, [*names[100:], "no/such", "d", "d/\udcff"], range(103))
+        await w.read_all(names[:100])
+        await w.quiet()
+        assert len(shop.got) == len(set(shop.got)) == 200
+        assert w.prefetcher.status()["unknown_paths"] >= 1
+        assert w.metrics.prefetch_errors <= 2
+
+
+async def test_an_object_that_changed_or_fails_costs_its_prefetch_alone() -> None:
+    names = paths(60)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.read(names[0])
+        shop.put(names[7], 1000, version=2)
+        shop.refuse = lambda key: OriginFailed("down") if key == names[9] else None
+        await announce(w.prefetcher, names, range(60))
+        await w.quiet()
+        assert w.metrics.prefetch_errors == 2
+        assert set(shop.got) == set(names)
+        shop.refuse = lambda key: None
+        await w.read(names[9])
+
+
+async def test_the_next_epoch_is_fetched_and_entered() -> None:
+    names = paths(400)
+    shop = Shop(names)
+    async with world(shop) as w:
+        orders = [random.Random(seed).sample(range(400), 400) for seed in range(2)]
+        await announce(w.prefetcher, names[:200], [n for n in orders[0] if n < 200])
+        for number in orders[0]:
+            if number < 200:
+                await w.read(names[number])
+        await announce(w.prefetcher, names, orders[1], epoch=1, plan="q")
+        await w.quiet()
+        assert set(shop.got) == set(names)
+        for number in orders[1]:
+            await w.read(names[number])
+        assert Counter(shop.got) == Counter(names)
+
+
+async def test_ranks_have_their_turns() -> None:
+    names = paths(800)
+    shop = Shop(names)
+    async with world(shop, slots=8) as w:
+        for rank in range(4):
+            await announce(w.prefetcher, names, range(rank, 800, 4), plan=f"rank{rank}")
+        await trio.sleep(0.2)
+        count = Counter(int(key[2:7]) % 4 for key in shop.got)
+        assert shop.most_in_flight <= 8 and max(count.values()) - min(count.values()) <= 8
+
+
+async def test_a_plan_survives_the_daemon(tmp_path: Path) -> None:
+    names = paths(1000)
+    order = random.Random(3).sample(range(1000), 1000)
+    async with world(Shop(names), budget=50_000, plans=tmp_path) as w:
+        await announce(w.prefetcher, names, order)
+        await announce(w.prefetcher, names, order[::-1], epoch=1)
+        await announce(w.prefetcher, names, range(10), plan="other")
+        await w.prefetcher.hint_drop("other")
+    assert sorted(name.split(".")[-1] for name in os.listdir(tmp_path)) == ["files", "plan"]
+    shop = Shop(names)
+    async with world(shop, budget=50_000, plans=tmp_path) as w:
+        await w.quiet()
+        assert w.prefetcher.status()["plans"][0] | {"ahead": 0} == {
+            "name": "p",
+            "files": 1000,
+            "position": 0,
+            "epoch": 0,
+            "ahead": 0,
+        }
+        for number in order[500:520]:
+            await w.read(names[number])
+        await w.quiet()
+        assert {names[n] for n in order[520:560]} <= set(shop.got)
+        assert w.prefetcher.status()["plans"][0]["position"] > 510
+
+
+async def test_damaged_plans_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = paths(50)
+    async with world(Shop(names), plans=tmp_path) as w:
+        await announce(w.prefetcher, names, range(50))
+        await announce(w.prefetcher, names[:20], range(20), plan="second")
+    damage(tmp_path, b'"second"')
+    async with world(Shop(names), plans=tmp_path) as w:
+        await trio.sleep(1)
+        assert [plan["name"] for plan in w.prefetcher.status()["plans"]] == ["p"]
+    assert len([r for r in caplog.records if "damaged" in r.message]) == 1
+    assert len(os.listdir(tmp_path)) == 2
+
+
+async def test_chunks_are_checked() -> None:
+    async with world(Shop(paths(3))) as w:
+        p = w.prefetcher
+        with pytest.raises(ConfigError):
+            await p.hint_order("p", 0, "", 0, 0)
+        with pytest.raises(ConfigError):
+            await p.hint_files("p", ["x"], 5, 10)
+        assert await p.hint_files("p", ["a", "b"], 0, 3) == 2
+        with pytest.raises(ConfigError):
+            await p.hint_files("p", ["c"], 1, 3)
+        assert await p.hint_files("p", ["c"], 2, 3) == 3
+        for text in ("!", base64.b64encode(b"abc").decode(), base64.b64encode(b"\7\0\0\0").decode()):
+            with pytest.raises(ConfigError):
+                await p.hint_order("p", 0, text, 0, 3)
+        with pytest.raises(ConfigError):
+            await p.hint_order("p", 0, "", 0, 1 << 40)
+        with pytest.raises(ConfigError):
+            await p.hint_files("", [], 0, 0)
+        with pytest.raises(ConfigError):
+            await p.hint_files("p", [], 0, 1 << 40)
+
+
+async def test_what_is_never_opened_is_given_up() -> None:
+    names = paths(40)
+    shop = Shop(names)
+    async with world(shop) as w:
+        await w.read_all(names[:3], workers=1)
+        await w.quiet()
+        assert w.prefetcher.awaited.bytes
+        await trio.sleep(AWAITED_S + 2 * SWEEP_EVERY_S)
+        assert not w.prefetcher.awaited.bytes
+
+
+async def test_a_full_cache_pauses_prefetch_and_readers_go_on() -> None:
+    names = [f"s/{i:03d}" for i in range(12)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop, ssd=20 * MIB, budget=64 * MIB) as w:
+        await announce(w.prefetcher, names, range(12))
+        for name in names:
+            await w.read(name)
+            await trio.sleep(2)
+        assert w.metrics.prefetch_errors == 0
