@@ -123,21 +123,21 @@ def restart_million(work: Workspace, rounds: int) -> Result:
 
 def _crowd(mount: Cachefs, count: int) -> None:
     """Put rows of that many one-block versions into the index of a stopped daemon: the most rows that blocks can have."""
-    from cachefs.store.index import Copy, Index, pack_copy, pack_key
+    from cachefs.store.index import Copy, Index, Saved, pack_copy
     from cachefs.store.tier import SSD, allocated
 
     index = Index(mount.cache / "index", 1 << 20)
     try:
-        used, blocks = index.totals(SSD)
+        used, blocks, pinned = index.totals(SSD)
         clock = index.newest_clock()
-        saved: list[tuple[bytes, bytes, int, int | None]] = []
+        saved: list[Saved] = []
         for number in range(count):
             digest = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
             copy = Copy(SSD, digest, 0, 4096, bitmap=1, clock=clock + 1 + number)
-            saved.append((pack_key(copy.key), pack_copy(copy), copy.clock, None))
+            saved.append((copy.key, pack_copy(copy), copy.dataset, copy.clock, None))
             if len(saved) == _BATCH or number == count - 1:
                 done = number + 1
-                index.write(saved, [], {SSD: (used + done * allocated(4096), blocks + done)})
+                index.write(saved, [], {SSD: (used + done * allocated(4096), blocks + done, pinned)})
                 saved = []
     finally:
         index.close()
