@@ -9,7 +9,7 @@ import trio
 
 from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
 from cachefs.fetch.flight import Flight
-from cachefs.fetch.readahead import Readahead
+from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
@@ -41,12 +41,13 @@ Buffer = bytes | bytearray | memoryview
 class OpenedObject:
     """One open handle's view of a version."""
 
-    __slots__ = ("cached", "failed", "id", "origin")
+    __slots__ = ("cached", "failed", "id", "origin", "readahead")
 
     def __init__(self, origin: Origin, object_id: ObjectId) -> None:
         self.origin = origin
         self.id = object_id
         self.cached: CachedObject | None = None
+        self.readahead: Readahead | None = None
         self.failed: tuple[float, CachefsError] | None = None
 
     def raise_repeated(self) -> None:
@@ -80,6 +81,7 @@ class Fetcher:
         self._token = trio.lowlevel.current_trio_token()
         # All streams together: what is on its way cannot be evicted, and demand needs room, too.
         self._ahead_limit = 2 * room
+        self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
         self.flights = 0
         self.lends = False
@@ -94,6 +96,7 @@ class Fetcher:
         obj = opened.cached
         if obj is not None:
             opened.cached = None
+            self._leave_readahead(opened, obj)
             if self.lends and self._store.lends:
                 self._store.prepare_later(obj)  # whoever comes back may find it whole
             self._store.release(obj)
@@ -231,16 +234,40 @@ class Fetcher:
         return flights
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
-        policy = obj.readahead
+        policy = opened.readahead
         if policy is None:
-            policy = obj.readahead = Readahead(opened.id.size, self._block_size, self._window_blocks)
+            policy = obj.readahead
+            if policy is None:
+                policy = obj.readahead = Readahead(
+                    obj.id.size, self._block_size, self._window_blocks, self._part_blocks, self._budget
+                )
+            policy.users += 1
+            opened.readahead = policy
         wanted = policy.observe(pid, offset, size)
-        if wanted and self._ahead_bytes < self._ahead_limit:
-            blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
-            part = max(1, min(self._part_blocks, len(wanted) // 2))
-            for start, stop in self._runs(blocks, part):
+        if wanted:
+            self._ask_ahead(opened.origin, obj, policy, wanted)
+
+    def _leave_readahead(self, opened: OpenedObject, obj: CachedObject) -> None:
+        policy, opened.readahead = opened.readahead, None
+        if policy is not None:
+            policy.users -= 1
+            if not policy.users:
+                policy.close()
+                obj.readahead = None  # the next reader is another
+
+    def _ask_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
+        blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
+        # A growing window comes over two connections at least.
+        part = self._part_blocks
+        if len(wanted) % part:
+            part = max(1, min(part, len(wanted) // 2))
+        for start, stop in self._runs(blocks, part):
+            fill = None
+            if self._ahead_bytes < self._ahead_limit:
                 fill = self._store.begin_fill(obj, start, stop, ahead=True)
-                self._start(opened.origin, obj, fill, ahead=True)
+            if self._start(origin, obj, fill, ahead=True, policy=policy) is None:
+                policy.declined(start)
+                break
 
     async def _bring_run(
         self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool
@@ -287,28 +314,44 @@ class Fetcher:
         if stop > start:
             yield start, stop
 
-    def _start(self, origin: Origin, obj: CachedObject, fill: Fill | None, *, ahead: bool) -> Flight | None:
+    def _start(
+        self,
+        origin: Origin,
+        obj: CachedObject,
+        fill: Fill | None,
+        *,
+        ahead: bool,
+        policy: Readahead | None = None,
+    ) -> Flight | None:
+        """`policy` is told when it has landed."""
         if fill is None:
             return None
+        flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
         if ahead:
             self._metrics.prefetched += fill.stop_block - fill.start_block
-        flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
-        self._nursery.start_soon(self._fly, flight, origin, obj.id)
+            self._ahead_bytes += fill.stop - fill.start
+        if policy is not None:
+            policy.under_way += fill.stop_block - fill.start_block
+        self._nursery.start_soon(self._fly, flight, origin, policy)
         return flight
 
-    async def _fly(self, flight: Flight, origin: Origin, object_id: ObjectId) -> None:
+    async def _fly(self, flight: Flight, origin: Origin, policy: Readahead | None) -> None:
+        obj, fill, object_id = flight.object, flight.fill, flight.object.id
         self.flights += 1
-        ahead = flight.fill.stop - flight.fill.start if flight.ahead else 0
-        self._ahead_bytes += ahead
         try:
             await flight.run(origin, object_id)
         finally:
             self.flights -= 1
-            self._ahead_bytes -= ahead
+            if flight.ahead:
+                self._ahead_bytes -= fill.stop - fill.start
+            if policy is not None:
+                policy.under_way -= fill.stop_block - fill.start_block
         error = flight.error
         if error is not None and not isinstance(error, CachefsError | FillClosed):
             log.error("transfer of %s failed unexpectedly", object_id.key, exc_info=error)
-        self._store.rest(flight.object)
+        if error is None and policy is not None and (wanted := policy.landed()):
+            self._ask_ahead(origin, obj, policy, wanted)
+        self._store.rest(obj)
 
     async def _collect(
         self, obj: CachedObject, flights: list[Flight], offset: int, size: int

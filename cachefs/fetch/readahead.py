@@ -3,7 +3,10 @@
 Reads are sorted into *streams* by (pid, offset): forked loader workers share a file handle, and one process may read a
 file at two places. A read that continues a stream doubles its window up to the cap; a read nowhere near one starts a new
 stream, which has to prove itself, except at the file's start, where sequential is the likely case until three jumps have
-shown otherwise.
+shown otherwise. Reads of the footer are neither: columnar formats begin there, whatever they read afterwards.
+
+A stream from the file's start that has used two full windows is about to read all of it (a shard, a checkpoint). Then its
+blocks follow each other as parts land, up to the object's end, as far as the budget of all streams allows.
 """
 
 from __future__ import annotations
@@ -14,11 +17,25 @@ NEAR_BYTES = 4 << 20
 """How far from a stream's position a read still belongs to it. Derived: the kernel sends up to 12 (or, raised, 128)
 read-aheads of up to 1 MiB at once, and they arrive out of order."""
 
-STREAMS = 16
-"""Streams remembered per object. Guessed: loader workers per node are about that many."""
+STREAMS = 64
+"""Streams remembered per object. Guessed: the loader workers of a node with eight accelerators."""
 
 JUMPS_TO_DOUBT = 3
 """New streams without a continued one after which the file's start is no longer presumed sequential. Borrowed."""
+
+FOOTER_SHARE, FOOTER_LEAST, FOOTER_MOST = 64, 1 << 20, 8 << 20
+"""The footer is the last 64th of the object, at least and at most that many bytes. Guessed from Parquet files: about 1 KiB
+for each column of a row group of 100 MiB, and more for page indexes."""
+
+_NOTHING = range(0)
+
+
+@dataclass(slots=True)
+class Budget:
+    """How many blocks all streams of all objects may be ahead of their readers, beyond one window each."""
+
+    blocks: int
+    used: int = 0
 
 
 @dataclass(slots=True)
@@ -27,59 +44,140 @@ class Stream:
     position: int
     window: int
     ahead: int  # first block not yet asked for on this stream's behalf
-    hits: int
-    used: int
+    whole: bool  # it began at the start: all of the object will be wanted
+    mark: int  # where its density is measured from, and the bytes read since
+    covered: int
+    hits: int = 0
+    unused: int = 0  # blocks asked for, and ahead of its position
 
 
 class Readahead:
-    """For one object of `size` bytes; windows in blocks of `block_size`, at most `max_blocks`."""
+    """For one object of `size` bytes; windows in blocks of `block_size`, at most `max_blocks`. Full windows move on in parts
+    of `part_blocks`. `under_way` is the asker's: how many of the blocks named have not landed yet. `users` too."""
 
-    def __init__(self, size: int, block_size: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        block_size: int,
+        max_blocks: int,
+        part_blocks: int = 8,
+        budget: Budget | None = None,
+    ) -> None:
         self._blocks = -(-size // block_size)
         self._block_size = block_size
         self._max = max_blocks
-        self._streams: list[Stream] = []
+        self._part = max(1, min(part_blocks, max_blocks // 2))
+        self._budget = budget or Budget(0)
+        self._footer = size - min(max(size // FOOTER_SHARE, FOOTER_LEAST), FOOTER_MOST)
+        self._streams: list[Stream] = []  # used last first
         self._jumps = 0
-        self._tick = 0
+        self.under_way = 0
+        self.users = 0
 
     def observe(self, pid: int, offset: int, length: int) -> range:
         """The blocks to have on their way after this read (its own blocks excluded); each is named once per stream."""
-        self._tick += 1
         stream = self._match(pid, offset)
         end = offset + length
         if stream is None:
-            presumed = offset == 0 and self._jumps < JUMPS_TO_DOUBT
-            self._jumps += not presumed
-            stream = Stream(
-                pid, end, min(1, self._max) if presumed else 0, -(-end // self._block_size), 0, self._tick
-            )
-            if len(self._streams) >= STREAMS:
-                self._streams.remove(min(self._streams, key=lambda s: s.used))
-            self._streams.append(stream)
+            if 0 < offset >= self._footer:
+                return _NOTHING
+            stream = self._begin(pid, offset, end)
         else:
-            stream.used = self._tick
+            stream.covered += length
             if end <= stream.position:
-                return range(0)
+                return _NOTHING
             stream.position = end
             stream.hits += 1
-            if stream.hits >= 2:
-                self._jumps = 0
-            if stream.window == 0 and stream.hits >= 2:
-                stream.window = min(1, self._max)
-        here = -(-stream.position // self._block_size)
+            self._weigh(stream)
+        return self._extend(stream)
+
+    def landed(self) -> range:
+        """Blocks that were under way are here: what comes after them, for a stream that will read all of the object."""
+        for stream in self._streams:
+            if stream.whole and (wanted := self._extend(stream)):
+                return wanted
+        return _NOTHING
+
+    def declined(self, block: int) -> None:
+        """Blocks from this one on that were named last are not being fetched: there is no room. What is further away than a
+        window is named again when the reader has come that near."""
+        for stream in self._streams:
+            if stream.ahead > block > self._here(stream) + stream.window:
+                stream.ahead = block
+                stream.whole = False
+                self._account(stream)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        while self._streams:
+            self._budget.used -= self._streams.pop().unused
+
+    def _here(self, stream: Stream) -> int:
+        return -(-stream.position // self._block_size)
+
+    def _begin(self, pid: int, offset: int, end: int) -> Stream:
+        presumed = offset == 0 and self._jumps < JUMPS_TO_DOUBT
+        self._jumps += not presumed
+        window = min(1, self._max) if presumed else 0
+        ahead = -(-end // self._block_size)
+        stream = Stream(pid, end, window, ahead, offset < NEAR_BYTES, offset, end - offset)
+        if len(self._streams) >= STREAMS:
+            self._budget.used -= self._streams.pop().unused
+        self._streams.insert(0, stream)
+        return stream
+
+    def _weigh(self, stream: Stream) -> None:
+        """Whether it reads what it passes. Random reads may come near each other, but leave most of the way out."""
+        advance = stream.position - stream.mark
+        dense = 2 * stream.covered >= advance
+        if stream.hits >= 2 and dense:
+            self._jumps = 0
+            stream.window = stream.window or min(1, self._max)
+        if advance >= 2 * NEAR_BYTES:  # by then, what came out of order has come
+            if not dense:
+                stream.window = stream.hits = 0
+            stream.mark, stream.covered = stream.position, 0
+
+    def _extend(self, stream: Stream) -> range:
+        window, here = stream.window, self._here(stream)
         start = max(stream.ahead, here)
+        room = window - (start - here)
         # Ask again when half of what was ahead is used up, and for twice as much: a faster reader gets further ahead,
-        # and each request is worth its round trip.
-        if not stream.window or start - here > stream.window // 2 or start >= self._blocks:
-            return range(0)
-        stop = min(here + stream.window, self._blocks)
-        stream.window = min(self._max, stream.window * 2)
-        stream.ahead = stop
-        return range(start, stop)
+        # and each request is worth its round trip. Later a part at a time, so that as many as can be are on their way.
+        full = window == self._max
+        least = self._part if full else window - window // 2
+        if full and stream.whole and here >= 2 * window:
+            room = max(room, min(window - self.under_way, self._budget.blocks - self._budget.used))
+        stop = _NOTHING.stop
+        if window and room >= min(least, self._blocks - start):
+            stop = min(start + room, self._blocks)
+            if full and stop < self._blocks:
+                stop = max(stop // self._part * self._part, start)
+        if stop > start:
+            stream.window = min(self._max, window * 2)
+            stream.ahead = stop
+        self._account(stream)
+        return range(start, stop) if stop > start else _NOTHING
+
+    def _account(self, stream: Stream) -> None:
+        unused = max(0, stream.ahead - self._here(stream))
+        self._budget.used += unused - stream.unused
+        stream.unused = unused
 
     def _match(self, pid: int, offset: int) -> Stream | None:
-        best = None
-        for stream in self._streams:
-            if abs(offset - stream.position) <= NEAR_BYTES and (best is None or stream.pid == pid):
-                best = stream
-        return best
+        """The stream that a read belongs to, if there is one: best this process's, and the nearest."""
+        best, rank = 0, (2, 0)
+        for index, stream in enumerate(self._streams):
+            distance = abs(offset - stream.position)
+            if distance <= NEAR_BYTES:
+                if (found := (int(stream.pid != pid), distance)) == (0, 0):
+                    best, rank = index, found
+                    break
+                if found < rank:
+                    best, rank = index, found
+        if rank[0] == 2:
+            return None
+        stream = self._streams[best]
+        if best:
+            self._streams.insert(0, self._streams.pop(best))
+        return stream

@@ -3,12 +3,17 @@ called off."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from cachefs import errors
+from cachefs.names import ObjectId
+from cachefs.origin import Origin
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, running
 
@@ -215,3 +220,50 @@ async def test_no_room_is_told(cache_dir: Path, ssd: int) -> None:
         with pytest.raises(errors.NoRoom):
             await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
         assert not lab.origin.gets
+
+
+class OneAtATime:
+    """A store's client whose answers are let go one by one; `asked` is the order in which requests reach it."""
+
+    can_list = True
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.go = threading.Semaphore(0)
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        self.asked.append(key)
+        self.go.acquire(timeout=10)
+        yield bytes(stop - start)
+
+    def close(self) -> None:
+        pass
+
+
+@in_trio
+async def test_a_readers_request_goes_out_before_queued_ones_that_nobody_waits_for(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        client = OneAtATime()
+        origin = Origin(client, source="s:", concurrency=1, metrics=lab.metrics)  # type: ignore[arg-type]
+        ids = {key: ObjectId("s:", key, "e", BLOCK) for key in ("first", "b1", "b2", "b3", "demand")}
+
+        async def read(key: str) -> None:
+            handle = lab.fetcher.open(origin, ids[key])
+            assert len(await lab.read_open(handle, 0, BLOCK)) == BLOCK
+            lab.fetcher.close(handle)
+
+        async with trio.open_nursery() as nursery:
+            for key in ("first", "b1", "b2", "b3"):
+                nursery.start_soon(lab.fetcher.bring, origin, ids[key])
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            nursery.start_soon(read, "demand")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            nursery.start_soon(read, "b3")  # joins, and overtakes
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert origin.status()["demand_waiting"] == 2
+            client.go.release(5)
+        assert client.asked == ["first", "demand", "b3", "b1", "b2"]
+        assert lab.metrics.origin_get == 5
+        assert lab.metrics.prefetched_late == 1
