@@ -237,6 +237,13 @@ class Config:
         value=64 << 20,
         default="64M",
     )
+    prefetch: Literal["on", "off"] = option(
+        choice("on", "off"),
+        "Transfer",
+        "Fetch files before they are opened: the rest of a directory of small files, the next shards, what hints announce.",
+        value="on",
+        default="on",
+    )
 
     foreground: bool = option(
         SWITCH, "Running", "Stay in the foreground and log to stderr.", value=False, flags=("-f",)

@@ -32,6 +32,7 @@ from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import fronts, tuning
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin, open_origin
+from cachefs.prefetch import Prefetcher
 from cachefs.store import SHM, Backing, Opened, open_store, scrub
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ NAMES_MAPPED_BYTES = 48 << 20
 
 KEEP_EVERY_S = 30
 """How long housekeeping that failed is left alone. Guessed."""
+
+AHEAD_SHARE = 2
+"""What is fetched ahead and not used yet may take this part of the cache. Guessed: the rest holds what was used."""
 
 TRIM_EVERY_S = 2.0
 """How often that is looked at; the look is one line of /proc. Guessed."""
@@ -148,6 +152,7 @@ class Daemon:
         self._origins: list[Origin] = []
         self._tuning: list[str] = []
         self._stopped_by = "umount"
+        self._prefetcher: Prefetcher | None = None
         self._fewer = trio.Event()  # changes that the kernel has yet to be told of
         self._invalidating = trio.Event()
         self._invalidating.set()
@@ -195,8 +200,9 @@ class Daemon:
         config = self._config
         self._token = trio.lowlevel.current_trio_token()
         fetcher = Fetcher(self._store, nursery, self._metrics, max_readahead=config.max_readahead)
+        volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
         self._fs = FileSystem(
-            [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)],
+            volumes,
             self._names,
             fetcher,
             Options(
@@ -228,6 +234,7 @@ class Daemon:
         self._fs.on_invalidate = invalidate
         self._fs.told = told
         front = self._mount(nursery)
+        self._prefetcher = self._open_prefetcher(volumes, fetcher)
         try:
             nursery.start_soon(self._keep, self._store.run, "writing the cache index")
             if not self._store.was_clean:
@@ -236,6 +243,8 @@ class Daemon:
                 self._keep, partial(self._invalidate_loop, receive), "telling the kernel of changes"
             )
             nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
+            if self._prefetcher is not None:
+                nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
@@ -247,6 +256,22 @@ class Daemon:
             front.close()
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose()
+
+    def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
+        config = self._config
+        if config.prefetch == "off":
+            return None
+        prefetcher = Prefetcher(
+            self._fs,
+            fetcher,
+            volumes,
+            self._metrics,
+            slots=config.concurrency - config.concurrency // 8,  # what the gate leaves to the background
+            budget=lambda: sum(tier.limit_bytes() for tier in self._store.tiers) // AHEAD_SHARE,
+            directory=self._opened.state_dir / "plans",
+        )
+        self._fs.watch_opens(prefetcher.opened, prefetcher.awaited)
+        return prefetcher
 
     def _mount(self, nursery: trio.Nursery) -> fronts.Front:
         config = self._config
@@ -341,7 +366,12 @@ class Daemon:
     # -- control verbs -----------------------------------------------------------------------------
 
     def _verbs(self) -> dict[str, Any]:
-        return {"status": self._status, "refresh": self._refresh}
+        verbs: dict[str, Any] = {"status": self._status, "refresh": self._refresh}
+        if self._prefetcher is not None:
+            verbs["hint_files"] = self._prefetcher.hint_files
+            verbs["hint_order"] = self._prefetcher.hint_order
+            verbs["hint_drop"] = self._prefetcher.hint_drop
+        return verbs
 
     async def _refresh(self, path: str = "") -> str:
         await self._fs.refresh(path)
@@ -371,6 +401,7 @@ class Daemon:
                 for t in self._store.tiers
             ],
             "metrics": self._metrics.as_dict(),
+            "prefetch": None if self._prefetcher is None else self._prefetcher.status(),
             "tuning": self._tuning,
             "warnings": [
                 *self._opened.warnings,

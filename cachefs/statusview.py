@@ -44,6 +44,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
     yield from _counts(status.get("metrics") or {})
+    yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
     if "front" in status and "front_reason" in status:
         yield "front", f"{status['front']}: {status['front_reason']}"
     for line in status.get("tuning") or []:
@@ -114,6 +115,21 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
         ),
     )
+
+
+def _prefetch(prefetch: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    fetched, used = int(metrics.get("prefetch_files", 0)), int(metrics.get("prefetch_used_files", 0))
+    if prefetch and (fetched or prefetch.get("in_flight")):
+        paused = f", pausing: {prefetch['paused']}" if prefetch.get("paused") else ""
+        yield (
+            "prefetch",
+            f"{fetched:,} files fetched ahead, {used:,} used, {size(prefetch.get('unused_bytes', 0))} waiting{paused}",
+        )
+    for plan in prefetch.get("plans") or []:
+        epoch = (
+            "no order yet" if plan["epoch"] is None else f"epoch {plan['epoch']}, file {plan['position']:,}"
+        )
+        yield "plan", f"{plan['name']}: {epoch} of {plan['files']:,}, {plan['ahead']:,} ahead"
 
 
 def _pairs(client: object, origin: object) -> str:
