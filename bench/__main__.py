@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import change, cold, fronts, passthrough, tree, warm
+from bench import change, cold, epochs, fronts, passthrough, prefetching, tree, warm
 from bench.harness import SCENARIOS, keep, run, show
 from bench.workspace import Workspace
 
@@ -16,6 +16,14 @@ ORDER = (
     "cold-seq",
     "ttfb",
     "cold-small",
+    "epoch-cold",
+    "epoch-few",
+    "shards-cold",
+    "warm-up",
+    "random-in-large",
+    "epoch-hits",
+    "epoch-turnover",
+    "epoch-again",
     "warm-seq",
     "ssd-seq",
     "warm-small",
@@ -25,6 +33,7 @@ ORDER = (
     "pass-small",
     "front-requests",
     "training",
+    "training-cold",
     "ls",
     "ten-readers",
     "overwrite",
@@ -34,7 +43,7 @@ ORDER = (
 )
 """As the table has them."""
 
-MODULES = (cold, warm, passthrough, fronts, tree, change)
+MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change)
 """Importing them is what registers the scenarios."""
 
 

@@ -193,6 +193,16 @@ class Cachefs(Mount):
         time.sleep(0.05)  # RELEASE comes after close(2) has returned
         counted.update({name: value - before[name] for name, value in self.metrics().items()})
 
+    def quiet(self, seconds: float = 60.0) -> None:
+        """Wait until nothing is fetched ahead any more."""
+        until = time.monotonic() + seconds
+        while (self.status().get("prefetch") or {}).get("in_flight") and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A command line of cachefs, run to its end."""
+        return self._run(*arguments)
+
     def refresh(self) -> None:
         os.getxattr(self.path, "user.cachefs.refresh")
 

@@ -63,6 +63,17 @@ class RawClient:
         obstore.get_range(self._store, key, start=0, end=length)
         return time.perf_counter() - begun
 
-    def small(self, keys: list[str]) -> Reading:
-        """Whole objects, `IN_FLIGHT` at a time."""
-        return share(keys, IN_FLIGHT, lambda key: len(obstore.get(self._store, key).bytes()))
+    def small(self, keys: list[str], in_flight: int = IN_FLIGHT) -> Reading:
+        """Whole objects, so many at a time."""
+        return share(keys, in_flight, lambda key: len(obstore.get(self._store, key).bytes()))
+
+    def ranges(self, keys: list[str], size: int, part: int, in_flight: int) -> Reading:
+        """Objects of one size, one after another in parts, so many parts at a time."""
+        parts = [(key, start) for key in keys for start in range(0, size, part)]
+
+        def read(wanted: tuple[str, int]) -> int:
+            key, start = wanted
+            reply = obstore.get(self._store, key, options={"range": (start, min(size, start + part))})
+            return sum(len(chunk) for chunk in reply.stream(min_chunk_size=CHUNK))
+
+        return share(parts, in_flight, read)

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 BUFFER = 1 << 20
 PAGE = 4096
@@ -122,9 +123,10 @@ def small(paths: Sequence[str], limit_s: float = FOREVER) -> Reading:
     return Reading(total, files, time.perf_counter() - begun)
 
 
-def share(
-    paths: Sequence[str], readers: int, read: Callable[[str], int], limit_s: float = FOREVER
-) -> Reading:
+T = TypeVar("T")
+
+
+def share(paths: Sequence[T], readers: int, read: Callable[[T], int], limit_s: float = FOREVER) -> Reading:
     """Let that many threads take the next path and `read` it (which returns how many bytes that was)."""
     queue = iter(paths)
     lock = threading.Lock()

@@ -1,6 +1,7 @@
 """A training loop as a filesystem sees it, on any directory:
 
-    python -m bench.training DIR [--shape resnet50|unet3d] [--workers 2] [--epochs 2] [--batch N] [--step-ms X] [--json]
+    python -m bench.training DIR [--shape resnet50|unet3d|cosmoflow] [--workers 2] [--epochs 2] [--batch N] [--step-ms X]
+                             [--hints] [--json]
 
 Worker processes read samples in an order that is new in each epoch and spend CPU on them as decoding would; the parent
 takes batches in order, keeps a bounded number of them ahead (as a PyTorch DataLoader does with `prefetch_factor=2` and
@@ -10,6 +11,9 @@ What it says of a filesystem depends on the step. A step much longer than loadin
 sleeps. So `step_ms_for` takes a step a tenth shorter than what the loader needs for a batch on the fastest place at hand
 (ext4): the accelerator is busy for about 90 % of the time there, which is the least that MLPerf Storage accepts, and
 whatever a mount adds to the loading of a sample makes the epoch longer.
+
+With `--hints` the order of each epoch is announced as a user would do it, by `cachefs.hints.HintedSampler`; where DIR is no
+cachefs mount, that is one warning and nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 AHEAD = 2
 """Batches a worker is given before one of them has come back: PyTorch's default."""
@@ -71,10 +75,12 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        # Steps: MLPerf Storage, one H100 (batches of 400 in 224 ms, of 7 in 323 ms), for the batch given here. Decoding,
-        # measured: Pillow takes 2.1 ms to decode, crop and flip a JPEG of 127 KB; guessed: a volume's checksum is taken.
+        # Steps: MLPerf Storage, one H100 (batches of 400 in 224 ms, of 7 in 323 ms, of 1 in 3.5 ms), for the batch given
+        # here. Decoding, measured: Pillow takes 2.1 ms to decode, crop and flip a JPEG of 127 KB; guessed: the checksum of
+        # a volume or a record is taken.
         Shape("resnet50", batch=32, step_ms=18.0, decode_ms_per_mb=17.0, read=_whole),
         Shape("unet3d", batch=2, step_ms=92.0, decode_ms_per_mb=0.5, read=_streamed),
+        Shape("cosmoflow", batch=1, step_ms=3.5, decode_ms_per_mb=0.5, read=_streamed),
     )
 }
 
@@ -90,46 +96,97 @@ class Epoch:
     utilisation: float
 
 
+class Sampler(Protocol):
+    """What decides the order of an epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class Shuffled:
+    """A new order in each epoch, the same for everybody who knows the seed (as PyTorch's `DistributedSampler`)."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.epoch = 0
+        self._count = count
+        self._seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self._count))
+        random.Random(f"{self._seed} {self.epoch}").shuffle(order)
+        return iter(order)
+
+
+class Listed(Shuffled):
+    """The order of the list, each time: a scan."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._count))
+
+
 @dataclass(frozen=True)
 class Loop:
-    """What is run: a shape, with what was chosen otherwise."""
+    """What is run: a shape, with what was chosen otherwise. An epoch ends early after `limit_s` seconds."""
 
     shape: Shape
     workers: int
     batch: int
     step_s: float
     seed: int = 0
+    shuffle: bool = True
+    hints: bool = False
+    limit_s: float = float("inf")
 
-    def epochs(self, paths: Sequence[str], count: int) -> Iterator[Epoch]:
+    def epochs(self, paths: Sequence[str], count: int) -> Generator[Epoch, None, None]:
         """Run that many, one after another, with the same workers."""
+        kind = Shuffled if self.shuffle else Listed
+        sampler: Sampler = kind(len(paths), self.seed)
+        if self.hints:
+            from cachefs.hints import HintedSampler  # the loop itself needs nothing of cachefs
+
+            sampler = HintedSampler(sampler, paths)
         with _started(self.workers, self.shape, paths) as workers:
             for number in range(count):
-                order = list(range(len(paths)))
-                random.Random(f"{self.seed} {number}").shuffle(order)
-                yield self._epoch(workers, order)
+                sampler.set_epoch(number)
+                yield self._epoch(workers, sampler)
 
-    def _epoch(self, workers: Sequence[Connection], order: Sequence[int]) -> Epoch:
-        batches = [order[at : at + self.batch] for at in range(0, len(order), self.batch)]
+    def _epoch(self, workers: Sequence[Connection], order: Iterable[int]) -> Epoch:
+        begun = time.perf_counter()
+        until = begun + self.limit_s
+        batches = _batches(iter(order), self.batch)
         # Each worker answers in the order it was asked, so asking them in turn is all it takes to get batches in order.
-        asked: deque[Connection] = deque()
+        asked: deque[tuple[Connection, int]] = deque()
         turns = zip(itertools.cycle(workers), batches, strict=False)
 
         def ask(count: int) -> None:
             for worker, batch in itertools.islice(turns, count):
                 worker.send(batch)
-                asked.append(worker)
+                asked.append((worker, len(batch)))
 
-        total = 0
-        begun = time.perf_counter()
+        samples = steps = total = 0
         ask(AHEAD * len(workers))
         while asked:
-            total += _answer(asked.popleft())
-            ask(1)
+            worker, count = asked.popleft()
+            total += _answer(worker)
+            samples += count
+            steps += 1
+            if time.perf_counter() < until:
+                ask(1)
             time.sleep(self.step_s)
         seconds = time.perf_counter() - begun
-        return Epoch(
-            len(order), total, seconds, len(order) / seconds, min(1.0, len(batches) * self.step_s / seconds)
-        )
+        return Epoch(samples, total, seconds, samples / seconds, min(1.0, steps * self.step_s / seconds))
+
+
+def _batches(order: Iterator[int], size: int) -> Iterator[list[int]]:
+    while batch := list(itertools.islice(order, size)):
+        yield batch
 
 
 def _answer(worker: Connection) -> int:
@@ -207,6 +264,17 @@ def apart(root: Path, *options: str | float) -> dict[str, Any]:
     return report
 
 
+def step_ms_at_least(share: float, root: Path, *options: str | float, shape: str) -> float:
+    """The shape's own step, or that much longer that the accelerator is busy for this share of the time here."""
+    step_ms = SHAPES[shape].step_ms
+    for _ in range(8):
+        epochs = apart(root, "--shape", shape, *options, "--step-ms", step_ms)["epochs"]
+        if max(epoch["utilisation"] for epoch in epochs) >= share:
+            break
+        step_ms *= 1.25
+    return step_ms
+
+
 def step_ms_for(root: Path, *options: str | float) -> float:
     """The step that keeps the accelerator busy for `UTILISATION` of the time here, with these options of the program."""
     report = apart(root, *options, "--step-ms", 0)
@@ -216,7 +284,7 @@ def step_ms_for(root: Path, *options: str | float) -> float:
     for _ in range(2):
         best = max(apart(root, *options, "--step-ms", step_ms)["epochs"], key=_rate)
         step_ms *= UTILISATION / best["utilisation"]
-    return step_ms
+    return float(step_ms)
 
 
 def _rate(epoch: dict[str, Any]) -> float:
@@ -235,6 +303,7 @@ def main() -> int:
         "--decode-ms-per-mb", type=float, help="CPU spent on what was read; as the shape has it"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the orders")
+    parser.add_argument("--hints", action="store_true", help="announce the orders to the daemon of the mount")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
@@ -245,7 +314,7 @@ def main() -> int:
     paths = files(options.root)
     if not paths:
         parser.error(f"{options.root} holds no files")
-    loop = Loop(shape, max(1, options.workers), batch, step_ms / 1e3, options.seed)
+    loop = Loop(shape, max(1, options.workers), batch, step_ms / 1e3, options.seed, hints=options.hints)
     epochs = []
     for epoch in loop.epochs(paths, options.epochs):
         epochs.append(epoch)

@@ -12,7 +12,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,13 @@ class Scale:
     small_size: int = 100_000
     names: int = 10_000
     first_bytes: int = 12
+    epoch_files: int = 4000
+    epoch_size: int = 100_000
+    shards: int = 32
+    shard: int = 32 << 20
+    records: int = 64
+    record: int = 2_828_486
+    """The mean of CosmoFlow's files in MLPerf Storage."""
     blocks: int = 1_000_000
     many_names: int = 1_000_000
     others: bool = True
@@ -55,6 +62,12 @@ TINY = Scale(
     small_size=20_000,
     names=2500,
     first_bytes=2,
+    epoch_files=200,
+    epoch_size=20_000,
+    shards=8,
+    shard=8 << 20,
+    records=8,
+    record=300_000,
     blocks=2000,
     many_names=20_000,
     others=False,
@@ -81,7 +94,9 @@ class Workspace:
 
     def __enter__(self) -> Self:
         self.disk = Path(tempfile.mkdtemp(prefix="cachefs-bench-"))
-        need = 2 * (self.scale.cold + self.scale.warm)
+        scale = self.scale
+        need = 2 * (scale.cold + scale.warm + scale.epoch_files * scale.epoch_size)
+        need += scale.shards * scale.shard
         roomy = SHM.is_dir() and shutil.disk_usage(SHM).free > need
         self._memory = Path(tempfile.mkdtemp(prefix="cachefs-bench-", dir=SHM if roomy else self.disk))
         self._trees = self._memory / "trees"
@@ -121,6 +136,22 @@ class Workspace:
         random.Random(bucket).shuffle(keys)
         return tree, keys
 
+    def files(self, bucket: str, folders: Sequence[str], count: int, size: int) -> list[str]:
+        """A bucket of that many files, dealt to the folders in turn; their keys in the store's order."""
+        tree = self._trees / bucket
+        keys = sorted(f"{folders[n % len(folders)]}/{n:06d}.bin" for n in range(count))
+        if not tree.exists():
+            for folder in folders:
+                (tree / folder).mkdir(parents=True)
+            for key in keys:
+                fill(tree / key, size)
+        self.lab.serve(bucket, tree)
+        return keys
+
+    def tree(self, bucket: str) -> Path:
+        """What the store serves of a bucket that was made here."""
+        return self._trees / bucket
+
     def changed(self, key: str) -> bytes:
         """The content of a small file after the store has replaced it."""
         inverse = bytes(255 - value for value in range(256))
@@ -136,9 +167,9 @@ class Workspace:
     # -- the store ---------------------------------------------------------------------------------
 
     @contextmanager
-    def shaped(self) -> Iterator[None]:
+    def shaped(self, bandwidth: float = BANDWIDTH) -> Iterator[None]:
         """The store is as far away and as fast as a real one, meanwhile."""
-        self.lab.shape(latency_ms=LATENCY_MS, bandwidth=BANDWIDTH)
+        self.lab.shape(latency_ms=LATENCY_MS, bandwidth=bandwidth)
         try:
             yield
         finally:

@@ -22,6 +22,12 @@ from bench.workspace import TINY, Workspace
 COUNTS = {
     "cold-seq": ("bytes from the store",),
     "cold-small": ("GETs a file", "bytes from the store"),
+    "epoch-cold": ("GETs a file",),
+    "epoch-few": ("wasted",),
+    "shards-cold": ("bytes from the store",),
+    "random-in-large": ("bytes fetched", "blocks fetched"),
+    "epoch-turnover": (),
+    "epoch-again": (),
     "warm-seq": ("READ messages", "GETs"),
     "warm-small": ("OPENs", "RELEASEs", "other messages"),
     "pass-tier": ("READ messages",),
@@ -30,6 +36,7 @@ COUNTS = {
     "pass-small": ("READ messages",),
     "front-requests": (),
     "training": (),
+    "training-cold": (),
     "ls": ("LIST", "HEAD"),
     "ten-readers": ("bytes from the store",),
     "overwrite": ("bytes fetched", "old bytes"),
@@ -72,6 +79,41 @@ def test_a_training_loop_reads_each_sample_once_an_epoch(tmp_path: Path) -> None
     epochs = said["epochs"]
     assert [(epoch["samples"], epoch["bytes"]) for epoch in epochs] == [(7, 7 * 1000 + 21)] * 3
     assert all(epoch["seconds"] >= 4 * 0.005 and 0 < epoch["utilisation"] <= 1 for epoch in epochs)
+
+
+def test_orders_are_the_same_for_whoever_knows_the_seed() -> None:
+    mine, theirs = training.Shuffled(50, seed=3), training.Shuffled(50, seed=3)
+    theirs.set_epoch(1)
+    assert list(mine) == list(mine) != list(theirs)
+    mine.set_epoch(1)
+    assert list(mine) == list(theirs)
+    assert sorted(mine) == list(training.Listed(50)) == list(range(50))
+
+
+def test_a_training_loop_stops_at_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    loop = training.Loop(training.SHAPES["resnet50"], workers=2, batch=1, step_s=0.02, limit_s=0.01)
+    (epoch,) = loop.epochs([str(tmp_path / "x")] * 1000, 1)
+    # What was asked for before the limit is waited for.
+    assert 2 * training.AHEAD <= epoch.samples < 1000 and epoch.bytes == epoch.samples
+
+
+def test_a_training_loop_announces_its_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cachefs import hints
+
+    paths = []
+    for number in range(16):
+        paths.append(str(tmp_path / f"{number}"))
+        Path(paths[-1]).write_bytes(b"x")
+    told: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(hints._Files, "tell", lambda self, epoch, order: told.append((epoch, list(order))))
+    loop = training.Loop(training.SHAPES["resnet50"], workers=2, batch=2, step_s=0, hints=True)
+    epochs = list(loop.epochs(paths, 2))
+    assert hints.wait(10)
+    assert [epoch.samples for epoch in epochs] == [16, 16]
+    orders = training.Shuffled(16), training.Shuffled(16)
+    orders[1].set_epoch(1)
+    assert told[:2] == [(0, list(orders[0])), (1, list(orders[1]))]
 
 
 def test_a_training_loop_ends_when_a_sample_cannot_be_read(tmp_path: Path) -> None:
