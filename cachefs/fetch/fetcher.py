@@ -35,6 +35,10 @@ REPETITION_S = 0.25
 """The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
 gets the same failure: otherwise an application would wait for two deadlines. Guessed; the repetition comes within 1 ms."""
 
+HEAP_BYTES = 64 << 20
+"""What readers whom no tier can serve may hold in memory while their blocks come; the others wait. Guessed: a gigabyte a
+second at 60 ms."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -83,6 +87,7 @@ class Fetcher:
         self._ahead_limit = 2 * room
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
+        self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self.flights = 0
         self.lends = False
 
@@ -335,11 +340,16 @@ class Fetcher:
         self._nursery.start_soon(self._fly, flight, origin, policy)
         return flight
 
+    @property
+    def heap_bytes(self) -> int:
+        """What is held in memory now, while blocks come that no tier takes."""
+        return self._heap_slots.borrowed_tokens * self._block_size
+
     async def _fly(self, flight: Flight, origin: Origin, policy: Readahead | None) -> None:
         obj, fill, object_id = flight.object, flight.fill, flight.object.id
         self.flights += 1
         try:
-            await flight.run(origin, object_id)
+            await flight.run(origin, object_id, self._heap_slots if fill.kept else None)
         finally:
             self.flights -= 1
             if flight.ahead:

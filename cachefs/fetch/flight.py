@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import trio
 
@@ -103,15 +104,23 @@ class Flight:
         if lowest <= self.fill.landed:
             self.fill.on_landed()  # type: ignore[misc]
 
-    async def run(self, origin: Origin, object_id: ObjectId) -> None:
-        """Transfer; never raises anything but cancellation. `error` says how it ended."""
+    async def run(self, origin: Origin, object_id: ObjectId, slots: trio.CapacityLimiter | None) -> None:
+        """Transfer, holding one of the slots if there are any; never raises anything but cancellation. `error` says how it
+        ended."""
         fill = self.fill
         whole = fill.start == 0 and fill.stop == object_id.size
         try:
             with self._scope:
-                await origin.read(
-                    object_id.key, object_id.etag, fill.start, fill.stop, fill, whole=whole, turn=self._turn
-                )
+                async with slots or nullcontext():
+                    await origin.read(
+                        object_id.key,
+                        object_id.etag,
+                        fill.start,
+                        fill.stop,
+                        fill,
+                        whole=whole,
+                        turn=self._turn,
+                    )
         except Exception as exc:
             self.error = exc
         finally:

@@ -140,9 +140,11 @@ class HeapFill(Fill):
 
     def __init__(self, size: int, block_size: int, start: int, stop: int) -> None:
         super().__init__(size, block_size, start, stop)
-        self._buffer = bytearray(self.stop - self.start)
+        self._buffer = bytearray()
 
     def _put(self, view: memoryview, offset: int) -> None:
+        if not self._buffer:  # not before: it may have waited for its turn
+            self._buffer = bytearray(self.stop - self.start)
         at = offset - self.start
         self._buffer[at : at + len(view)] = view
 

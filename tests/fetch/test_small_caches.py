@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running
@@ -121,3 +122,30 @@ async def test_many_readers_of_large_blocks_without_any_tier(cache_dir: Path) ->
         async with trio.open_nursery() as nursery:
             for i in range(16):
                 nursery.start_soon(read, i)
+
+
+@in_trio
+async def test_the_memory_of_readers_without_a_tier_is_bounded(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=0, block=4 * MIB) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, 4 * MIB)) for i in range(40)]
+        holds = [lab.origin.hold(f"k{i}", MIB) for i in range(40)]
+        done = 0
+
+        async def read(i: int) -> None:
+            nonlocal done
+            assert await lab.read(ids[i], 3 * MIB, KIB) == content(i, 4 * MIB)[3 * MIB :][:KIB]
+            done += 1
+
+        async with trio.open_nursery() as nursery:
+            for i in range(40):
+                nursery.start_soon(read, i)
+            await holds[0].reached.wait()
+            await trio.testing.wait_all_tasks_blocked(0.02)
+            assert lab.fetcher.flights == 40
+            assert lab.origin.most_in_flight == 16
+            assert lab.fetcher.heap_bytes == 64 * MIB
+            for hold in holds:
+                hold.release.set()
+        assert done == 40
+        await lab.quiet()
+        assert lab.fetcher.heap_bytes == 0
