@@ -30,6 +30,7 @@ from cachefs.errors import CachefsError, CacheUnusable, MountError
 from cachefs.fetch import Fetcher
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import fronts, tuning
+from cachefs.fuse.notices import Notices
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin, open_origin
 from cachefs.prefetch import Prefetcher
@@ -51,9 +52,6 @@ AHEAD_SHARE = 2
 
 TRIM_EVERY_S = 2.0
 """How often that is looked at; the look is one line of /proc. Guessed."""
-
-INVALIDATIONS = 4096
-"""Changes that the kernel has yet to be told of; more are left to its own TTL, but a refresh waits. Guessed."""
 
 NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
 """Why the kernel may refuse a file now without a reason to refuse the whole tier."""
@@ -153,9 +151,6 @@ class Daemon:
         self._tuning: list[str] = []
         self._stopped_by = "umount"
         self._prefetcher: Prefetcher | None = None
-        self._fewer = trio.Event()  # changes that the kernel has yet to be told of
-        self._invalidating = trio.Event()
-        self._invalidating.set()
 
     async def main(self) -> int:
         # Open until the very end: a second signal must not end the process while RAM is being saved.
@@ -198,7 +193,6 @@ class Daemon:
 
     async def _serve(self, nursery: trio.Nursery) -> None:
         config = self._config
-        self._token = trio.lowlevel.current_trio_token()
         fetcher = Fetcher(self._store, nursery, self._metrics, max_readahead=config.max_readahead)
         volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
         self._fs = FileSystem(
@@ -217,31 +211,16 @@ class Daemon:
             ),
             self._metrics,
         )
-        send, receive = trio.open_memory_channel[tuple[int, int, bytes]](INVALIDATIONS)
-
-        def invalidate(inode: int, parent: int, name: bytes) -> None:
-            try:
-                send.send_nowait((inode, parent, name))
-            except trio.WouldBlock:
-                pass  # the kernel's own TTL forgets it a little later
-
-        async def told() -> None:
-            while send.statistics().current_buffer_used > INVALIDATIONS // 2:
-                self._fewer = trio.Event()
-                await self._fewer.wait()
-            await trio.lowlevel.checkpoint()
-
-        self._fs.on_invalidate = invalidate
-        self._fs.told = told
+        notices = Notices(lambda *notice: self._front.front.invalidate(*notice))
+        self._fs.on_invalidate = notices.tell
+        self._fs.told = notices.told
         front = self._mount(nursery)
         self._prefetcher = self._open_prefetcher(volumes, fetcher)
         try:
             nursery.start_soon(self._keep, self._store.run, "writing the cache index")
             if not self._store.was_clean:
                 nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
-            nursery.start_soon(
-                self._keep, partial(self._invalidate_loop, receive), "telling the kernel of changes"
-            )
+            nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
             nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
@@ -252,7 +231,7 @@ class Daemon:
             await front.serve()
         finally:
             with trio.move_on_after(1, shield=True):
-                await self._invalidating.wait()  # the session must not go while a thread is inside of it
+                await notices.quiet()  # the session must not go while a thread is inside of it
             front.close()
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose()
@@ -336,20 +315,6 @@ class Daemon:
                 await trio.sleep(KEEP_EVERY_S)
             else:
                 return
-
-    async def _invalidate_loop(self, receive: trio.MemoryReceiveChannel[Any]) -> None:
-        async for inode, parent, name in receive:
-            self._invalidating = trio.Event()
-            await trio.to_thread.run_sync(
-                self._invalidate, inode, parent, name, self._invalidating, abandon_on_cancel=True
-            )
-            self._fewer.set()
-
-    def _invalidate(self, inode: int, parent: int, name: bytes, done: trio.Event) -> None:
-        try:
-            self._front.front.invalidate(inode, parent, name)
-        finally:
-            self._token.run_sync_soon(done.set)
 
     async def _trim_loop(self) -> None:
         while True:

@@ -40,9 +40,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_consistency.py::TestPresets::test_immutable_never_asks_again",
         "tests/fs/test_costs.py::test_after_the_ttl_one_file_costs_one_head",
     ),
-    "`cachefs refresh` shows changed, new and deleted objects below a path at once, and downloads nothing "
+    "`cachefs refresh` shows changed, new and deleted objects below a path when it returns, and downloads nothing "
     "that is still right.": (
         "tests/mount/test_consistency.py::TestRefresh::test_an_overwritten_object_is_seen_at_once",
+        "tests/mount/test_consistency.py::TestRefresh::test_is_done_when_it_returns",
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_directory_means_all_below",
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_missing_name_finds_it_when_it_has_come",
         "tests/mount/test_consistency.py::TestRefresh::test_keeps_cached_bytes_that_are_still_right",
@@ -84,15 +85,15 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_file_is_read_again_without_a_read_message",
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_small_file_costs_one_open_and_one_release",
     ),
-    "On the kernel front a file that is whole on one tier is read without a READ message, however it is "
-    "read and whatever the kernel has forgotten.": (
+    "On the kernel front a file that is whole and verified on one tier when it is opened is read without a READ "
+    "message, however it is read and whatever the kernel has forgotten.": (
         "tests/mount/test_passthrough.py::TestWholeFiles::test_are_read_without_the_daemon",
         "tests/mount/test_passthrough.py::TestWholeFiles::test_of_every_size",
         "tests/mount/test_passthrough.py::test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_the_daemon",
         "tests/mount/test_kernel.py::TestMessages::test_a_whole_file_is_read_without_a_read_message_when_the_kernel_has_no_page_of_it",
     ),
-    "A signal that ends a process ends its hanging read within a second, and no other reader's, on the "
-    "kernel front.": ("tests/mount/test_passthrough.py::TestSignals",),
+    "On the kernel front a signal that ends a process ends its hanging read within a second, and no other reader's; "
+    "a signal that ends nobody makes no request fail.": ("tests/mount/test_passthrough.py::TestSignals",),
     "With `--zero-open` files cost no OPEN and no RELEASE after the first, and a refresh still shows what"
     " changed.": ("tests/mount/test_passthrough.py::TestZeroOpen",),
     "Whatever the store does (503, silence, bodies cut short, resets), a read gives the right bytes, or an errno "

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import trio
 
-from cachefs.fuse import protocol
+from cachefs.fuse import protocol, signals
 from cachefs.fuse.device import Device
 from cachefs.fuse.errno_table import GRACE_S, tell
 from cachefs.fuse.protocol import Op
@@ -39,8 +39,12 @@ CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
 thread that sleeps on another processor takes 20 to 40 µs, which is all that a small file's open costs otherwise."""
 
 SLICE_S = 1e-3
-"""How long the other tasks wait at most while requests come in a stream. Guessed: shorter than any
-round trip they wait for."""
+"""How long the other tasks wait at most while requests come in a stream. Guessed: shorter than any round trip they wait
+for."""
+
+SIGNALS_EVERY_S = 0.2
+"""How often an interrupted request is looked at that went on: of a second signal, which may end the one who waits, the
+kernel says nothing. Guessed."""
 
 _HEADER = protocol.IN_HEADER.size
 _REPLY = protocol.OUT_HEADER.size
@@ -54,9 +58,10 @@ class Malformed(ValueError):
 class _Waiting:
     """A request that has to wait."""
 
-    __slots__ = ("interrupted", "scope")
+    __slots__ = ("interrupted", "scope", "thread")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, thread: int) -> None:
+        self.thread = thread
         self.scope = trio.CancelScope(deadline=trio.current_time() + seconds)
         self.interrupted = False
 
@@ -72,6 +77,8 @@ class Session:
         self._metrics = metrics
         self._deadline_s = deadline_s + GRACE_S
         self._waiting: dict[int, _Waiting] = {}
+        self._signalled: set[int] = set()
+        self._thread = 0  # who sent the request that is being handled
         self._fewer = trio.Event()
         # Looking again takes a processor: with only one, it is the one that the next request would come from.
         self._eager = len(os.sched_getaffinity(0)) > 1
@@ -120,6 +127,7 @@ class Session:
             return
         length, opcode, unique, nodeid, _, _, pid, _, _ = protocol.IN_HEADER.unpack_from(request)
         handler = self._handlers.get(opcode)
+        self._thread = pid
         try:
             if length != len(request):
                 self._fail(unique, opcode, Malformed(f"{len(request)} bytes that say they are {length}"))
@@ -154,7 +162,7 @@ class Session:
         self, unique: int, opcode: int, answer: Callable[[], Awaitable[T]], reply: Callable[[int, T], None]
     ) -> None:
         """Find the answer in a task of its own."""
-        waiting = self._waiting[unique] = _Waiting(self._deadline_s)
+        waiting = self._waiting[unique] = _Waiting(self._deadline_s, self._thread)
         self._nursery.start_soon(self._finish, unique, opcode, waiting, answer, reply)
 
     async def _finish(
@@ -184,7 +192,21 @@ class Session:
     def interrupt(self, unique: int) -> None:
         """Who waits for that request has a signal. The kernel says so after the request itself, so a request that is not
         waiting is answered already."""
-        waiting = self._waiting.get(unique)
-        if waiting is not None:
+        if unique in self._waiting and not self._give_up(unique):
+            if not self._signalled:
+                self._nursery.start_soon(self._watch)
+            self._signalled.add(unique)
+
+    async def _watch(self) -> None:
+        """As long as somebody waits who had a signal and was not ended by it."""
+        while self._signalled:
+            await trio.sleep(SIGNALS_EVERY_S)
+            self._signalled = {u for u in self._signalled if u in self._waiting and not self._give_up(u)}
+
+    def _give_up(self, unique: int) -> bool:
+        """End the request if the one who waits for it is at its end; whether that was so."""
+        waiting = self._waiting[unique]
+        if signals.ends(waiting.thread):
             waiting.interrupted = True
             waiting.scope.cancel()
+        return waiting.interrupted

@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,32 @@ class TestRefresh:
             assert (mount.path / key).read_bytes() == data
         assert sorted(os.listdir(mount.path / "d/e")) == ["file", "new"]
         assert not (mount.path / "d/e/gone").exists()
+
+    @WAYS
+    @pytest.mark.parametrize("names", [1, 1500])
+    def test_is_done_when_it_returns(self, mounted: Mounted, bucket: Bucket, refresh, names: int) -> None:
+        for number in range(names):
+            bucket.put(f"d/{number:04d}", 10)
+        mount = mounted(bucket, consistency="immutable")
+        place = mount.path / "d" if names > 1 else mount.path / "d/0000"
+        for round_ in range(1, 4):
+            assert sum(entry.stat().st_size for entry in os.scandir(mount.path / "d"))
+            for number in range(names - 1, -1, -max(1, names // 20)):
+                (mount.path / f"d/{number:04d}").stat()
+                bucket.put(f"d/{number:04d}", 10 + round_, version=round_)
+            refresh(place)
+            for number in range(names - 1, -1, -max(1, names // 20)):
+                assert (mount.path / f"d/{number:04d}").stat().st_size == 10 + round_
+
+    def test_from_many_sides_at_once_ends_for_all(self, mounted: Mounted, bucket: Bucket) -> None:
+        for number in range(3000):
+            bucket.put(f"d/{number:04d}", 10)
+        mount = mounted(bucket)
+        os.listdir(mount.path / "d")
+        began = time.monotonic()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(refresh_by_attribute, [mount.path / "d"] * 4))
+        assert time.monotonic() - began < 20
 
     def test_of_a_file_leaves_its_directory_listable(self, mounted: Mounted, bucket: Bucket) -> None:
         bucket.put("d/file", 1000)

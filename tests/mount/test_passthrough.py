@@ -754,6 +754,26 @@ class TestSignals:
         lab.clear_faults()
         assert (mount.path / "d/file").read_bytes() == data
 
+    def test_that_end_nobody_make_no_file_missing(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        """A timer goes off while the store is asked: to a program that asks whether a file exists, EINTR would be "no"."""
+        bucket.put("d/file", 1000)
+        mount = mounted(bucket, timeout=60, consistency="strict")
+        program = (
+            "import os, signal, sys\n"
+            "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+            "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
+            "assert os.path.exists(sys.argv[1])\n"
+            "assert os.stat(sys.argv[1]).st_size == 1000\n"
+            "assert os.listdir(os.path.dirname(sys.argv[1])) == ['file']\n"
+            "assert len(open(sys.argv[1], 'rb').read()) == 1000\n"
+        )
+        lab.shape(latency_ms=400)
+        done = run([sys.executable, "-c", program, mount.path / "d/file"])
+        lab.shape(latency_ms=0)
+        assert done.returncode == 0, done.stderr
+
 
 class TestZeroOpen:
     def test_opens_files_without_asking(self, mounted: Mounted, bucket: Bucket) -> None:

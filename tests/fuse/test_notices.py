@@ -1,0 +1,118 @@
+"""What the kernel is told, when, and who waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+import pytest
+import trio
+
+from cachefs.fuse import notices
+from cachefs.fuse.notices import Notices
+
+
+@pytest.fixture(autouse=True)
+def no_threads() -> None:
+    """Threads are what this is about."""
+
+
+def in_real_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """A clock that jumps would not wait for threads."""
+
+    @wraps(test)
+    def run() -> None:
+        trio.run(test)
+
+    return run
+
+
+@in_real_time
+async def test_who_waits_goes_on_when_the_kernel_knows_all_that_was_said_before() -> None:
+    told: list[int] = []
+    queue = Notices(lambda inode, parent, name: told.append(inode))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.run)
+        for number in range(1000):
+            queue.tell(number, 1, b"")
+        await queue.told()
+        assert told == list(range(1000))
+        nursery.cancel_scope.cancel()
+    await queue.quiet()
+
+
+@in_real_time
+async def test_many_wait_side_by_side() -> None:
+    told: list[int] = []
+    queue = Notices(lambda inode, parent, name: told.append(inode))
+    ended: list[int] = []
+
+    async def refresh(who: int) -> None:
+        for page in range(5):
+            for number in range(200):
+                queue.tell(who * 10_000 + page * 1000 + number, 1, b"")
+            await queue.told()
+            assert who * 10_000 + page * 1000 + 199 in told
+        ended.append(who)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.run)
+        async with trio.open_nursery() as readers:
+            for who in range(8):
+                readers.start_soon(refresh, who)
+        nursery.cancel_scope.cancel()
+    assert sorted(ended) == list(range(8))
+    assert len(told) == len(set(told)) == 8 * 1000
+
+
+@in_real_time
+async def test_what_is_waiting_already_is_said_once() -> None:
+    told: list[tuple[int, int, bytes]] = []
+    queue = Notices(lambda *notice: told.append(notice))
+    for _ in range(4):
+        for name in (b"a", b"b"):
+            queue.tell(0, 1, name)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.run)
+        await queue.told()
+        assert told == [(0, 1, b"a"), (0, 1, b"b")]
+        queue.tell(0, 1, b"a")
+        await queue.told()
+        assert told[2:] == [(0, 1, b"a")]
+        nursery.cancel_scope.cancel()
+
+
+def test_a_kernel_that_does_not_listen_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "TOLD_WITHIN_S", 0.2)
+    trio.run(_a_kernel_that_does_not_listen)
+
+
+async def _a_kernel_that_does_not_listen() -> None:
+    stuck = threading.Event()
+    queue = Notices(lambda *_: stuck.wait(60) and None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.run)
+        queue.tell(1, 1, b"")
+        before = trio.current_time()
+        await queue.told()
+        assert trio.current_time() - before >= 0.2
+        nursery.cancel_scope.cancel()
+    with trio.move_on_after(0.1) as waiting:
+        await queue.quiet()
+    assert waiting.cancelled_caught, "a thread is still in there"
+    stuck.set()
+    await queue.quiet()
+
+
+@in_real_time
+async def test_too_many_are_bounded_and_nobody_waits_for_the_lost() -> None:
+    told: list[int] = []
+    queue = Notices(lambda inode, parent, name: told.append(inode))
+    for number in range(notices.MOST_WAITING + 10):
+        queue.tell(number, 1, b"")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.run)
+        await queue.told()
+        nursery.cancel_scope.cancel()
+    assert told == list(range(10, notices.MOST_WAITING + 10))

@@ -1,0 +1,95 @@
+"""Which signals end a request that waits, and which do not."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from cachefs.fuse.protocol import Op
+from cachefs.fuse.session import SIGNALS_EVERY_S
+from cachefs.fuse.signals import decides, ends
+from tests.fs.bucket import Bucket
+from tests.fuse.kernel import kernel, read_in
+from tests.fuse.test_waiting import interrupt
+
+
+def status(**masks: set[int]) -> str:
+    names = ("SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt")
+    lines = [f"{name}:\t{sum(1 << (n - 1) for n in masks.get(name, set())):016x}" for name in names]
+    return "Name:\tcat\nSigQ:\t1/95000\n" + "\n".join(lines) + "\nCapInh:\t0\n"
+
+
+@pytest.mark.parametrize(
+    ("masks", "dies"),
+    [
+        ({}, False),
+        ({"SigPnd": {signal.SIGKILL}}, True),
+        ({"ShdPnd": {signal.SIGTERM}}, True),
+        ({"ShdPnd": {signal.SIGTERM}, "SigCgt": {signal.SIGTERM}}, False),
+        ({"ShdPnd": {signal.SIGTERM}, "SigIgn": {signal.SIGTERM}}, False),
+        ({"ShdPnd": {signal.SIGTERM}, "SigBlk": {signal.SIGTERM}}, False),
+        ({"ShdPnd": {signal.SIGINT}, "SigCgt": {signal.SIGINT}}, True),
+        ({"ShdPnd": {signal.SIGINT}, "SigIgn": {signal.SIGINT}}, False),
+        ({"SigPnd": {signal.SIGALRM}, "SigCgt": {signal.SIGALRM}}, False),
+        ({"SigPnd": {signal.SIGALRM}}, True),
+        ({"ShdPnd": {signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGWINCH}}, False),
+        ({"SigPnd": {34}}, True),
+        ({"SigPnd": {34}, "SigCgt": {34}}, False),
+        ({"SigPnd": {signal.SIGSEGV}}, True),
+    ],
+)
+def test_what_is_pending_decides(masks: dict[str, set[int]], dies: bool) -> None:
+    assert decides(status(**masks)) is dies
+
+
+def test_a_process_is_looked_at_as_it_is() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not ends(process.pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 5
+        while not ends(process.pid) and time.monotonic() < deadline:
+            pass
+        assert ends(process.pid)
+    assert not ends(0)
+
+
+async def test_a_signal_that_ends_nobody_ends_no_request(
+    dying: Callable[[bool], None],
+) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        release = asking.shelf.hold("f")
+        dying(False)
+        reading = asking.send(Op.READ, ino, read_in(fh))
+        await asking.idle()
+        interrupt(asking, reading)
+        await trio.sleep(10 * SIGNALS_EVERY_S)
+        assert reading not in asking.replies
+        release.set()
+        assert len((await asking.reply(reading)).body) == 10
+        await trio.sleep(2 * SIGNALS_EVERY_S)
+        assert not asking.front._session._signalled
+
+
+async def test_a_later_signal_that_does_is_seen(dying: Callable[[bool], None]) -> None:
+    async with kernel(Bucket(["f"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        asking.shelf.hold("f")
+        dying(False)
+        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(2)]
+        await asking.idle()
+        interrupt(asking, readers[0])
+        await trio.sleep(1)
+        dying(True)
+        before = trio.current_time()
+        assert (await asking.reply(readers[0])).error == errno.EINTR
+        assert trio.current_time() - before <= SIGNALS_EVERY_S
+        assert readers[1] not in asking.replies
