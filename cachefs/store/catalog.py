@@ -39,9 +39,9 @@ AHEAD_S = 3600.0
 AHEAD_COPIES = 65_536
 """Copies that may wait so, about 300 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. Guessed."""
 
-EPOCHS_SAVED_EVERY = 60
+EPOCHS_SAVED_EVERY = 10
 """Flushes from one writing of what is known of epochs to the next, 100 KB for each dataset in use. Guessed: what a crash
-loses of it puts off the next epoch's beginning by a part of a minute."""
+loses of it makes the next epoch look a little less like one."""
 
 
 UNSAVED = -1

@@ -97,10 +97,11 @@ async def running(
     readahead: int = 0,
     background: bool = False,
     clean: bool = True,
+    eviction: str = "auto",
 ) -> AsyncIterator[Lab]:
     """`background` runs the store's own loop (flush every second, spill, promote)."""
     metrics = Metrics()
-    opened = open_store(cache_dir, ssd, ram, keep_free, block, verify, metrics)
+    opened = open_store(cache_dir, ssd, ram, keep_free, block, verify, metrics, eviction)  # type: ignore[arg-type]
     try:
         async with trio.open_nursery() as nursery:
             fetcher = Fetcher(opened.store, nursery, metrics, max_readahead=readahead)

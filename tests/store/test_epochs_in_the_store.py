@@ -1,0 +1,331 @@
+"""Epochs through the real store: what is fetched again of a dataset twice as large as the cache, on one tier and on two."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from cachefs.errors import NoRoom
+from cachefs.names import ObjectId
+from cachefs.store.tier import RAM
+from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.store.lab import BLOCK, EXTENT, KIB, Lab, as_kill_leaves_it, running
+
+SMALL = 100 * KIB  # one block of 128 KiB
+FILES = 320
+SHARD = 2 * EXTENT + BLOCK
+
+
+def dataset(origin: ScriptedOrigin, name: str, count: int, size: int) -> list[ObjectId]:
+    data = content(name, size)
+    return [origin.put(f"{name}/{number}", data) for number in range(count)]
+
+
+async def epoch(lab: Lab, ids: Iterable[ObjectId], piece: int = 1 << 30, every: int = 8) -> float:
+    """Read all of each, and flush now and then, as once a second; the share of the bytes that was cached."""
+    before, asked = lab.origin.delivered, 0
+    for number, object_id in enumerate(ids):
+        opened = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
+        for offset in range(0, object_id.size, piece):
+            size = min(piece, object_id.size - offset)
+            assert len(await lab.read_open(opened, offset, size)) == size
+            asked += size
+        lab.fetcher.close(opened)
+        if number % every == 0:
+            await lab.store.flush()
+    await lab.quiet()
+    return 1 - (lab.origin.delivered - before) / asked
+
+
+def shuffled(ids: list[ObjectId], seed: object) -> list[ObjectId]:
+    return random.Random(str(seed)).sample(ids, len(ids))
+
+
+@pytest.mark.parametrize("ram_share", [0, 0.2])
+@pytest.mark.parametrize("order", ["shuffled", "scan"])
+@in_trio
+async def test_half_of_many_small_files_is_half_the_hits(
+    cache_dir: Path, order: str, ram_share: float
+) -> None:
+    total = FILES * SMALL // 2
+    ram = int(total * ram_share)
+    async with running(cache_dir, ssd=total - ram, ram=ram, block=128 * KIB, background=True) as lab:
+        ids = dataset(lab.origin, "train", FILES, SMALL)
+        hits = [await epoch(lab, shuffled(ids, n) if order == "shuffled" else ids) for n in range(5)]
+        assert min(hits[2:]) >= (0.48 if not ram else 0.46), hits
+        assert max(hits) <= 0.51
+        (known,) = lab.store.eviction_status()["datasets"]
+        assert (known["name"], known["mode"], known["epoch"]) == ("train", "epoch", 5)
+        lab.check_accounts()
+
+
+@in_trio
+async def test_by_recency_it_is_a_sixth_or_nothing(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=FILES * SMALL // 2, block=128 * KIB, eviction="lru") as lab:
+        ids = dataset(lab.origin, "train", FILES, SMALL)
+        assert [await epoch(lab, ids) for _ in range(3)][1:] == [0.0, 0.0]
+        hits = [await epoch(lab, shuffled(ids, n)) for n in range(3)]
+        assert max(hits) <= 0.25, hits
+
+
+@pytest.mark.parametrize("ram_share", [0, 0.2])
+@in_trio
+async def test_shards_read_in_pieces_by_a_sequential_reader(cache_dir: Path, ram_share: float) -> None:
+    count = 60
+    total = count * SHARD // 2
+    ram = int(total * ram_share)
+    async with running(cache_dir, ssd=total - ram, ram=ram, readahead=EXTENT // 2, background=True) as lab:
+        ids = dataset(lab.origin, "shards", count, SHARD)
+        hits = [await epoch(lab, shuffled(ids, n), 4 * BLOCK, every=1) for n in range(5)]
+        assert min(hits[2:]) >= (0.46 if not ram else 0.44), hits
+        lab.check_accounts()
+
+
+@in_trio
+async def test_another_dataset_takes_over_within_two_epochs(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=FILES * SMALL // 2, block=128 * KIB) as lab:
+        one = dataset(lab.origin, "one", FILES, SMALL)
+        other = dataset(lab.origin, "other", FILES, SMALL)
+        for n in range(3):
+            await epoch(lab, shuffled(one, n))
+        await epoch(
+            lab, shuffled(one, 9)[: FILES // 2]
+        )  # left in the middle: a part of it was still protected
+        hits = [await epoch(lab, shuffled(other, n)) for n in range(4)]
+        assert min(hits[2:]) >= 0.48, hits
+
+
+@pytest.mark.parametrize("kind", ["clean", "killed"])
+@in_trio
+async def test_a_restart_in_the_middle_goes_on(cache_dir: Path, kind: str) -> None:
+    origin = ScriptedOrigin()
+    ids = dataset(origin, "train", FILES, SMALL)
+    limit = FILES * SMALL // 2
+    place = cache_dir
+    async with running(cache_dir, origin, ssd=limit, block=128 * KIB) as lab:
+        for n in range(2):
+            await epoch(lab, shuffled(ids, n))
+        order = shuffled(ids, 2)
+        first = await epoch(lab, order[: FILES // 2])
+        await lab.store.flush()
+        if kind == "killed":
+            place = as_kill_leaves_it(cache_dir, cache_dir.with_name("cache-killed"))
+    async with running(place, origin, ssd=limit, block=128 * KIB) as lab:
+        second = await epoch(lab, order[FILES // 2 :])
+        assert (first + second) / 2 >= 0.47
+        assert await epoch(lab, shuffled(ids, 3)) >= 0.46
+        assert await epoch(lab, shuffled(ids, 4)) >= 0.48
+
+
+@in_trio
+async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=16 * BLOCK, eviction="epoch") as lab:
+        ids = [lab.origin.put(f"d/{i}", b"x" * BLOCK) for i in range(64)]
+        store = lab.store
+        for n in range(2):
+            await epoch(lab, ids[:32] if n == 0 else ids[:20], every=1)
+        kept = [i for i in ids[:32] if store.cached_bytes(i)]
+        protected = [i for i in ids[20:32] if store.cached_bytes(i)]
+        assert protected and len(kept) == 16
+        began = 0
+        fills = []
+        while (fill := store.begin_fill(obj := store.object(ids[32 + began]), 0, 1, ahead=True)) is not None:
+            fill.write(b"y" * BLOCK)
+            store.end_fill(obj, fill)
+            fills.append(ids[32 + began])
+            began += 1
+            if began % 3 == 0:
+                await store.flush()
+            assert began <= 16
+        assert began == 16 - len(protected), "all that was used in this epoch made room"
+        assert all(store.cached_bytes(i) for i in (*protected, *fills))
+        # A demand may, and takes what was used least lately.
+        await lab.read(ids[60])
+        await lab.quiet()
+        assert store.cached_bytes(ids[60]) == BLOCK
+        assert sum(not store.cached_bytes(i) for i in protected) == 1
+        # Once read, it is the next to go.
+        await store.flush()
+        await lab.read(fills[0])
+        await store.flush()
+        await lab.read(ids[61])
+        await lab.quiet()
+        await store.flush()
+        assert [bool(store.cached_bytes(ids[60])), bool(store.cached_bytes(fills[0]))] == [False, True]
+        await lab.read(ids[62])
+        await lab.quiet()
+        assert not store.cached_bytes(fills[0])
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=64 * BLOCK) as lab:
+        store = lab.store
+        ids = [lab.origin.put(f"d/{i}", content(i, BLOCK)) for i in range(3)]
+        states = []
+        for object_id, how in zip(ids, ("nobody", "waited", "read"), strict=True):
+            obj = store.object(object_id)
+            fill = store.begin_fill(obj, 0, 1, ahead=True)
+            assert fill is not None
+            if how == "waited":
+                fill.wake_at = 5
+                fill.on_landed = lambda: None
+            fill.write(content(0, BLOCK))
+            store.settle(obj, fill)
+            if how == "read":
+                fill.read(0, 10)
+            store.end_fill(obj, fill)
+            copy = store._catalog.copy(obj, 1, 0)
+            assert copy is not None
+            states.append(store._catalog.kept(copy))
+        assert states == [True, False, False]
+
+
+@in_trio
+async def test_ram_drops_what_was_used_rather_than_displace_what_is_wanted(cache_dir: Path) -> None:
+    """SSD holds what this epoch still needs, and nothing else: what RAM has finished with goes."""
+    async with running(cache_dir, ssd=16 * BLOCK, ram=8 * BLOCK, eviction="epoch", background=True) as lab:
+        ids = [lab.origin.put(f"d/{i}", b"x" * BLOCK) for i in range(48)]
+        await epoch(lab, ids, every=1)
+        held = [i for i in ids if lab.store.cached_bytes(i)]
+        again = [i for i in ids if i not in held]
+        await epoch(lab, again, every=1)
+        assert sum(lab.store.cached_bytes(i) for i in held) >= 14 * BLOCK
+        lab.check_accounts()
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["clean", "killed"])
+@pytest.mark.parametrize("ram", [0, 16 * BLOCK])
+@in_trio
+async def test_pins_survive_pressure_and_restarts(cache_dir: Path, ram: int, kind: str) -> None:
+    origin = ScriptedOrigin()
+    ids = [origin.put(f"k{i}", content(i, 2 * BLOCK)) for i in range(64)]
+    place = cache_dir
+    async with running(cache_dir, origin, ssd=32 * BLOCK, ram=ram, background=True) as lab:
+        for i in ids[:4]:
+            await lab.read(i)
+            lab.store.pin(lab.store.object(i))
+        assert lab.store.pinned_bytes == 8 * BLOCK
+        await epoch(lab, ids[4:])
+        assert [lab.store.whole(lab.store.object(i)) for i in ids[:4]] == [True] * 4
+        await lab.store.flush()
+        if kind == "killed":
+            place = as_kill_leaves_it(cache_dir, cache_dir.with_name("cache-killed"))
+    async with running(place, origin, ssd=32 * BLOCK, ram=ram, background=True) as lab:
+        if kind == "clean":
+            assert lab.store.pinned_bytes == 8 * BLOCK
+        await epoch(lab, ids[4:])
+        assert [lab.store.whole(lab.store.object(i)) for i in ids[:4]] == [True] * 4
+        for i in ids[:4]:
+            lab.store.unpin(lab.store.object(i))
+        assert lab.store.pinned_bytes == 0
+        await epoch(lab, ids[4:])
+        await epoch(lab, reversed(ids[4:]))
+        assert not any(lab.store.cached_bytes(i) for i in ids[:4])
+        lab.check_accounts()
+
+
+@in_trio
+async def test_the_budget_of_pins_is_kept(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=32 * BLOCK) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, 8 * BLOCK)) for i in range(3)]
+        for i in ids:
+            await lab.read(i)
+        lab.store.pin(lab.store.object(ids[0]))
+        lab.store.pin(lab.store.object(ids[0]))
+        lab.store.pin(lab.store.object(ids[1]))
+        with pytest.raises(NoRoom, match="k2 cannot be pinned"):
+            lab.store.pin(lab.store.object(ids[2]))
+        assert lab.store.pinned_bytes == 16 * BLOCK
+        lab.store.unpin(lab.store.object(ids[0]))
+        lab.store.pin(lab.store.object(ids[2]))
+        assert lab.store.pinned_bytes == 16 * BLOCK
+
+
+@in_trio
+async def test_blocks_that_come_to_a_pinned_version_are_pinned(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=64 * BLOCK) as lab:
+        object_id = lab.origin.put("k", content(1, EXTENT + 4 * BLOCK))
+        await lab.read(object_id, 0, BLOCK)
+        obj = lab.store.object(object_id)
+        lab.store.pin(obj)
+        held = lab.store.cached_bytes(object_id)
+        assert lab.store.pinned_bytes == held
+        await lab.read(object_id)
+        await lab.quiet()
+        assert lab.store.pinned_bytes == object_id.size
+        assert lab.store.whole(obj)
+
+
+@in_trio
+async def test_evict_drops_what_is_not_pinned_and_says_how_much(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=64 * BLOCK, ram=16 * BLOCK) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, 2 * BLOCK + 1)) for i in range(3)]
+        for i in ids:
+            await lab.read(i)
+        await lab.quiet()
+        lab.store.pin(lab.store.object(ids[0]))
+        freed = [lab.store.evict(lab.store.object(i)) for i in ids]
+        assert freed == [0, 2 * BLOCK + 4096, 2 * BLOCK + 4096]
+        assert [lab.store.cached_bytes(i) for i in ids] == [2 * BLOCK + 1, 0, 0]
+        lab.check_accounts()
+        await lab.read(ids[1])
+        assert lab.store.whole(lab.store.object(ids[1]))
+
+
+@in_trio
+async def test_what_is_lent_leaves_when_its_last_user_does(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=64 * BLOCK) as lab:
+        object_id = lab.origin.put("k", content(1, 2 * BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        backing = lab.store.lend_now(obj)
+        assert backing is not None
+        assert lab.store.evict(obj) == 2 * BLOCK
+        assert lab.store.cached_bytes(object_id) == 0
+        assert lab.used() == 2 * BLOCK, "somebody reads it"
+        lab.store.give_back(backing)
+        assert lab.used() == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_pinned_lent_file_stays(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=32 * BLOCK) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, 2 * BLOCK)) for i in range(40)]
+        await lab.read(ids[0])
+        await lab.quiet()
+        obj = lab.store.object(ids[0])
+        backing = lab.store.lend_now(obj)
+        assert backing is not None
+        lab.store.pin(obj)
+        lab.store.give_back(backing)
+        assert lab.store.evict(obj) == 0
+        await epoch(lab, ids[1:])
+        assert lab.store.whole(obj)
+        lab.check_accounts()
+
+
+@in_trio
+async def test_lending_is_a_use(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=64 * BLOCK, ssd=0) as lab:
+        ids = [lab.origin.put(f"d/{i}", content(i, BLOCK)) for i in range(40)]
+        for _ in range(2):
+            for i in ids:
+                if not lab.store.whole(lab.store.object(i)):
+                    await lab.read(i)
+                    await lab.quiet()
+                backing = lab.store.lend_now(lab.store.object(i))
+                assert backing is not None and backing.tier.number == RAM
+                lab.store.give_back(backing)
+                await lab.store.flush()
+        (known,) = lab.store.eviction_status()["datasets"]
+        assert (known["epoch"], known["mode"]) == (2, "epoch")
