@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import change, cold, epochs, fronts, passthrough, prefetching, tree, warm
+from bench import change, cold, epochs, fronts, passthrough, prefetching, ring, tree, warm
 from bench.harness import SCENARIOS, keep, run, show
 from bench.workspace import Workspace
 
@@ -40,10 +40,11 @@ ORDER = (
     "restart",
     "restart-million",
     "memory-million",
+    "ring",
 )
 """As the table has them."""
 
-MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change)
+MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change, ring)
 """Importing them is what registers the scenarios."""
 
 

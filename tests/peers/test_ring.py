@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import ring as measured
 from cachefs.peers.ring import REMEMBERED, Ring
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
@@ -151,3 +152,14 @@ def test_answers_kept_are_bounded_and_the_same() -> None:
     first = [ring.owners(b"o" * 16, extent) for extent in range(2 * REMEMBERED)]
     assert len(ring._remembered) == REMEMBERED
     assert [ring.owners(b"o" * 16, extent) for extent in range(2 * REMEMBERED)] == first
+
+
+def test_the_bound_that_is_measured_at_a_thousand_members_finds_an_uneven_ring() -> None:
+    even = Counter(dict.fromkeys(measured.members(100), 400))
+    assert measured.largest(100, measured.unevenness(even, 100)) < 1.1
+    fair = measured.counted(Ring(measured.members(100)), 40_000)
+    assert fair.total() == 40_000
+    assert measured.unevenness(fair, 100) < 0.05
+    worse = Counter({name: 300 if number % 2 else 500 for number, name in enumerate(measured.members(100))})
+    assert 0.24 < measured.unevenness(worse, 100) < 0.27
+    assert measured.largest(100, measured.unevenness(worse, 100)) > 1.5
