@@ -86,9 +86,12 @@ class Readahead:
             stream.covered += length
             if end <= stream.position:
                 return _NOTHING
+            here = self._here(stream)
             stream.position = end
             stream.hits += 1
             self._weigh(stream)
+            if stream.hits > 2 and here == self._here(stream):
+                return _NOTHING  # in the same block as before: nothing is new
         return self._extend(stream)
 
     def landed(self) -> range:
@@ -166,15 +169,13 @@ class Readahead:
 
     def _match(self, pid: int, offset: int) -> Stream | None:
         """The stream that a read belongs to, if there is one: best this process's, and the nearest."""
+        if self._streams and (last := self._streams[0]).position == offset and last.pid == pid:
+            return last
         best, rank = 0, (2, 0)
         for index, stream in enumerate(self._streams):
             distance = abs(offset - stream.position)
-            if distance <= NEAR_BYTES:
-                if (found := (int(stream.pid != pid), distance)) == (0, 0):
-                    best, rank = index, found
-                    break
-                if found < rank:
-                    best, rank = index, found
+            if distance <= NEAR_BYTES and (found := (int(stream.pid != pid), distance)) < rank:
+                best, rank = index, found
         if rank[0] == 2:
             return None
         stream = self._streams[best]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import shutil
 import tempfile
@@ -15,7 +16,15 @@ import trio.lowlevel
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from cachefs.errors import CachefsError, ObjectChanged, OriginFailed, PermissionDenied, Throttled, Transient
+from cachefs.errors import (
+    CachefsError,
+    NoRoom,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    Throttled,
+    Transient,
+)
 from cachefs.names import ObjectId
 from cachefs.store import scrub
 from cachefs.store.ram import ram_directory, remove_ram
@@ -47,6 +56,7 @@ step = st.one_of(
     st.tuples(
         st.just("fail"), st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 10, BLOCK, 3 * BLOCK])
     ),
+    st.tuples(st.just("bring"), keys, st.booleans(), st.sampled_from([None, 0.0005])),
     st.tuples(st.just("objects vanish")),
     st.tuples(
         st.just("stop"), st.sampled_from(["clean", "killed"]), st.sampled_from(["", "flip", "cut", "lose"])
@@ -200,6 +210,20 @@ class Run:
     async def cancel(self, lab: Lab, key: int, where: float, size: int) -> None:
         with trio.move_on_after(0.0005):
             await self.read(lab, key, where, size)
+
+    async def bring(self, lab: Lab, key: int, ahead: bool, for_s: float | None) -> None:
+        """What it brings, the reads judge."""
+        object_id = self.world.now[key]
+        troubled = self.world.origin.doomed + sum(f.times for f in self.world.origin.failures) > 0
+        with trio.move_on_after(math.inf if for_s is None else for_s):
+            try:
+                brought = await lab.fetcher.bring(self.world.origin, object_id, ahead=ahead)  # type: ignore[arg-type]
+            except NoRoom:
+                pass
+            except CachefsError:
+                assert troubled
+            else:
+                assert 0 <= brought <= object_id.size
 
     async def fail(self, lab: Lab, kind: int, times: int, after: int) -> None:
         self.world.origin.fail(lambda: TROUBLES[kind]("scripted"), times=times, after=after)
