@@ -6,7 +6,8 @@ most one transfer per block (single flight); a reader is woken when *its* bytes 
 better: prefetch and warm-up.
 
 Invariants: a demanded block is fetched whatever the prefetch does, and a transfer that a reader joins is demand from
-then on; readahead never waits for anything and gives up silently; a transfer that fails leaves no trace but what had wholly landed.
+then on; readahead never waits for anything and gives up silently; a transfer that fails leaves no trace but what had
+wholly landed.
 """
 
 from cachefs.fetch.fetcher import Fetcher, OpenedObject
