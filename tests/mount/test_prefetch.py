@@ -80,7 +80,7 @@ def test_the_next_shard(mounted: Mounted, bucket: Bucket) -> None:
             read(mount, bucket, [name])
         quiet(mount)
     assert not grown.get("misses")
-    assert sum(r["bytes"] if "bytes" in r else 0 for r in bucket.store.requests()) <= 31 * MIB
+    assert mount.metrics()["origin_bytes"] == 30 * MIB
     assert mount.metrics()["prefetch_used_files"] == 4
 
 
