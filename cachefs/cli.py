@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import click
 
-from cachefs import __version__
+from cachefs import __version__, cli_simulate
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -303,6 +303,9 @@ def refresh(path: Path) -> None:
 def version() -> None:
     """Print the version."""
     click.echo(f"cachefs {__version__}")
+
+
+cli.add_command(cli_simulate.simulate)
 
 
 def main() -> None:

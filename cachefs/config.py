@@ -48,6 +48,7 @@ from cachefs.units import FOREVER, Size
 
 Consistency = Literal["strict", "default", "immutable"]
 Verify = Literal["full", "first", "none"]
+Eviction = Literal["auto", "epoch", "lru"]
 FrontName = Literal["auto", "pyfuse3", "kernel"]
 Client = Literal["auto", "obstore", "fsspec"]
 
@@ -131,6 +132,22 @@ class Config:
         "after a start, or never.",
         value="first",
         default="first",
+    )
+
+    eviction: Eviction = option(
+        choice("auto", "epoch", "lru"),
+        "Cache",
+        "What goes when the cache is full. lru drops what was used least lately; epoch keeps what the running epoch of "
+        "training has yet to read; auto does that for datasets that are read in epochs.",
+        value="auto",
+        default="auto",
+    )
+    pin_budget: Size = option(
+        SIZE,
+        "Cache",
+        "How much may be pinned: 100G, or a share of the cache.",
+        value=Size(percent=50.0),
+        default="50%",
     )
 
     consistency: Consistency = option(

@@ -112,6 +112,7 @@ def _open_store(config: Config, metrics: Metrics) -> Opened:
         config.block_size,
         config.verify,
         metrics,
+        config.eviction,
     )
 
 
@@ -187,6 +188,8 @@ class Daemon:
             )
             for source in config.sources
         ]
+        self._store.pins.budget = config.pin_budget
+        self._store.datasets.mounted((o.source, o.prefix) for o in self._origins)
         async with trio.open_nursery() as nursery:
             for origin in self._origins:
                 nursery.start_soon(origin.check)
@@ -365,6 +368,8 @@ class Daemon:
                 }
                 for t in self._store.tiers
             ],
+            "eviction": self._store.eviction_status(),
+            "pinned_bytes": self._store.pinned_bytes,
             "metrics": self._metrics.as_dict(),
             "prefetch": None if self._prefetcher is None else self._prefetcher.status(),
             "tuning": self._tuning,

@@ -371,5 +371,8 @@ SHAPES: dict[str, Callable[[Trace, list[int], int, random.Random], None]] = {
 """How files are read: in another order each epoch, always in the same, by popularity, at random; each twice; with a
 validation set after each epoch; another dataset after this one; two in turns; two jobs over one."""
 
+MOST_FILES = 5_000_000
+"""Of a shape. Derived: half a kilobyte of memory for each."""
+
 FILE_BYTES = {"shuffled-shards": 64 << 20}
 """Size of a file where nobody says: that of a shard, else of an image."""

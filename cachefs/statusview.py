@@ -44,6 +44,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
     yield from _counts(status.get("metrics") or {})
+    yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
     yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
     if "front" in status and "front_reason" in status:
         yield "front", f"{status['front']}: {status['front_reason']}"
@@ -115,6 +116,27 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
         ),
     )
+
+
+def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
+    """The datasets in use whose epochs are known, and what is pinned."""
+    shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
+    for dataset in shown[:3]:
+        ratio = (
+            dataset.get("hit_ratio")
+            if dataset.get("hit_ratio") is not None
+            else dataset.get("last_hit_ratio")
+        )
+        hits = f", {100 * ratio:.0f} % cached" if ratio is not None else ""
+        yield (
+            "epochs",
+            (
+                f"{dataset.get('name') or '/'}: epoch {dataset['epoch']}, {100 * dataset.get('used_share', 0):.0f} % of "
+                f"{size(dataset.get('footprint_bytes', 0))} read{hits}"
+            ),
+        )
+    if pinned:
+        yield "pinned", size(pinned)
 
 
 def _prefetch(prefetch: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from cachefs import cli_simulate
+from cachefs.cli import cli
 from cachefs.errors import ConfigError
 from cachefs.simulate import SHAPES, Result, load, shape, simulate
 
@@ -125,3 +128,59 @@ def test_no_trace_is_refused(tmp_path: Path) -> None:
         load(lines(tmp_path / "t"))
     with pytest.raises(ConfigError, match="cannot read"):
         load(tmp_path / "none")
+
+
+# -- the verb --------------------------------------------------------------------------------------
+
+
+def verb(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["simulate", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_verb_shows_a_row_for_each_size_and_policy() -> None:
+    code, shown = verb(
+        "--shape", "scan", "--dataset-size", "1G", "--cache-size", "256M,512M", "--epochs", "3"
+    )
+    assert code == 0
+    head, *rows = shown.splitlines()
+    assert head.split() == [
+        "cache",
+        "policy",
+        *["epoch", "1", "epoch", "2", "epoch", "3", "from", "the", "store"],
+    ]
+    assert [row.split()[2] for row in rows] == ["lru", "epoch", "auto"] * 2
+    assert rows[-1].split()[5:9:2] == ["49.0", "49.0"]
+
+
+def test_the_verb_reads_a_trace_and_writes_json(tmp_path: Path) -> None:
+    path = lines(tmp_path / "t", *({"path": f"d/{i % 9}", "size": 10} for i in range(18)))
+    code, shown = verb("--trace", str(path), "--cache-size", "1M", "--policy", "auto", "--json")
+    assert code == 0
+    (result,) = json.loads(shown)
+    assert (result["policy"], result["cache_bytes"], result["store_bytes"]) == ("auto", MIB, 90)
+    assert result["hit_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--cache-size", "1G"], "either --trace FILE or --shape NAME"),
+        (["--shape", "scan", "--cache-size", "big"], "--cache-size 'big' is not a number of bytes"),
+        (["--shape", "scan", "--cache-size", "0"], "'0' is nothing"),
+        (
+            ["--shape", "scan", "--cache-size", "1G", "--dataset-size", "10T", "--file-size", "1K"],
+            "larger --file-size",
+        ),
+        (["--shape", "scan", "--cache-size", "1G", "--block-size", "1"], "smaller than 4K"),
+        (["--trace", "/nowhere", "--cache-size", "1G"], "cannot read the trace /nowhere"),
+    ],
+)
+def test_the_verb_refuses_in_one_line(arguments: list[str], why: str) -> None:
+    code, shown = verb(*arguments)
+    assert code == 2
+    assert why in shown and len(shown.splitlines()) == 1
+
+
+def test_the_verb_knows_the_shapes_there_are() -> None:
+    assert set(cli_simulate.SHAPES) == set(SHAPES)

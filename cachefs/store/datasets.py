@@ -25,9 +25,9 @@ class Datasets:
         self._whole: set[str] = set()
         self._names: dict[int, str] = {}
 
-    def mounted(self, places: Iterable[tuple[str, str, str]]) -> None:
-        """What is mounted: (source, prefix of its keys, name for people) each."""
-        for source, prefix, _ in places:
+    def mounted(self, places: Iterable[tuple[str, str]]) -> None:
+        """What is mounted: (source, prefix of its keys) each."""
+        for source, prefix in places:
             self._prefixes.setdefault(source, []).append(prefix)
         for prefixes in self._prefixes.values():
             prefixes.sort(key=len, reverse=True)
