@@ -24,6 +24,9 @@ WHOLE_BYTES = 4 << 20
 PARTS_AT_ONCE = 8
 """Parts of one object that `bring` has under way. Derived: 64 MiB hide a round trip of 60 ms at 1 GB/s."""
 
+BRINGING = 64
+"""Parts that all calls of `bring` have under way. Derived from the usual concurrency: more would take room and then wait."""
+
 ATTEMPTS = 8
 """How often one read may find its blocks gone again (evicted, bad checksum, a failing tier) before it gives up. Guessed."""
 
@@ -87,6 +90,8 @@ class Fetcher:
         self._ahead_limit = 2 * room
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
+        few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
+        self._bringing = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self.flights = 0
         self.lends = False
@@ -188,7 +193,8 @@ class Fetcher:
                 for first, last in runs:
                     if failures:
                         break
-                    count = await self._bring_run(origin, obj, first, last, ahead=ahead)
+                    async with self._bringing:
+                        count = await self._bring_run(origin, obj, first, last, ahead=ahead)
                     fetched += count
             except CachefsError as exc:
                 failures.append(exc)
@@ -207,8 +213,9 @@ class Fetcher:
             self._store.release(obj)
 
     def whole(self, object_id: ObjectId) -> bool:
-        """Whether all its blocks lie in the tiers."""
-        return self._store.cached_bytes(object_id) == object_id.size
+        """Whether all its blocks are here."""
+        obj = self._store.object(object_id)
+        return all(self._store.has(obj, b) for b in range(block_count(object_id.size, self._block_size)))
 
     # -- the parts of it ---------------------------------------------------------------------------
 

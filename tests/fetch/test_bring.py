@@ -15,7 +15,7 @@ from cachefs import errors
 from cachefs.names import ObjectId
 from cachefs.origin import Origin
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, running
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, running, until
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK, 3 * MIB + 5, 40 * MIB + 7])
@@ -220,6 +220,24 @@ async def test_no_room_is_told(cache_dir: Path, ssd: int) -> None:
         with pytest.raises(errors.NoRoom):
             await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
         assert not lab.origin.gets
+
+
+@in_trio
+async def test_many_objects_have_no_more_parts_under_way_than_the_store_takes(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=512 * MIB) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, 2 * BLOCK)) for i in range(100)]
+        holds = [lab.origin.hold(f"k{i}", 1) for i in range(100)]
+        async with trio.open_nursery() as nursery:
+            for object_id in ids:
+                nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
+            await until(lambda: sum(hold.reached.is_set() for hold in holds) >= 64, 10)
+            await trio.testing.wait_all_tasks_blocked(0.02)
+            assert lab.fetcher.flights == 64
+            assert lab.used() == 64 * 2 * BLOCK, "what waits has taken no room"
+            for hold in holds:
+                hold.release.set()
+        assert all(lab.fetcher.whole(object_id) for object_id in ids)
+        assert len(lab.origin.gets) == 100
 
 
 class OneAtATime:

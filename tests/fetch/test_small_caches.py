@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running, until
 
 WAYS = {
     "no tier": (0, 0, 64 * KIB),
@@ -139,7 +139,7 @@ async def test_the_memory_of_readers_without_a_tier_is_bounded(cache_dir: Path) 
         async with trio.open_nursery() as nursery:
             for i in range(40):
                 nursery.start_soon(read, i)
-            await holds[0].reached.wait()
+            await until(lambda: sum(hold.reached.is_set() for hold in holds) >= 16, 10)
             await trio.testing.wait_all_tasks_blocked(0.02)
             assert lab.fetcher.flights == 40
             assert lab.origin.most_in_flight == 16
