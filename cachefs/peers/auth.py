@@ -1,0 +1,222 @@
+"""Who may ask, and whom to believe: a shared key, or certificates, or both.
+
+**Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is the
+sender's random session followed by a counter, so that remembering what was seen is one number and a window of bits per
+sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is good for `WINDOW_S` around the
+receiver's clock, once. A restart forgets what was seen: until `WINDOW_S` later, an old request could be played again, and
+its answer would tell the listener what it has heard before.
+
+Replies are *sealed*: an HMAC over the request's nonce, the status, the length and, but for blocks, the body. In a body of
+blocks each checksum is followed by an HMAC over nonce, block and checksum, so a block is known to come from a node with
+the key, and to answer this request, before any reader sees it. That keeps out strangers, mixed-up replies and old ones. It
+does not keep out somebody who changes bytes on the way *and* computes others with the same xxh3_64, which is not a
+cryptographic hash; and everything can be overheard. Where the network itself is not trusted, use certificates.
+
+**Certificates.** TLS 1.2 or later, both sides show one. Whoever has a certificate from the CA is a peer: names are not
+compared, because nodes come and go under addresses that no certificate lists. So the CA must be the cluster's own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import itertools
+import os
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from cachefs.errors import CachefsError, ConfigError
+from cachefs.peers.wire import SEAL_BYTES
+
+WINDOW_S = 30.0
+"""How far clocks may differ, and how long a request may be under way. Guessed: nodes of a cluster keep time by NTP."""
+
+REORDERED_AT_MOST = 1024
+"""Requests of one sender that may overtake an earlier one. Derived: more than it may have in flight."""
+
+MAX_SESSIONS = 8192
+"""Senders remembered. Derived: a thousand nodes that restart every ten seconds of the minute a session is kept."""
+
+MIN_KEY_BYTES = 16
+MAX_KEY_BYTES = 4096
+
+SCHEME = "Cachefs-HMAC-SHA256"
+SESSION_BYTES = 16
+NONCE_BYTES = SESSION_BYTES + 8
+
+
+class Unauthorized(CachefsError):
+    """The request is not from a peer, or not now, or not for the first time."""
+
+
+class Key:
+    """The shared secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < MIN_KEY_BYTES:
+            raise ConfigError(f"the peers' key has {len(secret)} bytes: at least {MIN_KEY_BYTES} are needed")
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "Key(…)"
+
+    def mac(self, label: bytes, *parts: bytes) -> bytes:
+        """HMAC-SHA256 over a label and parts, each with its length, so that no two lists of parts look the same."""
+        text = b"".join(len(part).to_bytes(4, "big") + part for part in (label, *parts))
+        return hmac.digest(self._secret, text, "sha256")
+
+    def request_mac(self, method: str, target: str, host: str, when: str, nonce: bytes) -> bytes:
+        return self.mac(b"request", method.encode(), target.encode(), host.encode(), when.encode(), nonce)
+
+    def seal_reply(self, nonce: bytes, status: int, length: int, body: bytes) -> str:
+        """For the header of a reply; `body` is empty for blocks, which have seals of their own."""
+        return self.mac(b"reply", nonce, b"%d" % status, b"%d" % length, body).hex()
+
+    def seal_block(self, nonce: bytes, block: int, checksum: bytes) -> bytes:
+        """`SEAL_BYTES` that follow a block's checksum."""
+        return self.mac(b"block", nonce, b"%d" % block, checksum)[:SEAL_BYTES]
+
+
+def read_key(path: Path) -> Key:
+    """From a file; white space around it does not count. Raises `ConfigError`."""
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(MAX_KEY_BYTES + 1).strip()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the peers' key {path}: {exc.strerror}") from exc
+    if not MIN_KEY_BYTES <= len(secret) <= MAX_KEY_BYTES:
+        raise ConfigError(f"the peers' key {path} must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes")
+    return Key(secret)
+
+
+class Signed(NamedTuple):
+    """`authorization` is the header's value; the reply will be sealed with `nonce`."""
+
+    authorization: str
+    nonce: bytes
+
+
+class Signer:
+    """Signs what one process asks. Thread-safe."""
+
+    def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
+        self.key = key
+        self._clock = clock
+        self._session = os.urandom(SESSION_BYTES)
+        self._counter = itertools.count(1)
+
+    def sign(self, method: str, target: str, host: str) -> Signed:
+        nonce = self._session + next(self._counter).to_bytes(8, "big")
+        when = str(int(self._clock()))
+        mac = self.key.request_mac(method, target, host, when, nonce)
+        return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", nonce)
+
+
+@dataclass(slots=True)
+class _Session:
+    """Counters seen: the highest, and bit i of `seen` for the one i below it."""
+
+    highest: int = 0
+    seen: int = 0
+    until: float = 0.0
+
+    def take(self, counter: int) -> bool:
+        """False when it was seen before, or is too old to tell."""
+        ahead = counter - self.highest
+        if ahead > 0:
+            self.seen = (self.seen << ahead | 1) & _WINDOW_BITS if ahead < REORDERED_AT_MOST else 1
+            self.highest = counter
+            return True
+        if -ahead >= REORDERED_AT_MOST or self.seen >> -ahead & 1:
+            return False
+        self.seen |= 1 << -ahead
+        return True
+
+
+_WINDOW_BITS = (1 << REORDERED_AT_MOST) - 1
+
+
+class Verifier:
+    """Checks what one server is asked."""
+
+    def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
+        self.key = key
+        self._clock = clock
+        self._sessions: dict[bytes, _Session] = {}
+
+    def verify(self, method: str, target: str, host: str, authorization: str) -> bytes:
+        """The request's nonce. Raises `Unauthorized`; only a request with a good MAC leaves anything in memory."""
+        try:
+            scheme, when, nonce_hex, mac_hex = authorization.split(" ")
+            sent_at = int(when)
+            nonce, mac = bytes.fromhex(nonce_hex), bytes.fromhex(mac_hex)
+        except ValueError:
+            raise Unauthorized("this node wants requests signed with its key") from None
+        if scheme != SCHEME or len(nonce) != NONCE_BYTES:
+            raise Unauthorized("this node wants requests signed with its key")
+        if not hmac.compare_digest(mac, self.key.request_mac(method, target, host, when, nonce)):
+            raise Unauthorized("signed with another key, or for another node")
+        now = self._clock()
+        if abs(now - sent_at) > WINDOW_S:
+            raise Unauthorized(f"the request's time is {sent_at - now:+.0f} s off: set the clocks")
+        session = self._session(nonce[:SESSION_BYTES], now)
+        if not session.take(int.from_bytes(nonce[SESSION_BYTES:], "big")):
+            raise Unauthorized("the request was played before")
+        session.until = max(session.until, sent_at + WINDOW_S)
+        return nonce
+
+    def _session(self, name: bytes, now: float) -> _Session:
+        session = self._sessions.get(name)
+        if session is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                self._sessions = {name: s for name, s in self._sessions.items() if s.until >= now}
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise Unauthorized("too many senders within a minute")
+            session = self._sessions[name] = _Session()
+        return session
+
+
+def server_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
+    """For listening: a peer must show a certificate of `ca`. Raises `ConfigError`."""
+    return _tls(ssl.PROTOCOL_TLS_SERVER, certificate, key, ca)
+
+
+def client_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
+    """For asking: shows our certificate, and takes any server's of `ca`. Raises `ConfigError`."""
+    return _tls(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
+
+
+def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False  # see above
+    context.verify_mode = ssl.CERT_REQUIRED
+    path = ca
+    try:
+        context.load_verify_locations(ca)
+        path = certificate
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as exc:
+        said = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
+        raise ConfigError(f"cannot use the peers' certificate {path}: {said}") from exc
+    return context
+
+
+def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
+    """Raises `ConfigError` for a place that strangers can reach when nothing would keep them out."""
+    if key is None and tls is None and not _is_loopback(host):
+        raise ConfigError(
+            f"peers would listen on {host or 'every address'} for anybody: "
+            "give them a key or certificates, or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,206 @@
+"""The client's end of a connection.
+
+The socket never blocks. What is done with it is written once, as generators that yield what they wait for, and driven in
+two ways: by a trio task, which a request and the head of its reply cost no thread, and by a worker thread, which can take
+a long body off the event loop's hands.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import h11
+
+from cachefs.peers.protocol import PeerFailed
+from cachefs.peers.wire import KIND_OF, MAX_HEAD_BYTES, SEAL, Address
+
+READ_BYTES = 16 << 10
+"""Of a head at once; what comes of the body with it is copied once more."""
+
+LONGEST_RETRY_AFTER_S = 60.0
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[int, None, T]
+"""Yields `READ` or `WRITE`: go on when the socket is ready for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Of a reply. `seal` is "" when it carries none; `close` says that the connection ends with the body."""
+
+    status: int
+    length: int
+    seal: str
+    retry_after_s: float
+    close: bool
+
+    def failure(self, text: str) -> PeerFailed:
+        """What a status other than 200 means."""
+        kind = KIND_OF.get(self.status, "refused")
+        return PeerFailed(kind, text, retry_after_s=self.retry_after_s)
+
+
+class Connection:
+    """To one peer. The generators and `wait` raise `PeerFailed`, nothing else."""
+
+    def __init__(self, sock: socket.socket, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        """Takes over a connected socket that does not block. `shake_hands` comes first."""
+        self._socket = sock
+        self._tls = tls
+        self._address = address
+        self._early = memoryview(b"")  # of the body, received with the head
+        self.used = False
+        """Whether it has brought a reply."""
+        self._lent = False
+        self._unwanted = False
+
+    def shake_hands(self) -> Steps[None]:
+        """Before the first request."""
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                return
+            secure = self._tls.wrap_socket(
+                self._socket, do_handshake_on_connect=False, suppress_ragged_eofs=False
+            )
+            self._socket = secure
+            while True:
+                try:
+                    secure.do_handshake()
+                except ssl.SSLWantReadError:
+                    yield READ
+                except ssl.SSLWantWriteError:
+                    yield WRITE
+                else:
+                    return
+        except OSError as exc:
+            raise self._lost(exc, trusted=False) from exc
+
+    def ask(self, target: str, authorization: str | None) -> Steps[Head]:
+        """Send a request and receive the head of its reply."""
+        http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+        headers = [("Host", str(self._address))]
+        if authorization is not None:
+            headers.append(("Authorization", authorization))
+        request = http.send(h11.Request(method="GET", target=target, headers=headers)) or b""
+        http.send(h11.EndOfMessage())
+        try:
+            while request:
+                try:
+                    request = request[self._socket.send(request) :]
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    yield WRITE
+                except ssl.SSLWantReadError:
+                    yield READ
+            event = http.next_event()
+            yield READ
+            while event is h11.NEED_DATA:
+                try:
+                    received = self._socket.recv(READ_BYTES)
+                except (BlockingIOError, ssl.SSLWantReadError):
+                    yield READ
+                    continue
+                if not received and not http.trailing_data[0]:
+                    raise PeerFailed("reset", f"{self._address} hung up")
+                http.receive_data(received)
+                event = http.next_event()
+        except h11.RemoteProtocolError as exc:
+            raise self._not_ours() from exc
+        except OSError as exc:
+            raise self._lost(exc, trusted=False) from exc
+        if not isinstance(event, h11.Response):
+            raise self._not_ours()
+        self._early = memoryview(http.trailing_data[0])
+        return self._head(event)
+
+    def read_into(self, view: memoryview) -> Steps[None]:
+        """Fill `view` with the next bytes of the body."""
+        early = self._early[: len(view)]
+        view[: len(early)] = early
+        self._early = self._early[len(early) :]
+        at = len(early)
+        while at < len(view):
+            try:
+                count = self._socket.recv_into(view[at:])
+            except (BlockingIOError, ssl.SSLWantReadError):
+                yield READ
+                continue
+            except OSError as exc:
+                raise self._lost(exc) from exc
+            if not count:
+                raise PeerFailed("reset", f"{self._address} hung up within its reply")
+            at += count
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def wait(self, event: int, silence_s: float) -> None:
+        """For a worker thread: block until the socket is ready."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if not poll.poll(silence_s * 1000):
+            raise self.silent()
+
+    def silent(self) -> PeerFailed:
+        return PeerFailed("timeout", f"{self._address} was silent for too long")
+
+    def clean(self) -> bool:
+        """Whether nothing beyond the body has come, so that another request may follow."""
+        return not self._early
+
+    def lend(self) -> None:
+        """To a worker thread, which calls `give_back`."""
+        self._lent = True
+
+    def give_back(self) -> None:
+        """From the worker thread. The flag falls before the other is looked at, so one of the two sides closes."""
+        self._lent = False
+        if self._unwanted:
+            self._socket.close()
+
+    def close(self) -> None:
+        """While it is lent: shut down, so that the thread ends at once, and closed by `give_back`. A descriptor must not
+        be closed, and perhaps given to another file, while somebody waits on it."""
+        self._unwanted = True
+        if self._lent:
+            try:
+                socket.socket.shutdown(
+                    self._socket, socket.SHUT_RDWR
+                )  # not TLS's, which would touch its state
+            except OSError:
+                pass
+        else:
+            self._socket.close()
+
+    def _head(self, response: h11.Response) -> Head:
+        said = dict(response.headers)
+        length = said.get(b"content-length")
+        if length is None or b"transfer-encoding" in said:
+            raise self._not_ours()
+        try:
+            wait_s = min(float(int(said.get(b"retry-after", b"0"))), LONGEST_RETRY_AFTER_S)
+        except ValueError:
+            wait_s = 0.0
+        return Head(
+            response.status_code,
+            int(length),
+            said.get(SEAL, b"").decode("latin-1"),
+            max(wait_s, 0.0),
+            b"close" in said.get(b"connection", b"").lower() or response.http_version < b"1.1",
+        )
+
+    def _not_ours(self) -> PeerFailed:
+        return PeerFailed("refused", f"{self._address} does not speak this protocol")
+
+    def _lost(self, exc: OSError, *, trusted: bool = True) -> PeerFailed:
+        if isinstance(exc, ssl.SSLError) and not trusted and not isinstance(exc, ssl.SSLEOFError):
+            # Also while waiting for a head: in TLS 1.3 a server judges our certificate after the handshake.
+            return PeerFailed("refused", f"{self._address}: TLS: {exc.reason or exc}")
+        return PeerFailed("reset", f"{self._address}: {exc.strerror or exc}")

@@ -1,0 +1,393 @@
+"""Serving blocks to the other nodes.
+
+One task a connection, one request at a time. Whether and from where bytes are served is for `Shares` to say; this module
+sees to it that nobody who can reach the socket makes the daemon fall, wait or hoard: connections and requests are bounded
+in all and for each host, a head has a size and a time, requests have no bodies, and a reply that is not taken is broken
+off. Where keys are used, nothing is looked up before the request's seal was checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import h11
+import trio
+
+from cachefs.errors import CachefsError, ObjectChanged
+from cachefs.metrics import Metrics
+from cachefs.peers.auth import Unauthorized, Verifier
+from cachefs.peers.protocol import Busy, NotShared, Piece, Served, Shares
+from cachefs.peers.sending import Gone, PlainWire, TlsWire, Wire
+from cachefs.peers.stats import PeerTable
+from cachefs.peers.wire import (
+    BLOCKS,
+    CHECKSUM,
+    HAVE,
+    HELLO,
+    MAX_HAVE_BLOCKS,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    BlockRequest,
+    Hello,
+    Malformed,
+    pack_bitmap,
+    parse_query,
+    parse_target,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server allows. Seconds and counts; guessed where nothing else is said."""
+
+    connections: int = 1024
+    connections_per_host: int = 64
+    """Several daemons of one machine count as one host."""
+    in_flight: int = 128
+    in_flight_per_host: int = 32
+    head_s: float = 5.0
+    """From a head's first byte to its last."""
+    idle_s: float = 60.0
+    """For a connection between requests; clients close theirs sooner."""
+    stall_s: float = 10.0
+    """For a client to take some more of a reply."""
+    reply_s: float = 120.0
+    """For all of a reply, so that an extent is not pinned for ever by somebody who takes it byte by byte."""
+    disk_threads: int = 8
+    retry_after_s: int = 1
+
+
+class _Refusal(Exception):
+    """A status other than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Server:
+    """Answers on the sockets it is given. `hello` is asked anew each time; `names` are the Host values under which this
+    node is known: a request signed for another node is refused then (empty: not known yet, any is taken)."""
+
+    def __init__(
+        self,
+        shares: Shares,
+        hello: Callable[[], Hello],
+        *,
+        block_size: int,
+        verifier: Verifier | None = None,
+        tls: ssl.SSLContext | None = None,
+        names: Collection[str] = (),
+        limits: Limits | None = None,
+        stats: PeerTable | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.names = names
+        self._shares = shares
+        self._hello = hello
+        self._block_size = block_size
+        self._verifier = verifier
+        self._tls = tls
+        self._limits = limits or Limits()
+        self._stats = stats or PeerTable()
+        self._metrics = metrics or Metrics()
+        self._connections: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
+        self._disk = trio.CapacityLimiter(self._limits.disk_threads)
+
+    async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
+        """Until cancelled. Closes the listeners then."""
+        await trio.serve_listeners(
+            self._accepted, list(listeners), task_status=task_status or trio.TASK_STATUS_IGNORED
+        )
+
+    async def _accepted(self, stream: trio.SocketStream) -> None:
+        sock = socket.socket(fileno=stream.socket.detach())
+        with sock:
+            try:
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                host = str(sock.getpeername()[0])
+            except OSError:  # gone again
+                return
+            limits = self._limits
+            with _counted(
+                self._connections, host, limits.connections, limits.connections_per_host
+            ) as admitted:
+                if admitted:
+                    await self._converse(sock, host)
+                else:
+                    self._stats.of(host).turned_away += 1
+
+    async def _converse(self, sock: socket.socket, host: str) -> None:
+        wire: Wire = (
+            PlainWire(sock, self._disk) if self._tls is None else TlsWire(sock, self._disk, self._tls)
+        )
+        try:
+            await _Conversation(self, wire, host).run()
+        except Gone as exc:
+            if exc.args:
+                log.warning("reply to peer %s broken off: %s", host, exc)
+        except Exception:
+            log.exception("serving peer %s failed", host)
+        finally:
+            wire.close()
+
+
+@contextmanager
+def _counted(counts: Counter[str], host: str, most: int, most_of_host: int) -> Iterator[bool]:
+    """Whether there is room for one more; if so it is counted while inside."""
+    if counts[host] >= most_of_host or counts.total() >= most:
+        yield False
+        return
+    counts[host] += 1
+    try:
+        yield True
+    finally:
+        counts[host] -= 1
+        if not counts[host]:
+            del counts[host]
+
+
+class _Conversation:
+    """Requests and replies on one connection."""
+
+    def __init__(self, server: Server, wire: Wire, host: str) -> None:
+        self._server = server
+        self._wire = wire
+        self._host = host
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._nonce: bytes | None = None
+
+    async def run(self) -> None:
+        """Until either side has enough. Raises `Gone`."""
+        http = self._http
+        while True:
+            self._nonce = None
+            try:
+                request = await self._next_request()
+                if request is None:
+                    return
+                await self._answer(request)
+            except h11.RemoteProtocolError as exc:
+                await self._say(_Refusal(exc.error_status_hint or 400, "not a request this node understands"))
+                return
+            except _Refusal as exc:
+                await self._say(exc)
+            if http.our_state is not h11.DONE or http.their_state is not h11.DONE:
+                return
+            http.start_next_cycle()
+
+    async def _next_request(self) -> h11.Request | None:
+        """None when the client closes the connection, or is too slow. Raises h11's error, `_Refusal`, `Gone`."""
+        http, limits = self._http, self._server._limits
+        request: h11.Request | None = None
+        head_begun = bool(http.trailing_data[0])
+        with trio.move_on_after(limits.head_s if head_begun else limits.idle_s) as scope:
+            while True:
+                event = http.next_event()
+                if event is h11.NEED_DATA:
+                    if request is not None:
+                        raise _Refusal(400, "requests have no body here")
+                    http.receive_data(await self._wire.receive())
+                    if not head_begun:
+                        head_begun = True
+                        scope.deadline = trio.current_time() + limits.head_s
+                elif isinstance(event, h11.Request):
+                    request = event
+                elif isinstance(event, h11.EndOfMessage):
+                    return request
+                elif isinstance(event, h11.Data):
+                    raise _Refusal(400, "requests have no body here")
+                else:
+                    return None
+        return None
+
+    async def _answer(self, request: h11.Request) -> None:
+        server = self._server
+        headers = request.headers
+        if len(headers) > MAX_HEADERS:
+            raise _Refusal(431, "too many headers")
+        if request.method != b"GET":
+            raise _Refusal(405, "GET is all there is")
+        try:
+            path, query = parse_target(request.target.decode("ascii"))
+            self._authenticate(request)
+            if path == HELLO:
+                await self._reply(200, server._hello().pack())
+                return
+            if path not in (BLOCKS, HAVE):
+                raise _Refusal(400, "no such question")
+            wanted = parse_query(query, server._block_size)
+        except (Malformed, UnicodeDecodeError) as exc:
+            raise _Refusal(400, str(exc)) from None
+        limits = server._limits
+        with _counted(server._in_flight, self._host, limits.in_flight, limits.in_flight_per_host) as admitted:
+            if not admitted:
+                raise _Refusal(503, "too many requests at once")
+            try:
+                if path == HAVE:
+                    await self._have(wanted)
+                else:
+                    await self._blocks(wanted)
+            except NotShared as exc:
+                raise _Refusal(404, str(exc)) from None
+            except ObjectChanged as exc:
+                raise _Refusal(412, str(exc)) from None
+            except Busy as exc:
+                raise _Refusal(503, str(exc)) from None
+
+    def _authenticate(self, request: h11.Request) -> None:
+        verifier = self._server._verifier
+        if verifier is None:
+            return
+        said = dict(request.headers)
+        target = request.target.decode("ascii")
+        host = said.get(b"host", b"").decode("latin-1")
+        try:
+            self._nonce = verifier.verify(
+                "GET", target, host, said.get(b"authorization", b"").decode("latin-1")
+            )
+        except Unauthorized as exc:
+            raise _Refusal(401, str(exc)) from None
+        if self._server.names and host not in self._server.names and target != HELLO:
+            raise _Refusal(421, "meant for another node")
+
+    async def _have(self, wanted: BlockRequest) -> None:
+        if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
+            raise _Refusal(400, "too many blocks in one question")
+        held = await self._server._shares.have(wanted, self._host)
+        await self._reply(200, pack_bitmap(held))
+
+    async def _blocks(self, wanted: BlockRequest) -> None:
+        if not wanted.within_extent():
+            raise _Refusal(400, "more than one extent")
+        served = await self._server._shares.open(wanted, self._host)
+        try:
+            await self._stream(wanted, served)
+        finally:
+            served.close()
+
+    async def _stream(self, wanted: BlockRequest, served: Served) -> None:
+        """Head and body. What is raised before the first piece came becomes a status, later it breaks the reply off."""
+        wire, limits = self._wire, self._server._limits
+        stats, metrics = self._server._stats.of(self._host), self._server._metrics
+        length = wanted.body_length(self._nonce is not None)
+        until = trio.current_time() + limits.reply_s
+        with trio.CancelScope(deadline=until) as scope:
+
+            def progressed() -> None:
+                scope.deadline = min(trio.current_time() + limits.stall_s, until)
+
+            piece = served.take() or await self._arrived(served)
+            progressed()
+            await wire.send(self._head(200, length, b""), more=True)
+            block, left = wanted.start_block, wanted.length(wanted.start_block)
+            while True:
+                if piece.length > left or (piece.checksum is None) != (piece.length < left):
+                    raise Gone("the pieces are not the blocks that were asked for")
+                await wire.send_file(piece, progressed)
+                left -= piece.length
+                stats.bytes_out += piece.length
+                metrics.peer_bytes_out += piece.length
+                last = piece.checksum is not None and block + 1 == wanted.stop_block
+                following = None if last else served.take()
+                if piece.checksum is not None:
+                    # Held back for more only if there is more: the kernel would wait 0.2 s for it.
+                    await wire.send(self._check(block, piece.checksum), more=following is not None)
+                    if last:
+                        break
+                    block += 1
+                    left = wanted.length(block)
+                if following is None:
+                    scope.deadline = until  # it is not the client who is slow now
+                    try:
+                        following = await self._arrived(served)
+                    except (NotShared, ObjectChanged, Busy) as exc:
+                        raise Gone(f"the rest cannot be had: {exc}") from exc
+                    progressed()
+                piece = following
+        if scope.cancelled_caught:
+            raise Gone("it is not done in time, or does not take what it asked for")
+        self._finish(length)
+        stats.served += 1
+        metrics.peer_served += 1
+
+    async def _arrived(self, served: Served) -> Piece:
+        """The next piece, once it is there. Raises `Gone` when the client does not want to know any more."""
+
+        async def watch() -> None:
+            await self._wire.hung_up()
+            watched.cancel_scope.cancel()
+
+        piece: Piece | None = None
+        failure: CachefsError | None = None
+        async with trio.open_nursery() as watched:
+            watched.start_soon(watch)
+            try:
+                while piece is None:
+                    await served.wait()
+                    piece = served.take()
+            except CachefsError as exc:  # out of here without the nursery's wrapping
+                failure = exc
+            watched.cancel_scope.cancel()
+        if piece is None:
+            raise failure or Gone
+        return piece
+
+    def _check(self, block: int, checksum: int) -> bytes:
+        packed = CHECKSUM.pack(checksum)
+        if self._nonce is None or self._server._verifier is None:
+            return packed
+        return packed + self._server._verifier.key.seal_block(self._nonce, block, packed)
+
+    async def _say(self, refusal: _Refusal) -> None:
+        """A status and a line of text. The connection survives if the request was whole."""
+        self._server._stats.of(self._host).turned_away += 1
+        self._server._metrics.peer_turned_away += 1
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            await self._reply(refusal.status, str(refusal).encode("utf-8", "replace")[:512])
+
+    async def _reply(self, status: int, body: bytes) -> None:
+        with trio.move_on_after(self._server._limits.stall_s):
+            await self._wire.send(self._head(status, len(body), body) + body, more=False)
+            self._finish(len(body))
+            return
+        raise Gone
+
+    def _head(self, status: int, length: int, body: bytes) -> bytes:
+        headers = [("Content-Length", str(length))]
+        if self._nonce is not None and self._server._verifier is not None:
+            seal = self._server._verifier.key.seal_reply(self._nonce, status, length, body)
+            headers.append(("Cachefs-Seal", seal))
+        if status == 503:
+            headers.append(("Retry-After", str(self._server._limits.retry_after_s)))
+        return self._http.send(h11.Response(status_code=status, headers=headers)) or b""
+
+    def _finish(self, length: int) -> None:
+        """Tell h11 that a body of that length was sent around it."""
+        if length:
+            self._http.send_with_data_passthrough(h11.Data(data=_Sized(length)))  # type: ignore[arg-type]
+        self._http.send(h11.EndOfMessage())
+
+
+class _Sized:
+    """Stands for bytes that were sent by other means."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length

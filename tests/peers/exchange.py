@@ -1,0 +1,220 @@
+"""A server with shelves of bytes behind it, a peer that follows a script, and sinks: for the tests of the exchange."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+import trio.testing
+import xxhash
+
+from cachefs.errors import CachefsError
+from cachefs.names import ObjectId, block_count
+from cachefs.peers.auth import Key, Verifier
+from cachefs.peers.protocol import NotShared, Piece
+from cachefs.peers.server import Limits, Server
+from cachefs.peers.stats import PeerTable
+from cachefs.peers.wire import VERSION, Address, BlockRequest, Hello
+
+MIB = 1 << 20
+KIB = 1 << 10
+KEY = Key(b"thirty-two bytes that both know!")
+HELLO = Hello("node-1", VERSION, "group", "sources", 1.5)
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def main() -> None:
+            with trio.fail_after(30):
+                await test(*args, **kwargs)
+
+        trio.run(main)
+
+    return run
+
+
+def in_jumping_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """On a clock that jumps when nobody has anything to do. Not with worker threads, of which it does not know."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def main() -> None:
+            with trio.fail_after(3600):
+                await test(*args, **kwargs)
+
+        # A threshold, because the kernel may take a moment to carry bytes from one socket to the other.
+        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+
+    return run
+
+
+def content(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - of another thread or the kernel, which set no events
+        await trio.sleep(0.001)
+
+
+class Shelf:
+    """Objects in files of memory. What it is told to raise it raises (`failure_in_body`: when it has to wait);
+    blocks from `held_back` on come when `more` is set."""
+
+    def __init__(self, *, in_ram: bool = True, pieces: int = 1) -> None:
+        self.in_ram = in_ram
+        self.pieces = pieces
+        self.failure: CachefsError | None = None
+        self.failure_in_body: CachefsError | None = None
+        self.held_back: int | None = None
+        self.more = trio.Event()
+        self.waited_for = trio.Event()
+        self.shift = 0  # added to each checksum
+        self.opened = 0
+        self.closed = 0
+        self.cancelled = 0
+        self.files: dict[ObjectId, tuple[int, list[int]]] = {}
+        self.block_size = MIB
+
+    def put(self, data: bytes, key: str = "key") -> ObjectId:
+        version = ObjectId("s3://bucket", key, '"etag"', len(data))
+        fd = os.memfd_create("shelf")
+        os.write(fd, data)
+        size = self.block_size
+        sums = [xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]
+        self.files[version] = fd, sums
+        return version
+
+    async def open(self, request: BlockRequest, peer: str) -> _Served:
+        await trio.lowlevel.checkpoint()
+        if self.failure is not None:
+            raise self.failure
+        if request.object not in self.files:
+            raise NotShared("not here")
+        self.opened += 1
+        return _Served(self, request)
+
+    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+        if request.object not in self.files:
+            raise NotShared("not here")
+        return [block % 3 == 0 for block in range(request.start_block, request.stop_block)]
+
+
+class _Served:
+    def __init__(self, shelf: Shelf, request: BlockRequest) -> None:
+        self._shelf = shelf
+        fd, sums = shelf.files[request.object]
+        self._pieces = []
+        for block in range(request.start_block, request.stop_block):
+            start, length = block * request.block_size, request.length(block)
+            step = -(-length // shelf.pieces)
+            for at in range(0, length, step):
+                part = min(step, length - at)
+                last = at + part == length
+                checksum = sums[block] ^ shelf.shift if last else None
+                self._pieces.append((block, Piece(fd, start + at, part, shelf.in_ram, checksum)))
+        self._pieces.reverse()
+
+    def take(self) -> Piece | None:
+        block, piece = self._pieces[-1]
+        held = self._shelf.held_back
+        if held is not None and block >= held and not self._shelf.more.is_set():
+            return None
+        self._pieces.pop()
+        return piece
+
+    async def wait(self) -> None:
+        self._shelf.waited_for.set()
+        if self._shelf.failure_in_body is not None:
+            await trio.lowlevel.checkpoint()
+            raise self._shelf.failure_in_body
+        try:
+            await self._shelf.more.wait()
+        except trio.Cancelled:
+            self._shelf.cancelled += 1
+            raise
+
+    def close(self) -> None:
+        self._shelf.closed += 1
+
+
+def asking(version: ObjectId, start: int = 0, stop: int | None = None, block_size: int = MIB) -> BlockRequest:
+    return BlockRequest(version, start, stop or block_count(version.size, block_size), block_size)
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.parts.append(bytes(data))
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.parts)
+
+
+@asynccontextmanager
+async def serving(
+    shelf: Shelf,
+    *,
+    verifier: Verifier | None = None,
+    tls: ssl.SSLContext | None = None,
+    limits: Limits | None = None,
+    names: frozenset[str] = frozenset(),
+    send_buffer: int = 0,
+) -> AsyncIterator[tuple[Address, PeerTable]]:
+    """A server on a port of its own, and what it counts. No task of it is left, and every answer was closed."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    if send_buffer:
+        listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    stats = PeerTable()
+    server = Server(
+        shelf,
+        lambda: HELLO,
+        block_size=shelf.block_size,
+        verifier=verifier,
+        tls=tls,
+        names=names,
+        limits=limits,
+        stats=stats,
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(functools.partial(server.serve, [listener]))
+        yield Address("127.0.0.1", listener.socket.getsockname()[1]), stats
+        nursery.cancel_scope.cancel()
+    assert shelf.opened == shelf.closed
+
+
+@asynccontextmanager
+async def scripted(script: Callable[[trio.SocketStream, bytes], Awaitable[None]]) -> AsyncIterator[Address]:
+    """A peer that reads one head of a request and then does what the script says, for each connection."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+
+    async def answer(stream: trio.SocketStream) -> None:
+        head = b""
+        try:
+            async with stream:
+                while not head.endswith(b"\r\n\r\n"):
+                    received = await stream.receive_some()
+                    if not received:
+                        return
+                    head += received
+                await script(stream, head)
+        except trio.BrokenResourceError:
+            pass
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(functools.partial(trio.serve_listeners, answer, [listener]))
+        yield Address("127.0.0.1", listener.socket.getsockname()[1])
+        nursery.cancel_scope.cancel()
