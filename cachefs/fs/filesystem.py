@@ -30,7 +30,7 @@ from cachefs.fs.listing import Lister
 from cachefs.fs.looking import Looker
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.rows import Row
-from cachefs.fs.survey import Sibling, Survey, components, object_of
+from cachefs.fs.survey import Survey, components, object_of
 from cachefs.fs.tree import Directory, Found, Tree, Volume, inode_of
 from cachefs.fs.xattrs import NoAttribute
 from cachefs.metrics import Metrics
@@ -82,7 +82,7 @@ class FileSystem:
         self._looker = Looker(self._tree, self._beliefs, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, clock)
-        self._survey = Survey(self._tree, self._beliefs, self._looker, self._directories, self._locate)
+        self.survey = Survey(self._tree, self._beliefs, self._looker, self._directories, self._locate)
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
         # What lately opened files are, and until when that is believed. Dropped whole on any news.
@@ -365,29 +365,17 @@ class FileSystem:
             raise NotFound(f"inode {ino} is gone")
         return xattrs.of_file(object_of(directory, mark, found.row), self._reader, name)
 
-    # -- for those who fetch before anybody asks (see `survey.py`) ---------------------------------
-
-    def known(self, path: str) -> tuple[Origin, ObjectId] | None:
-        """The file at a path relative to the mount, as it is written down, however old. No request."""
-        return self._survey.known(path)
+    # -- for those who fetch before anybody asks (see `survey.py`, which answers more without a request) --
 
     async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None:
         """The file at a path relative to the mount; None when there is no such name. Asks the store as a lookup would, so
         raises what a lookup raises; `IsADirectory` for a directory."""
-        return await self._survey.resolve(path)
+        return await self.survey.resolve(path)
 
     def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
         """All files below a path (or the file itself) as (path, origin, object), listing as it goes, in the order of the
         listings. Raises `NotFound` and what listing raises. A caller that stops early closes it (`aclosing`)."""
-        return self._survey.walk(path)
-
-    def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
-        """See `Survey.siblings`. No request."""
-        return self._survey.siblings(ino, after, limit)
-
-    async def count_files(self, ino: int, largest: int) -> tuple[int, int] | None:
-        """See `Survey.count_files`. No request."""
-        return await self._survey.count_files(ino, largest)
+        return self.survey.walk(path)
 
     # -- looking again -----------------------------------------------------------------------------
 

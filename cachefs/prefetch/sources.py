@@ -78,7 +78,7 @@ class FromPlans:
             if looked % SLICE == 0:
                 await trio.lowlevel.checkpoint()
             try:
-                found = self._fs.known(_text(item.path))
+                found = self._fs.survey.known(_text(item.path))
             except CachefsError:
                 continue
             if found is None or self._wanted(found[1]):
@@ -131,7 +131,7 @@ class _Large:
         self._above = above
 
     def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
-        found = self._fs.known(f"{self._above}/{_text(name)}")
+        found = self._fs.survey.known(f"{self._above}/{_text(name)}")
         return found if found is not None and found[1].size > LARGE else None
 
     def holds(self, name: bytes) -> bool:
@@ -143,7 +143,7 @@ class _Large:
         for _ in range(SCANS):
             if after is None:
                 break
-            files, after = self._fs.siblings(self._ino, after, SLICE)
+            files, after = self._fs.survey.siblings(self._ino, after, SLICE)
             names += [file.mark for file in files if file.object.size > LARGE]
             if len(names) >= count or not files:
                 break
@@ -219,7 +219,7 @@ class FromDirectories:
     async def count(self, walk: _Walk) -> None:
         """Find out how many small files there are."""
         try:
-            counted = await self._fs.count_files(walk.ino, LARGE)
+            counted = await self._fs.survey.count_files(walk.ino, LARGE)
         except CachefsError:
             return
         if counted is not None:
@@ -252,7 +252,7 @@ class FromDirectories:
             assert walk.after is not None
             before = walk.after
             try:
-                files, after = self._fs.siblings(walk.ino, before, SLICE)
+                files, after = self._fs.survey.siblings(walk.ino, before, SLICE)
             except CachefsError:
                 return None
             if after == before:

@@ -76,25 +76,25 @@ async def test_walk_passes_through_volumes() -> None:
             ("one/1", "x/1", one),
             ("two/2", "2", two),
         ]
-        assert mount.fs.known("one/1") == await mount.fs.resolve("one/1")
+        assert mount.fs.survey.known("one/1") == await mount.fs.resolve("one/1")
 
 
 async def test_resolve_asks_once_and_a_listing_primes_the_siblings() -> None:
     bucket = Bucket(f"d/{i:03d}" for i in range(500))
     async with mounted(bucket) as mount:
-        assert mount.fs.known("d/007") is None
+        assert mount.fs.survey.known("d/007") is None
         found = await mount.fs.resolve("d/007")
         assert found is not None and found[1].key == "d/007"
         assert bucket.counts == (2, 0)
         for i in range(500):
-            assert (await mount.fs.resolve(f"/d/{i:03d}")) == mount.fs.known(f"d/{i:03d}")
+            assert (await mount.fs.resolve(f"/d/{i:03d}")) == mount.fs.survey.known(f"d/{i:03d}")
         assert bucket.counts == (2, 0)
         assert await mount.fs.resolve("d/no") is None
-        assert mount.fs.known("d/no") is None and mount.fs.known("d") is None
+        assert mount.fs.survey.known("d/no") is None and mount.fs.survey.known("d") is None
         with pytest.raises(IsADirectory):
             await mount.fs.resolve("d")
         mount.clock.now += 3600
-        assert mount.fs.known("d/007") is not None  # however old
+        assert mount.fs.survey.known("d/007") is not None  # however old
         bucket.before = lambda kind, key: OriginFailed("down")
         with pytest.raises(CachefsError):
             await mount.fs.resolve("d/007")
@@ -105,7 +105,7 @@ async def neighbours(mount: Mount, ino: int, limit: int = 10) -> tuple[list[byte
     after: bytes | None = b""
     while after is not None:
         before = after
-        files, after = mount.fs.siblings(ino, after, limit)
+        files, after = mount.fs.survey.siblings(ino, after, limit)
         names += [file.mark for file in files]
         if after == before:
             return names, after
@@ -120,13 +120,13 @@ async def test_siblings_are_the_files_of_the_directory_in_order_and_cost_nothing
         before = bucket.counts
         names, end = await neighbours(mount, ino)
         assert names == [b"%03d" % i for i in range(100)] and end is None
-        files, _ = mount.fs.siblings(ino, b"041", 1)
+        files, _ = mount.fs.survey.siblings(ino, b"041", 1)
         assert [(f.mark, f.ino, f.object.key) for f in files] in (
             [],
             [(b"042", await mount.ino("d/042"), "d/042")],
         )
-        assert await mount.fs.count_files(ino, 10) == (100, 1000)
-        assert await mount.fs.count_files(ino, 9) == (0, 0)
+        assert await mount.fs.survey.count_files(ino, 10) == (100, 1000)
+        assert await mount.fs.survey.count_files(ino, 9) == (0, 0)
         assert bucket.counts == before
 
 
@@ -139,13 +139,13 @@ async def test_siblings_of_a_listing_that_is_not_complete_are_what_has_landed() 
         names, end = await neighbours(mount, ino, 64)
         assert landed - 2 <= len(names) <= landed < 3000
         assert end == names[-1]
-        assert await mount.fs.count_files(ino, 10) is None
+        assert await mount.fs.survey.count_files(ino, 10) is None
         await mount.names()
         assert len((await neighbours(mount, ino, 64))[0]) == 3000
-        assert await mount.fs.count_files(ino, 10) == (3000, 30_000)
+        assert await mount.fs.survey.count_files(ino, 10) == (3000, 30_000)
         await mount.fs.refresh()
-        assert mount.fs.siblings(ino, b"", 10) == ([], b"")
-        assert await mount.fs.count_files(ino, 10) is None
+        assert mount.fs.survey.siblings(ino, b"", 10) == ([], b"")
+        assert await mount.fs.survey.count_files(ino, 10) is None
 
 
 class Backing:
@@ -169,7 +169,7 @@ async def test_opens_are_told_but_those_of_small_lent_files_nobody_awaits(
     bucket.put("d/f", size)
     async with mounted(bucket) as mount:
         heard: list[tuple[int, int, str, bool]] = []
-        digests = {mount.fs.known("d/f") or (await mount.fs.resolve("d/f"))}
+        digests = {mount.fs.survey.known("d/f") or (await mount.fs.resolve("d/f"))}
         wanted = {found[1].digest for found in digests if found and awaited}
         reader: Any = mount.bytes
         reader.lend_now = lambda opened: Backing() if lent else None
