@@ -33,8 +33,9 @@ LEASE_S = 10
 WATCH_S = 60.0
 """The longest that a watch which died silently goes unnoticed. Guessed."""
 
-AGAIN_S = (0.5, 10.0)
-"""Between attempts that failed: doubling from the first to the second. Guessed."""
+AGAIN_S = (0.5, 3.0)
+"""Between attempts that failed: doubling from the first to the second, which is a third of a lease: so that most leases are
+renewed in time when etcd comes back. Derived."""
 
 READ_PAGE = 1000
 """Keys in one reading of the prefix, so that no reply is large."""
@@ -172,10 +173,13 @@ class Registry:
                 self._enter(entries, pair)
             if not page.get("more") or not pairs:
                 return entries, revision
-            start = _decoded(pairs[-1], "key") + b"\0"
+            start, last = _decoded(pairs[-1], "key") + b"\0", start
+            if start <= last:
+                raise EtcdUnavailable("keys out of order")
 
     async def _watch(self, report: Report) -> None:
-        """Until the stream breaks, which is raised, or cannot be resumed: then `_revision` is 0."""
+        """Until the stream breaks, which is raised, as everything that a pause may help. When it cannot be resumed,
+        `_revision` is 0."""
         create = {
             "key": _coded(self._directory.encode()),
             "range_end": _coded(self._end()),
@@ -186,11 +190,11 @@ class Registry:
             while message is not None:
                 result = _part(message, "result")
                 if result.get("canceled"):
-                    if not _number(result, "compact_revision"):
-                        self._gateway.forget_token()
-                        raise EtcdUnavailable(str(result.get("cancel_reason", "the watch was cancelled")))
-                    self._revision = 0
-                    return
+                    if _number(result, "compact_revision"):
+                        self._revision = 0
+                        raise EtcdUnavailable("what changed since the last revision seen is compacted")
+                    self._gateway.forget_token()
+                    raise EtcdUnavailable(str(result.get("cancel_reason", "the watch was cancelled")))
                 if result.get("created") and _number(_part(result, "header"), "revision") < self._revision:
                     # It lags behind the one we read from, or lost its data and began anew.
                     self._revision = 0

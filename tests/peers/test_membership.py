@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.peers.membership import Member, Membership, Report, Sighting, fingerprint
@@ -110,6 +110,7 @@ SIGHTINGS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(SIGHTINGS, max_size=5))
 def test_the_last_report_is_what_holds(reports: list[list[Sighting]]) -> None:
     found, alone = after(*reports), after(reports[-1] if reports else [])

@@ -1,0 +1,51 @@
+"""From the text of `--peers` to members, with the machine's own resolver."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from cachefs.peers.etcd import Registry
+from cachefs.peers.membership import Membership
+from cachefs.peers.opening import open_source
+from cachefs.peers.places import parse_peers
+from cachefs.peers.wire import VERSION, Address, Hello
+
+ME = Hello("me", VERSION, "g", "f", 1.0)
+
+
+@pytest.mark.parametrize("text", ["static:localhost:7070,localhost:7071", "dns:localhost:7070"])
+def test_a_node_finds_itself_and_the_others(text: str) -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def identify(host: str, port: int) -> Hello:
+        asked.append((host, port))
+        return Hello("other", VERSION, "g", "f", 2.0)
+
+    async def main() -> None:
+        source = open_source(parse_peers(text), ME, Address("0.0.0.0", 7070), identify, random.Random(1))
+        known = trio.Event()
+        membership = Membership(source, ME, lambda: known.set() if membership.own else None)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(membership.run)
+            with trio.fail_after(20):
+                await known.wait()
+            nursery.cancel_scope.cancel()
+        assert all(name.endswith(":7070") for name in membership.own)
+        if text.startswith("static"):
+            assert asked == [("localhost", 7071)]
+            assert membership.ring.members == {"localhost:7070": 1.0, "localhost:7071": 2.0}
+
+    trio.run(main)
+
+
+def test_etcd_is_a_registry() -> None:
+    async def identify(host: str, port: int) -> Hello:
+        raise AssertionError("who registers says who it is")
+
+    source = open_source(
+        parse_peers("etcd:http://h:2379,https://i/team"), ME, Address("h", 1), identify, random.Random(1)
+    )
+    assert isinstance(source, Registry)
