@@ -27,7 +27,7 @@ BANDWIDTH = 100e6
 
 SLOW_BANDWIDTH = 20e6
 HINTED = "cachefs, hints"
-LRU, TWO_TIERS = "cachefs --eviction lru", "cachefs, RAM and SSD"
+LRU, TWO_TIERS, ALONE = "cachefs --eviction lru", "cachefs, RAM and SSD", "cachefs --prefetch off"
 FILES, SHARDS = "epoch-files", "epoch-shards"
 """Buckets: small files in one directory, and large ones."""
 
@@ -103,27 +103,25 @@ def epoch_hits(work: Workspace, rounds: int) -> Result:
     """A data set twice as large as the cache, epoch after epoch: what is found there from the third on."""
     result = Result()
     scale = work.scale
-    data = {
-        FILES: (files(work), scale.epoch_size),
-        SHARDS: (shards(work), scale.shard),
-    }
+    small = work.files("epoch-hits", ["train"], scale.epoch_files // 2, scale.epoch_size), scale.epoch_size
+    large = shards(work), scale.shard
     ways = (
-        ("shuffled files", FILES, True),
-        ("shuffled shards", SHARDS, True),
-        ("repeated scan", FILES, False),
+        ("shuffled files", "epoch-hits", small, True, (OWN, LRU, TWO_TIERS, ALONE)),
+        ("shuffled shards", SHARDS, large, True, (OWN, LRU)),
+        ("repeated scan", "epoch-hits", small, False, (OWN, LRU)),
     )
-    for what, bucket, shuffle in ways:
-        keys, size = data[bucket]
+    for what, bucket, (keys, size), shuffle, names in ways:
         half = _half(len(keys), size)
         kinds = {
             OWN: ("--cache-size", str(half), "--ram", "0"),
             LRU: ("--cache-size", str(half), "--ram", "0", "--eviction", "lru"),
             TWO_TIERS: ("--cache-size", str(half // 2), "--ram", str(half // 2)),
+            ALONE: ("--cache-size", str(half), "--ram", "0", "--prefetch", "off"),
         }
-        series = Series(f"{what}, cache = 1/2: hit ratio from epoch 3 on", "", {})
-        for name, options in kinds.items():
-            reading = loop(BATCH if bucket == FILES else 1, shuffle=shuffle)
-            with Cachefs(work.disk, work.lab, bucket, "--keep-free", "0", *options) as mount:
+        series = Series(f"{what}, cache = 1/2: hit ratio from epoch 3 on", "share", {})
+        for name in names:
+            reading = loop(1 if bucket == SHARDS else BATCH, shuffle=shuffle)
+            with Cachefs(work.disk, work.lab, bucket, "--keep-free", "0", *kinds[name]) as mount:
                 ratios = _hits(work, mount, reading, keys, size)
             series.values[name] = ratios[SETTLED:]
             result.note(f"{what}, {name}: hits by epoch {', '.join(map(number, ratios))}")
@@ -145,7 +143,7 @@ def epoch_turnover(work: Workspace, rounds: int) -> Result:
             ratios = _hits(work, mount, loop(), of, size)
             result.note(f"{folder} data set: hits by epoch {', '.join(map(number, ratios))}")
             result.series.append(
-                Series(f"turnover, {folder} data set: hit ratio by epoch", "", {OWN: ratios})
+                Series(f"turnover, {folder} data set: hit ratio by epoch", "share", {OWN: ratios})
             )
     result.demand(
         "a second data set takes over: its hit ratio by its third epoch", max(ratios[1:3]), "≥", 0.45

@@ -157,10 +157,10 @@ def random_in_large(work: Workspace, rounds: int) -> Result:
     work.lab.serve("random", tree)
     dice = random.Random("random-in-large")
     # Never right behind one another: there the kernel itself reads on.
-    places = [2 * RANDOM_READ * slot for slot in dice.sample(range(LARGE // RANDOM_READ // 2), READS)]
+    places = [3 * RANDOM_READ * slot for slot in dice.sample(range(LARGE // RANDOM_READ // 3), READS)]
     ways = {
         "aligned": places,
-        "unaligned": [place + dice.randrange(1, RANDOM_READ - 2 * readers.PAGE) for place in places],
+        "unaligned": [place + dice.randrange(1, RANDOM_READ) for place in places],
     }
     for way, offsets in ways.items():
         with Cachefs(work.disk, work.lab, "random") as mount, work.traffic() as seen:
