@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from cachefs.config import control_path, runtime_dir
 from cachefs.errors import MountError
 from cachefs.mountinfo import mount_at, mounts
 from cachefs.mounting import canonical, is_dead, probe
+
+POLL_S = 0.25
 
 
 def sockets(mountpoint: Path) -> Iterator[Path]:
@@ -73,14 +76,53 @@ def _remove(socket: Path) -> None:
         pass
 
 
-def refresh(path: Path) -> str:
-    """Tell the daemon to look again at `path`; one line about it."""
+def mount_of(path: Path) -> tuple[Path, str]:
+    """The cachefs mount that `path` is below, and the path relative to it ("": the mount itself). Raises `MountError`."""
     here = canonical(path)
-    above = [here, *here.parents]
     cachefs_mounts = {Path(mount.path) for mount in mounts() if mount.is_cachefs}
-    mountpoint = next((place for place in above if place in cachefs_mounts), None)
+    mountpoint = next((place for place in (here, *here.parents) if place in cachefs_mounts), None)
     if mountpoint is None:
         raise MountError(f"{path} is not below a cachefs mount: cachefs status lists those there are")
     relative = here.relative_to(mountpoint).as_posix()
-    ask(mountpoint, "refresh", 60.0, path="" if relative == "." else relative)
-    return f"{here}: looking again"
+    return mountpoint, "" if relative == "." else relative
+
+
+def refresh(path: Path) -> str:
+    """Tell the daemon to look again at `path`; one line about it."""
+    mountpoint, relative = mount_of(path)
+    ask(mountpoint, "refresh", 60.0, path=relative)
+    return f"{canonical(path)}: looking again"
+
+
+def start_job(
+    mountpoint: Path, action: str, items: Iterable[Any], *, at_once: int = 0, vanish: bool = False
+) -> int:
+    """Begin a job in the daemon (see `cachefs.warming`) and give it all its items; its number."""
+    number: int = ask(mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish)
+    try:
+        for batch in control.batches(items):
+            if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
+                break  # it has given up, and will say why
+        ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
+    except BaseException:
+        stop_jobs(mountpoint, number)
+        raise
+    return number
+
+
+def stop_jobs(mountpoint: Path, number: int | None = None) -> int:
+    """End one job of a mount, or all; how many were running. No answer counts as none."""
+    try:
+        return int(ask(mountpoint, "warm_stop", job=number))
+    except (control.ControlError, MountError):
+        return 0
+
+
+def follow_job(mountpoint: Path, number: int) -> Iterator[dict[str, Any]]:
+    """How the job is, four times a second; lastly how it ended."""
+    while True:
+        status: dict[str, Any] = ask(mountpoint, "warm_status", 60.0, job=number)
+        yield status
+        if status["state"] != "running":
+            return
+        time.sleep(POLL_S)

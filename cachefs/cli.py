@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import click
 
-from cachefs import __version__, cli_simulate
+from cachefs import __version__, cli_cache, cli_reading, cli_simulate, cli_usage
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 class OneLine(click.Group):
     """A group whose failures are one line and an exit code, whoever calls it."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cli_cache.ALIASES.get(cmd_name, cmd_name))
 
     def main(
         self,
@@ -297,6 +300,10 @@ def refresh(path: Path) -> None:
     from cachefs import asking
 
     click.echo(asking.refresh(path), err=True)
+
+
+for command in (*cli_cache.COMMANDS, *cli_usage.COMMANDS, *cli_reading.COMMANDS):
+    cli.add_command(command)
 
 
 @cli.command(short_help="Print the version.")

@@ -26,15 +26,18 @@ import cachefs
 from cachefs import control, mounting
 from cachefs.config import Config, control_path
 from cachefs.database import Database
-from cachefs.errors import CachefsError, CacheUnusable, MountError
+from cachefs.errors import CachefsError, CacheUnusable, ConfigError, MountError
 from cachefs.fetch import Fetcher
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import fronts, tuning
 from cachefs.fuse.notices import Notices
 from cachefs.metrics import Metrics
+from cachefs.names import ObjectId
 from cachefs.origin import Origin, open_origin
 from cachefs.prefetch import Prefetcher
+from cachefs.recording import Recordings
 from cachefs.store import SHM, Backing, Opened, open_store, scrub
+from cachefs.warming import Jobs
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +230,9 @@ class Daemon:
             nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
+            self._jobs = Jobs(self._fs, fetcher, self._store, nursery, config.concurrency)
+            names = {id(volume.origin): volume.name for volume in volumes}
+            self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
@@ -334,12 +340,16 @@ class Daemon:
     # -- control verbs -----------------------------------------------------------------------------
 
     def _verbs(self) -> dict[str, Any]:
-        verbs: dict[str, Any] = {"status": self._status, "refresh": self._refresh}
-        if self._prefetcher is not None:
-            verbs["hint_files"] = self._prefetcher.hint_files
-            verbs["hint_order"] = self._prefetcher.hint_order
-            verbs["hint_drop"] = self._prefetcher.hint_drop
-        return verbs
+        prefetcher = self._prefetcher
+        return {
+            "status": self._status,
+            "refresh": self._refresh,
+            "hint_files": prefetcher.hint_files if prefetcher else _no_hints,
+            "hint_order": prefetcher.hint_order if prefetcher else _no_hints,
+            "hint_drop": prefetcher.hint_drop if prefetcher else _no_hints,
+            **self._jobs.verbs(),
+            **self._recordings.verbs(),
+        }
 
     async def _refresh(self, path: str = "") -> str:
         await self._fs.refresh(path)
@@ -372,6 +382,7 @@ class Daemon:
             "pinned_bytes": self._store.pinned_bytes,
             "metrics": self._metrics.as_dict(),
             "prefetch": None if self._prefetcher is None else self._prefetcher.status(),
+            "jobs": self._jobs.status(),
             "tuning": self._tuning,
             "warnings": [
                 *self._opened.warnings,
@@ -380,6 +391,16 @@ class Daemon:
             "memory_bytes": _resident_bytes(),
             **self._fs.status(),
         }
+
+
+async def _no_hints(**_: Any) -> None:
+    raise ConfigError("this mount takes no hints: it was made with --prefetch off")
+
+
+def _path_of(names: dict[int, str], origin: Origin, obj: ObjectId) -> str:
+    """Where a file is below the mount; `names` are those of the volumes, by the identity of their origins."""
+    prefix = origin.prefix.rstrip("/") + "/" if origin.prefix else ""
+    return f"{names[id(origin)]}/{obj.key.removeprefix(prefix)}".lstrip("/")
 
 
 def _resident_bytes() -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cachefs.units import about_bytes as size
+from cachefs.units import printable
 
 
 def show(statuses: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -24,9 +25,9 @@ def show(statuses: Sequence[Mapping[str, Any]], console: Console | None = None) 
         table.add_column(overflow="fold")
         for name, value in lines(status):
             if console.is_terminal:
-                table.add_row(Text(name), Text(_printable(value)))
+                table.add_row(Text(name), Text(printable(value)))
             else:  # one line each, however long: for grep
-                console.out(f"{name:<10}  {_printable(value)}", highlight=False)
+                console.out(f"{name:<10}  {printable(value)}", highlight=False)
         if console.is_terminal:
             console.print(table)
 
@@ -46,6 +47,8 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _counts(status.get("metrics") or {})
     yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
     yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
+    for job in status.get("jobs") or []:
+        yield f"job {job['id']}", _job(job)
     if "front" in status and "front_reason" in status:
         yield "front", f"{status['front']}: {status['front_reason']}"
     for line in status.get("tuning") or []:
@@ -115,6 +118,15 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         (
             f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
         ),
+    )
+
+
+def _job(job: Mapping[str, Any]) -> str:
+    so_far = "" if job["walked"] else " so far"
+    failed = f", {job['failed']:,} failed" if job["failed"] else ""
+    return (
+        f"{job['action']}: {job['done_files']:,} of {job['files']:,} files, {size(job['done_bytes'])} of "
+        f"{size(job['bytes'])}{so_far}, for {duration(job['seconds'])}{failed}"
     )
 
 
@@ -190,8 +202,3 @@ def duration(seconds: float) -> str:
     d, h = divmod(hours, 24)
     parts = [f"{value}{unit}" for value, unit in ((d, "d"), (h, "h"), (m, "m"), (s, "s")) if value]
     return " ".join(parts[:2]) or "0s"
-
-
-def _printable(text: str) -> str:
-    """Names may hold anything, escape sequences included: the terminal gets none of it."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

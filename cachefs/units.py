@@ -89,6 +89,16 @@ def about_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
 
 
+def about_share(part: int, whole: int) -> str:
+    """For people: of nothing, everything is there."""
+    return f"{100 * part / whole:.1f} %" if whole else "100.0 %"
+
+
+def printable(text: str) -> str:
+    """Names may hold anything, escape sequences included: the terminal gets none of it."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def parse_duration(text: str) -> float:
     """Seconds: ``60``, ``60s``, ``500ms``, ``5m``, ``1h``, ``2d`` or ``forever``."""
     text = text.strip()

@@ -1,0 +1,112 @@
+"""The paths that a verb is given: arguments, lists and recordings, as paths relative to their mounts.
+
+A list has one path a line, absolute, or relative to the one path that was given beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cachefs.errors import ConfigError
+
+listed = click.option(
+    "-f", "--files-from", "list_file", metavar="LIST", help="Paths, one a line; - reads standard input."
+)
+
+
+def wanted_of(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
+    """Paths relative to their mounts, by mount. With a list, a path is where its relative lines begin."""
+    from cachefs import asking
+
+    if list_file is None:
+        if not paths:
+            raise ConfigError("no PATH: give files or directories below a mount, or a list of them with -f")
+        wanted: dict[Path, list[str]] = {}
+        for path in paths:
+            mountpoint, relative = asking.mount_of(path)
+            wanted.setdefault(mountpoint, []).append(relative)
+        return wanted
+    return below(list_file, only(paths, "-f") if paths else None)
+
+
+def only(paths: Sequence[Path], option: str) -> Path:
+    if len(paths) != 1:
+        raise ConfigError(
+            f"{option} takes one PATH: the mount, or a directory of it, that its paths are below"
+        )
+    return paths[0]
+
+
+def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
+    from cachefs import asking
+    from cachefs.mountinfo import Finder
+
+    start = None if base is None else asking.mount_of(base)
+    finder = Finder()
+    wanted: dict[Path, list[str]] = {}
+    for number, line in enumerate(_lines(list_file), 1):
+        if not line:
+            continue
+        if not line.startswith("/"):
+            if start is None:
+                raise ConfigError(
+                    f"{list_file}, line {number}: a relative path: say below which mount, as PATH"
+                )
+            wanted.setdefault(start[0], []).append(_join(start[1], line))
+            continue
+        found = finder.find(line)
+        if found is None:
+            raise ConfigError(f"{list_file}, line {number}: {line} is not below a cachefs mount")
+        wanted.setdefault(Path(found[0]), []).append(found[1])
+    if not wanted:
+        raise ConfigError(f"{list_file} has no paths")
+    return wanted
+
+
+def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
+    """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
+    from cachefs import asking
+
+    mountpoint, above = asking.mount_of(base)
+    touched: dict[Any, None] = {}
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            found = json.loads(line)
+            path, size = _join(above, str(found["path"])), int(found["size"])
+            offset, length = int(found["offset"]), int(found["length"])
+        except (ValueError, TypeError, KeyError) as exc:
+            raise ConfigError(f"{file}, line {number}: not a line of cachefs record ({exc})") from None
+        if length >= size:
+            touched[path] = None
+        elif length > 0:
+            touched[path, offset, length] = None
+    return {mountpoint: [list(item) if isinstance(item, tuple) else item for item in touched]}
+
+
+def _lines(file: str) -> Iterator[str]:
+    try:
+        with open(
+            0 if file == "-" else file, encoding="utf-8", errors="surrogateescape", closefd=file != "-"
+        ) as lines:
+            for line in lines:
+                yield line.rstrip("\r\n")
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+
+
+def _join(above: str, relative: str) -> str:
+    return os.path.normpath(f"{above}/{relative}".lstrip("/"))
+
+
+def mounts_of(paths: Sequence[Path]) -> list[Path]:
+    from cachefs import asking
+
+    if not paths:
+        raise ConfigError("no PATH: give the mount")
+    return list(dict.fromkeys(asking.mount_of(path)[0] for path in paths))
