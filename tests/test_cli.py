@@ -56,7 +56,8 @@ def one_line(text: str) -> str:
 
 def test_help_teaches() -> None:
     overview = run("--help").output
-    for verb in ("mount", "umount", "status", "refresh", "version"):
+    cached = ("warm", "evict", "pin", "unpin", "ls", "du", "hint", "record")
+    for verb in ("mount", "umount", "status", "refresh", "version", *cached):
         assert re.search(rf"^  {verb} ", overview, re.MULTILINE)
     text = run("mount", "--help").output
     for item, row in rows():
@@ -88,6 +89,19 @@ def test_version() -> None:
         (["umount", "/no/such/place"], 1, "is not mounted"),
         (["status", "/no/such/place"], 1, "is not a cachefs mount"),
         (["refresh", "/"], 1, "is not below a cachefs mount"),
+        (["warm"], 2, "no PATH"),
+        (["warmup", "/"], 1, "is not below a cachefs mount"),
+        (["warm", "-f", "/nowhere.txt"], 2, "/nowhere.txt: No such file"),
+        (["warm", "-f", "/etc/hosts", "/a", "/b"], 2, "-f takes one PATH"),
+        (["warm", "--profile", "/dev/null"], 2, "--profile takes one PATH"),
+        (["warm", "-p", "0", "/"], 2, "-p"),
+        (["evict", "-f", "/dev/null"], 2, "/dev/null has no paths"),
+        (["free", "/"], 1, "is not below a cachefs mount"),
+        (["pin", "/"], 1, "is not below a cachefs mount"),
+        (["ls", "--cached", "/"], 1, "is not below a cachefs mount"),
+        (["du", "--cached", "/"], 1, "is not below a cachefs mount"),
+        (["hint", "/", "-f", "/dev/null"], 1, "is not below a cachefs mount"),
+        (["record", "/", "-o", "/dev/null"], 1, "is not below a cachefs mount"),
     ],
 )
 def test_errors_are_one_line(args: list[str], code: int, words: str) -> None:

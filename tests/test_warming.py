@@ -1,0 +1,277 @@
+"""Jobs over many files, with a scripted tree, fetcher and store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs import warming
+from cachefs.cli_progress import line
+from cachefs.errors import ConfigError, NoRoom, NotFound, OriginFailed
+from cachefs.names import ObjectId
+from cachefs.warming import Jobs
+
+MIB = 1 << 20
+
+
+class World:
+    """A tree of `sizes` by path, and a cache of `limit` bytes that takes what it is brought."""
+
+    def __init__(self, sizes: dict[str, int], limit: int = 1 << 40) -> None:
+        self.sizes = sizes
+        self.tiers = [SimpleNamespace(limit_bytes=lambda: limit)]
+        self.pinned_bytes = 0
+        self.held: dict[str, int] = {}
+        self.pins: set[str] = set()
+        self.calls: list[tuple[str, int, int]] = []
+        self.failing: dict[str, Exception] = {}
+        self.under_way = self.most_under_way = 0
+        self.walked = 0
+        self.gate = trio.Event()
+        self.gate.set()
+
+    async def walk(self, path: str) -> AsyncGenerator[tuple[str, Any, ObjectId], None]:
+        found = [p for p in self.sizes if p == path or p.startswith(f"{path}/" if path else "")]
+        if not found:
+            raise NotFound(f"no such path: {path}")
+        for one in found:
+            await trio.lowlevel.checkpoint()
+            self.walked += 1
+            yield one, None, ObjectId("s", one, "e", self.sizes[one])
+
+    def cached_bytes(self, obj: ObjectId) -> int:
+        return self.held.get(obj.key, 0)
+
+    def whole(self, obj: Any) -> bool:
+        obj = getattr(obj, "id", obj)
+        return self.cached_bytes(obj) == obj.size
+
+    async def bring(self, origin: Any, obj: ObjectId, start: int, stop: int, *, ahead: bool) -> int:
+        assert not ahead
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await trio.sleep(1)
+            await self.gate.wait()
+        finally:
+            self.under_way -= 1
+        if obj.key in self.failing:
+            raise self.failing[obj.key]
+        self.calls.append((obj.key, start, stop))
+        self.held[obj.key] = self.held.get(obj.key, 0) + stop - start
+        return stop - start
+
+    def object(self, obj: ObjectId) -> Any:
+        return SimpleNamespace(id=obj, pinned=obj.key in self.pins)
+
+    def pin(self, obj: Any) -> None:
+        self.pinned_bytes += 0 if obj.id.key in self.pins else obj.id.size
+        self.pins.add(obj.id.key)
+
+    def unpin(self, obj: Any) -> None:
+        self.pins.discard(obj.id.key)
+
+    def evict(self, obj: Any) -> int:
+        return 0 if obj.id.key in self.pins else self.held.pop(obj.id.key, 0)
+
+
+def in_trio(function: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        trio.run(function, clock=trio.testing.MockClock(autojump_threshold=0))
+
+    run.__name__ = function.__name__
+    return run
+
+
+async def run(
+    world: World, items: list[Any], action: str = "warm", at_once: int = 4, **more: Any
+) -> dict[str, Any]:
+    """A job from its beginning to its end."""
+    async with trio.open_nursery() as nursery:
+        jobs = Jobs(world, world, world, nursery, at_once)  # type: ignore[arg-type]
+        number = await jobs.start(action, **more)
+        await jobs.add(number, items[:2])
+        await jobs.add(number, items[2:], complete=True)
+    assert jobs.status() == []
+    return await jobs.status_of(number)
+
+
+def tree(count: int, size: int = MIB) -> dict[str, int]:
+    return {f"d/{n:04}": size for n in range(count)}
+
+
+@in_trio
+async def test_all_comes_once_and_a_second_job_finds_it_there() -> None:
+    world = World(tree(50))
+    job = await run(world, ["d"])
+    assert (job["state"], job["done_files"], job["fetched_bytes"]) == ("done", 50, 50 * MIB)
+    assert sorted(world.calls) == [(path, 0, MIB) for path in world.sizes]
+    assert world.most_under_way == 4
+    again = await run(world, ["d", "d/0007"])
+    assert (again["cached_files"], again["fetched_bytes"], len(world.calls)) == (51, 0, 50)
+
+
+@in_trio
+async def test_a_job_that_was_ended_is_gone_on_with() -> None:
+    world = World(tree(50))
+    async with trio.open_nursery() as nursery:
+        jobs = Jobs(world, world, world, nursery, 4)  # type: ignore[arg-type]
+        number = await jobs.start()
+        await jobs.add(number, ["d"], complete=True)
+        await trio.sleep(3.5)
+        assert [job["id"] for job in jobs.status()] == [number]
+        assert world.walked <= 12 + 4 + 4 + 1  # it walks no further ahead than it must
+        assert await jobs.stop() == 1
+    assert (await jobs.status_of(number))["state"] == "stopped"
+    assert await jobs.add(number, ["d"]) == "stopped"
+    assert len(world.calls) == 12
+    assert (await run(world, ["d"]))["fetched_bytes"] == 38 * MIB
+
+
+@in_trio
+async def test_parts_and_large_files_come_in_slices() -> None:
+    world = World({"large": 600 * MIB, "x": 10})
+    job = await run(world, [["large", 300 * MIB, 5], ["large", 599 * MIB, 5 * MIB], ["x", 50, 5]])
+    assert sorted(world.calls) == [
+        ("large", 300 * MIB, 300 * MIB + 5),
+        ("large", 599 * MIB, 600 * MIB),
+    ]
+    assert (job["bytes"], job["done_files"]) == (5 + MIB, 3)
+    world.calls.clear()
+    await run(world, ["large"])
+    assert world.calls == [
+        ("large", start, min(start + 256 * MIB, 600 * MIB)) for start in range(0, 600 * MIB, 256 * MIB)
+    ]
+
+
+@in_trio
+async def test_what_does_not_fit_is_refused_in_one_line() -> None:
+    world = World(tree(50), limit=20 * MIB)
+    job = await run(world, ["d"])
+    assert job["state"] == "failed"
+    assert job["error"] == (
+        "20 files of 20.0 MiB so far do not fit: the cache holds 20.0 MiB; "
+        "give fewer, or mount with a larger --cache-size"
+    )
+    assert len(world.calls) < 20
+    assert (await run(World(tree(50), limit=60 * MIB), ["d"]))["state"] == "done"
+
+
+@in_trio
+async def test_what_others_have_pinned_is_no_room() -> None:
+    world = World(tree(20), limit=30 * MIB)
+    world.pinned_bytes = 15 * MIB
+    assert "the cache holds 15.0 MiB" in (await run(world, ["d"]))["error"]
+    own = World(tree(20), limit=30 * MIB)
+    assert (await run(own, ["d"], "pin"))["state"] == "done"
+    assert own.pins == set(own.sizes)
+    assert (await run(own, ["d"], "pin"))["state"] == "done"
+
+
+@in_trio
+async def test_single_failures_are_counted_and_named() -> None:
+    world = World(tree(30))
+    world.failing = {f"d/{n:04}": OriginFailed(f"no {n}") for n in range(0, 30, 2)}
+    job = await run(world, ["d", "gone", "away"])
+    assert (job["state"], job["failed"], job["done_files"]) == ("done", 17, 15)
+    assert len(job["failures"]) == warming.FAILURES_NAMED
+    assert all(failure.split(": ")[1].startswith("no ") for failure in job["failures"])
+    replay = await run(world, ["gone", "d/0001"], vanish=True)
+    assert (replay["failed"], replay["vanished"]) == (0, 1)
+
+
+@in_trio
+async def test_a_store_that_is_gone_ends_the_job() -> None:
+    world = World(tree(5_000))
+    world.failing = {path: OriginFailed("unreachable") for path in world.sizes}
+    job = await run(world, ["d"])
+    assert job["state"] == "failed"
+    assert job["error"] == "200 files in a row failed, the last one with: unreachable"
+    assert job["failed"] < 210
+
+
+@in_trio
+async def test_a_cache_that_takes_no_more_ends_the_job() -> None:
+    world = World(tree(10))
+    world.failing = {"d/0005": NoRoom("no tier takes d/0005 now")}
+    job = await run(world, ["d"], at_once=1)
+    assert (job["state"], job["error"]) == ("failed", "no tier takes d/0005 now (5 files are done)")
+
+
+@in_trio
+async def test_check_unpin_and_evict_fetch_nothing() -> None:
+    world = World(tree(10))
+    await run(world, ["d/0001", "d/0002", "d/0003"])
+    world.calls.clear()
+    world.pins = {"d/0003"}
+    checked = await run(world, ["d"], "check")
+    assert (checked["cached_files"], checked["cached_bytes"], checked["bytes"]) == (3, 3 * MIB, 10 * MIB)
+    evicted = await run(world, ["d"], "evict")
+    assert (evicted["freed_bytes"], evicted["kept_files"]) == (2 * MIB, 1)
+    await run(world, ["d"], "unpin")
+    assert (await run(world, ["d"], "evict"))["freed_bytes"] == MIB
+    assert world.calls == []
+
+
+@in_trio
+async def test_a_list_whose_sender_died_ends() -> None:
+    world = World(tree(3))
+    async with trio.open_nursery() as nursery:
+        jobs = Jobs(world, world, world, nursery, 4)  # type: ignore[arg-type]
+        number = await jobs.start()
+        await jobs.add(number, ["d/0001"])
+        await trio.sleep(warming.INPUT_DEADLINE_S - 1)
+        await jobs.add(number, ["d/0002"])
+        await trio.sleep(warming.INPUT_DEADLINE_S - 1)
+        assert len(jobs.status()) == 1
+    job = await jobs.status_of(number)
+    assert (job["state"], job["error"]) == ("failed", "whoever began this job has sent no more of its list")
+    assert len(world.calls) == 2
+
+
+@in_trio
+async def test_refusals_and_what_is_remembered() -> None:
+    world = World(tree(1))
+    async with trio.open_nursery() as nursery:
+        jobs = Jobs(world, world, world, nursery, 4)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="no such job: 'frob': there are warm, check"):
+            await jobs.start("frob")
+        with pytest.raises(NotFound, match="no job 7"):
+            await jobs.status_of(7)
+        for _ in range(warming.KEPT + 10):
+            number = await jobs.start()
+            await jobs.add(number, ["d"], complete=True)
+            await trio.sleep(5)
+        with pytest.raises(NotFound):
+            await jobs.status_of(1)
+        assert (await jobs.status_of(number - warming.KEPT + 1))["state"] == "done"
+
+
+def test_a_list_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "LIST_BYTES", 1000)
+
+    async def main() -> None:
+        world = World(tree(200))
+        world.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            jobs = Jobs(world, world, world, nursery, 4)  # type: ignore[arg-type]
+            number = await jobs.start()
+            await jobs.add(number, list(world.sizes)[:50])
+            await trio.sleep(1)  # taken in hand: what waits is less again
+            await jobs.add(number, list(world.sizes)[50:100])
+            with pytest.raises(ConfigError, match="the list is too long"):
+                await jobs.add(number, list(world.sizes)[100:])
+        assert (await jobs.status_of(number))["state"] == "failed"
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_line_of_progress() -> None:
+    status = {"done_files": 1200, "files": 5000, "done_bytes": 3 << 30, "bytes": 8 << 30, "walked": True}
+    assert line(status, 1 << 30) == "1,200 of 5,000 files, 3.0 GiB of 8.0 GiB, 1.0 GiB/s, 5s left"
+    assert line({**status, "walked": False}, 0) == "1,200 of 5,000+ files, 3.0 GiB of 8.0 GiB so far, 0 B/s"
