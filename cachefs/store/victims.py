@@ -14,7 +14,7 @@ from collections.abc import Callable
 from cachefs.store.index import CopyKey, Index
 
 Row = tuple[bytes, CopyKey, int, int]
-"""(cursor, copy, clock, dataset)"""
+"""(cursor, copy, clock, dataset). Rows looked at once more have no cursor."""
 
 KEPT_AT_ONCE = 1024
 """Kept rows passed over in one search, about 1 ms. Derived: after an epoch began, a million rows cost a thousand demands the
@@ -64,7 +64,7 @@ class Walk:
                 if verdict is Verdict.GOES:
                     return key
                 if verdict is Verdict.HELD:
-                    self._held.append(row)
+                    self.add(key, clock, dataset)
             self._rows.popleft()
             if row[0]:
                 self._after, self.passed = row[0], clock
@@ -72,7 +72,7 @@ class Walk:
                 return None
 
     def add(self, key: CopyKey, clock: int, dataset: int) -> None:
-        """A row came in below what was passed."""
+        """A row below what was passed is to be looked at after the next flush."""
         self._held.append((b"", key, clock, dataset))
 
     def flushed(self) -> None:
@@ -80,6 +80,7 @@ class Walk:
         if len(self._held) > HELD:
             self.restart()
             return
+        self._held += (row for row in self._rows if not row[0])  # no search has come that far
         self._rows = deque(sorted(self._held, key=lambda row: row[2]))
         self._held = []
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs import statusview
 from cachefs.names import ObjectId
 from cachefs.store.datasets import MOST, Datasets
 from cachefs.store.epochs import SAMPLE, TRACKED, Epochs, unit_hash
@@ -184,6 +185,19 @@ def test_status_says_what_is_known() -> None:
         "last_hit_ratio": 0.0,
     }
     assert abs(float(str(watched.status()["used_share"])) - 0.6) < 0.02
+
+
+def test_status_shows_datasets_with_epochs_and_what_is_pinned() -> None:
+    watched = Watched()
+    watched.use(range(1000)).use(range(500))
+    watched.use([1, 2, 3], dataset=2)
+    datasets = [{"name": "a b", **known} for _, known in watched.epochs.status()]
+    status = {"eviction": {"policy": "auto", "datasets": datasets}, "pinned_bytes": 3 << 20}
+    shown = dict(statusview.lines(status))
+    assert shown["epochs"].startswith("a b: epoch 2, 5") and shown["epochs"].endswith(
+        "of 1000 MiB read, 0 % cached"
+    )
+    assert shown["pinned"] == "3.0 MiB"
 
 
 # -- datasets --------------------------------------------------------------------------------------
