@@ -16,6 +16,9 @@ would (`tests/prefetch/test_directories.py` has the model). Steeper gains little
 
 A wanted part that is not spread evenly (one class, one day) shows in what is used: fewer of the files fetched ahead than
 their share of those that are left. Then nothing more is fetched until the ratio recovers.
+
+All of it counts within one *turn*, and what was asked for in a turn is not fetched ahead in it again: in a directory larger
+than the cache it may be gone already. When files are asked for again, long after the first time, a new turn has begun.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ EXPECTED_ENOUGH = 8.0
 DISAPPOINTING = 0.25
 """The share of those hits below which the rest is left alone. Guessed; with 8 expected, two come by chance in 1 of 70."""
 
-RECENT = 1024
-"""Files of one directory remembered as asked for, so that several openers count once, about 100 bytes each. Guessed: asked
-for again later, a file is cached, and no demand."""
+RECENT = 16_384
+"""Files of one directory remembered as asked for, about 100 bytes each. Guessed: beyond it, some are fetched twice."""
+
+CLOSE = 8
+"""Asked for again within this part of a directory's files, a file has several openers, and no new turn began. Guessed."""
 
 REMEMBERED = 256
 """Directories. Guessed: a data set by class has a thousand, of which a few are read at a time."""
@@ -46,7 +51,8 @@ FORGET_AFTER_S = 600.0
 """Without a demand, what a directory has shown is forgotten: the next reader may be another. Guessed."""
 
 PASS_SHARE = 32
-"""A listing is gone through again when a file for each of this many has been missed since. Guessed."""
+"""A listing is gone through again when a file for each of this many has been missed since, and so many asked for again make
+a new turn. Guessed."""
 
 
 def share(asked: float) -> float:
@@ -65,34 +71,50 @@ class Directory:
         self.used = 0
         self.last = float("-inf")
         self._expected = 0.0
-        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._opens = 0  # in all turns
+        self._turn_from = 0  # of these
+        self._again = 0
+        self._recent: OrderedDict[int, int] = OrderedDict()  # file → its open
         self._missed = START  # since the listing was last gone through
 
     def missed(self, file: int, now: float) -> None:
         """`file` was opened and nothing of it was here."""
-        if file in self._recent:
-            return
-        self._recent[file] = None
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
+        before = self._recent.get(file, -1)
+        if before >= self._turn_from:
+            if self.files is None or self._opens - before <= max(START, self.files // CLOSE):
+                return
+            self._again += 1
+            if self._again > max(START, self.files // PASS_SHARE):
+                self._turn()
         self._missed += 1
-        self._ask(now)
+        self._ask(file, now)
 
-    def asked_for(self, file: int) -> bool:
-        """Whether `file` was opened lately, and is on its way for its reader."""
-        return file in self._recent
-
-    def hit(self, now: float) -> None:
+    def hit(self, file: int, now: float) -> None:
         """A file that was fetched ahead was opened for the first time."""
-        self._ask(now)
+        self._ask(file, now)
         self.used += 1
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, file: int, now: float) -> None:
         self.last = now
         if self.files is not None:
             left = max(self.files - self.demanded, self.unused, 1)
             self._expected += self.unused / left
         self.demanded += 1
+        self._recent.pop(file, None)
+        self._recent[file] = self._opens
+        self._opens += 1
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+
+    def _turn(self) -> None:
+        self.fetched, self.used, self.demanded = self.unused, 0, 0
+        self._expected, self._again = 0.0, 0
+        self._turn_from = self._opens
+        self._missed = self.files or START
+
+    def asked_for(self, file: int) -> bool:
+        """Whether `file` was opened in this turn."""
+        return self._recent.get(file, -1) >= self._turn_from
 
     def started(self) -> None:
         """A file is being fetched ahead."""
@@ -118,7 +140,8 @@ class Directory:
         if self.files is None:
             # As at the gentle slope of any directory: at most two thirds of what is fetched is for nothing.
             return max(0, int(GENTLE * self.demanded) - self.unused)
-        return max(0, int(share(self.demanded / max(self.files, 1)) * self.files) - self.unused)
+        allowed = int(share(self.demanded / max(self.files, 1)) * self.files)
+        return max(0, min(allowed, self.files - self.demanded) - self.unused)
 
     def begin_pass(self) -> bool:
         """Whether to go through the listing (again): not for every file missed, for it is long."""

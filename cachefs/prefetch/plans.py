@@ -37,6 +37,10 @@ LOOKAHEAD = 16_384
 """Files behind the position that are looked at: those that are cached cost a look each. Guessed; what is fetched is
 bounded by its bytes."""
 
+SOON_MOST, SOON_LEAST, SOON_PART = 512, 16, 8
+"""Files behind the position that are looked at once more, in a short order an eighth: what was cached when it was looked at
+first may be gone. Guessed: a tenth of a second of the fastest readers, several round trips."""
+
 DROP_AFTER_S = 86_400.0
 """Plans that nobody used for a day are of jobs that are over. Given."""
 
@@ -96,6 +100,7 @@ class Plan:
         self.orders: list[Order] = []  # the current one and the next
         self.position = 0
         self.ahead = 0  # the first place that is not looked at yet
+        self.soon = 0  # the first that is not looked at once more
         self.jumped = False  # since somebody looked: the position moved far at once
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._opens = 0
@@ -120,6 +125,7 @@ class Plan:
                 self._begin()
             else:
                 self.ahead = min(self.ahead, len(self.orders[0]))
+                self.soon = min(self.soon, self.ahead)
         elif self.orders and order.epoch < self.orders[-1].epoch:
             self.orders = [order]
             self._begin()
@@ -129,7 +135,7 @@ class Plan:
             self.orders.append(order)
 
     def _begin(self) -> None:
-        self.position = self.ahead = 0
+        self.position = self.ahead = self.soon = 0
         self._recent.clear()
 
     def opened(self, path: bytes, now: float) -> bool:
@@ -170,15 +176,15 @@ class Plan:
     def _be_at(self, position: int) -> None:
         if abs(position - self.position) > 2 * _near(self.orders[0]):
             self.jumped = True
-            self.ahead = position  # begun again: what it will read once more may be gone
+            self.ahead = self.soon = position  # begun again: what it will read once more may be gone
         self.position = position
-        self.ahead = max(self.ahead, position)
+        self.ahead, self.soon = max(self.ahead, position), max(self.soon, position)
 
     def _advance(self) -> None:
         """The next order is the current one."""
         done = len(self.orders.pop(0))
         self.position = max(0, self.position - done)
-        self.ahead = max(0, self.ahead - done)
+        self.ahead, self.soon = max(0, self.ahead - done), max(0, self.soon - done)
         if self.orders:
             self._recent.clear()
 
@@ -192,11 +198,20 @@ class Plan:
         )
 
     def take(self) -> Item | None:
-        """The next file to look at, each once."""
-        if self.ahead >= min(len(self), self.position + LOOKAHEAD):
-            return None
-        place, order = self.ahead, self.orders[0]
-        self.ahead += 1
+        """The next file to look at: each when it comes within the look-ahead, and once more when it is needed soon."""
+        soon = self.position + _soon(self.orders[0]) if self.orders else 0
+        if self.soon < min(self.ahead, soon):
+            self.soon += 1
+            return self._item(self.soon - 1)
+        if self.ahead < min(len(self), self.position + LOOKAHEAD):
+            if self.soon == self.ahead < soon:
+                self.soon += 1  # the first look is soon enough
+            self.ahead += 1
+            return self._item(self.ahead - 1)
+        return None
+
+    def _item(self, place: int) -> Item:
+        order = self.orders[0]
         if place >= len(order):
             place, order = place - len(order), self.orders[1]
         return Item(self, order.epoch, place, self.files[order.numbers[place]])
@@ -206,13 +221,18 @@ class Plan:
         start = 0
         for order in self.orders:
             if order.epoch == item.epoch:
-                self.ahead = max(self.position, min(self.ahead, start + item.place))
+                place = max(self.position, start + item.place)
+                self.ahead, self.soon = min(self.ahead, place), min(self.soon, place)
                 return
             start += len(order)
 
 
 def _near(order: Order) -> int:
     return max(NEAR_LEAST, min(NEAR_MOST, len(order) // NEAR_PART))
+
+
+def _soon(order: Order) -> int:
+    return max(SOON_LEAST, min(SOON_MOST, len(order) // SOON_PART))
 
 
 class Plans:

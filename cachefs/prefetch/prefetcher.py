@@ -41,6 +41,9 @@ PART_BYTES, PARTS = 8 << 20, 8
 LARGEST_SHARE = 4
 """A file takes at most this part of the bytes that may lie unused; of a larger one the beginning is fetched. Guessed."""
 
+MOST_AWAITED = 65_536
+"""Files that may lie unused, about 600 bytes of memory each. Guessed: as many as readers use in a minute."""
+
 PAUSE_S = 1.0
 """How long prefetch rests when it is refused or fails. Given."""
 
@@ -217,7 +220,10 @@ class Prefetcher:
         return trio.current_time() < self._resume_at
 
     def _may_start(self) -> bool:
-        return self._in_flight < self._slots and self.awaited.bytes < self._budget() and not self._paused()
+        return self._in_flight < self._slots and not self._enough() and not self._paused()
+
+    def _enough(self) -> bool:
+        return self.awaited.bytes >= self._budget() or len(self.awaited.files) >= MOST_AWAITED
 
     async def _next(self) -> Candidate | None:
         return await self._plans.next() or await self._shards.next() or await self._directories.next()
@@ -273,8 +279,7 @@ class Prefetcher:
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
         if isinstance(exc, NoRoom):
             self._rest("no room")
-            if candidate.item is not None:
-                candidate.item.plan.give_back(candidate.item)
+            candidate.give_back()
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)
@@ -314,7 +319,7 @@ class Prefetcher:
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values. `paused` says why nothing is fetched, "" when it may be."""
-        full = "" if self.awaited.bytes < self._budget() else "enough lies unused"
+        full = "enough lies unused" if self._enough() else ""
         return {
             "directories": self._directories.status(SHOWN),
             "shards": len(self._shards.shards),

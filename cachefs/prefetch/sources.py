@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -40,10 +41,11 @@ Wanted = Callable[["ObjectId"], bool]
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """Something to fetch. A plan's may be a path that has to be looked up first."""
+    """Something to fetch. A plan's may be a path that has to be looked up first. `give_back` is for what could not be
+    fetched now: it is a candidate again."""
 
-    source: str
     found: tuple[Origin, ObjectId] | None
+    give_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
 
@@ -82,7 +84,7 @@ class FromPlans:
             except CachefsError:
                 continue
             if found is None or self._wanted(found[1]):
-                return Candidate("plan", found, item)
+                return Candidate(found, partial(item.plan.give_back, item), item)
         return None
 
 
@@ -117,9 +119,12 @@ class FromShards:
             while queue:
                 found = queue.pop(0)
                 if self._wanted(found[1]):
-                    return Candidate("shard", found)
+                    return Candidate(found, partial(self._give_back, key, found))
             del self._queues[key]
         return None
+
+    def _give_back(self, key: tuple[int, int], found: tuple[Origin, ObjectId]) -> None:
+        self._queues.setdefault(key, []).insert(0, found)
 
 
 class _Large:
@@ -211,7 +216,7 @@ class FromDirectories:
 
     def hit(self, ino: int, policy: Directory, now: float) -> None:
         """A file that was fetched ahead was opened."""
-        policy.hit(now)
+        policy.hit(ino, now)
         if ino < FIRST_ALIAS and policy.wish() and self.directories.get(key := ino >> LOW_BITS) is policy:
             self._eager[key] = None
             self._eager.move_to_end(key)
@@ -233,9 +238,14 @@ class FromDirectories:
                 sibling = await self._next_of(walk)
                 if sibling is not None:
                     walk.policy.started()
-                    return Candidate("directory", (sibling.origin, sibling.object), directory=walk.policy)
+                    give_back = partial(self._give_back, key, walk, sibling)
+                    return Candidate((sibling.origin, sibling.object), give_back, directory=walk.policy)
             self._eager.pop(key, None)
         return None
+
+    def _give_back(self, key: int, walk: _Walk, sibling: Sibling) -> None:
+        walk.buffer.appendleft(sibling)
+        self._eager[key] = None
 
     async def _next_of(self, walk: _Walk) -> Sibling | None:
         """The next file that is not here; None at the end of a round, or where the listing has not landed yet."""

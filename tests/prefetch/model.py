@@ -54,7 +54,7 @@ def epoch(
                 arrives[file] = store.done_at(now)
             elif file in ahead:
                 ahead.discard(file)
-                policy.hit(now)
+                policy.hit(file, now)
             heapq.heappush(events, (max(now, arrives[file]) + 0.0002, who))
         else:
             end = max(end, now)

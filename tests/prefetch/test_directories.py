@@ -68,11 +68,26 @@ def test_a_part_that_is_not_spread_evenly_is_left_alone() -> None:
     assert policy.unused < FILES // 4
 
 
-def test_several_openers_of_a_file_count_once() -> None:
+@pytest.mark.parametrize("files", [None, 20, 4000])
+def test_several_openers_of_a_file_count_once(files: int | None) -> None:
     policy = Directory()
+    policy.files = files
     for _ in range(9):
         policy.missed(7, 0.0)
     assert policy.demanded == 1 and not policy.wish()
+
+
+def test_what_was_asked_for_is_not_fetched_ahead_until_the_next_turn() -> None:
+    policy = Directory()
+    policy.files = 400
+    for file in range(400):
+        policy.missed(file, 0.0)
+    assert not policy.wish() and policy.asked_for(7)
+    for file in shuffled(400, 30, 1):
+        policy.missed(file, 0.0)
+    assert policy.demanded < 30 and policy.wish()
+    assert policy.begin_pass()
+    assert sum(policy.asked_for(file) for file in range(400)) == policy.demanded
 
 
 def test_how_many_there_are_may_not_be_known_yet() -> None:
@@ -101,7 +116,7 @@ def test_a_long_listing_is_not_gone_through_for_every_file() -> None:
     for file in range(1000):
         policy.missed(file, 0.0)
         passes += policy.begin_pass()
-    assert passes == 10
+    assert passes == 10  # one for a hundred files
 
 
 def test_directories_are_forgotten_by_time_and_by_number() -> None:
@@ -122,17 +137,16 @@ def test_directories_are_forgotten_by_time_and_by_number() -> None:
 def test_what_lies_unused_never_passes_the_share(files: int, events: list[tuple[bool, int]]) -> None:
     policy = Directory()
     policy.files = files
-    ahead = 0
+    waiting: list[int] = []
     for hit, file in events:
-        if hit and ahead:
-            ahead -= 1
-            policy.hit(0.0)
+        if hit and waiting:
+            policy.hit(waiting.pop(), 0.0)
         else:
             policy.missed(file % files, 0.0)
-        before = policy.demanded
+        before, unused = policy.demanded, policy.unused
         for _ in range(policy.wish()):
             policy.started()
-            ahead += 1
-        assert policy.wish() == 0 and policy.unused == ahead
-        assert ahead <= max(share(before / files) * files, 2 * before) + 1
+            waiting.append(-len(waiting))
+        assert policy.wish() == 0 and policy.unused == len(waiting)
+        assert len(waiting) <= max(unused, min(share(before / files) * files, files - before))
     assert policy.used <= policy.demanded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -173,6 +174,17 @@ def test_each_file_is_taken_once_and_across_the_epochs() -> None:
     assert not plan.passed(0, 0) and not plan.passed(1, 0)
     run(plan, range(10))
     assert plan.passed(0, 5) and not plan.passed(0, 6) and not plan.passed(1, 0)  # which may come late
+
+
+def test_what_is_needed_soon_is_looked_at_once_more() -> None:
+    plan = plan_of(400, range(400))
+    taken = Counter[int]()
+    for number in range(400):
+        while (item := plan.take()) is not None:
+            taken[item.place] += 1
+        plan.opened(plan.files[number], 0.0)
+    assert set(taken) == set(range(400)) and max(taken.values()) == 2
+    assert sum(taken.values()) == 800 - 50  # but those that were needed soon at the first look
 
 
 def test_the_look_ahead_is_bounded() -> None:

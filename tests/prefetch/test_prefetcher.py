@@ -14,9 +14,9 @@ import pytest
 import trio
 
 from cachefs.errors import ConfigError, OriginFailed
-from cachefs.prefetch import Prefetcher
+from cachefs.prefetch import Prefetcher, prefetcher
 from cachefs.prefetch.prefetcher import AWAITED_S, SWEEP_EVERY_S
-from tests.prefetch.world import LARGE_FILE, MIB, Shop, world
+from tests.prefetch.world import KIB, LARGE_FILE, MIB, Shop, world
 
 
 def paths(count: int) -> list[str]:
@@ -291,11 +291,46 @@ async def test_what_is_never_opened_is_given_up() -> None:
         assert not w.prefetcher.awaited.bytes
 
 
+async def test_files_that_lie_unused_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "MOST_AWAITED", 100)
+    names = paths(400)
+    shop = Shop(names)
+    async with world(shop, slots=10) as w:
+        await announce(w.prefetcher, names, range(400))
+        await w.quiet()
+        assert len(shop.got) == 100
+        await w.read_all(names)
+        assert Counter(shop.got) == Counter(names)
+
+
+@pytest.mark.parametrize("hinted", [True, False])
+async def test_a_data_set_of_twice_the_cache_is_fetched_once_an_epoch(hinted: bool) -> None:
+    """What is fetched ahead displaces nothing that is still to be read, itself included."""
+    names = [f"d/{i:03d}" for i in range(256)]
+    shop = Shop(names, size=64 * KIB)
+    async with world(shop, ssd=8 * MIB, budget=4 * MIB) as w:
+        orders = [random.Random(epoch).sample(range(256), 256) for epoch in range(3)]
+        for epoch in range(3):
+            misses, gets = w.metrics.misses, len(shop.got)
+            if hinted:
+                await announce(w.prefetcher, names, orders[epoch], epoch)
+            for number in orders[epoch]:
+                await w.read(names[number])
+                await trio.sleep(0.05)
+            assert len(shop.got) - gets <= 256 * 1.02
+            assert w.metrics.misses - misses <= (26 if hinted else 160)
+
+
 async def test_a_full_cache_pauses_prefetch_and_readers_go_on() -> None:
     names = [f"s/{i:03d}" for i in range(12)]
     shop = Shop(names, size=LARGE_FILE)
-    async with world(shop, ssd=20 * MIB, budget=64 * MIB) as w:
+    async with world(shop, ssd=12 * MIB, budget=64 * MIB) as w:
         await announce(w.prefetcher, names, range(12))
+        await w.quiet()
+        before = len(shop.gets)
+        assert w.prefetcher.status()["paused"] == "no room"
+        await trio.sleep(30)
+        assert len(shop.gets) <= before + 30  # tried once a second, not in a loop
         for name in names:
             await w.read(name)
             await trio.sleep(2)
