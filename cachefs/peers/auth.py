@@ -72,13 +72,20 @@ class Key:
     def request_mac(self, method: str, target: str, host: str, when: str, nonce: bytes) -> bytes:
         return self.mac(b"request", method.encode(), target.encode(), host.encode(), when.encode(), nonce)
 
-    def seal_reply(self, nonce: bytes, status: int, length: int, body: bytes) -> str:
-        """For the header of a reply; `body` is empty for blocks, which have seals of their own."""
-        return self.mac(b"reply", nonce, b"%d" % status, b"%d" % length, body).hex()
 
-    def seal_block(self, nonce: bytes, block: int, checksum: bytes) -> bytes:
+class Seals(NamedTuple):
+    """Of the answer to one request. Both sides make them; who receives compares."""
+
+    key: Key
+    nonce: bytes
+
+    def reply(self, status: int, length: int, body: bytes) -> str:
+        """For the header of a reply; `body` is empty for blocks, which have seals of their own."""
+        return self.key.mac(b"reply", self.nonce, b"%d" % status, b"%d" % length, body).hex()
+
+    def block(self, block: int, checksum: bytes) -> bytes:
         """`SEAL_BYTES` that follow a block's checksum."""
-        return self.mac(b"block", nonce, b"%d" % block, checksum)[:SEAL_BYTES]
+        return self.key.mac(b"block", self.nonce, b"%d" % block, checksum)[:SEAL_BYTES]
 
 
 def read_key(path: Path) -> Key:
@@ -94,10 +101,10 @@ def read_key(path: Path) -> Key:
 
 
 class Signed(NamedTuple):
-    """`authorization` is the header's value; the reply will be sealed with `nonce`."""
+    """`authorization` is the header's value; the reply will carry `seals`."""
 
     authorization: str
-    nonce: bytes
+    seals: Seals
 
 
 class Signer:
@@ -113,7 +120,7 @@ class Signer:
         nonce = self._session + next(self._counter).to_bytes(8, "big")
         when = str(int(self._clock()))
         mac = self.key.request_mac(method, target, host, when, nonce)
-        return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", nonce)
+        return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Seals(self.key, nonce))
 
 
 @dataclass(slots=True)
@@ -148,8 +155,8 @@ class Verifier:
         self._clock = clock
         self._sessions: dict[bytes, _Session] = {}
 
-    def verify(self, method: str, target: str, host: str, authorization: str) -> bytes:
-        """The request's nonce. Raises `Unauthorized`; only a request with a good MAC leaves anything in memory."""
+    def verify(self, method: str, target: str, host: str, authorization: str) -> Seals:
+        """The seals of its answer. Raises `Unauthorized`; only a request with a good MAC leaves anything in memory."""
         try:
             scheme, when, nonce_hex, mac_hex = authorization.split(" ")
             sent_at = int(when)
@@ -167,7 +174,7 @@ class Verifier:
         if not session.take(int.from_bytes(nonce[SESSION_BYTES:], "big")):
             raise Unauthorized("the request was played before")
         session.until = max(session.until, sent_at + WINDOW_S)
-        return nonce
+        return Seals(self.key, nonce)
 
     def _session(self, name: bytes, now: float) -> _Session:
         session = self._sessions.get(name)

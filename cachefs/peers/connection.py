@@ -54,7 +54,7 @@ class Connection:
         """Takes over a connected socket that does not block. `shake_hands` comes first."""
         self._socket = sock
         self._tls = tls
-        self._address = address
+        self.address = address
         self._early = memoryview(b"")  # of the body, received with the head
         self.used = False
         """Whether it has brought a reply."""
@@ -86,7 +86,7 @@ class Connection:
     def ask(self, target: str, authorization: str | None) -> Steps[Head]:
         """Send a request and receive the head of its reply."""
         http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
-        headers = [("Host", str(self._address))]
+        headers = [("Host", str(self.address))]
         if authorization is not None:
             headers.append(("Authorization", authorization))
         request = http.send(h11.Request(method="GET", target=target, headers=headers)) or b""
@@ -108,7 +108,7 @@ class Connection:
                     yield READ
                     continue
                 if not received and not http.trailing_data[0]:
-                    raise PeerFailed("reset", f"{self._address} hung up")
+                    raise PeerFailed("reset", f"{self.address} hung up")
                 http.receive_data(received)
                 event = http.next_event()
         except h11.RemoteProtocolError as exc:
@@ -135,7 +135,7 @@ class Connection:
             except OSError as exc:
                 raise self._lost(exc) from exc
             if not count:
-                raise PeerFailed("reset", f"{self._address} hung up within its reply")
+                raise PeerFailed("reset", f"{self.address} hung up within its reply")
             at += count
 
     def fileno(self) -> int:
@@ -149,11 +149,19 @@ class Connection:
             raise self.silent()
 
     def silent(self) -> PeerFailed:
-        return PeerFailed("timeout", f"{self._address} was silent for too long")
+        return PeerFailed("timeout", f"{self.address} was silent for too long")
 
-    def clean(self) -> bool:
-        """Whether nothing beyond the body has come, so that another request may follow."""
-        return not self._early
+    def quiet(self) -> bool:
+        """Whether nothing has come beyond the body, neither bytes nor an end: then another request may follow."""
+        if self._early:
+            return False
+        try:
+            socket.socket.recv(self._socket, 1, socket.MSG_PEEK)  # below TLS, where silence is silence
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def lend(self) -> None:
         """To a worker thread, which calls `give_back`."""
@@ -197,10 +205,10 @@ class Connection:
         )
 
     def _not_ours(self) -> PeerFailed:
-        return PeerFailed("refused", f"{self._address} does not speak this protocol")
+        return PeerFailed("refused", f"{self.address} does not speak this protocol")
 
     def _lost(self, exc: OSError, *, trusted: bool = True) -> PeerFailed:
         if isinstance(exc, ssl.SSLError) and not trusted and not isinstance(exc, ssl.SSLEOFError):
             # Also while waiting for a head: in TLS 1.3 a server judges our certificate after the handshake.
-            return PeerFailed("refused", f"{self._address}: TLS: {exc.reason or exc}")
-        return PeerFailed("reset", f"{self._address}: {exc.strerror or exc}")
+            return PeerFailed("refused", f"{self.address}: TLS: {exc.reason or exc}")
+        return PeerFailed("reset", f"{self.address}: {exc.strerror or exc}")

@@ -22,7 +22,7 @@ import trio
 
 from cachefs.errors import CachefsError, ObjectChanged
 from cachefs.metrics import Metrics
-from cachefs.peers.auth import Unauthorized, Verifier
+from cachefs.peers.auth import Seals, Unauthorized, Verifier
 from cachefs.peers.protocol import Busy, NotShared, Piece, Served, Shares
 from cachefs.peers.sending import Gone, PlainWire, TlsWire, Wire
 from cachefs.peers.stats import PeerTable
@@ -169,13 +169,13 @@ class _Conversation:
         self._wire = wire
         self._host = host
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
-        self._nonce: bytes | None = None
+        self._seals: Seals | None = None
 
     async def run(self) -> None:
         """Until either side has enough. Raises `Gone`."""
         http = self._http
         while True:
-            self._nonce = None
+            self._seals = None
             try:
                 request = await self._next_request()
                 if request is None:
@@ -257,7 +257,7 @@ class _Conversation:
         target = request.target.decode("ascii")
         host = said.get(b"host", b"").decode("latin-1")
         try:
-            self._nonce = verifier.verify(
+            self._seals = verifier.verify(
                 "GET", target, host, said.get(b"authorization", b"").decode("latin-1")
             )
         except Unauthorized as exc:
@@ -284,7 +284,7 @@ class _Conversation:
         """Head and body. What is raised before the first piece came becomes a status, later it breaks the reply off."""
         wire, limits = self._wire, self._server._limits
         stats, metrics = self._server._stats.of(self._host), self._server._metrics
-        length = wanted.body_length(self._nonce is not None)
+        length = wanted.body_length(self._seals is not None)
         until = trio.current_time() + limits.reply_s
         with trio.CancelScope(deadline=until) as scope:
 
@@ -349,9 +349,7 @@ class _Conversation:
 
     def _check(self, block: int, checksum: int) -> bytes:
         packed = CHECKSUM.pack(checksum)
-        if self._nonce is None or self._server._verifier is None:
-            return packed
-        return packed + self._server._verifier.key.seal_block(self._nonce, block, packed)
+        return packed if self._seals is None else packed + self._seals.block(block, packed)
 
     async def _say(self, refusal: _Refusal) -> None:
         """A status and a line of text. The connection survives if the request was whole."""
@@ -369,9 +367,8 @@ class _Conversation:
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:
         headers = [("Content-Length", str(length))]
-        if self._nonce is not None and self._server._verifier is not None:
-            seal = self._server._verifier.key.seal_reply(self._nonce, status, length, body)
-            headers.append(("Cachefs-Seal", seal))
+        if self._seals is not None:
+            headers.append(("Cachefs-Seal", self._seals.reply(status, length, body)))
         if status == 503:
             headers.append(("Retry-After", str(self._server._limits.retry_after_s)))
         return self._http.send(h11.Response(status_code=status, headers=headers)) or b""

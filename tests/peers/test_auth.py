@@ -33,7 +33,7 @@ def pair(key: Key = KEY) -> tuple[Signer, Verifier, Clock]:
 def test_a_signed_request_is_taken_once() -> None:
     signer, verifier, _ = pair()
     signed = signer.sign(*ASKED)
-    assert verifier.verify(*ASKED, signed.authorization) == signed.nonce
+    assert verifier.verify(*ASKED, signed.authorization) == signed.seals
     with pytest.raises(Unauthorized, match="played before"):
         verifier.verify(*ASKED, signed.authorization)
 
@@ -114,16 +114,17 @@ def test_senders_are_forgotten_once_their_requests_are_too_old(monkeypatch: pyte
 
 
 def test_seals_say_what_they_seal() -> None:
+    one, other = auth.Seals(KEY, b"n"), auth.Seals(KEY, b"m")
     seals = {
-        KEY.seal_reply(b"n", 200, 3, b"abc"),
-        KEY.seal_reply(b"m", 200, 3, b"abc"),
-        KEY.seal_reply(b"n", 404, 3, b"abc"),
-        KEY.seal_reply(b"n", 200, 4, b"abc"),
-        KEY.seal_reply(b"n", 200, 3, b"abd"),
-        KEY.seal_block(b"n", 1, b"12345678").hex(),
-        KEY.seal_block(b"n", 2, b"12345678").hex(),
-        KEY.seal_block(b"n", 1, b"12345679").hex(),
-        KEY.seal_block(b"m", 1, b"12345678").hex(),
+        one.reply(200, 3, b"abc"),
+        other.reply(200, 3, b"abc"),
+        one.reply(404, 3, b"abc"),
+        one.reply(200, 4, b"abc"),
+        one.reply(200, 3, b"abd"),
+        one.block(1, b"12345678").hex(),
+        one.block(2, b"12345678").hex(),
+        one.block(1, b"12345679").hex(),
+        other.block(1, b"12345678").hex(),
     }
     assert len(seals) == 9
     assert KEY.mac(b"a", b"bc") != KEY.mac(b"ab", b"c")

@@ -1,0 +1,352 @@
+"""What strangers and clumsy clients can do to a server: nothing but lose their connection."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+import h11
+import pytest
+import trio
+import trio.testing
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cachefs.peers.auth import Signer, Verifier
+from cachefs.peers.client import Client
+from cachefs.peers.server import Limits
+from cachefs.peers.stats import MAX_PEERS, OTHERS, PeerTable
+from cachefs.peers.wire import BLOCKS, MAX_HEAD_BYTES, Address
+from tests.peers.exchange import (
+    HELLO as NODE,
+)
+from tests.peers.exchange import (
+    KEY,
+    KIB,
+    MIB,
+    Kept,
+    Shelf,
+    asking,
+    content,
+    in_jumping_time,
+    in_trio,
+    serving,
+    until,
+)
+
+LINE = b"GET /v1/hello HTTP/1.1\r\n"
+GOOD = LINE + b"Host: a\r\n\r\n"
+
+
+async def said(address: Address, request: bytes) -> bytes:
+    """What the server says until it closes the connection."""
+    received = bytearray()
+    async with await trio.open_tcp_stream(address.host, address.port) as stream:
+        try:
+            await stream.send_all(request)
+            async for part in stream:
+                received += part
+        except trio.BrokenResourceError:
+            pass
+    return bytes(received)
+
+
+def status_of(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1])
+
+
+BAD = {
+    "not http": (b"\x16\x03\x01\x02\x00\x01\x00", 400),
+    "another version": (b"GET /v1/hello HTTP/3\r\n\r\n", 400),
+    "a body": (LINE + b"Host: a\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello", 400),
+    "a body to come": (LINE + b"Host: a\r\nContent-Length: 5\r\n\r\n", 400),
+    "chunks": (LINE + b"Host: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 400),
+    "no host": (LINE + b"\r\n", 400),
+    "another method": (b"POST /v1/hello HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 405),
+    "another path": (b"GET /etc/passwd HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 400),
+    "another query": (
+        b"GET /v1/blocks?path=/etc/passwd HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        400,
+    ),
+    "many headers": (
+        LINE + b"Host: a\r\nConnection: close\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(40)) + b"\r\n",
+        431,
+    ),
+    "a long target": (b"GET /" + b"x" * 15_000 + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@in_jumping_time
+async def test_what_is_no_request_gets_a_refusal(what: str) -> None:
+    request, status = BAD[what]
+    shelf = Shelf()
+    async with serving(shelf) as (address, stats):
+        assert status_of(await said(address, request)) == status
+        assert status_of(await said(address, GOOD)) == 200
+        assert stats.of("127.0.0.1").turned_away == 1
+    assert shelf.opened == 0
+
+
+@in_jumping_time
+async def test_a_head_without_end_is_cut_off() -> None:
+    async with serving(Shelf()) as (address, _):
+        reply = await said(address, LINE + b"x: " + b"y" * (MAX_HEAD_BYTES + 100))
+        assert not reply or status_of(reply) == 431
+
+
+@in_jumping_time
+async def test_a_head_that_comes_too_slowly_is_not_waited_for() -> None:
+    limits = Limits(head_s=5, idle_s=60)
+    async with serving(Shelf(), limits=limits) as (address, _):
+        async with await trio.open_tcp_stream(*address) as stream:
+            begun = trio.current_time()
+            try:
+                for byte in GOOD * 10:
+                    await stream.send_all(bytes([byte]))
+                    await trio.sleep(1)
+            except trio.BrokenResourceError:
+                pass
+            assert trio.current_time() - begun < 10
+        begun = trio.current_time()
+        assert await said(address, b"") == b""
+        assert 59 < trio.current_time() - begun < 70
+
+
+@in_jumping_time
+async def test_many_requests_on_one_connection_each_get_their_time() -> None:
+    async with serving(Shelf()) as (address, _), await trio.open_tcp_stream(*address) as stream:
+        for _ in range(5):
+            await stream.send_all(GOOD)
+            received = b""
+            while NODE.pack() not in received:
+                received += await stream.receive_some()
+            await trio.sleep(20)
+
+
+@in_jumping_time
+async def test_connections_are_bounded_for_each_host() -> None:
+    limits = Limits(connections_per_host=3)
+    async with serving(Shelf(), limits=limits) as (address, stats):
+        streams = [await trio.open_tcp_stream(*address) for _ in range(3)]
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert await said(address, b"") == b""
+        assert stats.of("127.0.0.1").turned_away == 1
+        await streams.pop().aclose()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        async with await trio.open_tcp_stream(*address) as stream:
+            await stream.send_all(GOOD)
+            assert status_of(await stream.receive_some()) == 200
+        for stream in streams:
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("in_bits", [False, True])
+@in_jumping_time
+async def test_who_does_not_take_a_reply_loses_it(in_bits: bool) -> None:
+    """Nothing taken for ten seconds, or so little at a time that two minutes are not enough."""
+    shelf = Shelf()
+    version = shelf.put(content(16 * MIB))
+    target = asking(version).target(BLOCKS)
+    async with serving(shelf, send_buffer=64 * KIB) as (address, stats):
+        sock = trio.socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
+        await sock.connect(address)
+        stream = trio.SocketStream(sock)
+        begun = trio.current_time()
+        await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        while in_bits and not shelf.closed:
+            try:
+                await stream.receive_some(64 * KIB)
+            except trio.BrokenResourceError:
+                break
+            await trio.sleep(2)
+        while not shelf.closed:  # noqa: ASYNC110
+            await trio.sleep(1)
+        waited_s = trio.current_time() - begun
+        assert 119 < waited_s < 130 if in_bits else 9 < waited_s < 15
+        assert stats.of("127.0.0.1").bytes_out < 16 * MIB and stats.of("127.0.0.1").served == 0
+        await stream.aclose()
+
+
+@in_trio
+async def test_who_hangs_up_within_a_body_leaves_nothing_behind() -> None:
+    shelf = Shelf()
+    version = shelf.put(content(16 * MIB))
+    target = asking(version).target(BLOCKS)
+    async with serving(shelf) as (address, stats):
+        async with await trio.open_tcp_stream(*address) as stream:
+            await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            assert await stream.receive_some(1000)
+        await until(lambda: shelf.closed == 1)
+        assert stats.of("127.0.0.1").served == 0
+
+
+@in_trio
+async def test_a_body_is_what_the_protocol_says() -> None:
+    """Read by hand, so that client and server cannot agree on something else."""
+    shelf = Shelf()
+    data = content(MIB + 3)
+    version = shelf.put(data)
+    target = asking(version).target(BLOCKS)
+    request = f"GET {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
+    expected = b"".join(
+        block + struct.pack(">Q", xxhash.xxh3_64_intdigest(block)) for block in (data[:MIB], data[MIB:])
+    )
+    async with serving(shelf) as (address, _):
+        head, _, body = (await said(address, request)).partition(b"\r\n\r\n")
+        assert b"content-length: %d" % len(expected) in head.lower()
+        assert body == expected
+
+
+@in_trio
+async def test_a_signed_request_that_is_played_again_gets_nothing() -> None:
+    shelf = Shelf()
+    version = shelf.put(content(5))
+    signer = Signer(KEY)
+    target = asking(version).target(BLOCKS)
+    async with serving(shelf, verifier=Verifier(KEY)) as (address, _):
+        signed = signer.sign("GET", target, str(address))
+        request = (
+            f"GET {target} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
+            f"Authorization: {signed.authorization}\r\n\r\n"
+        ).encode()
+        assert status_of(await said(address, request)) == 200
+        assert status_of(await said(address, request)) == 401
+        assert status_of(await said(address, request.replace(b"stop=1", b"stop=2"))) == 401
+    assert shelf.opened == 1
+
+
+@in_trio
+async def test_a_fault_of_ours_costs_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+    shelf = Shelf()
+    version = shelf.put(content(100 * KIB))
+
+    def broken(request: object, peer: str) -> None:
+        raise ZeroDivisionError
+
+    good, shelf.open = shelf.open, broken  # type: ignore[method-assign, assignment]
+    client, sink = Client(), Kept()
+    async with serving(shelf) as (address, _):
+        with pytest.raises(Exception, match="hung up"):
+            await client.read(address, asking(version), sink, deadline_s=5)
+        assert "ZeroDivisionError" in caplog.text
+        shelf.open = good  # type: ignore[method-assign]
+        await client.read(address, asking(version), sink, deadline_s=5)
+    client.close()
+
+
+@in_trio
+async def test_a_file_that_became_shorter_breaks_the_reply_off() -> None:
+    shelf = Shelf()
+    version = shelf.put(content(100 * KIB))
+    os.truncate(shelf.files[version][0], 1000)
+    client, sink = Client(), Kept()
+    async with serving(shelf) as (address, _):
+        for shelf.in_ram in (True, False):
+            with pytest.raises(Exception, match="hung up"):
+                await client.read(address, asking(version), sink, deadline_s=5)
+    assert not sink.parts
+    client.close()
+
+
+WORDS = st.sampled_from(
+    [
+        GOOD,
+        LINE,
+        b"GET ",
+        b" HTTP/1.1",
+        b"\r\n",
+        b"\r\n\r\n",
+        b"Host: a\r\n",
+        b"Content-Length: 3\r\n",
+        b"Content-Length: -1\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Connection: close\r\n",
+        b"Upgrade: h2c\r\n",
+        b"Expect: 100-continue\r\n",
+        b"Authorization: Cachefs-HMAC-SHA256 1 00 00\r\n",
+        b"/v1/blocks?source=s&key=k&etag=e&size=5&block=1048576&start=0&stop=1",
+        b"/v1/have?source=s&key=k&etag=e&size=5&block=1048576&start=0&stop=1",
+        b"\0",
+        b"\xff" * 100,
+        b"x" * 5000,
+    ]
+)
+TALK = st.lists(st.one_of(WORDS, st.binary(max_size=50)), max_size=12)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(talk=TALK)
+def test_whatever_is_said_the_server_goes_on(keyed: bool, talk: list[bytes]) -> None:
+    async def main() -> None:
+        shelf = Shelf()
+        async with serving(shelf, verifier=Verifier(KEY) if keyed else None) as (address, _):
+            async with await trio.open_tcp_stream(*address) as stream:
+                try:
+                    for part in talk:
+                        if part:
+                            await stream.send_all(part)
+                    await stream.send_eof()
+                    received = b""
+                    async for part in stream:
+                        received += part
+                except trio.BrokenResourceError:
+                    return
+            replies_are_http(received)
+            assert status_of(
+                await said(address, GOOD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            ) == (401 if keyed else 200)
+
+    with trio_logs_nothing():
+        trio.run(main)
+
+
+def replies_are_http(received: bytes) -> None:
+    parser = h11.Connection(h11.CLIENT)
+    while received:
+        parser.send(h11.Request(method="GET", target="/", headers=[("Host", "a")]))
+        parser.send(h11.EndOfMessage())
+        parser.receive_data(received)
+        event = parser.next_event()
+        assert isinstance(event, h11.Response)
+        while not isinstance(event, h11.EndOfMessage):
+            event = parser.next_event()
+            assert isinstance(event, h11.Data | h11.EndOfMessage)
+        received = parser.trailing_data[0]
+        if parser.their_state is not h11.DONE:
+            assert not received
+        parser = h11.Connection(h11.CLIENT)
+
+
+class trio_logs_nothing:
+    """A traceback in the server's log fails the test."""
+
+    def __enter__(self) -> None:
+        from cachefs.peers import server
+
+        self._old: Callable[..., None] = server.log.exception
+
+        def fail(*args: object) -> None:
+            raise AssertionError(args)
+
+        server.log.exception = fail  # type: ignore[assignment, method-assign]
+
+    def __exit__(self, *exc: object) -> None:
+        from cachefs.peers import server
+
+        server.log.exception = self._old  # type: ignore[method-assign]
+
+
+def test_counters_are_bounded() -> None:
+    table = PeerTable()
+    for i in range(MAX_PEERS + 10):
+        table.of(f"10.0.{i}").served += 1
+    assert len(table.as_dict()) == MAX_PEERS + 1
+    assert table.as_dict()[OTHERS]["served"] == 10
+    table.forget("10.0.0")
+    assert len(table.as_dict()) == MAX_PEERS
