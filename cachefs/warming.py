@@ -312,6 +312,7 @@ class Jobs:
     async def _warm(self, job: Job, wanted: Wanted) -> None:
         length = wanted.stop - wanted.start
         if self._fetcher.whole(wanted.object):
+            self._store.renew(self._store.object(wanted.object))  # what this job brings must not displace it
             job.cached_files += 1
             job.cached_bytes += length
             job.done_bytes += length

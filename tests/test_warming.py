@@ -30,6 +30,7 @@ class World:
         self.pins: set[str] = set()
         self.calls: list[tuple[str, int, int]] = []
         self.failing: dict[str, Exception] = {}
+        self.renewed: list[str] = []
         self.under_way = self.most_under_way = 0
         self.walked = 0
         self.gate = trio.Event()
@@ -76,6 +77,10 @@ class World:
     def unpin(self, obj: Any) -> None:
         self.pins.discard(obj.id.key)
 
+    def renew(self, obj: Any) -> None:
+        assert self.whole(obj)
+        self.renewed.append(obj.id.key)
+
     def evict(self, obj: Any) -> int:
         return 0 if obj.id.key in self.pins else self.held.pop(obj.id.key, 0)
 
@@ -114,6 +119,7 @@ async def test_all_comes_once_and_a_second_job_finds_it_there() -> None:
     assert world.most_under_way == 4
     again = await run(world, ["d", "d/0007"])
     assert (again["cached_files"], again["fetched_bytes"], len(world.calls)) == (51, 0, 50)
+    assert set(world.renewed) == set(world.sizes)
 
 
 @in_trio

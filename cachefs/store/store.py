@@ -151,6 +151,14 @@ class Store:
         """It may be evicted again, like something just used."""
         self.pins.unpin(obj)
 
+    def renew(self, obj: CachedObject) -> None:
+        """Let it go after everything that was used up to now. Its age stays where that would be no gain (somebody is still
+        to use it in this epoch); the policy takes it for no use."""
+        for tier in self.tiers:
+            for copy in self._catalog.copies(obj, tier.number):
+                if copy.bitmap and not self._catalog.kept(copy):
+                    self._catalog.touch(copy)
+
     def evict(self, obj: CachedObject) -> int:
         """Drop all of the version that is not pinned; how many bytes. What is in use goes with its last user."""
         return self.pins.evict(obj) + self._heap.drop(obj.id.digest)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cachefs.hints import HintedSampler
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import COMMAND, Mount, eventually
 
@@ -129,6 +130,17 @@ def test_more_than_the_cache_holds_is_refused_and_displaces_nothing(mounted: Mou
     assert mount.metrics()["evicted_blocks"] == 0
 
 
+def test_what_a_job_finds_is_not_displaced_by_what_it_brings(mounted: Mounted, bucket: Bucket) -> None:
+    for n in range(40):
+        bucket.put(f"{'xyyz'[n // 10]}/{n:03}.bin", 2 * MIB)
+    mount = mounted(bucket, prefetch="off", cache_size="64M", ram="0")
+    said(mount, "warm", mount.path / "x")
+    said(mount, "warm", mount.path / "y")
+    said(mount, "warm", mount.path / "x", mount.path / "z")
+    assert mount.metrics()["evicted_blocks"] >= 16
+    assert "20 of 20 files" in said(mount, "warm", "--check", mount.path / "x", mount.path / "z")
+
+
 def test_a_job_in_the_background(mounted: Mounted, data: Bucket, lab: Any) -> None:
     mount = mounted(data, prefetch="off", timeout=60)
     lab.shape(latency_ms=2_000)
@@ -212,6 +224,17 @@ def test_hinted_files_are_there_before_they_are_opened(
     said(mount, "hint", mount.path, "--drop")
     other = mounted(data, prefetch="off")
     assert "--prefetch off" in said(other, "hint", other.path, "-f", listed, code=1)
+
+
+def test_a_sampler_has_its_epoch_fetched(mounted: Mounted, data: Bucket) -> None:
+    mount = mounted(data)
+    keys = sorted(data.objects)
+    reading = iter(HintedSampler(range(len(keys) - 1, -1, -1), [mount.path / key for key in keys]))
+    assert next(reading) == len(keys) - 1
+    total = sum(map(len, data.objects.values()))
+    eventually(lambda: cached(mount)["."] == total, "all is fetched")
+    (plan,) = mount.ask("status")["prefetch"]["plans"]
+    assert (plan["files"], plan["epoch"]) == (len(keys), 0)
 
 
 def test_a_recording_is_replayed_on_an_empty_cache(
