@@ -1,0 +1,225 @@
+"""What training jobs have fetched before they ask for it, on a real mount: counted by the store, every byte compared."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench import training
+from bench.lab.client import LabStore
+from cachefs import hints
+from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.mounts import Mount, eventually, in_python
+
+MIB = 1 << 20
+SHARD = 5 * MIB + 321
+"""Above what counts as a small file."""
+
+FAR_MS = 20
+"""How far away the store is where something has to come before its reader does."""
+
+READERS = 4
+
+READ = "import sys, hashlib; print(*(hashlib.file_digest(open(p, 'rb'), 'md5').hexdigest() for p in sys.argv[1:]))"
+
+
+def fill(bucket: Bucket, count: int, size: int, folder: str = "train") -> list[str]:
+    """Small files in one directory; their keys in an order nobody foresees."""
+    keys = [f"{folder}/{number:05d}.jpg" for number in range(count)]
+    for key in keys:
+        bucket.put(key, size)
+    random.Random(folder).shuffle(keys)
+    return keys
+
+
+def prefetch(mount: Mount) -> dict[str, Any]:
+    said: dict[str, Any] = mount.ask("status")["prefetch"]
+    return said
+
+
+def quiet(mount: Mount) -> None:
+    """Wait until the daemon fetches nothing more by itself."""
+
+    def still() -> bool:
+        mount.settled()
+        return not prefetch(mount)["in_flight"]
+
+    eventually(still, "nothing is fetched ahead any more", 30)
+
+
+def gets(bucket: Bucket) -> Counter[str]:
+    """GETs by key."""
+    seen = bucket.store.requests()
+    return Counter(r["key"] for r in seen if r["bucket"] == bucket.name and r["kind"] == "get")
+
+
+def md5(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()
+
+
+def same(mount: Mount, bucket: Bucket, keys: Sequence[str]) -> None:
+    for key in keys:
+        assert (mount.path / key).read_bytes() == bucket.objects[key], key
+
+
+class TestDirectories:
+    def test_all_files_in_any_order_cost_one_get_each(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        keys = fill(bucket, 240, 20_000)
+        mount = mounted(bucket)
+        lab.shape(latency_ms=FAR_MS)
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(lambda n: same(mount, bucket, keys[n::READERS]), range(READERS)))
+        quiet(mount)
+        assert gets(bucket) == Counter(keys)
+        counted = mount.metrics()
+        # The readers have asked for a few themselves: most were there, or on their way, when they came.
+        assert counted["prefetch_files"] > len(keys) // 2
+        # One may be taken up between its reader's open and read: it is fetched once, and not seen to be used.
+        assert counted["prefetch_files"] - counted["prefetch_used_files"] <= READERS
+
+    def test_a_twentieth_costs_at_most_a_tenth(self, mounted: Mounted, bucket: Bucket) -> None:
+        keys = fill(bucket, 400, 5_000)
+        wanted = keys[:20]
+        mount = mounted(bucket)
+        same(mount, bucket, wanted)
+        quiet(mount)
+        seen = gets(bucket)
+        assert set(wanted) < set(seen) <= set(keys) and set(seen.values()) == {1}
+        assert len(seen) <= len(wanted) + len(keys) // 10
+
+    @ONE_FRONT
+    def test_two_files_say_nothing(self, mounted: Mounted, bucket: Bucket) -> None:
+        keys = fill(bucket, 100, 5_000)
+        mount = mounted(bucket)
+        same(mount, bucket, keys[:2])
+        quiet(mount)
+        assert gets(bucket) == Counter(keys[:2])
+
+
+class TestShards:
+    def test_the_next_of_a_stride_comes_before_it_is_opened(self, mounted: Mounted, bucket: Bucket) -> None:
+        keys = [f"shards/train-{number:04d}.tar" for number in range(8)]
+        for key in keys:
+            bucket.put(key, SHARD)
+        mount = mounted(bucket)
+        same(mount, bucket, keys[0:4:2])
+        quiet(mount)
+        seen = gets(bucket)
+        assert keys[4] in seen and not set(keys[1::2]) & set(seen)
+        with mount.counting() as counted:
+            same(mount, bucket, keys[4:5])
+        quiet(mount)
+        assert gets(bucket)[keys[4]] == seen[keys[4]] and counted["prefetch_used_files"] == 1
+        same(mount, bucket, keys[6:7])
+        quiet(mount)
+        assert mount.metrics()["origin_bytes"] == 4 * SHARD  # 0, 2, 4 and 6, once each
+
+    @ONE_FRONT
+    def test_workers_that_stride_have_each_shard_fetched_once(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        keys = [f"shards/{number}.tar" for number in range(8)]
+        for key in keys:
+            bucket.put(key, SHARD)
+        mount = mounted(bucket)
+        lab.shape(latency_ms=FAR_MS)
+
+        def worker(number: int) -> list[str]:  # a process of its own, as loader workers are
+            return in_python(READ, *(mount.path / key for key in keys[number::2])).split()
+
+        with ThreadPoolExecutor(2) as pool:
+            digests = [digest for of in pool.map(worker, range(2)) for digest in of]
+        assert digests == [md5(bucket.objects[key]) for key in [*keys[0::2], *keys[1::2]]]
+        quiet(mount)
+        counted = mount.metrics()
+        assert counted["origin_bytes"] == len(keys) * SHARD
+        assert counted["prefetch_used_files"] > 0
+
+
+class TestHints:
+    def test_what_was_announced_is_there_before_any_open(self, mounted: Mounted, bucket: Bucket) -> None:
+        keys = [*fill(bucket, 60, 20_000), "large.bin"]
+        bucket.put("large.bin", SHARD)
+        mount = mounted(bucket)
+        hints.announce([mount.path / key for key in keys], plan="mine", wait_s=10)
+        eventually(lambda: set(gets(bucket)) == set(keys), "all files are asked for")
+        quiet(mount)
+        assert mount.metrics()["fuse_open"] == 0
+        before = bucket.gets()
+        same(mount, bucket, keys)
+        assert bucket.gets() == before
+        assert mount.settled()["prefetch_used_files"] == len(keys)
+
+    @ONE_FRONT
+    def test_a_wrong_hint_costs_requests_and_no_byte(self, mounted: Mounted, bucket: Bucket) -> None:
+        keys = fill(bucket, 40, 5_000)
+        told = [*keys[20:], "train/gone", "gone/too", "train"]
+        mount = mounted(bucket)
+        hints.announce([mount.path / key for key in told], plan="wrong", wait_s=10)
+        eventually(lambda: set(keys[20:]) <= set(gets(bucket)), "what is there is asked for")
+        same(mount, bucket, keys[:20])
+        quiet(mount)
+        assert gets(bucket) == Counter(keys)
+
+    @ONE_FRONT
+    def test_a_plan_larger_than_the_cache_is_followed(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        keys = fill(bucket, 200, 100_000)
+        mount = mounted(bucket, cache_size="10M", ram="0")
+        lab.shape(latency_ms=FAR_MS)
+        hints.announce([mount.path / key for key in keys], plan="large", wait_s=10)
+        same(mount, bucket, keys)
+        quiet(mount)
+        assert gets(bucket) == Counter(keys)  # what was not used yet was never displaced
+        assert mount.metrics()["prefetch_used_files"] > len(keys) // 2
+
+    def test_a_training_loop_that_announces_finds_its_files(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        keys = fill(bucket, 200, 20_000)
+        mount = mounted(bucket)
+        lab.shape(latency_ms=FAR_MS)
+        shape = replace(training.SHAPES["resnet50"], decode_ms_per_mb=0.0)
+        loop = training.Loop(shape, workers=2, batch=8, step_s=0.0, hints=True)
+        epochs = list(loop.epochs([f"{mount.path}/{key}" for key in keys], 2))
+        assert [epoch.bytes for epoch in epochs] == [200 * 20_000] * 2
+        quiet(mount)
+        assert gets(bucket) == Counter(keys)
+        assert mount.metrics()["prefetch_used_files"] > len(keys) // 2
+
+
+class TestOff:
+    @pytest.fixture
+    def off(self, mounted: Mounted, bucket: Bucket) -> Mount:
+        return mounted(bucket, prefetch="off")
+
+    @ONE_FRONT
+    def test_nothing_but_what_is_opened_is_fetched(self, off: Mount, bucket: Bucket) -> None:
+        keys = fill(bucket, 100, 5_000)
+        shards = [f"shards/{number}.tar" for number in range(4)]
+        for key in shards:
+            bucket.put(key, SHARD)
+        same(off, bucket, [*keys[:50], *shards[:2]])
+        counted = off.settled()
+        assert set(gets(bucket)) == {*keys[:50], *shards[:2]}
+        assert counted["prefetch_files"] == 0 and not prefetch(off)
+
+    @ONE_FRONT
+    def test_an_announcement_disturbs_nobody(self, off: Mount, bucket: Bucket) -> None:
+        keys = fill(bucket, 10, 5_000)
+        code = (
+            "import sys; from cachefs import hints; hints.announce(sys.argv[1:], wait_s=10); print('went on')"
+        )
+        assert in_python(code, *(off.path / key for key in keys)) == "went on\n"
+        off.settled()
+        assert bucket.gets() == 0
