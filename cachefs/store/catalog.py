@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -36,8 +36,9 @@ COPIES_IN_MEMORY = 32_768
 AHEAD_S = 3600.0
 """How long what was fetched ahead waits for its first reader before it is evicted like anything else. Guessed."""
 
-AHEAD_COPIES = 65_536
-"""Copies that may wait so, about 300 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. Guessed."""
+AHEAD_COPIES, AHEAD_SHARE = 65_536, 0.5
+"""Copies that may wait so, about 400 bytes each, and their share of all tiers. Beyond it the oldest wait no longer: what
+readers have left behind must not keep others from being fetched ahead. Guessed."""
 
 EPOCHS_SAVED_EVERY = 10
 """Flushes from one writing of what is known of epochs to the next, 100 KB for each dataset in use. Guessed: what a crash
@@ -46,6 +47,15 @@ loses of it makes the next epoch look a little less like one."""
 
 UNSAVED = -1
 """No version of the epochs."""
+
+
+class _Waiting(NamedTuple):
+    """A copy for its first reader."""
+
+    until: float
+    bytes: int
+    clock: int
+    dataset: int
 
 
 class Catalog:
@@ -76,7 +86,8 @@ class Catalog:
         self._seen_version = epochs.version
         self._saved_version = epochs.version
         self._flushes = 0
-        self._ahead: OrderedDict[CopyKey, float] = OrderedDict()
+        self._ahead: OrderedDict[CopyKey, _Waiting] = OrderedDict()
+        self._ahead_bytes = 0
         self._spare = {tier.number: Walk(index, tier.number, self._kept) for tier in tiers}
         self._all = {tier.number: Walk(index, tier.number, lambda *_: False) for tier in tiers}
         self._loaded = 0
@@ -207,8 +218,8 @@ class Catalog:
         """Used now, and changed: the next flush writes it."""
         self._clock += 1
         copy.clock = copy.used = self._clock
-        if self._ahead:
-            self._ahead.pop(copy.key, None)
+        if copy.key in self._ahead:
+            self._stop_waiting(copy.key)
         self._dirty.pop(copy.key, None)
         self._dirty[copy.key] = copy  # in the order of the clock
 
@@ -222,28 +233,41 @@ class Catalog:
     def use(self, obj: CachedObject, copy: Copy, *, hit: bool) -> None:
         """Tell the policy of a use, after `touch`."""
         copy.dataset = self.datasets(obj.id)
-        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
-        length = min(extent_bytes, copy.object_size - copy.extent * extent_bytes)
-        self.epochs.used(copy.dataset, unit_hash(copy.digest, copy.extent), copy.clock, length, hit=hit)
+        unit = unit_hash(copy.digest, copy.extent)
+        self.epochs.used(copy.dataset, unit, copy.clock, self._extent_bytes(copy), hit=hit)
 
     def came_ahead(self, copy: Copy) -> None:
         """Blocks have come that nobody has asked for yet."""
         self.touch(copy)
         copy.used = 0
-        self._wait(copy.key, self._now() + AHEAD_S)
+        self._wait(copy, self._now() + AHEAD_S)
 
-    def _wait(self, key: CopyKey, until: float) -> None:
-        self._ahead[key] = until
-        if len(self._ahead) > AHEAD_COPIES:
-            self._ahead.popitem(last=False)
-            self._look_again()
+    def _wait(self, copy: Copy, until: float) -> None:
+        self._ahead[copy.key] = _Waiting(until, self._extent_bytes(copy), copy.clock, copy.dataset)
+        self._ahead_bytes += self._extent_bytes(copy)
+        limit = AHEAD_SHARE * sum(tier.cap_bytes for tier in self._tiers)
+        while len(self._ahead) > AHEAD_COPIES or self._ahead_bytes > limit:
+            self._give_up_waiting()
+
+    def _stop_waiting(self, key: CopyKey) -> None:
+        self._ahead_bytes -= self._ahead.pop(key).bytes
+
+    def _give_up_waiting(self) -> None:
+        """What waits longest may go like anything else."""
+        key, waited = next(iter(self._ahead.items()))
+        self._stop_waiting(key)
+        self._spare[key[0]].add(key, waited.clock, waited.dataset)
+
+    def _extent_bytes(self, copy: Copy) -> int:
+        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
+        return min(extent_bytes, copy.object_size - copy.extent * extent_bytes)
 
     def moved(self, source: Copy, target: Copy) -> None:
         """The target is as old as what it was copied from."""
         if source.clock > target.clock:
             target.clock, target.used = source.clock, source.used
-        if source.key in self._ahead:
-            self._wait(target.key, self._ahead[source.key])
+        if source.key in self._ahead and target.key not in self._ahead:
+            self._wait(target, self._ahead[source.key].until)
         self.changed(target)
 
     def changed(self, copy: Copy) -> None:
@@ -254,7 +278,8 @@ class Catalog:
         obj.copies.pop((copy.tier, copy.extent), None)
         self._loaded -= 1
         self._dirty.pop(copy.key, None)
-        self._ahead.pop(copy.key, None)
+        if copy.key in self._ahead:
+            self._stop_waiting(copy.key)
         self._removed[copy.key] = copy.stored_clock
 
     # -- what may go -------------------------------------------------------------------------------
@@ -328,9 +353,8 @@ class Catalog:
         """Write what changed to the index. Durable when this returns, or kept for next time and `index_error` says why."""
         async with self._flush_lock:
             self._recent = self._clock
-            while self._ahead and next(iter(self._ahead.values())) < self._now():
-                self._ahead.popitem(last=False)
-                self._look_again()
+            while self._ahead and next(iter(self._ahead.values())).until < self._now():
+                self._give_up_waiting()
             if not self._dirty and not self._removed and self._saved_version != UNSAVED:
                 return
             saving, self._dirty = self._dirty, {}

@@ -162,6 +162,23 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
 
 
 @in_trio
+async def test_what_nobody_ever_reads_does_not_keep_the_rest_out(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=16 * BLOCK) as lab:
+        ids = [lab.origin.put(f"d/{i}", b"x" * BLOCK) for i in range(40)]
+        for number, object_id in enumerate(ids):
+            fill = lab.store.begin_fill(obj := lab.store.object(object_id), 0, 1, ahead=True)
+            assert fill is not None, "half of the cache may wait for readers, and no more"
+            fill.write(b"y" * BLOCK)
+            lab.store.end_fill(obj, fill)
+            if number % 3 == 0:
+                await lab.store.flush()
+        assert [i for i in ids if lab.store.cached_bytes(i)] == ids[-16:]
+        for i in ids[-8:]:
+            copy = lab.store._catalog.copy(lab.store.object(i), 1, 0)
+            assert copy is not None and lab.store._catalog.kept(copy)
+
+
+@in_trio
 async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=64 * BLOCK) as lab:
         store = lab.store
