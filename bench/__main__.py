@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import change, cold, epochs, fronts, passthrough, prefetching, ring, tree, warm
+from bench import change, cold, epochs, fronts, passthrough, peers, prefetching, ring, tree, warm
 from bench.harness import SCENARIOS, keep, run, show
 from bench.workspace import Workspace
 
@@ -41,10 +41,11 @@ ORDER = (
     "restart-million",
     "memory-million",
     "ring",
+    "peer-wire",
 )
 """As the table has them."""
 
-MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change, ring)
+MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change, ring, peers)
 """Importing them is what registers the scenarios."""
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -162,57 +163,61 @@ def _counted(counts: Counter[str], host: str, most: int, most_of_host: int) -> I
 
 
 class _Conversation:
-    """Requests and replies on one connection."""
+    """Requests and replies on one connection. h11 reads the requests; the few lines of a reply's head are ours."""
 
     def __init__(self, server: Server, wire: Wire, host: str) -> None:
         self._server = server
         self._wire = wire
         self._host = host
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._early = b""  # of the next request, received with the last
+        self._last = False  # no request follows this one
         self._seals: Seals | None = None
 
     async def run(self) -> None:
         """Until either side has enough. Raises `Gone`."""
-        http = self._http
-        while True:
+        while not self._last:
             self._seals = None
             try:
                 request = await self._next_request()
                 if request is None:
                     return
                 await self._answer(request)
-            except h11.RemoteProtocolError as exc:
-                await self._say(_Refusal(exc.error_status_hint or 400, "not a request this node understands"))
-                return
             except _Refusal as exc:
-                await self._say(exc)
-            if http.our_state is not h11.DONE or http.their_state is not h11.DONE:
-                return
-            http.start_next_cycle()
+                stats, metrics = self._server._stats.of(self._host), self._server._metrics
+                stats.turned_away += 1
+                metrics.peer_turned_away += 1
+                await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
 
     async def _next_request(self) -> h11.Request | None:
-        """None when the client closes the connection, or is too slow. Raises h11's error, `_Refusal`, `Gone`."""
-        http, limits = self._http, self._server._limits
+        """None when the client closes the connection, or is too slow. Raises `_Refusal`, `Gone`."""
+        limits = self._server._limits
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         request: h11.Request | None = None
-        head_begun = bool(http.trailing_data[0])
-        with trio.move_on_after(limits.head_s if head_begun else limits.idle_s) as scope:
-            while True:
-                event = http.next_event()
-                if event is h11.NEED_DATA:
-                    if request is not None:
+        head_begun = bool(self._early)
+        if head_begun:
+            http.receive_data(self._early)
+        self._last = True  # unless it turns out to be a whole request, after which another may follow
+        try:
+            with trio.move_on_after(limits.head_s if head_begun else limits.idle_s) as scope:
+                while True:
+                    event = http.next_event()
+                    if event is h11.NEED_DATA and request is None:
+                        http.receive_data(await self._wire.receive())
+                        if not head_begun:
+                            head_begun = True
+                            scope.deadline = trio.current_time() + limits.head_s
+                    elif isinstance(event, h11.Request):
+                        request = event
+                    elif isinstance(event, h11.EndOfMessage):
+                        self._last = http.their_state is not h11.DONE
+                        self._early = http.trailing_data[0]
+                        return request
+                    elif event is h11.NEED_DATA or isinstance(event, h11.Data):
                         raise _Refusal(400, "requests have no body here")
-                    http.receive_data(await self._wire.receive())
-                    if not head_begun:
-                        head_begun = True
-                        scope.deadline = trio.current_time() + limits.head_s
-                elif isinstance(event, h11.Request):
-                    request = event
-                elif isinstance(event, h11.EndOfMessage):
-                    return request
-                elif isinstance(event, h11.Data):
-                    raise _Refusal(400, "requests have no body here")
-                else:
-                    return None
+                    else:
+                        return None
+        except h11.RemoteProtocolError as exc:
+            raise _Refusal(exc.error_status_hint or 400, "not a request this node understands") from exc
         return None
 
     async def _answer(self, request: h11.Request) -> None:
@@ -321,7 +326,6 @@ class _Conversation:
                 piece = following
         if scope.cancelled_caught:
             raise Gone("it is not done in time, or does not take what it asked for")
-        self._finish(length)
         stats.served += 1
         metrics.peer_served += 1
 
@@ -351,40 +355,18 @@ class _Conversation:
         packed = CHECKSUM.pack(checksum)
         return packed if self._seals is None else packed + self._seals.block(block, packed)
 
-    async def _say(self, refusal: _Refusal) -> None:
-        """A status and a line of text. The connection survives if the request was whole."""
-        self._server._stats.of(self._host).turned_away += 1
-        self._server._metrics.peer_turned_away += 1
-        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            await self._reply(refusal.status, str(refusal).encode("utf-8", "replace")[:512])
-
     async def _reply(self, status: int, body: bytes) -> None:
         with trio.move_on_after(self._server._limits.stall_s):
             await self._wire.send(self._head(status, len(body), body) + body, more=False)
-            self._finish(len(body))
             return
         raise Gone
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:
-        headers = [("Content-Length", str(length))]
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {length}"]
         if self._seals is not None:
-            headers.append(("Cachefs-Seal", self._seals.reply(status, length, body)))
+            lines.append(f"Cachefs-Seal: {self._seals.reply(status, length, body)}")
         if status == 503:
-            headers.append(("Retry-After", str(self._server._limits.retry_after_s)))
-        return self._http.send(h11.Response(status_code=status, headers=headers)) or b""
-
-    def _finish(self, length: int) -> None:
-        """Tell h11 that a body of that length was sent around it."""
-        if length:
-            self._http.send_with_data_passthrough(h11.Data(data=_Sized(length)))  # type: ignore[arg-type]
-        self._http.send(h11.EndOfMessage())
-
-
-class _Sized:
-    """Stands for bytes that were sent by other means."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
+            lines.append(f"Retry-After: {self._server._limits.retry_after_s}")
+        if self._last:
+            lines.append("Connection: close")
+        return "\r\n".join([*lines, "", ""]).encode()
