@@ -418,7 +418,7 @@ def _complain(reason: str) -> None:
     if not _complained:
         _complained = True
         try:
-            warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=3)
+            warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=2)
         except Warning:
             pass  # somebody made warnings errors: not of this one
 

@@ -62,16 +62,16 @@ class Recorder:
             return
         runs = self._runs.setdefault(opened, [])
         end = offset + size
-        for run in runs:
-            if run.pid == pid and offset <= run.stop and run.start <= end:
-                run.start, run.stop = min(run.start, offset), max(run.stop, end)
-                if run.stop - run.start >= RUN_BYTES:
-                    runs.remove(run)
-                    self._end(opened, run)
-                return
-        runs.append(_Run(self._clock(), offset, end, pid))
-        if len(runs) > RUNS_KEPT:
-            self._end(opened, runs.pop(0))
+        touching = [run for run in runs if run.pid == pid and offset <= run.stop and run.start <= end]
+        run = touching[0] if touching else _Run(self._clock(), offset, end, pid)
+        for other in touching:  # reads come out of order: one may close the gap between two runs
+            run.start, run.stop = min(run.start, other.start, offset), max(run.stop, other.stop, end)
+            runs.remove(other)
+        runs.append(run)
+        if run.stop - run.start >= RUN_BYTES or len(runs) > RUNS_KEPT:
+            done = run if run.stop - run.start >= RUN_BYTES else runs[0]
+            runs.remove(done)
+            self._end(opened, done)
 
     def closed(self, opened: Any) -> None:
         for run in self._runs.pop(opened, ()):
