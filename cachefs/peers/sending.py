@@ -32,6 +32,9 @@ class Gone(Exception):
 class Wire(Protocol):
     """One accepted connection. Every method raises `Gone` when the connection is lost."""
 
+    async def begin(self) -> None:
+        """Before anything else."""
+
     async def receive(self) -> bytes:
         """Some bytes, b"" when the client has finished."""
 
@@ -55,6 +58,9 @@ class PlainWire:
     def __init__(self, sock: socket.socket, disk: trio.CapacityLimiter) -> None:
         self._socket = sock
         self._disk = disk
+
+    async def begin(self) -> None:
+        await trio.lowlevel.checkpoint()
 
     async def receive(self) -> bytes:
         await trio.lowlevel.wait_readable(self._socket)
@@ -110,13 +116,19 @@ class PlainWire:
 
 
 class TlsWire:
-    """The same through TLS. The handshake happens with the first bytes."""
+    """The same through TLS."""
 
     def __init__(self, sock: socket.socket, disk: trio.CapacityLimiter, context: ssl.SSLContext) -> None:
         self._socket = sock
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
         self._stream = trio.SSLStream(transport, context, server_side=True, https_compatible=True)
         self._disk = disk
+
+    async def begin(self) -> None:
+        try:
+            await self._stream.do_handshake()
+        except (trio.BrokenResourceError, ssl.SSLError) as exc:
+            raise Gone from exc
 
     async def receive(self) -> bytes:
         try:

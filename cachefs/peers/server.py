@@ -59,7 +59,7 @@ class Limits:
     in_flight: int = 128
     in_flight_per_host: int = 32
     head_s: float = 5.0
-    """From a head's first byte to its last."""
+    """From a head's first byte to its last, and for a TLS handshake."""
     idle_s: float = 60.0
     """For a connection between requests; clients close theirs sooner."""
     stall_s: float = 10.0
@@ -137,7 +137,10 @@ class Server:
             PlainWire(sock, self._disk) if self._tls is None else TlsWire(sock, self._disk, self._tls)
         )
         try:
-            await _Conversation(self, wire, host).run()
+            with trio.move_on_after(self._limits.head_s) as shaking:
+                await wire.begin()
+            if not shaking.cancelled_caught:
+                await _Conversation(self, wire, host).run()
         except Gone as exc:
             if exc.args:
                 log.warning("reply to peer %s broken off: %s", host, exc)

@@ -13,7 +13,19 @@ from cachefs.errors import ConfigError
 from cachefs.peers.auth import Signer, Verifier, check_listen, client_tls, server_tls
 from cachefs.peers.client import Client
 from cachefs.peers.protocol import PeerFailed
-from tests.peers.exchange import KEY, KIB, MIB, Kept, Shelf, asking, content, in_trio, serving, until
+from tests.peers.exchange import (
+    KEY,
+    KIB,
+    MIB,
+    Kept,
+    Shelf,
+    asking,
+    content,
+    in_jumping_time,
+    in_trio,
+    serving,
+    until,
+)
 
 
 class Cluster:
@@ -133,6 +145,15 @@ async def test_a_listener_that_only_connects_is_not_waited_for(cluster: Cluster)
     assert caught.value.kind == "timeout"
     await listener.aclose()
     client.close()
+
+
+@in_jumping_time
+async def test_who_connects_and_never_shakes_hands_is_not_waited_for(cluster: Cluster) -> None:
+    async with serving(Shelf(), tls=cluster.server()) as (address, _):
+        begun = trio.current_time()
+        async with await trio.open_tcp_stream(*address) as stream:
+            assert await stream.receive_some() == b""
+        assert 4.9 < trio.current_time() - begun < 6
 
 
 def test_versions_before_1_2_are_not_spoken(cluster: Cluster) -> None:
