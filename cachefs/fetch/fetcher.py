@@ -266,6 +266,7 @@ class Fetcher:
             if not policy.users:
                 policy.close()
                 obj.readahead = None  # the next reader is another
+                self._store.left_behind(obj)
 
     def _ask_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
         blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]

@@ -33,12 +33,11 @@ OBJECTS_IN_MEMORY = 8192
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). Guessed."""
 
-AHEAD_S = 3600.0
+AHEAD_S = 900.0
 """How long what was fetched ahead waits for its first reader before it is evicted like anything else. Guessed."""
 
-AHEAD_COPIES, AHEAD_SHARE = 65_536, 0.5
-"""Copies that may wait so, about 400 bytes each, and their share of all tiers. Beyond it the oldest wait no longer: what
-readers have left behind must not keep others from being fetched ahead. Guessed."""
+AHEAD_COPIES = 65_536
+"""Copies that may wait so, about 400 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. Guessed."""
 
 EPOCHS_SAVED_EVERY = 10
 """Flushes from one writing of what is known of epochs to the next, 100 KB for each dataset in use. Guessed: what a crash
@@ -53,7 +52,6 @@ class _Waiting(NamedTuple):
     """A copy for its first reader."""
 
     until: float
-    bytes: int
     clock: int
     dataset: int
 
@@ -87,7 +85,6 @@ class Catalog:
         self._saved_version = epochs.version
         self._flushes = 0
         self._ahead: OrderedDict[CopyKey, _Waiting] = OrderedDict()
-        self._ahead_bytes = 0
         self._spare = {tier.number: Walk(index, tier.number, self._kept) for tier in tiers}
         self._all = {tier.number: Walk(index, tier.number, lambda *_: False) for tier in tiers}
         self._loaded = 0
@@ -218,8 +215,7 @@ class Catalog:
         """Used now, and changed: the next flush writes it."""
         self._clock += 1
         copy.clock = copy.used = self._clock
-        if copy.key in self._ahead:
-            self._stop_waiting(copy.key)
+        self._ahead.pop(copy.key, None)
         self._dirty.pop(copy.key, None)
         self._dirty[copy.key] = copy  # in the order of the clock
 
@@ -243,19 +239,19 @@ class Catalog:
         self._wait(copy, self._now() + AHEAD_S)
 
     def _wait(self, copy: Copy, until: float) -> None:
-        self._ahead[copy.key] = _Waiting(until, self._extent_bytes(copy), copy.clock, copy.dataset)
-        self._ahead_bytes += self._extent_bytes(copy)
-        limit = AHEAD_SHARE * sum(tier.cap_bytes for tier in self._tiers)
-        while len(self._ahead) > AHEAD_COPIES or self._ahead_bytes > limit:
-            self._give_up_waiting()
+        self._ahead[copy.key] = _Waiting(until, copy.clock, copy.dataset)
+        if len(self._ahead) > AHEAD_COPIES:
+            self._give_up(next(iter(self._ahead)))
 
-    def _stop_waiting(self, key: CopyKey) -> None:
-        self._ahead_bytes -= self._ahead.pop(key).bytes
+    def left_behind(self, obj: CachedObject) -> None:
+        """Its readers have gone: what was fetched ahead of them waits for nobody."""
+        for copy in obj.copies.values() if self._ahead else ():
+            if copy is not None and copy.key in self._ahead:
+                self._give_up(copy.key)
 
-    def _give_up_waiting(self) -> None:
-        """What waits longest may go like anything else."""
-        key, waited = next(iter(self._ahead.items()))
-        self._stop_waiting(key)
+    def _give_up(self, key: CopyKey) -> None:
+        """It may go like anything else."""
+        waited = self._ahead.pop(key)
         self._spare[key[0]].add(key, waited.clock, waited.dataset)
 
     def _extent_bytes(self, copy: Copy) -> int:
@@ -278,8 +274,7 @@ class Catalog:
         obj.copies.pop((copy.tier, copy.extent), None)
         self._loaded -= 1
         self._dirty.pop(copy.key, None)
-        if copy.key in self._ahead:
-            self._stop_waiting(copy.key)
+        self._ahead.pop(copy.key, None)
         self._removed[copy.key] = copy.stored_clock
 
     # -- what may go -------------------------------------------------------------------------------
@@ -354,7 +349,7 @@ class Catalog:
         async with self._flush_lock:
             self._recent = self._clock
             while self._ahead and next(iter(self._ahead.values())).until < self._now():
-                self._give_up_waiting()
+                self._give_up(next(iter(self._ahead)))
             if not self._dirty and not self._removed and self._saved_version != UNSAVED:
                 return
             saving, self._dirty = self._dirty, {}

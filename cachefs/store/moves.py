@@ -80,7 +80,7 @@ class Moves:
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:
-        while self._ram.used_bytes > SPILL_TO * self._ram.limit_bytes():
+        while self._ram.used_bytes > self._spill_to() * self._ram.limit_bytes():
             victim = self._catalog.victim(self._ram.number, moving=True)
             if victim is None:
                 return
@@ -101,6 +101,11 @@ class Moves:
             free = copy.bitmap and not any(c.pins for c in going)
             if free and len(self._room.goes_with(obj, copy)) == len(going):
                 self._room.drop(obj, copy, copy.bitmap)
+
+    def _spill_to(self) -> float:
+        """Where spilling stops. What is displaced on SSD for it is lost, so then no more goes than has to."""
+        spilling = int((SPILL_ABOVE - SPILL_TO) * self._ram.limit_bytes())
+        return SPILL_TO if self._room.make(self._ssd, spilling, evict=Evict.NOTHING) else SPILL_ABOVE
 
     def _goes_first(self, copy: Copy, wanted: bool) -> bool:
         """Whether SSD did not take it because all it could drop was used later."""

@@ -108,6 +108,10 @@ class Store:
             obj.readahead = None  # the next reader is another
         self.rest(obj)
 
+    def left_behind(self, obj: CachedObject) -> None:
+        """Whoever was read ahead of has gone: what has not been read of the version waits for nobody."""
+        self._catalog.left_behind(obj)
+
     def rest(self, obj: CachedObject) -> None:
         """Somebody has finished with the object: when nobody uses it, its descriptors go."""
         if not obj.in_use():

@@ -55,7 +55,8 @@ async def test_half_of_many_small_files_is_half_the_hits(
     async with running(cache_dir, ssd=total - ram, ram=ram, block=128 * KIB, background=True) as lab:
         ids = dataset(lab.origin, "train", FILES, SMALL)
         hits = [await epoch(lab, shuffled(ids, n) if order == "shuffled" else ids) for n in range(5)]
-        assert min(hits[2:]) >= (0.48 if not ram else 0.46), hits
+        # A tenth of RAM is kept free for what comes: a point of these.
+        assert min(hits[2:]) >= (0.48 if not ram else 0.47), hits
         assert max(hits) <= 0.51
         (known,) = lab.store.eviction_status()["datasets"]
         assert (known["name"], known["mode"], known["epoch"]) == ("train", "epoch", 5)
@@ -162,20 +163,30 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
 
 
 @in_trio
-async def test_what_nobody_ever_reads_does_not_keep_the_rest_out(cache_dir: Path) -> None:
-    async with running(cache_dir, ssd=16 * BLOCK) as lab:
-        ids = [lab.origin.put(f"d/{i}", b"x" * BLOCK) for i in range(40)]
-        for number, object_id in enumerate(ids):
-            fill = lab.store.begin_fill(obj := lab.store.object(object_id), 0, 1, ahead=True)
-            assert fill is not None, "half of the cache may wait for readers, and no more"
-            fill.write(b"y" * BLOCK)
-            lab.store.end_fill(obj, fill)
-            if number % 3 == 0:
-                await lab.store.flush()
-        assert [i for i in ids if lab.store.cached_bytes(i)] == ids[-16:]
-        for i in ids[-8:]:
-            copy = lab.store._catalog.copy(lab.store.object(i), 1, 0)
-            assert copy is not None and lab.store._catalog.kept(copy)
+async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=4 * EXTENT, readahead=EXTENT) as lab:
+        store = lab.store
+        for number in range(3):
+            object_id = lab.origin.put(f"d/{number}", b"x" * (5 * EXTENT))
+            handle = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
+            for offset in range(0, 5 * BLOCK, BLOCK):
+                await lab.read_open(handle, offset, BLOCK)
+            await lab.quiet()
+            assert store.cached_bytes(object_id) > 6 * BLOCK, "it was read ahead of"
+            lab.fetcher.close(handle)
+        await store.flush()
+        for number in range(4):
+            data = b"y" * EXTENT
+            obj = store.object(lab.origin.put(f"e/{number}", data))
+            fill = store.begin_fill(obj, 0, 16, ahead=True)
+            assert fill is not None, number
+            fill.write(data)
+            store.end_fill(obj, fill)
+            await store.flush()
+        obj = store.object(lab.origin.put("e/9", b"y"))
+        assert store.begin_fill(obj, 0, 1, ahead=True) is None, (
+            "all of these wait, and none displaces another"
+        )
 
 
 @in_trio
