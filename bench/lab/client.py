@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlencode
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,19 +30,22 @@ class LabStore:
         self,
         root: str | os.PathLike[str],
         *,
+        host: str = "127.0.0.1",
         latency_ms: float = 0,
         bandwidth: float = 0,
         serve: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
-        """`bandwidth` is bytes per second, 0 for unlimited; `serve` maps buckets to directory trees."""
-        self._command = [sys.executable, "-m", "bench.lab.store", "--root", os.fspath(root)]
+        """`host` is the address to listen on; `bandwidth` is bytes per second, 0 for unlimited; `serve` maps buckets to
+        directory trees."""
+        self.host = host
+        self._command = [sys.executable, "-m", "bench.lab.store", "--root", os.fspath(root), "--host", host]
         self._command += ["--latency-ms", str(latency_ms), "--bandwidth", str(bandwidth)]
         for bucket, tree in (serve or {}).items():
             self._command += ["--serve", f"{bucket}={Path(tree).resolve()}"]
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
 
-    def __enter__(self) -> LabStore:
+    def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             [*self._command, "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL,
@@ -72,7 +75,7 @@ class LabStore:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def url(self, bucket: str, prefix: str = "") -> str:
         return f"s3://{bucket}/{prefix}"
@@ -93,7 +96,7 @@ class LabStore:
         }
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> Any:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection(self.host, self.port, timeout=60)
         try:
             connection.request(method, f"/_lab/{path}", body)
             reply = connection.getresponse()

@@ -2,8 +2,9 @@
 
     python -m bench.lab.store --root DIR --port 0 --serve data=/some/tree --latency-ms 20 --bandwidth 200M
 
-It listens on 127.0.0.1, prints one JSON line with its port when it is ready, and then serves path-style S3 to anyone:
-every request counted and logged, every reply as late and as slow as it was told, and as wrong as a script asks for.
+It listens on 127.0.0.1 (or where `--host` says), prints one JSON line with its port when it is ready, and then serves
+path-style S3 to anyone: every request counted and logged, every reply as late and as slow as it was told, and as wrong as
+a script asks for.
 A thread per connection, blocking calls, bodies by sendfile: enough to outrun what is measured with it.
 """
 
@@ -67,6 +68,7 @@ def die_with(parent: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.lab.store", description="The lab's S3 store.")
     parser.add_argument("--root", type=Path, required=True, help="where objects that are put are kept")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--latency-ms", type=float, default=0, help="added before each reply")
     parser.add_argument("--bandwidth", type=bandwidth, default=0, help="bytes/s for all bodies, as in 200M")
@@ -82,7 +84,7 @@ def main() -> None:
     for pair in options.serve:
         bucket, _, tree = pair.partition("=")
         lab.warehouse.serve(bucket, Path(tree))
-    with socket.create_server(("127.0.0.1", options.port), backlog=1024) as listener:
+    with socket.create_server((options.host, options.port), backlog=1024) as listener:
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         serve(lab, listener)
