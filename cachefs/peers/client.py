@@ -20,12 +20,13 @@ import trio
 
 from cachefs.metrics import Metrics
 from cachefs.peers.auth import Seals, Signer
-from cachefs.peers.connection import Connection, Head
+from cachefs.peers.connection import WORKING, Connection, Head, Steps
 from cachefs.peers.protocol import PeerFailed, Sink
-from cachefs.peers.receiving import Delivery, Receiver, drive, small_body
+from cachefs.peers.receiving import Delivery, Receiver, drive, ready, small_body
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
+    BRING,
     HAVE,
     HELLO,
     Address,
@@ -44,8 +45,11 @@ CONNECT_S = 0.25
 TOTAL_S = 60.0
 """For a whole request: an extent at 280 KB/s. Guessed."""
 
-CONNECTIONS_PER_PEER = 8
-"""Requests to one peer at once. Guessed: an extent each fills a 100 Gbit/s link."""
+SILENCE_S = 3.0
+"""After the first sign of life. Derived: three times what a server lets pass between two (`wire.WORKING_EVERY_S`)."""
+
+CONNECTIONS_PER_PEER = 16
+"""Requests to one peer at once. Guessed: an extent each fills a 100 Gbit/s link, and as many may wait for the store."""
 
 IDLE_S = 30.0
 """How long a connection is kept unused. Derived: half of what a server allows (`Limits.idle_s`)."""
@@ -106,12 +110,13 @@ class Client:
         *,
         connect_s: float = CONNECT_S,
         deadline_s: float,
+        working_s: float = TOTAL_S,
         total_s: float = TOTAL_S,
         sink_waits: bool = True,
     ) -> float:
         """Deliver all bytes of `request` to `sink.write`, in order, a whole and checked block at a time. Returns the
-        seconds from asking to the reply's head (what latency is judged by). `deadline_s` is for that head, and for
-        any silence after it.
+        seconds from asking to the first sign of life (what latency is judged by), for which `deadline_s` is. The reply may
+        take `working_s`, if the peer goes on saying that it comes; after it, silence may last `SILENCE_S`.
 
         Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised
         unchanged. `sink_waits=False` says that its `write` never waits for a disk: then little is written on the trio
@@ -121,11 +126,15 @@ class Client:
 
         async def receive(connection: Connection, head: Head, seals: Seals | None) -> None:
             await self._receiver.blocks(
-                connection, head, request, seals, delivery, silence_s=deadline_s, sink_waits=sink_waits
+                *(connection, head, request, seals, delivery),
+                silence_s=max(SILENCE_S, deadline_s),
+                sink_waits=sink_waits,
             )
 
         try:
-            head_s, _ = await self._ask(address, BLOCKS, request, receive, connect_s, deadline_s, total_s)
+            head_s, _ = await self._ask(
+                address, BLOCKS, request, receive, connect_s, deadline_s, total_s, working_s
+            )
         except PeerFailed as exc:
             exc.delivered = delivery.bytes
             raise
@@ -133,6 +142,18 @@ class Client:
             self._stats.of(str(address)).bytes_in += delivery.bytes
             self._metrics.peer_bytes_in += delivery.bytes
         return head_s
+
+    async def bring(
+        self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0, working_s: float = TOTAL_S
+    ) -> None:
+        """Return when the peer has the blocks of `request`, which it may take `working_s` for."""
+
+        async def receive(connection: Connection, head: Head, seals: Seals | None) -> None:
+            await small_body(connection, head, seals, deadline_s)
+
+        await self._ask(
+            *(address, BRING, request, receive, CONNECT_S, deadline_s, working_s + 2 * deadline_s, working_s)
+        )
 
     async def hello(
         self, address: Address, *, connect_s: float = CONNECT_S, deadline_s: float = 2.0
@@ -186,8 +207,9 @@ class Client:
         connect_s: float,
         deadline_s: float,
         total_s: float,
+        working_s: float = 0.0,
     ) -> tuple[float, T]:
-        """(seconds to the head, what `receive` makes of the body) of a reply with status 200."""
+        """(seconds to the first sign of life, what `receive` makes of the body) of a reply with status 200."""
         stats = self._stats.of(str(address))
         stats.requests += 1
         try:
@@ -198,11 +220,13 @@ class Client:
                     kept = peer.take(trio.current_time())
                     if kept is not None:
                         try:
-                            return await self._exchange(kept, address, peer, target, receive, deadline_s)
+                            return await self._exchange(
+                                kept, address, peer, target, receive, deadline_s, working_s
+                            )
                         except _Stale:
                             peer.drop_idle()  # it died while it was idle, and the others probably with it
                     fresh = await self._connect(address, peer, connect_s, deadline_s)
-                    return await self._exchange(fresh, address, peer, target, receive, deadline_s)
+                    return await self._exchange(fresh, address, peer, target, receive, deadline_s, working_s)
             failed = PeerFailed("timeout", f"{address} did not deliver within {total_s:g} s")
         except PeerFailed as exc:
             failed = exc
@@ -220,23 +244,21 @@ class Client:
         target: str,
         receive: Receive[T],
         deadline_s: float,
+        working_s: float,
     ) -> tuple[float, T]:
         """Owns the connection: it is kept when the reply was received to its end, and closed otherwise."""
         signed = self._signer.sign("GET", target, str(address)) if self._signer else None
         seals = signed.seals if signed else None
         whole = False
         head: Head | None = None
-        begun = trio.current_time()
         try:
             try:
-                head = await drive(
-                    connection, connection.ask(target, signed.authorization if signed else None), deadline_s
-                )
+                steps = connection.ask(target, signed.authorization if signed else None)
+                head, head_s = await _head(connection, steps, deadline_s, working_s)
             except PeerFailed as exc:
                 if exc.kind == "reset" and connection.used:
                     raise _Stale from exc
                 raise
-            head_s = trio.current_time() - begun
             stats = self._stats.of(str(address))
             stats.answered += 1
             stats.first_byte_s += head_s
@@ -296,3 +318,26 @@ class Client:
         if sum(len(other.idle) for other in self._peers.values()) > MAX_IDLE:
             oldest = min((other for other in self._peers.values() if other.idle), key=lambda p: p.idle[0][0])
             oldest.idle.popleft()[1].close()
+
+
+async def _head(
+    connection: Connection, steps: Steps[Head], deadline_s: float, working_s: float
+) -> tuple[Head, float]:
+    """The head of the reply, and the seconds to the first sign of life. Each renews the deadline, up to `working_s`."""
+    begun = trio.current_time()
+    first_s: float | None = None
+    with trio.move_on_after(deadline_s) as scope:
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                head: Head = end.value
+                return head, trio.current_time() - begun if first_s is None else first_s
+            if step != WORKING:
+                await ready(connection, step)
+                continue
+            now = trio.current_time()
+            first_s = now - begun if first_s is None else first_s
+            scope.deadline = min(now + max(SILENCE_S, deadline_s), begun + max(working_s, deadline_s))
+            await trio.lowlevel.checkpoint()  # however many of them come
+    raise connection.silent()

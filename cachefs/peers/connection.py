@@ -25,10 +25,12 @@ READ_BYTES = 16 << 10
 LONGEST_RETRY_AFTER_S = 60.0
 
 READ, WRITE = select.POLLIN, select.POLLOUT
+WORKING = 0
+"""Nothing to wait for: the peer has said that the answer comes."""
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[int, None, T]
-"""Yields `READ` or `WRITE`: go on when the socket is ready for that."""
+"""Yields `READ` or `WRITE`: go on when the socket is ready for that. Only `Connection.ask` yields `WORKING`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,11 @@ class Connection:
                     yield READ
             event = http.next_event()
             yield READ
-            while event is h11.NEED_DATA:
+            while event is h11.NEED_DATA or isinstance(event, h11.InformationalResponse):
+                if event is not h11.NEED_DATA:
+                    yield WORKING
+                    event = http.next_event()
+                    continue
                 try:
                     received = self._socket.recv(READ_BYTES)
                 except (BlockingIOError, ssl.SSLWantReadError):

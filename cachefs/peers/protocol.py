@@ -47,8 +47,8 @@ class Served(Protocol):
         """The next piece, in order, none across blocks; None when it has yet to arrive. Not called after the last."""
 
     async def wait(self) -> None:
-        """Until `take` has something. Raises what `Shares.open` raises: before the first piece it becomes a status,
-        later it breaks the reply off."""
+        """Until `take` may have something; may be cancelled and called again. Raises what `Shares.open` raises: before the
+        first piece it becomes a status, later it breaks the reply off."""
 
     def close(self) -> None:
         """The answer is over, sent or not. Called exactly once."""
@@ -57,8 +57,9 @@ class Served(Protocol):
 class Shares(Protocol):
     """Who decides what this node gives away. The server checks only the form of a request."""
 
-    async def open(self, request: BlockRequest, peer: str) -> Served:
-        """Raises `NotShared`, `cachefs.errors.ObjectChanged` or `Busy`. `peer` is the asking node's address."""
+    async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Served:
+        """Raises `NotShared`, `cachefs.errors.ObjectChanged` or `Busy`. `peer` is the asking node's address. With
+        `background` nobody waits for the bytes, they only are to be here."""
 
     async def have(self, request: BlockRequest, peer: str) -> list[bool]:
         """Of each block of the request whether it lies here now. Raises `NotShared`."""

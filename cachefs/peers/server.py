@@ -29,12 +29,14 @@ from cachefs.peers.sending import Gone, PlainWire, TlsWire, Wire
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
+    BRING,
     CHECKSUM,
     HAVE,
     HELLO,
     MAX_HAVE_BLOCKS,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
+    WORKING_EVERY_S,
     BlockRequest,
     Hello,
     Malformed,
@@ -48,16 +50,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WORKING = b"HTTP/1.1 102 Processing\r\n\r\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the server allows. Seconds and counts; guessed where nothing else is said."""
 
     connections: int = 1024
-    connections_per_host: int = 64
+    connections_per_host: int = 128
     """Several daemons of one machine count as one host."""
-    in_flight: int = 128
-    in_flight_per_host: int = 32
+    in_flight: int = 256
+    in_flight_per_host: int = 64
     head_s: float = 5.0
     """From a head's first byte to its last, and for a TLS handshake."""
     idle_s: float = 60.0
@@ -236,7 +240,7 @@ class _Conversation:
             if path == HELLO:
                 await self._reply(200, server._hello().pack())
                 return
-            if path not in (BLOCKS, HAVE):
+            if path not in (BLOCKS, BRING, HAVE):
                 raise _Refusal(400, "no such question")
             wanted = parse_query(query, server._block_size)
         except (Malformed, UnicodeDecodeError) as exc:
@@ -249,7 +253,7 @@ class _Conversation:
                 if path == HAVE:
                     await self._have(wanted)
                 else:
-                    await self._blocks(wanted)
+                    await self._blocks(wanted, bring=path == BRING)
             except NotShared as exc:
                 raise _Refusal(404, str(exc)) from None
             except ObjectChanged as exc:
@@ -279,14 +283,27 @@ class _Conversation:
         held = await self._server._shares.have(wanted, self._host)
         await self._reply(200, pack_bitmap(held))
 
-    async def _blocks(self, wanted: BlockRequest) -> None:
+    async def _blocks(self, wanted: BlockRequest, *, bring: bool) -> None:
         if not wanted.within_extent():
             raise _Refusal(400, "more than one extent")
-        served = await self._server._shares.open(wanted, self._host)
+        served = await self._server._shares.open(wanted, self._host, background=bring)
         try:
-            await self._stream(wanted, served)
+            if bring:
+                await self._all_arrived(wanted, served)
+                await self._reply(200, b"")
+            else:
+                await self._stream(wanted, served)
         finally:
             served.close()
+
+    async def _all_arrived(self, wanted: BlockRequest, served: Served) -> None:
+        with trio.move_on_after(self._server._limits.reply_s):
+            left = wanted.stop - wanted.start
+            while left:
+                piece = served.take() or await self._arrived(served, working=True)
+                left -= piece.length
+            return
+        raise Gone
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
         """Head and body. What is raised before the first piece came becomes a status, later it breaks the reply off."""
@@ -299,7 +316,7 @@ class _Conversation:
             def progressed() -> None:
                 scope.deadline = min(trio.current_time() + limits.stall_s, until)
 
-            piece = served.take() or await self._arrived(served)
+            piece = served.take() or await self._arrived(served, working=True)
             progressed()
             await wire.send(self._head(200, length, b""), more=True)
             block, left = wanted.start_block, wanted.length(wanted.start_block)
@@ -322,7 +339,7 @@ class _Conversation:
                 if following is None:
                     scope.deadline = until  # it is not the client who is slow now
                     try:
-                        following = await self._arrived(served)
+                        following = await self._arrived(served, working=False)
                     except (NotShared, ObjectChanged, Busy) as exc:
                         raise Gone(f"the rest cannot be had: {exc}") from exc
                     progressed()
@@ -332,22 +349,28 @@ class _Conversation:
         stats.served += 1
         metrics.peer_served += 1
 
-    async def _arrived(self, served: Served) -> Piece:
-        """The next piece, once it is there. Raises `Gone` when the client does not want to know any more."""
+    async def _arrived(self, served: Served, *, working: bool) -> Piece:
+        """The next piece, once it is there. Raises `Gone` when the client does not want to know any more. Before the head
+        (`working`) the client is told that it comes; after that, a reply does not wait for long."""
 
         async def watch() -> None:
             await self._wire.hung_up()
             watched.cancel_scope.cancel()
 
         piece: Piece | None = None
-        failure: CachefsError | None = None
+        failure: CachefsError | Gone | None = None
         async with trio.open_nursery() as watched:
             watched.start_soon(watch)
             try:
-                while piece is None:
-                    await served.wait()
+                while piece is None and failure is None:
+                    if working:
+                        await self._wire.send(WORKING, more=False)
+                    with trio.move_on_after(WORKING_EVERY_S) as pause:
+                        await served.wait()
                     piece = served.take()
-            except CachefsError as exc:  # out of here without the nursery's wrapping
+                    if piece is None and pause.cancelled_caught and not working:
+                        failure = Gone()  # whoever asks for the rest is told that it comes
+            except (CachefsError, Gone) as exc:  # out of here without the nursery's wrapping
                 failure = exc
             watched.cancel_scope.cancel()
         if piece is None:

@@ -1,6 +1,7 @@
-"""What nodes say to each other: HTTP/1.1, three questions, and replies whose every block can be checked.
+"""What nodes say to each other: HTTP/1.1, four questions, and replies whose every block can be checked.
 
     GET /v1/blocks?…   blocks [start, stop) of one object version, all within one extent
+    GET /v1/bring?…    have them there; the reply is empty, and comes when they are
     GET /v1/have?…     which of them this node holds, as a bitmap
     GET /v1/hello      who this node is
 
@@ -11,6 +12,11 @@ The body of a blocks reply is, for each block, its bytes and then its *check*: t
 big-endian), followed by a seal of 16 bytes when the nodes share a key (`auth`). The check follows because the owner sends
 a block while it still arrives from the store. Content-Length is known from the request alone, so a broken reply is a short
 one. Giving up is closing the connection.
+
+Waiting is not silence: a node that has to fetch the first block says so at once and then every second (`102 Processing`),
+so the deadline of whoever asks is for a dead peer and not for a slow store. Within a body nothing can be said: a reply that
+has to pause for longer is broken off, and the rest asked for anew. A 102 carries no seal: it can renew a deadline, up to a
+total, and nothing else.
 
 Everything here is pure.
 """
@@ -28,8 +34,15 @@ from cachefs.errors import CachefsError
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
 
 BLOCKS = "/v1/blocks"
+BRING = "/v1/bring"
 HAVE = "/v1/have"
 HELLO = "/v1/hello"
+
+WORKING_EVERY_S = 1.0
+"""Between two signs of life, and the longest pause within a body. Guessed: half of what an asker waits at most."""
+
+MAX_RANK = 15
+"""Members that may be asked for one extent, replicas and heirs together. Guessed."""
 
 AUTHORIZATION = b"authorization"
 SEAL = b"cachefs-seal"
@@ -84,12 +97,16 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Blocks [start_block, stop_block) of one object version, of `block_size` bytes each but for the object's last."""
+    """Blocks [start_block, stop_block) of one object version, of `block_size` bytes each but for the object's last.
+
+    `rank` is the place of who is asked among the extent's owners, as the asker sees them: 0 is the owner, above that
+    those before it do not answer."""
 
     object: ObjectId
     start_block: int
     stop_block: int
     block_size: int
+    rank: int = 0
 
     @property
     def start(self) -> int:
@@ -123,14 +140,14 @@ class BlockRequest:
         )
         target = (
             f"{path}?{named}&size={version.size}&block={self.block_size}"
-            f"&start={self.start_block}&stop={self.stop_block}"
+            f"&start={self.start_block}&stop={self.stop_block}&rank={self.rank}"
         )
         if len(target) > MAX_TARGET_BYTES:
             raise Malformed("the object's name is too long to ask a peer for")
         return target
 
 
-_FIELDS = ("source", "key", "etag", "size", "block", "start", "stop")
+_FIELDS = ("source", "key", "etag", "size", "block", "start", "stop", "rank")
 
 
 def parse_target(target: str) -> tuple[str, str]:
@@ -155,12 +172,14 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     # With a zero byte in them, two versions could have one digest (`ObjectId`); no store has such.
     if not source or not key or "\0" in source or "\0" in etag:
         raise Malformed("a name is missing or impossible")
-    size, block, start, stop = (_number(value) for value in values[3:])
+    size, block, start, stop, rank = (_number(value) for value in values[3:])
     if block != block_size:
         raise Malformed(f"blocks have {block_size} bytes here")
     if not 0 <= start < stop <= block_count(size, block):
         raise Malformed("the object has no such blocks")
-    return BlockRequest(ObjectId(source, key, etag, size), start, stop, block)
+    if rank > MAX_RANK:
+        raise Malformed("nobody is asked so late")
+    return BlockRequest(ObjectId(source, key, etag, size), start, stop, block, rank)
 
 
 def _number(text: str) -> int:

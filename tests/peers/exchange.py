@@ -93,7 +93,7 @@ class Shelf:
         self.files[version] = fd, sums
         return version
 
-    async def open(self, request: BlockRequest, peer: str) -> _Served:
+    async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> _Served:
         await trio.lowlevel.checkpoint()
         if self.failure is not None:
             raise self.failure

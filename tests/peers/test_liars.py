@@ -68,7 +68,7 @@ LIES: dict[str, tuple[bytes, Kind]] = {
     "a negative length": (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", "refused"),
     "headers without end": (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 10_000, "refused"),
     "one endless header": (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000, "refused"),
-    "only a promise": (b"HTTP/1.1 100 Continue\r\n\r\n", "refused"),
+    "only a promise": (b"HTTP/1.1 102 Processing\r\n\r\n", "reset"),
     "a redirection": (reply(b"", status=b"307 Elsewhere", more=b"Location: http://a/\r\n"), "refused"),
     "a long refusal": (reply(b"x" * 100_000, status=b"404 Not Found"), "corrupt"),
     "a strange wait": (reply(b"", status=b"503 Busy", more=b"Retry-After: Tue, 1 Jan\r\n"), "busy"),

@@ -225,7 +225,7 @@ async def test_a_fault_of_ours_costs_one_connection(caplog: pytest.LogCaptureFix
     shelf = Shelf()
     version = shelf.put(content(100 * KIB))
 
-    def broken(request: object, peer: str) -> None:
+    def broken(request: object, peer: str, background: bool = False) -> None:
         raise ZeroDivisionError
 
     good, shelf.open = shelf.open, broken  # type: ignore[method-assign, assignment]

@@ -32,7 +32,7 @@ def requests(draw: st.DrawFn) -> BlockRequest:
     start = draw(st.integers(0, last))
     stop = draw(st.integers(start, last)) + 1
     version = ObjectId(draw(WITHOUT_ZERO), draw(NAMES), draw(WITHOUT_ZERO), size)
-    return BlockRequest(version, start, stop, MIB)
+    return BlockRequest(version, start, stop, MIB, draw(st.integers(0, 15)))
 
 
 @given(requests())
@@ -59,7 +59,7 @@ def test_a_name_that_no_peer_would_take_is_not_asked_for() -> None:
         BlockRequest(ObjectId("s3://b", "k" * MAX_TARGET_BYTES, "e", 5), 0, 1, MIB).target(BLOCKS)
 
 
-GOOD = "source=s&key=k&etag=e&size=100&block=1048576&start=0&stop=1"
+GOOD = "source=s&key=k&etag=e&size=100&block=1048576&start=0&stop=1&rank=0"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,7 @@ GOOD = "source=s&key=k&etag=e&size=100&block=1048576&start=0&stop=1"
         GOOD.replace("stop=1", "stop=0"),
         GOOD.replace("stop=1", "stop=2"),
         GOOD.replace("start=0", "start=1"),
+        GOOD.replace("rank=0", "rank=16"),
     ],
 )
 def test_what_is_no_request_is_refused(query: str) -> None:
