@@ -46,6 +46,8 @@ class Metrics:
     peer_requests: int = _counter("requests", "blocks asked of other nodes")
     peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
     peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
+    peer_hits: int = _counter("blocks", "blocks that came from another node instead of the store")
+    peer_misses: int = _counter("blocks", "blocks asked of other nodes that came from the store all the same")
     peer_served: int = _counter("requests", "blocks served to other nodes")
     peer_bytes_out: int = _counter("bytes", "bytes of blocks sent to other nodes")
     peer_turned_away: int = _counter("requests", "requests of other nodes answered with a refusal")

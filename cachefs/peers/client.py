@@ -183,6 +183,11 @@ class Client:
         _, held = await self._ask(address, HAVE, request, receive, connect_s, deadline_s, 2 * deadline_s)
         return held
 
+    def host_of(self, address: Address) -> str:
+        """The IP address behind it, as last resolved; its name before that."""
+        peer = self._peers.get(address)
+        return str(peer.where[1][0]) if peer is not None and peer.where is not None else address.host
+
     def forget(self, address: Address) -> None:
         """A member that left: its connections and counters go."""
         peer = self._peers.pop(address, None)

@@ -177,7 +177,7 @@ class Listed:
             at_once = trio.CapacityLimiter(ASKED_AT_ONCE)
             async with trio.open_nursery() as nursery:
                 for address in due:
-                    nursery.start_soon(self._introduce, address, at_once)
+                    nursery.start_soon(self._introduce, address, at_once, report)
             if due:
                 self._say(report)
             await trio.sleep(self._rng.uniform(*LOOK_EVERY_S))
@@ -185,11 +185,13 @@ class Listed:
     def _say(self, report: Report) -> None:
         report([Sighting(address, hello) for address, hello in self._known.items()])
 
-    async def _introduce(self, address: Address, at_once: trio.CapacityLimiter) -> None:
+    async def _introduce(self, address: Address, at_once: trio.CapacityLimiter, report: Report) -> None:
         async with at_once:
             try:
                 with trio.fail_after(IDENTIFY_S):
                     self._known[address] = await self._ask(address)
+                if self._known[address] is self._hello:
+                    self._say(report)  # at once: whoever does not know itself would ask itself
                 again = INTRODUCED_FOR_S
             except (OSError, CachefsError, trio.TooSlowError) as exc:
                 log.debug("peer %s did not say who it is: %s", address, exc)

@@ -1,0 +1,192 @@
+"""Whom to ask for an extent, and what came of it.
+
+The members of an extent, in the ring's order, are its owner, then (with replicas) those that keep a copy of what they read,
+then its heirs. Who misses something walks that order: where it meets itself it fetches from the store, for it is the owner,
+or all before it are believed dead. Members that are left alone for now are passed over. At most `ASKED` are asked, then the
+store. The request says how far the asker has come (its rank), so a node fetches for others only what is its own in its own
+view, or what it is the heir of in the asker's. So when an owner dies, its extents come from the store once more, and not
+once for each reader; and where views differ, the worst is one more request.
+
+A node never asks another one in order to answer: one hop, and no circles.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import trio
+
+from cachefs.names import ObjectId
+from cachefs.peers.client import TOTAL_S, Client
+from cachefs.peers.health import Health
+from cachefs.peers.membership import Member, Membership
+from cachefs.peers.protocol import PeerFailed, Sink
+from cachefs.peers.stats import PeerTable
+from cachefs.peers.wire import BlockRequest
+
+ASKED = 2
+"""Members asked for one range before the store. Guessed: with two that fail, something is wrong with more than a node."""
+
+HEIRS = 2
+"""Members behind the replicas that may stand in. Derived from `ASKED`: the owner and its heir may both be gone."""
+
+
+class Asked(NamedTuple):
+    """A member to be asked, and its place among those of the extent."""
+
+    member: Member
+    rank: int
+
+
+class Cluster:
+    """This node among the members. `replicas` of them keep an extent; `serves` says whether this node is one of them;
+    `working_s` is how long a peer may take that goes on saying that it works. On the trio thread only."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        client: Client,
+        stats: PeerTable,
+        rng: random.Random,
+        *,
+        block_size: int,
+        replicas: int = 1,
+        serves: bool = True,
+        working_s: float = TOTAL_S,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self.membership = membership
+        self.stats = stats
+        self.replicas = replicas
+        self.serves = serves
+        self._client = client
+        self._rng = rng
+        self._block_size = block_size
+        self._working_s = working_s
+        self._now = clock
+        self._health: dict[str, Health] = {}
+        self._known: dict[str, Member] = {}
+        membership.on_change = self._changed
+
+    # -- whose it is -------------------------------------------------------------------------------
+
+    def candidates(self, digest: bytes, extent: int) -> Iterator[Asked]:
+        """Whom to ask, one after the other; then the store. Whoever takes one from here asks it: for a member that
+        failed it is the one trial."""
+        asked = 0
+        for rank, name in enumerate(self._owners(digest, extent)):
+            if name in self.membership.own or asked == ASKED:
+                return
+            if self._of(name).may_try(self._now()):
+                asked += 1
+                yield Asked(self.membership.members[name], rank)
+
+    def owner(self, digest: bytes, extent: int) -> Member | None:
+        """Whose the extent is; None when it is this node's, or nobody's."""
+        names = self._owners(digest, extent)
+        return self.membership.members[names[0]] if names and names[0] not in self.membership.own else None
+
+    def keeps(self, digest: bytes, extent: int) -> bool:
+        """Whether this node keeps what it has of the extent. A node that serves nobody has no part of the ring, and
+        keeps what it likes."""
+        owners = self._owners(digest, extent)[: self.replicas]
+        return not self.serves or not owners or not self.membership.own.isdisjoint(owners)
+
+    def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
+        """Whether to fetch it for somebody who believes that this node has that rank."""
+        return not self.membership.own.isdisjoint(
+            self._owners(digest, extent)[: max(self.replicas, rank + 1)]
+        )
+
+    def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
+        return self.membership.ring.owners(digest, extent, self.replicas + HEIRS)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def read(
+        self, asked: Asked, version: ObjectId, start: int, stop: int, sink: Sink, *, sink_waits: bool
+    ) -> None:
+        """Bytes [start, stop) of a version, whole blocks of one extent, into `sink`. Raises `PeerFailed`, and what the
+        sink raises."""
+        member, request = asked.member, self._request(version, start, stop, asked.rank)
+        health, sent_at = self._of(member.name), self._now()
+        try:
+            first_s = await self._client.read(
+                member.address,
+                request,
+                sink,
+                deadline_s=health.read_deadline(),
+                working_s=self._working_s,
+                sink_waits=sink_waits,
+            )
+        except PeerFailed as exc:
+            self._judge(health, exc, sent_at)
+            raise
+        health.succeeded(first_s)
+
+    async def bring(self, member: Member, version: ObjectId, start: int, stop: int) -> None:
+        """Have the owner fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""
+        await self._client.bring(
+            member.address, self._request(version, start, stop, 0), working_s=self._working_s
+        )
+
+    async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:
+        """Which blocks of [start, stop) (in bytes) the member holds. Raises `PeerFailed`."""
+        return await self._client.have(member.address, self._request(version, start, stop, 0))
+
+    def others(self) -> list[Member]:
+        """All members but this node."""
+        membership = self.membership
+        return [m for name, m in membership.members.items() if name not in membership.own]
+
+    def _request(self, version: ObjectId, start: int, stop: int, rank: int) -> BlockRequest:
+        size = self._block_size
+        return BlockRequest(version, start // size, -(-stop // size), size, rank)
+
+    def _judge(self, health: Health, exc: PeerFailed, sent_at: float) -> None:
+        now = self._now()
+        if exc.kind == "timeout":
+            health.slow(sent_at, now)
+        elif exc.kind in ("not_here", "busy", "changed"):
+            health.succeeded(now - sent_at)  # an answer
+        elif not (exc.kind == "reset" and exc.delivered):  # that may be a pause; the next request will tell
+            health.failed(sent_at, now)
+
+    def _of(self, name: str) -> Health:
+        found = self._health.get(name)
+        if found is None:
+            found = self._health[name] = Health(self._rng)
+        return found
+
+    def _changed(self) -> None:
+        members = self.membership.members
+        for name in self._known.keys() - members.keys():
+            self._client.forget(self._known[name].address)
+            self._health.pop(name, None)
+        self._known = dict(members)
+
+    # -- to be looked at ---------------------------------------------------------------------------
+
+    def status(self) -> list[dict[str, Any]]:
+        """The members, in the order of their names; `share` is of the ring. What they took from us is counted by host, so
+        several daemons of one machine have one count."""
+        members = self.membership.members
+        total = sum(member.weight for member in members.values()) or 1.0
+        table = self.stats.as_dict()
+        nothing: dict[str, Any] = {}
+        return [
+            {
+                "name": name,
+                "here": name in self.membership.own,
+                "share": member.weight / total,
+                "state": self._of(name).state,
+                "bytes_in": table.get(name, nothing).get("bytes_in", 0),
+                "bytes_out": table.get(self._client.host_of(member.address), nothing).get("bytes_out", 0),
+                "requests": table.get(name, nothing).get("requests", 0),
+                "failures": table.get(name, nothing).get("failures", {}),
+                "latency_s": table.get(name, nothing).get("latency_s", 0.0),
+            }
+            for name, member in sorted(members.items())
+        ]
