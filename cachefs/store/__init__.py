@@ -17,7 +17,18 @@ from cachefs.store.fill import Fill, FillClosed
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM
 from cachefs.store.scrub import scrub
-from cachefs.store.store import Store
+from cachefs.store.store import Shared, Store
 from cachefs.store.versions import CachedObject
 
-__all__ = ["SHM", "Backing", "CachedObject", "Fill", "FillClosed", "Opened", "Store", "open_store", "scrub"]
+__all__ = [
+    "SHM",
+    "Backing",
+    "CachedObject",
+    "Fill",
+    "FillClosed",
+    "Opened",
+    "Shared",
+    "Store",
+    "open_store",
+    "scrub",
+]

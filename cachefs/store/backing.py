@@ -251,6 +251,8 @@ class Lending:
                 return False
             parts.append(copies)
         down = [c for copies in parts for c in copies if c.tier == ram.number]
+        if any(copy.key in self._catalog.borrowed for copy in down):
+            return False  # that is for another node to keep
         kept = [c for copies in parts for c in copies if c.tier == ssd.number]
         for copy in (*down, *kept):
             copy.pins += 1  # the room that some of it needs must not come from the rest

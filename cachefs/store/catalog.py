@@ -18,6 +18,7 @@ import trio
 
 from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.store.borrowed import Borrowed
 from cachefs.store.datasets import Datasets
 from cachefs.store.epochs import Epochs, unit_hash
 from cachefs.store.index import Copy, CopyKey, Index, Saved, pack_copy
@@ -85,8 +86,11 @@ class Catalog:
         self._saved_version = epochs.version
         self._flushes = 0
         self._ahead: OrderedDict[CopyKey, _Waiting] = OrderedDict()
-        self._spare = {tier.number: Walk(index, tier.number, self._kept) for tier in tiers}
-        self._all = {tier.number: Walk(index, tier.number, lambda *_: False) for tier in tiers}
+        self.borrowed = Borrowed()
+        self._spare = {tier.number: Walk(index, tier.number, self._passed_over) for tier in tiers}
+        self._all = {
+            tier.number: Walk(index, tier.number, lambda key, *_: key in self.borrowed) for tier in tiers
+        }
         self._loaded = 0
         self.datasets.restore(index.note(b"datasets"))
         listed = index.note(b"epochs")
@@ -220,6 +224,7 @@ class Catalog:
         self._dirty[copy.key] = copy  # in the order of the clock
 
     def touch_if_old(self, copy: Copy) -> bool:
+        self.borrowed.used(copy.key)
         """Used now. Once per flush is enough to keep the order: a row a second for each copy in use."""
         if copy.used > self._recent or not copy.bitmap:
             return False
@@ -227,12 +232,15 @@ class Catalog:
         return True
 
     def use(self, obj: CachedObject, copy: Copy, *, hit: bool) -> None:
-        """Tell the policy of a use, after `touch`."""
+        """Tell the policy of a use, after `touch`. What other nodes keep is no part of the datasets kept here: each epoch
+        brings other parts of it."""
         copy.dataset = self.datasets(obj.id)
         unit = unit_hash(copy.digest, copy.extent)
         self.epochs.used(copy.dataset, unit, copy.clock, self._extent_bytes(copy), hit=hit)
 
     def came_ahead(self, copy: Copy) -> None:
+        if copy.key in self.borrowed:
+            return
         """Blocks have come that nobody has asked for yet."""
         self.touch(copy)
         copy.used = 0
@@ -266,6 +274,11 @@ class Catalog:
             self._wait(target, self._ahead[source.key].until)
         self.changed(target)
 
+    def own(self, copy: Copy) -> None:
+        """It is kept from now on, whatever it was."""
+        if self.borrowed.discard(copy.key):
+            self._spare[copy.tier].add(copy.key, copy.clock, copy.dataset)
+
     def changed(self, copy: Copy) -> None:
         """Its blocks changed, its age did not."""
         self._dirty.setdefault(copy.key, copy)
@@ -282,14 +295,18 @@ class Catalog:
     def victim(
         self, tier: int, *, spare: bool = False, older_than: int | None = None, moving: bool = False
     ) -> tuple[CachedObject, Copy] | None:
-        """What should go next from a tier, and nobody is using it, nor anything that would have to go with it: what nobody
-        will miss, else (unless only `spare` copies are asked for) the least recently used. It stays the next until it has
-        gone. `moving`: to another tier, so it may be pinned."""
+        """What should go next from a tier, and nobody is using it, nor anything that would have to go with it: what other
+        nodes keep, what nobody will miss, else (unless only `spare` copies are asked for) the least recently used. It stays
+        the next until it has gone. `moving`: to another tier, so it may be pinned, and is not borrowed."""
         if self._seen_version != self.epochs.version:
             self._look_again()
-        found = self._first(self._spare[tier], tier, True, older_than, moving)
+        self.borrowed.discard(copy.key)
+        found = None if moving else self.borrowed_victim(tier, spare=True)
+        if found is None:
+            found = self._first(self._spare[tier], tier, True, older_than, moving)
         if found is None and not spare:
-            found = self._first(self._all[tier], tier, False, older_than, moving)
+            found = None if moving else self.borrowed_victim(tier, spare=False)
+            found = found or self._first(self._all[tier], tier, False, older_than, moving)
         return found
 
     def _first(
@@ -304,6 +321,24 @@ class Catalog:
                 self._removed[key] = clock  # an order row without a copy: its row was damaged
                 return Verdict.GONE
             if copy.clock != clock:
+    def borrowed_victim(self, tier: int, *, spare: bool) -> tuple[CachedObject, Copy] | None:
+        """The same among what other nodes keep. `spare` ones do not wait for their first reader."""
+        for key in self.borrowed.oldest(tier):
+            obj = self.by_digest(key[1])
+            copy = self.copy(obj, key[0], key[2])
+            if copy is None:
+                self.borrowed.discard(key)
+            elif (
+                not (spare and key in self._ahead)
+                and self._can_go(obj, copy, moving=False)
+                and not (obj.is_sealed(self._tier[tier]) and self._partly_own(obj, tier))
+            ):
+                return obj, copy
+        return None
+
+    def _partly_own(self, obj: CachedObject, tier: int) -> bool:
+        return any(copy.key not in self.borrowed for copy in self.copies(obj, tier))
+
                 return Verdict.GONE
             return Verdict.GOES if self._can_go(obj, copy, moving) else Verdict.HELD
 
@@ -316,7 +351,7 @@ class Catalog:
             if isinstance(young, Copy) and young.tier == tier and young.bitmap:
                 if older_than is not None and young.clock >= older_than:
                     continue
-                if keep and self._kept(young.key, young.clock, young.dataset):
+                if young.key in self.borrowed or (keep and self._kept(young.key, young.clock, young.dataset)):
                     continue
                 obj = self._objects[young.digest]
                 if self._can_go(obj, young, moving):
@@ -338,6 +373,9 @@ class Catalog:
 
     def _look_again(self) -> None:
         """Something that was kept no longer is."""
+    def _passed_over(self, key: CopyKey, clock: int, dataset: int) -> bool:
+        return key in self.borrowed or self._kept(key, clock, dataset)
+
         self._seen_version = self.epochs.version
         for walk in self._spare.values():
             walk.restart()
@@ -449,6 +487,7 @@ class Catalog:
         with trio.CancelScope(shield=True):
             failed = self.index_error
             self._saved_version = UNSAVED
+        self.borrowed.forget_tier(tier)
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()

@@ -26,10 +26,11 @@ class FillClosed(Exception):
 class Fill:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept` says whether its bytes can be read after it was closed; `ahead`, that nobody has asked for them when it began;
-    `counted`, that a use of it was."""
+    `kept` says whether its bytes can be read after it was closed; `waits`, whether writing may wait for a disk; `ahead`,
+    that nobody has asked for them when it began; `counted`, that a use of it was."""
 
     kept = False
+    waits = False
     ahead = False
     counted = False
 
@@ -111,6 +112,7 @@ class TierFill(Fill):
     ) -> None:
         super().__init__(size, block_size, start, stop)
         self.tier = tier
+        self.waits = tier.blocking
         self.copy = copy
         self._fd = os.dup(fd)  # its own: the object's may be closed while a transfer is still being abandoned
         self.failure: OSError | None = None

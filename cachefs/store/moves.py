@@ -80,7 +80,10 @@ class Moves:
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:
-        while self._ram.used_bytes > self._spill_to() * self._ram.limit_bytes():
+        while self._ram.used_bytes > (enough := self._spill_to() * self._ram.limit_bytes()):
+            # What other nodes keep goes first, and nowhere.
+            if self._room.make(self._ram, int(self._ram.limit_bytes() - enough), evict=Evict.BORROWED):
+                return
             victim = self._catalog.victim(self._ram.number, moving=True)
             if victim is None:
                 return
@@ -125,10 +128,12 @@ class Moves:
                 self._room.drop(obj, copy, copy.bitmap)
 
     async def _move_down(self, obj: CachedObject, going: list[Copy]) -> bool:
-        """Copy to SSD what will leave RAM together."""
+        """Copy to SSD what will leave RAM together, but for what other nodes keep."""
         obj.refs += 1
         try:
             for copy in going:
+                if copy.key in self._catalog.borrowed:
+                    continue
                 # Here the deadline of a stop strikes: never in the middle of an extent.
                 await trio.lowlevel.checkpoint()
                 wanted = self._catalog.kept(copy)

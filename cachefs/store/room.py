@@ -35,9 +35,13 @@ class Evict(enum.IntEnum):
     """What may go for something to come."""
 
     NOTHING = 0
-    SPARE = 1
+    BORROWED = 1
+    """What other nodes keep, unless it waits for its reader."""
+    ANY_BORROWED = 2
+    """That first, then what waits."""
+    SPARE = 3
     """What nobody will miss: used in this epoch already, or not in all of the last; nothing that waits for its reader."""
-    ANY = 2
+    ANY = 4
     """That first, then whatever was used least lately."""
 
 
@@ -60,7 +64,12 @@ class Room:
                 return True
             if evict is Evict.NOTHING or need > limit:
                 return False
-            victim = self._catalog.victim(tier.number, spare=evict is Evict.SPARE, older_than=older_than)
+            if evict >= Evict.SPARE:
+                victim = self._catalog.victim(tier.number, spare=evict is Evict.SPARE, older_than=older_than)
+            else:
+                victim = self._catalog.borrowed_victim(tier.number, spare=True)
+                if victim is None and evict is Evict.ANY_BORROWED:
+                    victim = self._catalog.borrowed_victim(tier.number, spare=False)
             if victim is None:
                 return False
             obj, copy = victim
@@ -119,6 +128,7 @@ class Room:
         """It stays until it is unpinned; or may go again, like something just used."""
         if copy.pinned != pinned:
             copy.pinned = pinned
+            self._catalog.own(copy)
             held = self._bytes(copy, copy.bitmap)
             self._tiers[copy.tier].pinned_bytes += held if pinned else -held
             self._catalog.touch(copy)

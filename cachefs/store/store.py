@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -36,6 +36,17 @@ READ_THREADS = 8
 """Reads of one disk at a time; more only lengthen its queue. Guessed."""
 
 Buffer = bytes | bytearray | memoryview
+
+
+class Shared(NamedTuple):
+    """A verified block, as a range of an open file; `checksum` is its xxh3_64."""
+
+    copy: Copy
+    fd: int
+    offset: int
+    length: int
+    in_ram: bool
+    checksum: int
 
 
 class Store:
@@ -314,12 +325,43 @@ class Store:
 
     # -- taking in ---------------------------------------------------------------------------------
 
-    def begin_fill(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
+    def begin_fill(
+        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, borrowed: bool = False
+    ) -> Fill | None:
+        self._used(obj, copy)
+
+    def _used(self, obj: CachedObject, copy: Copy) -> None:
         """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None. `ahead`: nobody has
-        asked for them, so they take the place of nothing that somebody may miss; and once here, they wait for a reader."""
-        for tier, evict in self._places(ahead):
+        asked for them, so they take the place of nothing that somebody may miss; and once here, they wait for a reader.
+        `borrowed`: another node keeps them, so here they take the place of nothing but their like."""
+        for tier, evict in self._places(ahead, borrowed):
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             obj.refs += 1
+    # -- giving to other nodes ---------------------------------------------------------------------
+
+    def share(self, obj: CachedObject, block: int, *, checked: bool = False) -> Shared | None:
+        """Where the block lies, if it is here and verified (or was `checked` just now, by `read`). That is a use of it. Its
+        bytes stay where they are until `unshare`; whoever calls keeps the object referenced as long."""
+        copy = self._catalog.find(obj, block)
+        if copy is None:
+            return None
+        position = block % BLOCKS_PER_EXTENT
+        if not checked and (self._check_always or not copy.verified >> position & 1):
+            return None
+        tier = self._tier[copy.tier]
+        try:
+            fd = obj.file(tier)
+        except OSError as exc:
+            self.room.lost(obj, copy, exc)
+            return None
+        copy.pins += 1
+        self._used(obj, copy)
+        length = block_length(block, obj.id.size, self.block_size)
+        return Shared(copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position])
+
+    def unshare(self, obj: CachedObject, shared: Shared) -> None:
+        self.room.unpin(obj, shared.copy)
+
             try:
                 fill = self._fill_in(obj, tier, start, stop, evict)
             except OSError as exc:
@@ -331,23 +373,32 @@ class Store:
             if fill is None:
                 continue
             fill.ahead = ahead
-            fill.copy.pins += 1
-            self.room.reserve(fill.copy, _bits(start, stop))
+            copy = fill.copy
+            if not borrowed:
+                self._catalog.own(copy)
+            elif not (copy.bitmap or copy.arriving or copy.pinned):
+                self._catalog.borrowed.add(copy.key)
+            copy.pins += 1
+            self.room.reserve(copy, _bits(start, stop))
             if tier.number == RAM and self._moves is not None:
                 self._moves.filled()
             return fill
         return None
 
-    def _places(self, ahead: bool) -> Iterator[tuple[Tier, Evict]]:
+    def _places(self, ahead: bool, borrowed: bool) -> Iterator[tuple[Tier, Evict]]:
         """Where a fill may go, in the order to try: what nobody will miss goes from all tiers before anything else does."""
         tiers = [tier for tier in self.tiers if tier.writable()]
-        yield from ((tier, Evict.NOTHING) for tier in tiers[:-1])
+        yield from ((tier, Evict.BORROWED) for tier in tiers[:-1])
         yield from ((tier, Evict.SPARE) for tier in reversed(tiers))
         if not ahead:
             yield from ((tier, Evict.ANY) for tier in tiers[-1:])
 
     def _fill_in(self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict) -> TierFill | None:
         need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
+        if borrowed:
+            evict = Evict.BORROWED if ahead else Evict.ANY_BORROWED
+            yield from ((tier, evict) for tier in self.tiers[:1] if tier.writable())
+            return
         if not self.room.make(tier, need, evict=evict):
             return None
         fd = self.room.file_for_write(obj, tier)
