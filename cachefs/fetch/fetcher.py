@@ -346,6 +346,7 @@ class Fetcher:
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
         self._nursery.start_soon(self._fly, flight, origin, policy)
+        self.flights += 1
         return flight
 
     @property
@@ -355,7 +356,6 @@ class Fetcher:
 
     async def _fly(self, flight: Flight, origin: Origin, policy: Readahead | None) -> None:
         obj, fill, object_id = flight.object, flight.fill, flight.object.id
-        self.flights += 1
         try:
             await flight.run(origin, object_id, self._heap_slots if fill.kept else None)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.fetch.readahead import STREAMS, Budget, Readahead
-from tests.fetch.scripted import content, in_trio
+from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, KIB, MIB, running
 
 
@@ -385,9 +386,29 @@ def test_whatever_is_read_the_budget_is_kept_and_given_back(
     assert shared.used == 0
 
 
+class Awaited(ScriptedOrigin):
+    """Sees how many bytes are asked for and have not landed, which is less than what its requests have left to send: a
+    reader goes on as bytes land, a request ends when its thread has said so."""
+
+    most_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: list[tuple[int, Any]] = []
+
+    async def read(self, key: str, etag: str, start: int, stop: int, sink: Any, **how: Any) -> None:
+        self._under_way.append(mine := (stop, sink))
+        self.most_bytes = max(self.most_bytes, sum(stop - sink.landed for stop, sink in self._under_way))
+        try:
+            await super().read(key, etag, start, stop, sink, **how)
+        finally:
+            self._under_way.remove(mine)
+
+
 @in_trio
 async def test_a_large_object_is_there_long_before_its_reader(cache_dir: Path) -> None:
-    async with running(cache_dir, ssd=256 * MIB, readahead=2 * MIB) as lab:
+    origin = Awaited()
+    async with running(cache_dir, origin, ssd=256 * MIB, readahead=2 * MIB) as lab:
         size = 40 * MIB
         data = content(1, size)
         object_id = lab.origin.put("k", data)
@@ -398,7 +419,9 @@ async def test_a_large_object_is_there_long_before_its_reader(cache_dir: Path) -
             at += 128 * KIB
         await lab.quiet()
         assert lab.fetcher.whole(object_id)
-        assert lab.origin.most_in_flight <= 2 * 4
+        assert MIB < origin.most_bytes <= 2 * MIB + 2 * BLOCK, (
+            "a window, and what the reader itself waits for"
+        )
         gets = len(lab.origin.gets)
         while at < size:
             assert await lab.read_open(handle, at, 128 * KIB) == data[at : at + 128 * KIB]
