@@ -1,7 +1,8 @@
-"""The ladder: store, then what is on its way, then the origin."""
+"""The ladder: store, then what is on its way, then the node that owns it, then the origin."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +11,11 @@ import trio
 from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
 from cachefs.fetch.flight import Flight
 from cachefs.fetch.readahead import Budget, Readahead
+from cachefs.fetch.upstream import Upstream
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
+from cachefs.peers.protocol import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store
 
 log = logging.getLogger(__name__)
@@ -76,8 +79,10 @@ class Fetcher:
         *,
         max_readahead: int,
         part_bytes: int = 8 << 20,
+        upstream: Upstream | None = None,
     ) -> None:
         self._store = store
+        self._upstream = upstream or Upstream(metrics)
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size
@@ -236,7 +241,7 @@ class Fetcher:
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
         for start, stop in self._runs([b for b in wanted if b not in obj.flights], BLOCKS_PER_EXTENT):
-            self._start(opened.origin, obj, self._store.begin_fill(obj, start, stop), ahead=False)
+            self._start(opened.origin, obj, self._begin(obj, start, stop), ahead=False)
         for block in missing:
             if block not in obj.flights and not self._store.has(obj, block):
                 self._start(opened.origin, obj, self._store.begin_bypass(obj, block), ahead=False)
@@ -263,6 +268,11 @@ class Fetcher:
         policy, opened.readahead = opened.readahead, None
         if policy is not None:
             policy.users -= 1
+    def _begin(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
+        """Room for blocks of one extent, as much as is due to them here."""
+        borrowed = not self._upstream.keeps(obj.id, start)
+        return self._store.begin_fill(obj, start, stop, ahead=ahead, borrowed=borrowed)
+
             if not policy.users:
                 policy.close()
                 obj.readahead = None  # the next reader is another
@@ -277,7 +287,7 @@ class Fetcher:
         for start, stop in self._runs(blocks, part):
             fill = None
             if self._ahead_bytes < self._ahead_limit:
-                fill = self._store.begin_fill(obj, start, stop, ahead=True)
+                fill = self._begin(obj, start, stop, ahead=True)
             if self._start(origin, obj, fill, ahead=True, policy=policy) is None:
                 policy.declined(start)
                 break
@@ -297,7 +307,7 @@ class Fetcher:
                 first, last = next(
                     self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT)
                 )
-                fill = self._store.begin_fill(obj, first, last, ahead=ahead)
+                fill = self._begin(obj, first, last, ahead=ahead)
                 flight = self._start(origin, obj, fill, ahead=True)
                 if flight is None:
                     raise NoRoom(f"no tier takes {obj.id.key} now")
@@ -336,7 +346,7 @@ class Fetcher:
         ahead: bool,
         policy: Readahead | None = None,
     ) -> Flight | None:
-        """`policy` is told when it has landed."""
+        """`policy` is told when it has landed. `straight`: no other node is asked."""
         if fill is None:
             return None
         flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
@@ -357,7 +367,7 @@ class Fetcher:
     async def _fly(self, flight: Flight, origin: Origin, policy: Readahead | None) -> None:
         obj, fill, object_id = flight.object, flight.fill, flight.object.id
         try:
-            await flight.run(origin, object_id, self._heap_slots if fill.kept else None)
+            await flight.run(self._upstream, origin, object_id, self._heap_slots if fill.kept else None)
         finally:
             self.flights -= 1
             if flight.ahead:
@@ -379,11 +389,13 @@ class Fetcher:
             return whole
         parts: list[Buffer] = []
         at, end = offset, offset + size
+        straight: bool = False,
         while at < end:
             length = min(end, (at // self._block_size + 1) * self._block_size) - at
             data: Buffer | None = self._store.read_now(obj, at, length, count=False)
             for flight in flights:
                 data = data if data is not None else flight.read(at, length)
+        flight.elsewhere = not straight and self._upstream.asks(obj.id, fill.start_block)
             if data is None:
                 data = await self._store.read(obj, at, length)
             if data is None:

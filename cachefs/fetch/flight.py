@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import trio
 
+from cachefs.fetch.upstream import Upstream
 from cachefs.names import ObjectId
 from cachefs.origin import Origin, Turn
 from cachefs.store import CachedObject, Fill, Store
@@ -15,8 +16,8 @@ _NEVER = 1 << 62
 
 
 class Flight:
-    """Brings the blocks of one fill. `ahead` says that it began before any reader waited; `error` is set when it failed. One
-    that was given up ends with neither its blocks nor an error."""
+    """Brings the blocks of one fill. `ahead` says that it began before any reader waited; `elsewhere`, that peers are being
+    asked; `error` is set when it failed. One that was given up ends with neither its blocks nor an error."""
 
     def __init__(
         self, store: Store, obj: CachedObject, fill: Fill, token: trio.lowlevel.TrioToken, *, ahead: bool
@@ -25,6 +26,7 @@ class Flight:
         self.fill = fill
         self.ahead = ahead
         self.done = False
+        self.elsewhere = False
         self.error: Exception | None = None
         self._turn = Turn(background=ahead)
         self._scope = trio.CancelScope()
@@ -104,23 +106,24 @@ class Flight:
         if lowest <= self.fill.landed:
             self.fill.on_landed()  # type: ignore[misc]
 
-    async def run(self, origin: Origin, object_id: ObjectId, slots: trio.CapacityLimiter | None) -> None:
+    async def run(
+        self, upstream: Upstream, origin: Origin, object_id: ObjectId, slots: trio.CapacityLimiter | None
+    ) -> None:
         """Transfer, holding one of the slots if there are any; never raises anything but cancellation. `error` says how it
         ended."""
         fill = self.fill
-        whole = fill.start == 0 and fill.stop == object_id.size
         try:
             with self._scope:
                 async with slots or nullcontext():
-                    await origin.read(
-                        object_id.key,
-                        object_id.etag,
-                        fill.start,
-                        fill.stop,
-                        fill,
-                        whole=whole,
-                        turn=self._turn,
-                    )
+                    if self.elsewhere:
+                        await upstream.read(object_id, fill, self._turn)
+                        self.elsewhere = False
+                    if fill.landed < fill.stop:
+                        await origin.read(
+                            *(object_id.key, object_id.etag, fill.landed, fill.stop, fill),
+                            whole=fill.landed == 0 and fill.stop == object_id.size,
+                            turn=self._turn,
+                        )
         except Exception as exc:
             self.error = exc
         finally:

@@ -126,6 +126,10 @@ class Cluster:
             raise
         health.succeeded(first_s)
 
+    def failing(self, asked: Asked) -> bool:
+        """Whether it has failed since, or is on trial."""
+        return self._of(asked.member.name).state != "healthy"
+
     async def bring(self, member: Member, version: ObjectId, start: int, stop: int) -> None:
         """Have the owner fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""
         await self._client.bring(

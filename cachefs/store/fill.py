@@ -46,7 +46,7 @@ class Fill:
         self.on_landed: Callable[[], None] | None = None
         self.settled = 0  # blocks that exist for everybody
         self._size = size
-        self._block_size = block_size
+        self.block_size = block_size
         self._completed: list[tuple[int, int]] = []
         self._hash = xxhash.xxh3_64()
         self._lock = threading.Lock()
@@ -63,8 +63,8 @@ class Fill:
             self._put(view, self.landed)
             position = self.landed
             while len(view):
-                block = position // self._block_size
-                end = block * self._block_size + block_length(block, self._size, self._block_size)
+                block = position // self.block_size
+                end = block * self.block_size + block_length(block, self._size, self.block_size)
                 part = view[: end - position]
                 self._hash.update(part)
                 position += len(part)

@@ -1,0 +1,161 @@
+"""What this node gives to others: blocks that lie here, and those of its own that it fetches for them.
+
+A peer names a version and blocks of it. It gets what is mounted here and nothing else: the source must be one of ours, and
+the key below the prefix that is shown. What is missing is fetched only where this node is meant to fetch it (the owner, or
+the heir of owners that the asker finds dead), as demand, and straight from the origin: no peer is asked for the sake of
+another one. Blocks are given one by one as they land, as ranges of the tiers' files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import trio
+
+from cachefs.errors import CachefsError, NoRoom, ObjectChanged
+from cachefs.fetch.fetcher import ATTEMPTS, Fetcher
+from cachefs.fetch.flight import Flight
+from cachefs.names import BLOCKS_PER_EXTENT, ObjectId
+from cachefs.origin import Origin
+from cachefs.peers.cluster import Cluster
+from cachefs.peers.protocol import Busy, NotShared, Piece
+from cachefs.peers.wire import BlockRequest
+from cachefs.store import Shared, Store
+
+LOOKED_AT_ONCE = 1024
+"""Blocks looked up before others have a turn: about 1 ms."""
+
+
+class Serving:
+    """`cachefs.peers.protocol.Shares` over the store and the fetcher of this node."""
+
+    def __init__(self, store: Store, fetcher: Fetcher, cluster: Cluster, origins: Sequence[Origin]) -> None:
+        self._store = store
+        self._fetcher = fetcher
+        self._cluster = cluster
+        self._origins = [(origin, _directory(origin.prefix)) for origin in origins]
+
+    async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Reply:
+        reply = Reply(self, self._store, self._origin_of(request.object), request, background)
+        try:
+            reply.begin()
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+        self._origin_of(request.object)
+        obj = self._store.object(request.object)
+        obj.refs += 1
+        try:
+            held = []
+            for block in range(request.start_block, request.stop_block):
+                held.append(self._store.has(obj, block))
+                if len(held) % LOOKED_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
+            return held
+        finally:
+            self._store.release(obj)
+
+    def fetch(self, reply: Reply, blocks: range) -> None:
+        """Have them on their way. Raises `NotShared`, `Busy`."""
+        request, obj = reply.request, reply.object
+        if all(self._store.has(obj, block) for block in blocks):
+            return
+        extent = request.start_block // BLOCKS_PER_EXTENT
+        if not self._cluster.may_fetch(request.object.digest, extent, request.rank):
+            raise NotShared("not here, and another node's to fetch")
+        self._fetcher.fetch_for_peer(reply.origin, obj, blocks, background=reply.background)
+
+    def _origin_of(self, version: ObjectId) -> Origin:
+        for origin, directory in self._origins:
+            if origin.source == version.source and version.key.startswith(directory):
+                return origin
+        raise NotShared("this node does not show that object")
+
+
+class Reply:
+    """`cachefs.peers.protocol.Served`: blocks in their order. What was given is pinned until the end."""
+
+    def __init__(
+        self, serving: Serving, store: Store, origin: Origin, request: BlockRequest, background: bool
+    ) -> None:
+        self.origin = origin
+        self.request = request
+        self.background = background
+        self.object = store.object(request.object)
+        self.object.refs += 1
+        self._serving = serving
+        self._store = store
+        self._next = request.start_block
+        self._shared: Shared | None = None  # the next, once it is ready
+        self._held: list[Shared] = []
+
+    def begin(self) -> None:
+        """Have all of it here or on its way."""
+        self._serving.fetch(self, range(self._next, self.request.stop_block))
+
+    def take(self) -> Piece | None:
+        if not self._ready():
+            return None
+        shared, self._shared = self._shared, None
+        assert shared is not None
+        self._next += 1
+        return Piece(shared.fd, shared.offset, shared.length, shared.in_ram, shared.checksum)
+
+    def _ready(self, *, checked: bool = False) -> bool:
+        """Whether the next block can be given; then it is pinned."""
+        if self._shared is None:
+            self._shared = self._store.share(self.object, self._next, checked=checked)
+            if self._shared is not None:
+                self._held.append(self._shared)
+        return self._shared is not None
+
+    async def wait(self) -> None:
+        block, start = self._next, self._next * self.request.block_size
+        length = self.request.length(block)
+        for _ in range(ATTEMPTS):
+            if self._store.has(self.object, block):
+                # Here, but not verified yet, or in no tier's file.
+                if await self._store.read(self.object, start, length) is None:
+                    continue
+                if self._ready(checked=True):
+                    return
+                raise Busy("no tier takes it now")
+            flight: Flight | None = self.object.flights.get(block)
+            if flight is None or flight.elsewhere or flight.fill.kept:
+                self.begin()
+                continue
+            if not self.background:
+                flight.join((block,))
+            await flight.landed(start + length)
+            flight.wake()
+            if not self._store.has(self.object, block):
+                _raise_failure(flight)
+            elif self._ready():
+                return
+        raise Busy("its blocks vanish as fast as they come")
+
+    def close(self) -> None:
+        for shared in self._held:
+            self._store.unshare(self.object, shared)
+        self._held.clear()
+        self._store.release(self.object)
+
+
+def _raise_failure(flight: Flight) -> None:
+    """In the words of the exchange."""
+    error = flight.error
+    if isinstance(error, ObjectChanged):
+        raise error
+    if isinstance(error, NoRoom):
+        raise Busy(str(error))
+    if error is not None:
+        said = str(error) if isinstance(error, CachefsError) else type(error).__name__
+        raise NotShared(f"the store does not give it: {said}")
+
+
+def _directory(prefix: str) -> str:
+    """What all keys below a prefix begin with."""
+    return prefix.rstrip("/") + "/" if prefix else ""
