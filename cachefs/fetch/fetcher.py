@@ -222,7 +222,44 @@ class Fetcher:
         obj = self._store.object(object_id)
         return all(self._store.has(obj, b) for b in range(block_count(object_id.size, self._block_size)))
 
+    # -- other nodes -------------------------------------------------------------------------------
+
+    def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """[start, stop) in pieces of one or more extents, and whether this node keeps each."""
+        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
+        while start < stop:
+            kept, end = self._upstream.keeps(object_id, start // self._block_size), start
+            while end < stop and self._upstream.keeps(object_id, end // self._block_size) == kept:
+                end = min(stop, (end // extent_bytes + 1) * extent_bytes)
+            yield start, end, kept
+            start = end
+
+    async def bring_elsewhere(self, object_id: ObjectId, start: int, stop: int) -> None:
+        """Have those who keep [start, stop) fetch it. Raises `OriginFailed`."""
+        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
+        first = start // extent_bytes * extent_bytes
+        cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
+        await self._upstream.bring(object_id, itertools.pairwise(cuts), extent_bytes)
+
+    def fetch_for_peer(self, origin: Origin, obj: CachedObject, blocks: range, *, background: bool) -> None:
+        """Have on their way, straight from the origin, those of the blocks (of one extent) that are missing. Raises `Busy`
+        when no tier takes them, or they come from another node: who asks must not wait for somebody who asks in turn."""
+        missing = [b for b in blocks if not self._store.has(obj, b)]
+        for block in missing:
+            flight: Flight | None = obj.flights.get(block)
+            if flight is not None and (flight.elsewhere or flight.fill.kept):
+                raise Busy("another node is being asked for it, or no tier takes it")
+        for start, stop in self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT):
+            fill = self._begin(obj, start, stop)
+            if self._start(origin, obj, fill, ahead=background, straight=True) is None:
+                raise Busy("no tier takes it now")
+
     # -- the parts of it ---------------------------------------------------------------------------
+
+    def _begin(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
+        """Room for blocks of one extent, as much as is due to them here."""
+        borrowed = not self._upstream.keeps(obj.id, start)
+        return self._store.begin_fill(obj, start, stop, ahead=ahead, borrowed=borrowed)
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
         obj = opened.cached
@@ -268,11 +305,6 @@ class Fetcher:
         policy, opened.readahead = opened.readahead, None
         if policy is not None:
             policy.users -= 1
-    def _begin(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
-        """Room for blocks of one extent, as much as is due to them here."""
-        borrowed = not self._upstream.keeps(obj.id, start)
-        return self._store.begin_fill(obj, start, stop, ahead=ahead, borrowed=borrowed)
-
             if not policy.users:
                 policy.close()
                 obj.readahead = None  # the next reader is another
@@ -345,11 +377,13 @@ class Fetcher:
         *,
         ahead: bool,
         policy: Readahead | None = None,
+        straight: bool = False,
     ) -> Flight | None:
         """`policy` is told when it has landed. `straight`: no other node is asked."""
         if fill is None:
             return None
         flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
+        flight.elsewhere = not straight and self._upstream.asks(obj.id, fill.start_block)
         if ahead:
             self._metrics.prefetched += fill.stop_block - fill.start_block
             self._ahead_bytes += fill.stop - fill.start
@@ -389,13 +423,11 @@ class Fetcher:
             return whole
         parts: list[Buffer] = []
         at, end = offset, offset + size
-        straight: bool = False,
         while at < end:
             length = min(end, (at // self._block_size + 1) * self._block_size) - at
             data: Buffer | None = self._store.read_now(obj, at, length, count=False)
             for flight in flights:
                 data = data if data is not None else flight.read(at, length)
-        flight.elsewhere = not straight and self._upstream.asks(obj.id, fill.start_block)
             if data is None:
                 data = await self._store.read(obj, at, length)
             if data is None:
