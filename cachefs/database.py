@@ -5,10 +5,11 @@ database is never repaired and never believed: it is dropped with one line in th
 learnt again.
 
 How damage is noticed, without scanning a healthy database at start: a clean close leaves the xxh3 of the file beside
-it, so the next open compares one hash (a gigabyte a second and more). After an unclean stop there is no such hash, and
-a forked child walks every row first: whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV), it does to the
-child. `fsync=False` gives up the ordering of writes on power loss, so such a database is also dropped when it was not
-closed and the machine has been rebooted since.
+it, so the next open compares one hash (a gigabyte a second and more). After an unclean stop there is no such hash, and a
+forked child writes every row into a fresh file, which takes the old one's place: whatever a damaged page makes LMDB do
+(raise, SIGBUS, SIGSEGV), it does to the child, and no such page is ever written to. That is half a second for a
+million rows. `fsync=False` gives up the ordering of writes on power loss, so such a database is also dropped when it
+was not closed and the machine has been rebooted since.
 
 Two things LMDB leaves to its user are done here. Pages it has read stay mapped and count as the process's memory:
 `release_memory` unmaps them (they stay in the page cache, where the kernel can take them when it needs to). And a disk
@@ -23,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -45,8 +47,8 @@ MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
 LOCK_BYTES = 64 << 10
 """Derived: 512 readers of 64 bytes, and LMDB's header."""
 
-PROBE_BYTES = 1 << 20
-"""Derived: LMDB looks for that many pages in a row among all that are free, and so reads every record of them."""
+BATCH_ROWS = 100_000
+"""Rows of one transaction in a rewrite. Derived: tens of megabytes of memory."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTNEED = 4
@@ -118,7 +120,7 @@ class Database:
             return None
         if not self._fsync and _mark(self._dirty_mark) != _boot_id():
             return "the machine stopped before it was written out"
-        return _walk_in_child(self.path)
+        return _rewrite(self.path, self._names, fsync=self._fsync)
 
     def _drop(self, reason: str) -> None:
         self.dropped = reason
@@ -276,10 +278,12 @@ class Database:
             os.close(self._lock_fd)
 
 
-def _open_tables(path: Path, names: Sequence[str], *, fsync: bool) -> tuple[Any, dict[str, Any]]:
+def _open_tables(
+    path: Path, names: Sequence[str], *, fsync: bool, create: bool = True
+) -> tuple[Any, dict[str, Any]]:
     env = _open_env(path, len(names), fsync=fsync)
     try:
-        return env, {name: env.open_db(name.encode()) for name in names}
+        return env, {name: env.open_db(name.encode(), create=create) for name in names}
     except BaseException:
         env.close()
         raise
@@ -377,9 +381,10 @@ def _chunks(file: Any) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-def _walk_in_child(path: Path) -> str | None:
-    """Read every row in a forked child, and begin a write that has to look through the free pages; the reason it failed,
-    or None."""
+def _rewrite(path: Path, tables: Sequence[str], *, fsync: bool) -> str | None:
+    """Write every row of a database that was not closed into a fresh one, and put that in its place; or why that failed.
+    A forked child does it."""
+    fresh = path / "fresh"
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -387,28 +392,40 @@ def _walk_in_child(path: Path) -> str | None:
             for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT):
                 signal.signal(number, signal.SIG_DFL)
             os.close(2)
-            env = _open_env(path, 16, fsync=False)
-            if (path / "data.mdb").stat().st_size >= (env.info()["last_pgno"] + 1) * env.stat()["psize"]:
-                with env.begin() as txn:
-                    names = [name for name, _ in txn.cursor()]
-                tables = [env.open_db(name, create=False) for name in names]
-                with env.begin() as txn:
-                    for table in tables:
-                        for _row in txn.cursor(db=table):
-                            pass
-                writing = env.begin(write=True)
-                for table in tables[:1]:
-                    writing.put(b"\xff", bytes(PROBE_BYTES), db=table)
-                writing.abort()
-                status = 0
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+            _copy_rows(path, fresh, tables, fsync=fsync)
+            status = 0
+        except Exception as exc:
+            status = 2 if _is_disk_trouble(exc) else 1
         finally:
             os._exit(status)
     _, wait_status = os.waitpid(pid, 0)
     if wait_status == 0:
-        return None
+        (path / "lock.mdb").unlink(missing_ok=True)
+        (fresh / "data.mdb").replace(path / "data.mdb")
+    shutil.rmtree(fresh, ignore_errors=True)
     if os.WIFSIGNALED(wait_status):
         return f"reading it ends in {signal.Signals(os.WTERMSIG(wait_status)).name}"
-    return "it is truncated or damaged"
+    reasons = {0: None, 2: "it was not closed, and there is no room to write it anew"}
+    return reasons.get(os.WEXITSTATUS(wait_status), "it is truncated or damaged")
+
+
+def _copy_rows(path: Path, fresh: Path, tables: Sequence[str], *, fsync: bool) -> None:
+    """Raises what a damaged database makes LMDB raise: also for a missing table, and for keys out of order."""
+    old, _ = opened = _open_tables(path, tables, fsync=False, create=False)
+    if (path / "data.mdb").stat().st_size < (old.info()["last_pgno"] + 1) * old.stat()["psize"]:
+        raise lmdb.CorruptedError("cut short")
+    new, into = _open_tables(fresh, tables, fsync=False)
+    with old.begin() as reading:
+        for name, table in opened[1].items():
+            rows = iter(reading.cursor(db=table))
+            while batch := list(itertools.islice(rows, BATCH_ROWS)):
+                with new.begin(write=True) as writing, writing.cursor(db=into[name]) as cursor:
+                    if cursor.putmulti(batch, append=True)[1] != len(batch):
+                        raise lmdb.CorruptedError("keys out of order")
+    new.sync(fsync)
+    new.close()
 
 
 def remove(path: Path) -> None:
