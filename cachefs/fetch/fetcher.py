@@ -82,6 +82,7 @@ class Fetcher:
         upstream: Upstream | None = None,
     ) -> None:
         self._store = store
+        self.course = store.course
         self._upstream = upstream or Upstream(metrics)
         self._nursery = nursery
         self._metrics = metrics

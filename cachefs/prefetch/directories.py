@@ -17,8 +17,8 @@ would (`tests/prefetch/test_directories.py` has the model). Steeper gains little
 A wanted part that is not spread evenly (one class, one day) shows in what is used: fewer of the files fetched ahead than
 their share of those that are left. Then nothing more is fetched until the ratio recovers.
 
-All of it counts within one *turn*, and what was asked for in a turn is not fetched ahead in it again: in a directory larger
-than the cache it may be gone already. When files are asked for again, long after the first time, a new turn has begun.
+All of it counts within one epoch of the data set, as the cache sees it (`store/epochs.py`). What an epoch has had already is
+neither counted nor fetched ahead: in a directory larger than the cache it may be gone, and will not be wanted soon.
 """
 
 from __future__ import annotations
@@ -38,12 +38,6 @@ EXPECTED_ENOUGH = 8.0
 DISAPPOINTING = 0.25
 """The share of those hits below which the rest is left alone. Guessed; with 8 expected, two come by chance in 1 of 70."""
 
-RECENT = 16_384
-"""Files of one directory remembered as asked for, about 100 bytes each. Guessed: beyond it, some are fetched twice."""
-
-CLOSE = 8
-"""Asked for again within this part of a directory's files, a file has several openers, and no new turn began. Guessed."""
-
 REMEMBERED = 256
 """Directories. Guessed: a data set by class has a thousand, of which a few are read at a time."""
 
@@ -51,8 +45,7 @@ FORGET_AFTER_S = 600.0
 """Without a demand, what a directory has shown is forgotten: the next reader may be another. Guessed."""
 
 PASS_SHARE = 32
-"""A listing is gone through again when a file for each of this many has been missed since, and so many asked for again make
-a new turn. Guessed."""
+"""A listing is gone through again when a file for each of this many has been missed since. Guessed."""
 
 
 def share(asked: float) -> float:
@@ -70,51 +63,35 @@ class Directory:
         self.fetched = 0  # ahead, those on their way included
         self.used = 0
         self.last = float("-inf")
+        self.epoch = 0
         self._expected = 0.0
-        self._opens = 0  # in all turns
-        self._turn_from = 0  # of these
-        self._again = 0
-        self._recent: OrderedDict[int, int] = OrderedDict()  # file → its open
         self._missed = START  # since the listing was last gone through
 
-    def missed(self, file: int, now: float) -> None:
-        """`file` was opened and nothing of it was here."""
-        before = self._recent.get(file, -1)
-        if before >= self._turn_from:
-            if self.files is None or self._opens - before <= max(START, self.files // CLOSE):
-                return
-            self._again += 1
-            if self._again > max(START, self.files // PASS_SHARE):
-                self._turn()
+    def missed(self, now: float) -> None:
+        """A file that this epoch has not had was opened, and nothing of it was here."""
         self._missed += 1
-        self._ask(file, now)
+        self._ask(now)
 
-    def hit(self, file: int, now: float) -> None:
+    def hit(self, now: float) -> None:
         """A file that was fetched ahead was opened for the first time."""
-        self._ask(file, now)
+        self._ask(now)
         self.used += 1
 
-    def _ask(self, file: int, now: float) -> None:
+    def _ask(self, now: float) -> None:
         self.last = now
         if self.files is not None:
             left = max(self.files - self.demanded, self.unused, 1)
             self._expected += self.unused / left
         self.demanded += 1
-        self._recent.pop(file, None)
-        self._recent[file] = self._opens
-        self._opens += 1
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
 
-    def _turn(self) -> None:
+    def in_epoch(self, epoch: int) -> None:
+        """Begin anew when it is another than before."""
+        before, self.epoch = self.epoch, epoch
+        if before in (0, epoch):
+            return
         self.fetched, self.used, self.demanded = self.unused, 0, 0
-        self._expected, self._again = 0.0, 0
-        self._turn_from = self._opens
+        self._expected = 0.0
         self._missed = self.files or START
-
-    def asked_for(self, file: int) -> bool:
-        """Whether `file` was opened in this turn."""
-        return self._recent.get(file, -1) >= self._turn_from
 
     def started(self) -> None:
         """A file is being fetched ahead."""

@@ -121,8 +121,8 @@ class Prefetcher:
         self._clock = clock
         self._paths = Paths(volumes)
         self._plans = FromPlans(fs, self._wanted)
-        self._shards = FromShards(fs, self._paths, self._wanted)
-        self._directories = FromDirectories(fs, self._paths, self._wanted)
+        self._shards = FromShards(fs, self._paths, self._still_wanted)
+        self._directories = FromDirectories(fs, self._paths, self._still_wanted)
         self._announced = Announced(self._plans.plans, Shelf(directory) if directory else None, clock)
         self._announced.on_change = self._plans_changed
         self.awaited = Awaited()
@@ -151,7 +151,7 @@ class Prefetcher:
             self._metrics.prefetch_used_files += 1
             self._used_bytes += ahead.size
             if ahead.candidate.directory is not None:
-                self._directories.hit(ino, ahead.candidate.directory, now)
+                self._directories.hit(ino, ahead.candidate.directory, self._fetcher.course.epoch(obj), now)
             if self._pause == "no room":
                 self._resume_at = now
             self._wake()
@@ -165,8 +165,9 @@ class Prefetcher:
         if obj.size > LARGE:
             self._shards.opened(ino, pid, origin, obj)
             self._wake()
-        elif obj.size and ahead is None and not lent and not self._fetcher.whole(obj):
-            walk = self._directories.missed(ino, origin, obj, now)
+        elif obj.size and ahead is None and not lent and self._still_wanted(obj):
+            self._fetcher.course.comes(obj)
+            walk = self._directories.missed(ino, origin, obj, self._fetcher.course.epoch(obj), now)
             if walk is not None and self._nursery is not None:
                 self._nursery.start_soon(self._count, walk)
             self._wake()
@@ -230,6 +231,10 @@ class Prefetcher:
 
     def _wanted(self, obj: ObjectId) -> bool:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
+
+    def _still_wanted(self, obj: ObjectId) -> bool:
+        """For who guesses: what this epoch has had may be gone, but nobody will miss it."""
+        return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         if candidate.found is None:

@@ -36,7 +36,7 @@ QUEUES = 64
 """Streams of shards that have something foretold. Guessed; the newest go first."""
 
 Wanted = Callable[["ObjectId"], bool]
-"""Whether a version is neither here nor on its way."""
+"""Whether a version is neither here nor on its way; without a plan that knows better, nor read in this epoch already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,8 +190,9 @@ class FromDirectories:
         self._walks: dict[int, _Walk] = {}
         self._eager: OrderedDict[int, None] = OrderedDict()  # with a wish; the newest use last
 
-    def missed(self, ino: int, origin: Origin, obj: ObjectId, now: float) -> _Walk | None:
-        """A small file was opened cold. Returns the directory's walk when its files should be counted now."""
+    def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
+        """A small file was opened cold, for the first time in an epoch. Returns the directory's walk when its files should
+        be counted now."""
         if ino >= FIRST_ALIAS:
             return None
         key = ino >> LOW_BITS
@@ -203,7 +204,8 @@ class FromDirectories:
             if len(self._walks) > 2 * REMEMBERED:
                 self._walks = {k: w for k, w in self._walks.items() if self.directories.get(k) is w.policy}
         walk.ino = ino
-        policy.missed(ino, now)
+        policy.in_epoch(epoch)
+        policy.missed(now)
         if policy.demanded <= START:
             walk.start = min(walk.start, name.encode())
         if policy.wish():
@@ -214,9 +216,10 @@ class FromDirectories:
             return walk
         return None
 
-    def hit(self, ino: int, policy: Directory, now: float) -> None:
+    def hit(self, ino: int, policy: Directory, epoch: int, now: float) -> None:
         """A file that was fetched ahead was opened."""
-        policy.hit(ino, now)
+        policy.in_epoch(epoch)
+        policy.hit(now)
         if ino < FIRST_ALIAS and policy.wish() and self.directories.get(key := ino >> LOW_BITS) is policy:
             self._eager[key] = None
             self._eager.move_to_end(key)
@@ -252,9 +255,7 @@ class FromDirectories:
         while True:
             while walk.buffer:
                 sibling = walk.buffer.popleft()
-                if sibling.object.size > LARGE or walk.policy.asked_for(sibling.ino):
-                    continue
-                if self._wanted(sibling.object):
+                if sibling.object.size <= LARGE and self._wanted(sibling.object):
                     return sibling
             await trio.lowlevel.checkpoint()
             if walk.after is None and not walk.begin():

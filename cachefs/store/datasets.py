@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable
 
 from cachefs.names import ObjectId
+from cachefs.store.epochs import Epochs, unit_hash
 
 MOST = 64
 """First components that one source may have as datasets of their own. Guessed: more are classes, days or users."""
@@ -69,3 +70,23 @@ class Datasets:
             self._names = {int(number): str(name) for number, name in names.items()}
         except (ValueError, TypeError, AttributeError):
             pass
+
+
+class Course:
+    """How far a version's dataset has come in its epoch, for who fetches ahead."""
+
+    def __init__(self, epochs: Epochs, datasets: Datasets) -> None:
+        self._epochs = epochs
+        self._datasets = datasets
+
+    def epoch(self, object_id: ObjectId) -> int:
+        """Which epoch of its dataset this is: the number grows when one begins; 0 when nothing is known."""
+        return self._epochs.number(self._datasets(object_id))
+
+    def had(self, object_id: ObjectId) -> bool:
+        """Whether (the beginning of) the version was used in this epoch, be it here still or not."""
+        return self._epochs.had(self._datasets(object_id), unit_hash(object_id.digest, 0))
+
+    def comes(self, object_id: ObjectId) -> None:
+        """A reader has come for the version: as good as used."""
+        self._epochs.comes(self._datasets(object_id), unit_hash(object_id.digest, 0))

@@ -12,7 +12,8 @@ moment most of what is known of it had been used, and nearly every use was one a
 popularity: those stay with plain recency.
 
 What was used is remembered beyond what is cached, as a sample by hash (as SHARDS has it): of a dataset with more units,
-every second, fourth, ... one.
+every second, fourth, ... one. What this epoch has had is remembered of all units, more compactly (`seen.py`): it is not
+worth fetching ahead once more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from cachefs.store.seen import Seen
 
 Policy = Literal["auto", "epoch", "lru"]
 
@@ -87,6 +90,7 @@ class Dataset:
     last_hit_ratio: float | None = None
     unit_bytes: float = 0.0
     changed: bool = True
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def rate(self) -> float:
@@ -146,6 +150,7 @@ class Dataset:
         self.previous, self.start, self.fresh = self.start, clock, fresh
         self.number += 1
         self.agains.clear()
+        self.seen = Seen()
         self.last_hit_ratio = self.hit_ratio
         self.hits = self.uses = 0
 
@@ -173,8 +178,6 @@ class Epochs:
     def used(self, dataset: int, unit: int, clock: int, length: int, *, hit: bool) -> bool:
         """A unit (any 64-bit hash, evenly distributed) of `length` bytes is used at `clock`, which never goes back; `hit` if
         it was cached. Whether a new epoch of its dataset has begun."""
-        if self.policy == "lru":
-            return False
         self._now = clock
         if clock - self._looked >= 64:
             self._look_for_idle()
@@ -183,6 +186,7 @@ class Epochs:
             found = self._add(dataset, clock)
         found.last = clock
         found.idle = False
+        found.seen.add(unit)
         if unit >= found.threshold:
             return False
         begun = found.used(unit, clock, length, hit)
@@ -197,7 +201,7 @@ class Epochs:
         return (
             found is not None
             and found.previous <= clock < found.start
-            and (found.epochs or self.policy == "epoch")
+            and self._keeps(found)
             and not found.idle
         )
 
@@ -208,7 +212,29 @@ class Epochs:
 
     def has_epochs(self, dataset: int) -> bool:
         found = self._datasets.get(dataset)
-        return found is not None and (found.epochs or self.policy == "epoch")
+        return found is not None and self._keeps(found)
+
+    def _keeps(self, found: Dataset) -> bool:
+        return self.policy == "epoch" or (found.epochs and self.policy == "auto")
+
+    def number(self, dataset: int) -> int:
+        """Of the epoch that the dataset is in: it grows when one begins. 0: nothing is known."""
+        found = self._datasets.get(dataset)
+        return found.number if found is not None else 0
+
+    def comes(self, dataset: int, unit: int) -> None:
+        """A reader is about to use it: this epoch has as good as had it."""
+        found = self._datasets.get(dataset)
+        if found is not None:
+            found.seen.add(unit)
+
+    def had(self, dataset: int, unit: int) -> bool:
+        """Whether this epoch of the dataset has had the unit already, cached or not. It may be wrong once in a hundred."""
+        found = self._datasets.get(dataset)
+        if found is None:
+            return False
+        use = found.sample.get(unit)
+        return unit in found.seen or (use is not None and use[0] >= found.start)
 
     def _add(self, dataset: int, clock: int) -> Dataset:
         if len(self._datasets) >= TRACKED:
@@ -234,7 +260,7 @@ class Epochs:
             yield (
                 dataset,
                 {
-                    "mode": "epoch" if found.epochs or self.policy == "epoch" else "lru",
+                    "mode": "epoch" if self._keeps(found) else "lru",
                     "epoch": found.number,
                     "used_share": round(found.fresh / max(1, found.alive), 3),
                     "footprint_bytes": int(found.alive / found.rate * found.unit_bytes),

@@ -17,7 +17,7 @@ from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.backing import Backing, Lending
 from cachefs.store.catalog import Catalog
-from cachefs.store.datasets import Datasets
+from cachefs.store.datasets import Course, Datasets
 from cachefs.store.epochs import Epochs, Policy
 from cachefs.store.fill import Fill, HeapFill, TierFill
 from cachefs.store.heap import Heap
@@ -74,6 +74,7 @@ class Store:
         self._catalog = Catalog(
             *(index, tiers, block_size, self._epochs, clock), trust=verify == "none" and index.trusted
         )
+        self.course = Course(self._epochs, self._catalog.datasets)
         self.room = Room(self._catalog, self._tier, block_size, metrics)
         self._moves = (
             Moves(self._catalog, self.room, tiers[0], tiers[1], metrics, clock) if len(tiers) == 2 else None
@@ -318,25 +319,14 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
+        self._used(obj, copy)
+
+    def _used(self, obj: CachedObject, copy: Copy) -> None:
         if self._catalog.touch_if_old(copy):
             self._catalog.use(obj, copy, hit=True)
             if copy.tier != RAM and self._moves is not None:
                 self._moves.used(copy)
 
-    # -- taking in ---------------------------------------------------------------------------------
-
-    def begin_fill(
-        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, borrowed: bool = False
-    ) -> Fill | None:
-        self._used(obj, copy)
-
-    def _used(self, obj: CachedObject, copy: Copy) -> None:
-        """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None. `ahead`: nobody has
-        asked for them, so they take the place of nothing that somebody may miss; and once here, they wait for a reader.
-        `borrowed`: another node keeps them, so here they take the place of nothing but their like."""
-        for tier, evict in self._places(ahead, borrowed):
-            # Held while room is made: making it may evict this very object's other blocks, and with them its file.
-            obj.refs += 1
     # -- giving to other nodes ---------------------------------------------------------------------
 
     def share(self, obj: CachedObject, block: int, *, checked: bool = False) -> Shared | None:
@@ -362,6 +352,17 @@ class Store:
     def unshare(self, obj: CachedObject, shared: Shared) -> None:
         self.room.unpin(obj, shared.copy)
 
+    # -- taking in ---------------------------------------------------------------------------------
+
+    def begin_fill(
+        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, borrowed: bool = False
+    ) -> Fill | None:
+        """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None. `ahead`: nobody has
+        asked for them, so they take the place of nothing that somebody may miss; and once here, they wait for a reader.
+        `borrowed`: another node keeps them, so here they take the place of nothing but their like."""
+        for tier, evict in self._places(ahead, borrowed):
+            # Held while room is made: making it may evict this very object's other blocks, and with them its file.
+            obj.refs += 1
             try:
                 fill = self._fill_in(obj, tier, start, stop, evict)
             except OSError as exc:
@@ -387,6 +388,10 @@ class Store:
 
     def _places(self, ahead: bool, borrowed: bool) -> Iterator[tuple[Tier, Evict]]:
         """Where a fill may go, in the order to try: what nobody will miss goes from all tiers before anything else does."""
+        if borrowed:
+            evict = Evict.BORROWED if ahead else Evict.ANY_BORROWED
+            yield from ((tier, evict) for tier in self.tiers[:1] if tier.writable())
+            return
         tiers = [tier for tier in self.tiers if tier.writable()]
         yield from ((tier, Evict.BORROWED) for tier in tiers[:-1])
         yield from ((tier, Evict.SPARE) for tier in reversed(tiers))
@@ -395,10 +400,6 @@ class Store:
 
     def _fill_in(self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict) -> TierFill | None:
         need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
-        if borrowed:
-            evict = Evict.BORROWED if ahead else Evict.ANY_BORROWED
-            yield from ((tier, evict) for tier in self.tiers[:1] if tier.writable())
-            return
         if not self.room.make(tier, need, evict=evict):
             return None
         fd = self.room.file_for_write(obj, tier)

@@ -50,11 +50,11 @@ def epoch(
             flying -= 1
         elif (file := next(orders[who], None)) is not None:
             if file not in arrives:
-                policy.missed(file, now)
+                policy.missed(now)
                 arrives[file] = store.done_at(now)
             elif file in ahead:
                 ahead.discard(file)
-                policy.hit(file, now)
+                policy.hit(now)
             heapq.heappush(events, (max(now, arrives[file]) + 0.0002, who))
         else:
             end = max(end, now)

@@ -60,48 +60,42 @@ def test_a_part_that_is_not_spread_evenly_is_left_alone() -> None:
     """The last eighth is wanted, and fetched ahead is from the front: chance would give more hits than none."""
     policy = Directory()
     policy.files = FILES
-    for file in range(FILES - FILES // 8, FILES):
-        policy.missed(file, 0.0)
+    for _ in range(FILES // 8):
+        policy.missed(0.0)
         for _ in range(policy.wish()):
             policy.started()
     assert policy.disappoints and not policy.wish()
     assert policy.unused < FILES // 4
 
 
-@pytest.mark.parametrize("files", [None, 20, 4000])
-def test_several_openers_of_a_file_count_once(files: int | None) -> None:
-    policy = Directory()
-    policy.files = files
-    for _ in range(9):
-        policy.missed(7, 0.0)
-    assert policy.demanded == 1 and not policy.wish()
-
-
-def test_what_was_asked_for_is_not_fetched_ahead_until_the_next_turn() -> None:
+def test_an_epoch_begins_anew_and_what_lies_fetched_goes_over() -> None:
     policy = Directory()
     policy.files = 400
-    for file in range(400):
-        policy.missed(file, 0.0)
-    assert not policy.wish() and policy.asked_for(7)
-    for file in shuffled(400, 30, 1):
-        policy.missed(file, 0.0)
-    assert policy.demanded < 30 and policy.wish()
-    assert policy.begin_pass()
-    assert sum(policy.asked_for(file) for file in range(400)) == policy.demanded
+    for number in range(400):
+        policy.in_epoch(1 if number else 0)  # nothing was known of the data set at its first file
+        policy.missed(0.0)
+    assert policy.demanded == 400 and not policy.wish()
+    policy.fetched = 7
+    policy.in_epoch(2)
+    assert (policy.demanded, policy.unused) == (0, 7)
+    for _ in range(30):
+        policy.in_epoch(2)
+        policy.missed(0.0)
+    assert policy.demanded == 30 and policy.wish() and policy.begin_pass()
 
 
 def test_how_many_there_are_may_not_be_known_yet() -> None:
     policy = Directory()
-    for file in range(10):
-        policy.missed(file, 0.0)
+    for _ in range(10):
+        policy.missed(0.0)
     assert policy.wish() == 20
 
 
 def test_what_failed_may_be_tried_again_and_what_was_lost_is_waste() -> None:
     policy = Directory()
     policy.files = 100
-    for file in range(3):
-        policy.missed(file, 0.0)
+    for _ in range(3):
+        policy.missed(0.0)
     wish = policy.wish()
     policy.started()
     assert policy.wish() == wish - 1
@@ -113,8 +107,8 @@ def test_a_long_listing_is_not_gone_through_for_every_file() -> None:
     policy = Directory()
     policy.files = 3200
     passes = 0
-    for file in range(1000):
-        policy.missed(file, 0.0)
+    for _ in range(1000):
+        policy.missed(0.0)
         passes += policy.begin_pass()
     assert passes == 10  # one for a hundred files
 
@@ -132,17 +126,18 @@ def test_directories_are_forgotten_by_time_and_by_number() -> None:
 
 @given(
     st.integers(1, 500),
-    st.lists(st.tuples(st.booleans(), st.integers(0, 499)), max_size=300),
+    st.lists(st.booleans(), max_size=300),
 )
-def test_what_lies_unused_never_passes_the_share(files: int, events: list[tuple[bool, int]]) -> None:
+def test_what_lies_unused_never_passes_the_share(files: int, events: list[bool]) -> None:
     policy = Directory()
     policy.files = files
     waiting: list[int] = []
-    for hit, file in events:
+    for hit in events:
         if hit and waiting:
-            policy.hit(waiting.pop(), 0.0)
+            waiting.pop()
+            policy.hit(0.0)
         else:
-            policy.missed(file % files, 0.0)
+            policy.missed(0.0)
         before, unused = policy.demanded, policy.unused
         for _ in range(policy.wish()):
             policy.started()

@@ -13,6 +13,7 @@ from cachefs import statusview
 from cachefs.names import ObjectId
 from cachefs.store.datasets import MOST, Datasets
 from cachefs.store.epochs import SAMPLE, TRACKED, Epochs, unit_hash
+from cachefs.store.seen import Seen
 
 
 class Watched:
@@ -79,8 +80,8 @@ def test_plain_recency_protects_nothing() -> None:
     watched = Watched(Epochs("lru"))
     for order in orders(300, 4):
         watched.use(order)
-    assert watched.begun == []
     assert not any(watched.epochs.protects(1, clock) for clock in range(1300))
+    assert watched.status()["mode"] == "lru"
 
 
 def test_a_few_files_read_again_and_again_begin_nothing() -> None:
@@ -232,3 +233,36 @@ def test_a_thousand_classes_are_one_dataset_and_stay_one() -> None:
     again.restore(datasets.dump())
     assert again(version("n0/1")) == last
     again.restore(b"rubbish")
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+@pytest.mark.parametrize("count", [300, 3 * SAMPLE])
+def test_what_an_epoch_has_had_is_known_of_all_units(policy: str, count: int) -> None:
+    watched = Watched(Epochs(policy))  # type: ignore[arg-type]
+    keys = [unit_hash(random.Random(unit).randbytes(8), 0) for unit in range(count)]
+
+    def had(units: Iterable[int]) -> int:
+        return sum(watched.epochs.had(1, keys[unit]) for unit in units)
+
+    first, second = orders(count, 2)
+    assert watched.epochs.number(1) == 0 and not had(first)
+    watched.use(first[: count // 2])
+    assert had(first[: count // 2]) == count // 2
+    assert had(first[count // 2 :]) <= count // 100
+    watched.use(first[count // 2 :])
+    number = watched.epochs.number(1)
+    watched.use(second[: count // 2])
+    assert watched.epochs.number(1) == number + 1
+    # Those before it showed that an epoch had begun are known as far as they are sampled.
+    assert had(second[: count // 2]) >= count // 2 - max(4, count // 100)
+    assert had(second[count // 2 :]) <= max(2, count // 100)
+
+
+def test_a_grown_filter_knows_all_and_is_seldom_wrong() -> None:
+    rng = random.Random(5)
+    seen = Seen()
+    units = [rng.getrandbits(64) for _ in range(20_000)]
+    for unit in units:
+        seen.add(unit)
+    assert all(unit in seen for unit in units)
+    assert sum(rng.getrandbits(64) in seen for _ in range(20_000)) < 20_000 / 100
