@@ -1,0 +1,323 @@
+"""Nodes that share: what the store is asked for, what readers get, and what is left of it when nodes fail."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, permutations
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs import errors
+from cachefs.names import ObjectId
+from cachefs.peers.protocol import Busy, NotShared, PeerFailed
+from cachefs.peers.wire import BlockRequest
+from tests.fetch.scripted import SOURCE, content, in_trio
+from tests.peers.nodes import Node, in_time, nodes
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, cache_files, until
+
+
+async def read_all(node: Node, object_id: ObjectId, data: bytes, piece: int = 128 * KIB) -> None:
+    for offset in range(0, len(data), piece):
+        size = min(piece, len(data) - offset)
+        assert await node.read(object_id, offset, size) == data[offset : offset + size]
+
+
+@in_trio
+async def test_every_object_is_fetched_once_whoever_reads_it_in_whatever_order(cache_dir: Path) -> None:
+    async with nodes(cache_dir) as cluster:
+        files = [content(number, random.Random(number).randrange(1, 12 * BLOCK)) for number in range(40)]
+        ids = [cluster.origin.put(f"file{number}", data) for number, data in enumerate(files)]
+        assert all(any(node.owns(i) for i in ids) for node in cluster)
+
+        async def read_in(node: Node, order: list[int]) -> None:
+            for number in order:
+                await read_all(node, ids[number], files[number])
+
+        async with trio.open_nursery() as nursery:
+            for seed, node in enumerate(cluster):
+                order = list(range(len(files)))
+                random.Random(seed).shuffle(order)
+                nursery.start_soon(read_in, node, order)
+        await cluster.quiet()
+        assert sorted(get.key for get in cluster.origin.gets) == sorted(i.key for i in ids)
+        assert cluster.origin.delivered == sum(map(len, files))
+        assert sum(node.metrics.peer_failures for node in cluster) == 0
+        taken = sum(node.metrics.peer_bytes_in for node in cluster)
+        assert taken == sum(node.metrics.peer_bytes_out for node in cluster) == 2 * sum(map(len, files))
+        cluster.check_accounts()
+
+
+@in_trio
+async def test_a_large_object_is_fetched_once_by_the_owners_of_its_extents(cache_dir: Path) -> None:
+    async with nodes(cache_dir, readahead=8 * MIB) as cluster:
+        data = content(1, 12 * EXTENT + 5000)
+        object_id = cluster.origin.put("large", data)
+        async with trio.open_nursery() as nursery:
+            for node in cluster:
+                nursery.start_soon(read_all, node, object_id, data)
+        await cluster.quiet()
+        ranges = sorted((get.start, get.stop) for get in cluster.origin.gets)
+        assert sum(stop - start for start, stop in ranges) == len(data)
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
+        assert all(node.metrics.peer_hits for node in cluster)
+        cluster.check_accounts()
+
+
+@in_trio
+async def test_bytes_of_an_owner_that_dies_within_a_reply_are_not_fetched_twice(cache_dir: Path) -> None:
+    async with nodes(cache_dir) as cluster:
+        data = content(1, EXTENT)
+        object_id = cluster.origin.put("k", data)
+        owner = cluster.owner(object_id)
+        reader = cluster.others(object_id)[0]
+        hold = cluster.origin.hold("k", 5 * BLOCK + 10)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read_all, reader, object_id, data, EXTENT)
+            await hold.reached.wait()
+            await until(lambda: reader.metrics.peer_requests > 0)
+            await until(lambda: owner.metrics.peer_bytes_out == 5 * BLOCK, 5)
+            await until(
+                lambda: next(iter(reader.store.object(object_id).flights.values())).fill.landed == 5 * BLOCK,
+                5,
+            )
+            owner.die()
+            cluster.origin.holds.clear()
+            hold.release.set()
+        await cluster.quiet()
+        first, *rest = cluster.origin.gets
+        assert (first.start, first.stop) == (0, EXTENT)
+        assert [(get.start, get.stop) for get in rest] == [(5 * BLOCK, EXTENT)]
+        assert reader.cluster.status()[0]["state"] in ("healthy", "suspect")
+        assert reader.metrics.peer_failures >= 1
+
+
+@in_time(rate=5)
+async def test_an_owner_that_hangs_is_given_up_for_its_heir_within_the_deadline(cache_dir: Path) -> None:
+    async with nodes(cache_dir) as cluster:
+        data = content(1, 3 * BLOCK)
+        object_id = cluster.origin.put("k", data)
+        cluster.owner(object_id).hang()
+        begun = trio.current_time()
+        readers = cluster.others(object_id)
+        async with trio.open_nursery() as nursery:
+            for reader in readers:
+                nursery.start_soon(read_all, reader, object_id, data)
+        assert trio.current_time() - begun < 4
+        assert len(cluster.origin.gets) == 1
+
+
+@in_trio
+async def test_heirs_of_a_dead_owner_fetch_once_for_all(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 5) as cluster:
+        dead = cluster[0]
+        files = [content(number, 2 * BLOCK) for number in range(12)]
+        ids = [cluster.put_owned_by(dead, f"file{n}-", data) for n, data in enumerate(files)]
+        dead.die()
+        await trio.lowlevel.checkpoint()
+        async with trio.open_nursery() as nursery:
+            for node in cluster[1:]:
+                for object_id, data in zip(ids, files, strict=True):
+                    nursery.start_soon(read_all, node, object_id, data)
+        await cluster.quiet()
+        assert sorted(get.key for get in cluster.origin.gets) == sorted(i.key for i in ids)
+
+
+@in_trio
+async def test_a_peer_that_lies_costs_a_request_and_is_left_alone(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        liar, reader = cluster
+        files = [content(number, 2 * BLOCK) for number in range(6)]
+        ids = [cluster.put_owned_by(liar, f"file{n}-", data) for n, data in enumerate(files)]
+        for object_id, data in zip(ids, files, strict=True):
+            await read_all(liar, object_id, data)
+            for copy in liar.store._catalog.copies(liar.store.object(object_id), 1):
+                copy.checksums[1] ^= 1
+        for object_id, data in zip(ids, files, strict=True):
+            await read_all(reader, object_id, data)
+        (status,) = [row for row in reader.cluster.status() if not row["here"]]
+        assert status["state"] in ("suspect", "dead") and status["failures"]["corrupt"] >= 1
+        assert reader.metrics.peer_hits == status["failures"]["corrupt"]  # the first block of each was good
+
+
+@in_time(rate=10)
+async def test_a_slow_store_is_asked_once_however_long_it_takes(cache_dir: Path) -> None:
+    async with nodes(cache_dir) as cluster:
+        data = content(1, 4 * BLOCK)
+        object_id = cluster.origin.put("k", data)
+        holds = [cluster.origin.hold("k", 0), cluster.origin.hold("k", 2 * BLOCK)]
+        async with trio.open_nursery() as nursery:
+            for node in cluster:
+                nursery.start_soon(read_all, node, object_id, data)
+            for hold in holds:
+                await hold.reached.wait()
+                await trio.sleep(6)
+                hold.release.set()
+        await cluster.quiet()
+        assert len(cluster.origin.gets) == 1
+        assert all(row["state"] == "healthy" for node in cluster for row in node.cluster.status())
+
+
+@in_trio
+async def test_a_replaced_object_is_told_as_such(cache_dir: Path) -> None:
+    async with nodes(cache_dir) as cluster:
+        object_id = cluster.origin.put("k", content(1, 2 * BLOCK))
+        cluster.origin.put("k", content(2, 2 * BLOCK))
+        for node in cluster.others(object_id):
+            with pytest.raises(errors.ObjectChanged):
+                await node.read(object_id)
+        assert sum(node.metrics.peer_hits for node in cluster) == 0
+
+
+@in_trio
+async def test_a_store_that_fails_at_the_owner_is_asked_by_the_reader_itself(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        data = content(1, 2 * BLOCK)
+        object_id = cluster.put_owned_by(cluster[0], "k", data)
+        cluster.origin.fail(lambda: errors.OriginFailed("gave up"))
+        assert await cluster[1].read(object_id) == data
+        assert len(cluster.origin.gets) == 2
+
+
+@in_trio
+async def test_what_is_not_shown_here_is_not_given(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        owner, reader = cluster
+        owner.serving._origins = [(cluster.origin, "data/")]  # type: ignore[list-item]
+        wrong = [
+            ObjectId(SOURCE, "other/key", "e", 100),
+            ObjectId(SOURCE, "data", "e", 100),
+            ObjectId("s3://another", "data/key", "e", 100),
+        ]
+        for object_id in wrong:
+            request = BlockRequest(object_id, 0, 1, BLOCK)
+            for ask in (owner.serving.open, owner.serving.have):
+                with pytest.raises(NotShared):
+                    await ask(request, "127.0.0.1")
+            with pytest.raises(PeerFailed) as caught:
+                await reader.client.have(owner.address, request)
+            assert caught.value.kind == "not_here"
+        assert not cluster.origin.gets
+
+
+@in_trio
+async def test_only_owners_and_heirs_fetch_and_everybody_gives_what_lies_here(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 4) as cluster:
+        data = content(1, 2 * BLOCK)
+        object_id = cluster.origin.put("k", data)
+        order = cluster[0].cluster.membership.ring.owners(object_id.digest, 0, 4)
+        ranked = sorted(cluster, key=lambda node: order.index(str(node.address)))
+        for place, node in enumerate(ranked):
+            for rank in range(4):
+                allowed = node.cluster.may_fetch(object_id.digest, 0, rank)
+                assert allowed == (place <= rank and place < 3)
+        with pytest.raises(NotShared):
+            await ranked[1].serving.open(BlockRequest(object_id, 0, 2, BLOCK, 0), "a")
+        assert not cluster.origin.gets
+        assert await ranked[1].read(object_id) == data
+        reply = await ranked[1].serving.open(BlockRequest(object_id, 0, 2, BLOCK, 0), "a")
+        pieces = [reply.take(), reply.take()]
+        assert [piece.length for piece in pieces if piece] == [BLOCK, BLOCK]
+        reply.close()
+        assert len(cluster.origin.gets) == 1
+
+
+@in_trio
+async def test_nodes_that_ask_each_other_for_the_same_do_not_wait_for_each_other(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        a, b = cluster
+        data = content(1, 3 * BLOCK)
+        object_id = cluster.origin.put("k", data)
+        # Each believes that the other is the only member.
+        cluster.introduce([a], [b])
+        cluster.introduce([b], [a])
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read_all, a, object_id, data)
+                nursery.start_soon(read_all, b, object_id, data)
+        assert len(cluster.origin.gets) <= 2
+
+
+@in_trio
+async def test_members_may_come_and_go_while_everybody_reads(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 4, readahead=4 * MIB) as cluster:
+        files = [content(number, 3 * EXTENT // 2) for number in range(12)]
+        ids = [cluster.origin.put(f"file{number}", data) for number, data in enumerate(files)]
+        views = [list(view) for size in (1, 2, 3, 4) for view in permutations(cluster, size)]
+        reading = True
+
+        async def change() -> None:
+            rng = random.Random(1)
+            while reading:
+                cluster.introduce([rng.choice(cluster)], rng.choice(views))
+                await trio.sleep(0.002)
+
+        async def read(node: Node, seed: int) -> None:
+            for number in random.Random(seed).sample(range(len(files)), len(files)):
+                await read_all(node, ids[number], files[number])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change)
+            async with trio.open_nursery() as readers:
+                for seed, node in enumerate(cluster):
+                    readers.start_soon(read, node, seed)
+            reading = False
+        await cluster.quiet()
+        cluster.check_accounts()
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@in_trio
+async def test_replicas_ask_the_owner_and_keep_what_they_get(cache_dir: Path, replicas: int) -> None:
+    async with nodes(cache_dir, 3, replicas=replicas, sizes={"ssd": 8 * MIB, "ram": 8 * MIB}) as cluster:
+        data = content(1, 2 * BLOCK)
+        object_id = cluster.origin.put("k", data)
+        order = cluster[0].cluster.membership.ring.owners(object_id.digest, 0, 3)
+        for node in cluster:
+            assert await node.read(object_id) == data
+            kept = order.index(str(node.address)) < replicas
+            copies = node.store._catalog.copies(node.store.object(object_id), 0)
+            assert copies and all((copy.key in node.store._catalog.borrowed) != kept for copy in copies)
+        assert len(cluster.origin.gets) == 1
+
+
+@in_trio
+async def test_an_owner_without_room_says_so_and_the_reader_gets_its_bytes(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        data = content(1, 2 * BLOCK)
+        object_id = cluster.put_owned_by(cluster[0], "k", data)
+        for tier in cluster[0].store.tiers:
+            tier.cap_bytes = 0
+        with pytest.raises(Busy):
+            await cluster[0].serving.open(BlockRequest(object_id, 0, 2, BLOCK), "a")
+        assert await cluster[1].read(object_id) == data
+
+
+@in_trio
+async def test_what_another_node_keeps_never_comes_to_ssd_and_displaces_nothing(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2, sizes={"ssd": 8 * MIB, "ram": 4 * MIB}, background=True) as cluster:
+        here, there = cluster
+        own = [cluster.put_owned_by(here, f"own{n}-", content(n, BLOCK)) for n in range(40)]
+        other = [cluster.put_owned_by(there, f"other{n}-", content(n, BLOCK)) for n in range(100)]
+        for object_id in own:
+            await here.read(object_id)
+        for object_id in other:
+            await here.read(object_id)
+        await cluster.quiet()
+        gets = len(cluster.origin.gets)
+        assert gets == len(own) + len(other)
+        assert all(here.fetcher.whole(object_id) for object_id in own)
+        catalog = here.store._catalog
+        held = [object_id for object_id in other if here.fetcher.whole(object_id)]
+        assert 5 <= len(held) <= 24
+        for object_id in other:
+            assert not catalog.copies(here.store.object(object_id), 1)
+        # Its own displace them, and nothing of them is saved.
+        more = [cluster.put_owned_by(here, f"more{n}-", content(n, BLOCK)) for n in range(20)]
+        for object_id in more:
+            await here.read(object_id)
+        assert all(here.fetcher.whole(object_id) for object_id in own + more)
+        await here.aclose()
+        assert len(cache_files(here.store.tiers[1].path)) == len(own) + len(more)
