@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,9 @@ class TestDirectories:
         assert counted["prefetch_files"] > len(keys) // 2
         # One may be taken up between its reader's open and read: it is fetched once, and not seen to be used.
         assert counted["prefetch_files"] - counted["prefetch_used_files"] <= READERS
+        assert [(shown["name"], shown["files"]) for shown in prefetch(mount)["directories"]] == [
+            ("train", 240)
+        ]
 
     def test_a_twentieth_costs_at_most_a_tenth(self, mounted: Mounted, bucket: Bucket) -> None:
         keys = fill(bucket, 400, 5_000)
@@ -169,6 +173,8 @@ class TestHints:
         same(mount, bucket, keys[:20])
         quiet(mount)
         assert gets(bucket) == Counter(keys)
+        assert prefetch(mount)["unknown_paths"] >= 2
+        assert mount.settled()["prefetch_errors"] <= 2
 
     @ONE_FRONT
     def test_a_plan_larger_than_the_cache_is_followed(
@@ -182,6 +188,26 @@ class TestHints:
         quiet(mount)
         assert gets(bucket) == Counter(keys)  # what was not used yet was never displaced
         assert mount.metrics()["prefetch_used_files"] > len(keys) // 2
+
+    @ONE_FRONT
+    def test_an_order_is_followed_and_known_to_the_next_daemon(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        keys = fill(bucket, 100, 5_000)
+        order = random.Random(2).sample(range(100), 100)
+        mount = mounted(bucket)
+        hints.send_files(mount.path, "kept", keys)
+        hints.send_order(mount.path, "kept", 0, array("I", order))
+        eventually(lambda: mount.metrics()["prefetch_files"] == 100, "all are fetched")
+        assert "plan" in mount.cli("status", mount.path).stdout
+        assert gets(bucket) == Counter(keys)
+        mount.kill()
+        mount.start()
+        eventually(lambda: prefetch(mount)["plans"], "the plan is remembered")
+        same(mount, bucket, [keys[number] for number in order])
+        (plan,) = prefetch(mount)["plans"]
+        assert plan["files"] == 100 and plan["position"] >= 90
+        assert mount.ask("hint_drop", plan="kept") and not prefetch(mount)["plans"]
 
     def test_a_training_loop_that_announces_finds_its_files(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore
