@@ -20,6 +20,7 @@ import pytest
 from bench.lab.client import LabStore
 from bench.lab.dataset import content
 from cachefs.fuse import fronts
+from tests.conftest import ON_CI
 from tests.mount.mounts import Mount, Watchdog
 
 Mounted = Callable[..., Mount]
@@ -28,7 +29,6 @@ ONE_FRONT = pytest.mark.fronts("auto")
 BOTH_FRONTS = pytest.mark.fronts("kernel", "pyfuse3")
 
 HERE = Path(__file__).parent
-ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 
 
 def _why_not() -> str:

@@ -16,10 +16,13 @@ import pytest
 
 from cachefs.peers.places import Endpoint
 from cachefs.peers.wire import Address
+from tests.conftest import ON_CI
 
 ETCD = shutil.which("etcd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/bin")
 
-needs_etcd = pytest.mark.skipif(ETCD is None, reason="no etcd here: apt-get install etcd-server")
+needs_etcd = pytest.mark.skipif(
+    ETCD is None and not ON_CI, reason="no etcd here: apt-get install etcd-server"
+)
 
 
 def free_ports(count: int) -> list[int]:
@@ -53,7 +56,7 @@ class Cluster:
         return [Endpoint(Address("127.0.0.1", port), self._scheme == "https") for port in self.clients]
 
     def start(self, number: int) -> None:
-        assert ETCD is not None
+        assert ETCD is not None, "apt-get install etcd-server"
         urls = [f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(self._peers)]
         client = f"{self._scheme}://127.0.0.1:{self.clients[number]}"
         peer = f"http://127.0.0.1:{self._peers[number]}"
