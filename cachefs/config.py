@@ -40,6 +40,7 @@ from cachefs.options import (
     TEXT,
     URL,
     USER,
+    WEIGHT,
     Row,
     choice,
     option,
@@ -52,7 +53,7 @@ Eviction = Literal["auto", "epoch", "lru"]
 FrontName = Literal["auto", "pyfuse3", "kernel"]
 Client = Literal["auto", "obstore", "fsspec"]
 
-GROUPS = ("Cache", "Freshness", "Source", "Permissions", "Transfer", "Running")
+GROUPS = ("Cache", "Freshness", "Source", "Permissions", "Transfer", "Peers", "Running")
 """Headings of the help text, in its order."""
 
 METADATA_TTL = {"strict": 0.0, "default": 60.0, "immutable": FOREVER}
@@ -261,6 +262,51 @@ class Config:
         value="on",
         default="on",
     )
+
+    peers: str | None = option(
+        TEXT,
+        "Peers",
+        "Share the cache with other nodes, found by static:host:port,host:port, dns:name:port or "
+        "etcd:http://host:2379/prefix.",
+        value=None,
+        metavar="PLACE",
+    )
+    peer_listen: str | None = option(
+        TEXT,
+        "Peers",
+        "Where other nodes ask this one.",
+        value=None,
+        metavar="HOST:PORT",
+        default="this machine's address in static:, 0.0.0.0 and the port of dns:",
+    )
+    cache_group: str = option(
+        TEXT,
+        "Peers",
+        "Nodes share with those of the same group.",
+        value="default",
+        default="default",
+        metavar="NAME",
+    )
+    group_weight: float = option(
+        WEIGHT, "Peers", "This node's share of the group's data, relative to others.", value=1.0, default="1"
+    )
+    replicas: int = option(
+        COUNT, "Peers", "How many nodes keep what they read of the same data.", value=1, default="1"
+    )
+    sharing: bool = option(
+        SWITCH, "Peers", "Give to other nodes. --no-sharing only asks them.", value=True, default="yes"
+    )
+    peer_key_file: Path | None = option(
+        PATH, "Peers", "File with the key that all nodes share; for their owner alone to read.", value=None
+    )
+    peer_cert: Path | None = option(
+        PATH, "Peers", "This node's certificate, shown to the others.", value=None
+    )
+    peer_cert_key: Path | None = option(PATH, "Peers", "The key of --peer-cert.", value=None)
+    peer_ca: Path | None = option(
+        PATH, "Peers", "Who signs the nodes' certificates: whoever has one of it is a peer.", value=None
+    )
+    etcd_ca: Path | None = option(PATH, "Peers", "Who signs the certificate of an https etcd.", value=None)
 
     foreground: bool = option(
         SWITCH, "Running", "Stay in the foreground and log to stderr.", value=False, flags=("-f",)

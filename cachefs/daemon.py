@@ -28,12 +28,16 @@ from cachefs.config import Config, control_path
 from cachefs.database import Database
 from cachefs.errors import CachefsError, CacheUnusable, ConfigError, MountError
 from cachefs.fetch import Fetcher
+from cachefs.fetch.serving import Serving
+from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import fronts, tuning
 from cachefs.fuse.notices import Notices
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.origin import Origin, open_origin
+from cachefs.peers.node import PeerNode
+from cachefs.peers.settings import settings
 from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
 from cachefs.store import SHM, Backing, Opened, open_store, scrub
@@ -155,12 +159,14 @@ class Daemon:
         self._tuning: list[str] = []
         self._stopped_by = "umount"
         self._prefetcher: Prefetcher | None = None
+        self._peers: PeerNode | None = None
 
     async def main(self) -> int:
         # Open until the very end: a second signal must not end the process while RAM is being saved.
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             try:
                 await self._open_origins()
+                await self._open_peers()
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
                     await self._serve(nursery)
@@ -171,6 +177,8 @@ class Daemon:
                     self._note_held()
                     for origin in self._origins:
                         await origin.aclose()
+                    if self._peers is not None:
+                        await self._peers.aclose()
         log.info("stopped (%s)", self._stopped_by)
         return 0
 
@@ -197,9 +205,19 @@ class Daemon:
             for origin in self._origins:
                 nursery.start_soon(origin.check)
 
+    async def _open_peers(self) -> None:
+        chosen = settings(self._config)
+        if chosen is not None:
+            sources = [origin.source for origin in self._origins]
+            self._peers = await PeerNode.open(self._config, chosen, sources, self._metrics)
+
     async def _serve(self, nursery: trio.Nursery) -> None:
         config = self._config
-        fetcher = Fetcher(self._store, nursery, self._metrics, max_readahead=config.max_readahead)
+        peers = self._peers
+        upstream = Upstream(self._metrics, peers.cluster if peers is not None else None)
+        fetcher = Fetcher(
+            self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
+        )
         volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
         self._fs = FileSystem(
             volumes,
@@ -223,6 +241,8 @@ class Daemon:
         front = self._mount(nursery)
         self._prefetcher = self._open_prefetcher(volumes, fetcher)
         try:
+            if peers is not None:
+                await peers.start(Serving(self._store, fetcher, peers.cluster, self._origins), nursery)
             nursery.start_soon(self._keep, self._store.run, "writing the cache index")
             if not self._store.was_clean:
                 nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
@@ -239,6 +259,9 @@ class Daemon:
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await front.serve()
         finally:
+            if peers is not None:
+                with trio.move_on_after(3, shield=True):
+                    await peers.leave()
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not go while a thread is inside of it
             front.close()
@@ -383,6 +406,7 @@ class Daemon:
             "metrics": self._metrics.as_dict(),
             "prefetch": None if self._prefetcher is None else self._prefetcher.status(),
             "jobs": self._jobs.status(),
+            "peers": None if self._peers is None else self._peers.status(),
             "tuning": self._tuning,
             "warnings": [
                 *self._opened.warnings,

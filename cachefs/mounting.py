@@ -69,12 +69,20 @@ def check(config: Config) -> list[str]:
     notes = _clear_mountpoint(config.mountpoint)
     _check_directory(config)
     _check_overlap(config)
+    _check_peers(config)
     _check_fuse()
     if os.getuid() == 0:
         _check_capability()
     else:
         _check_user(config)
     return notes
+
+
+def _check_peers(config: Config) -> None:
+    if config.peers is not None or config.peer_listen is not None:
+        from cachefs.peers.settings import settings
+
+        settings(config)
 
 
 def _clear_mountpoint(path: Path) -> list[str]:

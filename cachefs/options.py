@@ -66,6 +66,12 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
+def _parse_weight(text: str) -> float:
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text.strip()) or not float(text):
+        raise ValueError("not a number above 0: write it like 1 or 0.5")
+    return float(text)
+
+
 def _parse_path(text: str) -> Path:
     # Made absolute by its text alone: touching a path may hang in a dead mount.
     return Path(os.path.abspath(Path(_parse_text(text)).expanduser()))
@@ -108,7 +114,7 @@ def _kind(
     metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
 ) -> Callable[..., Row]:
     def make(**more: Any) -> Row:
-        return Row(parse=parse, show=show, metavar=metavar, **more)
+        return Row(parse=parse, show=show, **{"metavar": metavar, **more})
 
     return make
 
@@ -120,6 +126,7 @@ RATE = _kind("RATE", parse_rate, format_bytes)
 DURATION = _kind("TIME", parse_duration, format_duration)
 MODE = _kind("OCTAL", parse_mode, format_mode)
 COUNT = _kind("N", _parse_count)
+WEIGHT = _kind("N", _parse_weight)
 TEXT = _kind("TEXT", _parse_text)
 URL = _kind("URL", _parse_url)
 PATH = _kind("PATH", _parse_path, str)

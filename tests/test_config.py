@@ -124,7 +124,10 @@ def test_precedence(tmp_path: Path) -> None:
 
 def test_every_option_in_every_layer(tmp_path: Path) -> None:
     """One row is enough: argv, -o, environment and file all accept what --print-config shows."""
-    shown = tomllib.loads(layers.dump(load(endpoint_url="http://minio:9000", region="r", profile="p")))
+    given = {"endpoint_url": "http://minio:9000", "region": "r", "profile": "p", "peers": "dns:nodes:7070"}
+    given |= {"peer_listen": "[::1]:7070", "peer_key_file": "/k", "etcd_ca": "/e"}
+    given |= {"peer_cert": "/c", "peer_cert_key": "/p", "peer_ca": "/a"}
+    shown = tomllib.loads(layers.dump(load(**given)))
     file = tmp_path / "c.toml"
     for item, row in rows():
         if row.flag_only:

@@ -68,7 +68,7 @@ class Cluster:
         self._now = clock
         self._health: dict[str, Health] = {}
         self._known: dict[str, Member] = {}
-        membership.on_change = self._changed
+        membership.on_change = self.changed
 
     # -- whose it is -------------------------------------------------------------------------------
 
@@ -164,7 +164,8 @@ class Cluster:
             found = self._health[name] = Health(self._rng)
         return found
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Others are members now: what was known of those that left is forgotten."""
         members = self.membership.members
         for name in self._known.keys() - members.keys():
             self._client.forget(self._known[name].address)

@@ -111,12 +111,19 @@ class Server:
         self._connections: Counter[str] = Counter()
         self._in_flight: Counter[str] = Counter()
         self._disk = trio.CapacityLimiter(self._limits.disk_threads)
+        self._leaving = False
 
     async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
         """Until cancelled. Closes the listeners then."""
         await trio.serve_listeners(
             self._accepted, list(listeners), task_status=task_status or trio.TASK_STATUS_IGNORED
         )
+
+    async def drained(self) -> None:
+        """Turn new requests away, and return when none is under way."""
+        self._leaving = True
+        while self._in_flight:  # noqa: ASYNC110 - at a stop, and not for long
+            await trio.sleep(0.02)
 
     async def _accepted(self, stream: trio.SocketStream) -> None:
         sock = socket.socket(fileno=stream.socket.detach())
@@ -247,8 +254,8 @@ class _Conversation:
             raise _Refusal(400, str(exc)) from None
         limits = server._limits
         with _counted(server._in_flight, self._host, limits.in_flight, limits.in_flight_per_host) as admitted:
-            if not admitted:
-                raise _Refusal(503, "too many requests at once")
+            if not admitted or server._leaving:
+                raise _Refusal(503, "leaving" if admitted else "too many requests at once")
             try:
                 if path == HAVE:
                     await self._have(wanted)

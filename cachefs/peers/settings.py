@@ -1,0 +1,101 @@
+"""What the options say about peers, checked before anything is mounted."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachefs.config import Config
+from cachefs.errors import ConfigError
+from cachefs.peers.auth import Key, check_listen, client_tls, read_key, server_tls
+from cachefs.peers.places import DnsPeers, EtcdPeers, Peers, StaticPeers, parse_address, parse_peers
+from cachefs.peers.wire import MAX_RANK, Address
+
+READABLE_BY_ALL = 0o004
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`listen` is None for a node that gives nothing, or whose place is to be found in the list (see `node`)."""
+
+    peers: Peers
+    listen: Address | None
+    key: Key | None
+    server_tls: ssl.SSLContext | None
+    client_tls: ssl.SSLContext | None
+    etcd_tls: ssl.SSLContext | None
+
+
+def settings(config: Config) -> Settings | None:
+    """None without `--peers`. Raises `ConfigError`."""
+    if config.peers is None:
+        unused = [
+            f"--{name.replace('_', '-')}"
+            for name in ("peer_listen", "peer_key_file", "peer_cert", "peer_cert_key", "peer_ca", "etcd_ca")
+            if getattr(config, name) is not None
+        ]
+        if unused:
+            raise ConfigError(f"{unused[0]} needs --peers: where the other nodes are to be found")
+        return None
+    try:
+        peers = parse_peers(config.peers)
+    except ValueError as exc:
+        raise ConfigError(f"--peers: {config.peers!r} is {exc}") from None
+    if config.replicas > MAX_RANK // 2:
+        raise ConfigError(f"--replicas: {config.replicas} is too many: at most {MAX_RANK // 2} are kept")
+    key = _key(config.peer_key_file)
+    server, client = _certificates(config)
+    listen = _listen(config, peers)
+    if listen is not None:
+        check_listen(listen.host, key, server)
+    etcd_tls = None
+    if config.etcd_ca is not None:
+        if not isinstance(peers, EtcdPeers):
+            raise ConfigError("--etcd-ca is for --peers etcd:https://…")
+        etcd_tls = _etcd_tls(config.etcd_ca)
+    return Settings(peers, listen, key, server, client, etcd_tls)
+
+
+def _listen(config: Config, peers: Peers) -> Address | None:
+    if not config.sharing:
+        if config.peer_listen is not None:
+            raise ConfigError("--no-sharing gives nothing to others: leave --peer-listen out")
+        return None
+    if config.peer_listen is not None:
+        try:
+            return parse_address(config.peer_listen)
+        except ValueError as exc:
+            raise ConfigError(f"--peer-listen: {config.peer_listen!r} is {exc}") from None
+    if isinstance(peers, DnsPeers):
+        return Address("0.0.0.0", peers.port)
+    if isinstance(peers, StaticPeers):
+        return None
+    raise ConfigError("--peers etcd: needs --peer-listen HOST:PORT, or --no-sharing")
+
+
+def _key(path: Path | None) -> Key | None:
+    if path is None:
+        return None
+    key = read_key(path)
+    if os.stat(path).st_mode & READABLE_BY_ALL:
+        raise ConfigError(f"everybody can read the peers' key {path}: chmod 600 {path}")
+    return key
+
+
+def _certificates(config: Config) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    files = (config.peer_cert, config.peer_cert_key, config.peer_ca)
+    given = [path for path in files if path is not None]
+    if not given:
+        return None, None
+    if len(given) != 3:
+        raise ConfigError("--peer-cert, --peer-cert-key and --peer-ca belong together: give all three")
+    return server_tls(*given), client_tls(*given)
+
+
+def _etcd_tls(ca: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as exc:
+        raise ConfigError(f"cannot use --etcd-ca {ca}: {exc.strerror or exc}") from exc
