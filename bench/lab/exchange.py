@@ -6,6 +6,7 @@ it leaves, and spoiled where a rule says so.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ _STATUS = {
     "PreconditionFailed": 412,
     "SlowDown": 503,
     "TooManyRequests": 429,
+    "XAmzContentSHA256Mismatch": 400,
 }
 
 _BY_STATUS = {
@@ -141,10 +143,16 @@ class Exchange:
         signed = self.request.header("x-amz-content-sha256").startswith("STREAMING-")
         chunked = signed or "aws-chunked" in self.request.header("content-encoding")
         pieces = self._conn.body()
+        said = self.request.header("x-amz-content-sha256")
+        digest = hashlib.sha256() if len(said) == 64 else None
         for piece in unchunk(pieces) if chunked else pieces:
             self.lab.ledger.received(self.kind, len(piece))
             self.lab.up.take(len(piece))
+            if digest is not None:
+                digest.update(piece)
             yield piece
+        if digest is not None and digest.hexdigest() != said:
+            raise S3Error("XAmzContentSHA256Mismatch")
 
     def reply(self, status: int, headers: dict[str, str], data: bytes = b"") -> None:
         self.reply_range(status, headers, BytesBody(data), 0, len(data))
@@ -155,6 +163,9 @@ class Exchange:
         """Answer with bytes [start, stop) of `body`; to a HEAD, only with how many there are."""
         conn, length = self._conn, stop - start
         conn.skip_body()
+        if self._rule is not None and self._rule.action is Action.LOSE:
+            conn.reset()
+            raise Hangup
         if status not in (204, 304):
             headers = {**headers, "Content-Length": str(length)}
         time.sleep(self.lab.latency)

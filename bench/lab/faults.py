@@ -21,6 +21,7 @@ class Action(StrEnum):
     DENIED = "403"
     HANG = "hang"  # answers only after `seconds`
     GARBAGE = "garbage"  # answers something that is not HTTP
+    LOSE = "lost-reply"  # does what was asked, and closes instead of answering
     RESET = "reset"  # RST: before the headers, or after `after` bytes of the body
     TRUNCATE = "truncate"  # closes after `after` bytes of the body
     HANG_BODY = "hang-body"  # sends headers and `after` bytes, goes on only after `seconds`

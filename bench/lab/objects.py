@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 import time
+import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -133,6 +134,11 @@ class Stored:
     mtime: float
     body: Body
     headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """Google's number of a version; here it follows from the etag."""
+        return zlib.crc32(self.etag.encode()) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ def get_object(exchange: Exchange) -> None:
         headers = {
             "Content-Type": "binary/octet-stream",
             **stored.headers,
+            **{name.replace("x-amz-", "x-goog-"): value for name, value in stored.headers.items()},
+            "x-goog-generation": str(stored.generation),
             "ETag": stored.etag,
             "Last-Modified": formatdate(int(stored.mtime), usegmt=True),
             "Accept-Ranges": "bytes",

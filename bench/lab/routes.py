@@ -23,6 +23,7 @@ HANDLERS: dict[str, Callable[[Exchange], None]] = {
     "create_bucket": writing.create_bucket,
     "create_upload": writing.create_upload,
     "upload_part": writing.upload_part,
+    "copy_part": writing.copy_part,
     "complete_upload": writing.complete_upload,
     "abort_upload": writing.abort_upload,
     "list_parts": writing.list_parts,
@@ -50,10 +51,12 @@ def kind_of(request: Request) -> str:
     if not _FOREIGN.isdisjoint(query):
         return "other"
     if request.key:
+        copies = "x-amz-copy-source" in request.headers
         if "uploadId" in query:
+            part = "copy_part" if copies else "upload_part"
             kinds = {
                 "GET": "list_parts",
-                "PUT": "upload_part" if "partNumber" in query else "other",
+                "PUT": part if "partNumber" in query else "other",
                 "POST": "complete_upload",
                 "DELETE": "abort_upload",
             }
@@ -61,7 +64,7 @@ def kind_of(request: Request) -> str:
             kinds = {
                 "GET": "get",
                 "HEAD": "head",
-                "PUT": "copy" if "x-amz-copy-source" in request.headers else "put",
+                "PUT": "copy" if copies else "put",
                 "POST": "create_upload" if "uploads" in query else "other",
                 "DELETE": "delete",
             }

@@ -32,7 +32,8 @@ class Request:
 
     def __init__(self, method: str, target: bytes, headers: dict[str, str]) -> None:
         self.method = method
-        self.headers = headers
+        # Google's XML interface is S3's with other names for the vendor's own headers.
+        self.headers = {name.replace("x-goog-", "x-amz-", 1): value for name, value in headers.items()}
         path, _, query = target.decode("ascii", "replace").partition("?")
         try:
             # Split before decoding: "%2F" belongs to the key, as do leading and doubled slashes.

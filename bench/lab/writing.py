@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from urllib.parse import unquote
 
 from bench.lab import markup
 from bench.lab.exchange import Exchange, S3Error
 from bench.lab.markup import element, leaf
-from bench.lab.objects import Stored, Upload
-from bench.lab.reading import XML, matches, the_bucket
+from bench.lab.objects import OpenBody, Stored, Upload
+from bench.lab.reading import XML, byte_range, matches, the_bucket
 from bench.lab.wire import Request
 
 
@@ -34,6 +35,9 @@ def _check(request: Request, current: Stored | None) -> None:
             raise S3Error("NoSuchKey")
         if not matches(wanted, current):
             raise S3Error("PreconditionFailed")
+    wanted = request.header("x-amz-if-generation-match")
+    if wanted and int(wanted) != (0 if current is None else current.generation):
+        raise S3Error("PreconditionFailed")
 
 
 def _commit(exchange: Exchange, stored: Stored) -> None:
@@ -57,7 +61,9 @@ def put_object(exchange: Exchange) -> None:
     exchange.reply(200, {"ETag": stored.etag})
 
 
-def copy_object(exchange: Exchange) -> None:
+@contextmanager
+def _source(exchange: Exchange) -> Iterator[tuple[Stored, OpenBody]]:
+    """The object to copy, its bytes pinned."""
     request, warehouse = exchange.request, exchange.lab.warehouse
     bucket, _, key = unquote(request.header("x-amz-copy-source")).removeprefix("/").partition("/")
     with warehouse.lock:
@@ -68,9 +74,15 @@ def copy_object(exchange: Exchange) -> None:
     try:
         if (wanted := request.header("x-amz-copy-source-if-match")) and not matches(wanted, source):
             raise S3Error("PreconditionFailed")
-        stored = warehouse.store(opened.pieces(source.size), source.headers)
+        yield source, opened
     finally:
         opened.close()
+
+
+def copy_object(exchange: Exchange) -> None:
+    request = exchange.request
+    with _source(exchange) as (source, opened):
+        stored = exchange.lab.warehouse.store(opened.pieces(source.size), source.headers)
     if request.header("x-amz-metadata-directive") == "REPLACE":
         stored = replace(stored, headers=_kept(request))
     _commit(exchange, stored)
@@ -124,18 +136,36 @@ def upload_part(exchange: Exchange) -> None:
     if not (number.isdecimal() and 1 <= int(number) <= 10_000):
         raise S3Error("InvalidArgument", "Part number must be an integer between 1 and 10000, inclusive")
     _upload(exchange)
-    part = exchange.lab.warehouse.store(exchange.payload())
+    _keep_part(exchange, int(number), exchange.lab.warehouse.store(exchange.payload()))
+
+
+def copy_part(exchange: Exchange) -> None:
+    """A part out of another object."""
+    request = exchange.request
+    _upload(exchange)
+    with _source(exchange) as (source, opened):
+        span = byte_range(request.header("x-amz-copy-source-range"), source.size) or (0, source.size)
+        step = 1 << 20
+        pieces = (opened.read(at, min(step, span[1] - at)) for at in range(*span, step))
+        part = exchange.lab.warehouse.store(pieces)
+    _keep_part(exchange, int(request.query["partNumber"]), part)
+
+
+def _keep_part(exchange: Exchange, number: int, part: Stored) -> None:
     with exchange.lab.warehouse.lock:
         try:
             parts = _upload(exchange).parts
         except S3Error:
             part.body.discard()
             raise
-        before = parts.get(int(number))
-        parts[int(number)] = part
+        before = parts.get(number)
+        parts[number] = part
     if before is not None:
         before.body.discard()
-    exchange.reply(200, {"ETag": part.etag})
+    if exchange.kind == "copy_part":
+        exchange.reply(200, XML, markup.document("CopyPartResult", leaf("ETag", part.etag)))
+    else:
+        exchange.reply(200, {"ETag": part.etag})
 
 
 def complete_upload(exchange: Exchange) -> None:
@@ -191,6 +221,12 @@ def list_parts(exchange: Exchange) -> None:
     request = exchange.request
     with exchange.lab.warehouse.lock:
         parts = sorted(_upload(exchange).parts.items())
+    after, limit = (
+        int(request.query.get("part-number-marker", "0")),
+        int(request.query.get("max-parts", "1000")),
+    )
+    parts = [(number, part) for number, part in parts if number > after]
+    more, parts = len(parts) > limit, parts[:limit]
     rows = [
         element(
             "Part",
@@ -205,8 +241,10 @@ def list_parts(exchange: Exchange) -> None:
         leaf("Bucket", request.bucket),
         leaf("Key", request.key),
         leaf("UploadId", request.query["uploadId"]),
-        leaf("IsTruncated", "false"),
+        leaf("IsTruncated", "true" if more else "false"),
     ]
+    if more:
+        head.append(leaf("NextPartNumberMarker", parts[-1][0]))
     exchange.reply(200, XML, markup.document("ListPartsResult", *head, *rows))
 
 
@@ -219,6 +257,10 @@ def list_uploads(exchange: Exchange) -> None:
             for name, upload in exchange.lab.warehouse.uploads.items()
             if upload.bucket == request.bucket and upload.key.startswith(prefix)
         ]
+    after = request.query.get("key-marker", ""), request.query.get("upload-id-marker", "")
+    page = sorted(upload for upload in uploads if upload[:2] > after)
+    limit = int(request.query.get("max-uploads", "1000"))
+    more, page = len(page) > limit, page[:limit]
     encoding = request.query.get("encoding-type", "")
     encoded = markup.url_encoded if encoding == "url" else str
     rows = [
@@ -228,9 +270,11 @@ def list_uploads(exchange: Exchange) -> None:
             leaf("UploadId", name),
             leaf("Initiated", markup.timestamp(int(begun))),
         )
-        for key, name, begun in sorted(uploads)
+        for key, name, begun in page
     ]
-    head = [leaf("Bucket", request.bucket), leaf("IsTruncated", "false")]
+    head = [leaf("Bucket", request.bucket), leaf("IsTruncated", "true" if more else "false")]
+    if more:
+        head += [leaf("NextKeyMarker", encoded(page[-1][0])), leaf("NextUploadIdMarker", page[-1][1])]
     if encoding:
         head.append(leaf("EncodingType", encoding))
     exchange.reply(200, XML, markup.document("ListMultipartUploadsResult", *head, *rows))
