@@ -12,12 +12,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
 from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.store.ahead import AHEAD_COPIES, AHEAD_S, Waiting
 from cachefs.store.borrowed import Borrowed
 from cachefs.store.datasets import Datasets
 from cachefs.store.epochs import Epochs, unit_hash
@@ -34,13 +35,10 @@ OBJECTS_IN_MEMORY = 8192
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). Guessed."""
 
-AHEAD_S = 900.0
-"""How long what was fetched ahead waits for its first reader before it is evicted like anything else. Guessed."""
+LARGE_PASSED = 16
+"""Sealed files of several extents, which go whole, that are passed over when what goes is still wanted. Guessed."""
 
-AHEAD_COPIES = 65_536
-"""Copies that may wait so, about 400 bytes each: a terabyte of large files. Beyond it the oldest wait no longer. Guessed."""
-
-SAME_USE = 16
+SAME_USE = 4
 """Uses of others, without a flush between, after which one is another. Guessed: it spares a reader that is alone or beside a
 few others most of its bookkeeping, 2 µs a read."""
 
@@ -51,14 +49,6 @@ loses of it makes the next epoch look a little less like one."""
 
 UNSAVED = -1
 """No version of the epochs."""
-
-
-class _Waiting(NamedTuple):
-    """A copy for its first reader."""
-
-    until: float
-    clock: int
-    dataset: int
 
 
 class Catalog:
@@ -89,7 +79,7 @@ class Catalog:
         self._seen_version = epochs.version
         self._saved_version = epochs.version
         self._flushes = 0
-        self._ahead: OrderedDict[CopyKey, _Waiting] = OrderedDict()
+        self._ahead: OrderedDict[CopyKey, Waiting] = OrderedDict()
         self.borrowed = Borrowed()
         self._spare = {tier.number: Walk(index, tier.number, self._passed_over) for tier in tiers}
         self._all = {
@@ -251,7 +241,7 @@ class Catalog:
         self._wait(copy, self._now() + AHEAD_S)
 
     def _wait(self, copy: Copy, until: float) -> None:
-        self._ahead[copy.key] = _Waiting(until, copy.clock, copy.dataset)
+        self._ahead[copy.key] = Waiting(until, copy.clock, copy.dataset)
         if len(self._ahead) > AHEAD_COPIES:
             self._give_up(next(iter(self._ahead)))
 
@@ -310,7 +300,10 @@ class Catalog:
             found = self._first(self._spare[tier], tier, True, older_than, moving)
         if found is None and not spare:
             found = None if moving else self.borrowed_victim(tier, spare=False)
-            found = found or self._first(self._all[tier], tier, False, older_than, moving)
+            found = found or self._first(self._all[tier], tier, False, older_than, moving, LARGE_PASSED)
+            if found is None:
+                self._all[tier].restart()
+                found = self._first(self._all[tier], tier, False, older_than, moving)
         return found
 
     def borrowed_victim(self, tier: int, *, spare: bool) -> tuple[CachedObject, Copy] | None:
@@ -332,9 +325,10 @@ class Catalog:
         return any(copy.key not in self.borrowed for copy in self.copies(obj, tier))
 
     def _first(
-        self, walk: Walk, tier: int, keep: bool, older_than: int | None, moving: bool
+        self, walk: Walk, tier: int, keep: bool, older_than: int | None, moving: bool, passing: int = 0
     ) -> tuple[CachedObject, Copy] | None:
         def judge(key: CopyKey, clock: int) -> Verdict:
+            nonlocal passing
             if key in self._removed or key in self._flushing:
                 return Verdict.GONE
             obj = self.by_digest(key[1])
@@ -344,6 +338,9 @@ class Catalog:
                 return Verdict.GONE
             if copy.clock != clock:
                 return Verdict.GONE
+            if passing and len(obj.on(self._tier[tier])) > 1 and obj.is_sealed(self._tier[tier]):
+                passing -= 1
+                return Verdict.HELD
             return Verdict.GOES if self._can_go(obj, copy, moving) else Verdict.HELD
 
         # Rows first: whatever was touched since the last flush is younger than every row that is up to date.

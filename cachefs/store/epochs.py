@@ -44,6 +44,10 @@ percent of the dataset, measured with the simulator. Less is soon met by a few f
 AGAIN_LEAST = 4
 """And this many at least. Guessed."""
 
+DONE_SHARE = 0.95
+"""Of a dataset with epochs, used in this one: then the first use again begins the next. What would be evicted until more
+came is all still wanted: of 64 extents, a tenth. Guessed: what has not been used by then counts for little."""
+
 AGAIN_DENSITY = 0.25
 """They must make up this share of the uses meanwhile: a few in a hundred, spread over an epoch, never add up. Guessed."""
 
@@ -51,7 +55,7 @@ EPOCH_SHARE = 0.6
 """A dataset has epochs if this much of it had been used when a new one began, and this many of the uses there were again.
 Simulated: orders without replacement give 0.9 and more of both, uses at random and by popularity less than 0.5 of one."""
 
-CORRELATED_LEAST, CORRELATED_MOST = 16, 256
+CORRELATED_LEAST, CORRELATED_MOST = 4, 256
 """Other units that must have been used meanwhile for a use to be another one, and not the same still going on: an eighth of
 the dataset, between these. Derived: 64 readers of large files touch at most 128 extents from one second to the next."""
 
@@ -70,11 +74,13 @@ def unit_hash(digest: bytes, extent: int) -> int:
 @dataclass(slots=True)
 class Dataset:
     """What is known of one. Its units before `previous` were not used for an epoch, from `start` on they were used in this
-    one. `sample` has unit → (clock when this use of it began, number of the last use); `threshold` is above the hashes that
-    are sampled."""
+    one. What was used between `edge` and `start` may have been the first of this epoch or the last of the one before it.
+    `sample` has unit → (clock when this use of it began, number of the last use); `threshold` is above the hashes that are
+    sampled. `size` was how many of these belonged to it when this epoch began, 0 if that is not known."""
 
     start: int = 0
     previous: int = 0
+    edge: int = 0
     number: int = 1
     epochs: bool = False
     last: int = 0
@@ -83,6 +89,8 @@ class Dataset:
     sample: dict[int, tuple[int, int]] = field(default_factory=dict)
     count: int = 0
     fresh: int = 0
+    size: int = 0
+    lately: deque[int] = field(default_factory=lambda: deque(maxlen=CORRELATED_MOST))
     agains: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SAMPLE))
     starts: deque[int] = field(default_factory=lambda: deque([0], maxlen=EPOCHS_REMEMBERED))
     hits: int = 0
@@ -96,6 +104,11 @@ class Dataset:
     def rate(self) -> float:
         """Share of the units that are sampled."""
         return self.threshold / _FULL
+
+    @property
+    def correlated(self) -> float:
+        """Uses of other units before one is another."""
+        return min(max(len(self.sample) / self.rate / 8, CORRELATED_LEAST), CORRELATED_MOST)
 
     @property
     def alive(self) -> int:
@@ -112,7 +125,7 @@ class Dataset:
         known = self.sample.get(unit)
         if known is not None:
             meanwhile = (self.count - known[1]) / self.rate
-            if meanwhile <= min(max(len(self.sample) / self.rate / 8, CORRELATED_LEAST), CORRELATED_MOST):
+            if meanwhile <= self.correlated:
                 self.sample[unit] = (known[0], self.count)
                 return False
         self.changed = True
@@ -121,6 +134,7 @@ class Dataset:
         self.hits += hit
         self.unit_bytes += (length - self.unit_bytes) / min(self.count, 1000)
         self.sample[unit] = (clock, self.count)
+        self.lately.append(clock)
         if known is not None and known[0] >= self.start:
             self.agains.append((self.count, clock))
             return self._look()
@@ -132,6 +146,8 @@ class Dataset:
     def _look(self) -> bool:
         """After a use again: are they enough by now?"""
         enough = max(AGAIN_LEAST, math.ceil(AGAIN_SHARE * self.fresh))
+        if self.epochs and self.size and self.fresh >= DONE_SHARE * self.size:
+            enough = 1
         if len(self.agains) < enough:
             return False
         count, clock = self.agains[-enough]
@@ -146,8 +162,11 @@ class Dataset:
         # Those used again since the epoch began count for the one before it as well.
         fresh = sum(use[0] >= clock for use in self.sample.values())
         used = sum(use[0] >= self.start for use in self.sample.values())
-        self.epochs = min(density, used / self.alive) >= EPOCH_SHARE
-        self.previous, self.start, self.fresh = self.start, clock, fresh
+        self.size = self.alive
+        self.epochs = min(density, used / self.size) >= EPOCH_SHARE
+        self.previous, self.start, self.fresh = self.edge, clock, fresh
+        before = [used for used in self.lately if used < clock]
+        self.edge = before[-min(len(before), math.ceil(self.correlated * self.rate))] if before else clock
         self.number += 1
         self.agains.clear()
         self.seen = Seen()
@@ -162,6 +181,7 @@ class Dataset:
         else:
             self.sample = {unit: use for unit, use in self.sample.items() if use[0] >= self.starts[0]}
         self.fresh = sum(use[0] >= self.start for use in self.sample.values())
+        self.size = 0
         self.agains.clear()
 
 
@@ -240,7 +260,7 @@ class Epochs:
         if len(self._datasets) >= TRACKED:
             del self._datasets[min(self._datasets, key=lambda d: self._datasets[d].last)]
             self.version += 1
-        found = self._datasets[dataset] = Dataset(start=clock, previous=clock)
+        found = self._datasets[dataset] = Dataset(start=clock, previous=clock, edge=clock)
         found.starts = deque([clock], maxlen=EPOCHS_REMEMBERED)
         return found
 
@@ -302,7 +322,19 @@ class Epochs:
 
 
 _PLAIN: tuple[str, ...] = (
-    *("start", "previous", "number", "epochs", "last", "threshold", "count", "fresh", "unit_bytes"),
+    *(
+        "start",
+        "previous",
+        "edge",
+        "number",
+        "epochs",
+        "last",
+        "threshold",
+        "count",
+        "fresh",
+        "size",
+        "unit_bytes",
+    ),
     *("hits", "uses", "last_hit_ratio"),
 )
 _LENGTH = struct.Struct(">I")

@@ -59,12 +59,9 @@ def test_what_was_used_in_the_last_epoch_and_not_in_this_is_protected() -> None:
         watched.use(order)
     start = watched.epochs.start(1)
     assert 2000 < start <= 2250  # the first uses after the turn may still belong to those before it
-    assert [watched.epochs.protects(1, clock) for clock in (900, start - 1, start, 2999)] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    # Where one epoch becomes the next, an eighth of the units may have been used for either.
+    clocks = (700, 1000, start - 1, start, 2999)
+    assert [watched.epochs.protects(1, clock) for clock in clocks] == [False, True, True, False, False]
     assert not watched.epochs.protects(2, start - 1), "another dataset"
 
 

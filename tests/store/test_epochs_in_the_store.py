@@ -256,6 +256,7 @@ async def test_pins_survive_pressure_and_restarts(cache_dir: Path, ram: int, kin
         assert lab.store.pinned_bytes == 0
         await epoch(lab, ids[4:])
         await epoch(lab, reversed(ids[4:]))
+        await epoch(lab, ids[4:])
         assert not any(lab.store.cached_bytes(i) for i in ids[:4])
         lab.check_accounts()
 
