@@ -19,14 +19,15 @@ from cachefs.store.backing import Backing, Lending
 from cachefs.store.catalog import Catalog
 from cachefs.store.datasets import Course, Datasets
 from cachefs.store.epochs import Epochs, Policy
-from cachefs.store.fill import Fill, HeapFill, TierFill
+from cachefs.store.fill import Fill
+from cachefs.store.filling import Filling
 from cachefs.store.heap import Heap
 from cachefs.store.index import Copy, Index
 from cachefs.store.moves import Moves
 from cachefs.store.pins import Pins
 from cachefs.store.reading import Step, take_steps
 from cachefs.store.room import Evict, Room
-from cachefs.store.tier import RAM, Tier, allocated
+from cachefs.store.tier import RAM, Tier
 from cachefs.store.versions import CachedObject
 
 FLUSH_EVERY_S = 1.0
@@ -91,6 +92,7 @@ class Store:
         )
         self.pins = Pins(self._catalog, self.room, tiers, block_size)
         self._heap = Heap()
+        self._filling = Filling(self._catalog, self.room, self._moves, self._heap, tiers, block_size, metrics)
         self._threads = trio.CapacityLimiter(READ_THREADS)
 
     @property
@@ -360,111 +362,20 @@ class Store:
         """Room for blocks [start, stop) (within one extent) in the fastest tier that has it, or None. `ahead`: nobody has
         asked for them, so they take the place of nothing that somebody may miss; and once here, they wait for a reader.
         `borrowed`: another node keeps them, so here they take the place of nothing but their like."""
-        for tier, evict in self._places(ahead, borrowed):
-            # Held while room is made: making it may evict this very object's other blocks, and with them its file.
-            obj.refs += 1
-            try:
-                fill = self._fill_in(obj, tier, start, stop, evict)
-            except OSError as exc:
-                self._metrics.tier_errors += 1
-                tier.failed(exc)
-                continue
-            finally:
-                obj.refs -= 1
-            if fill is None:
-                continue
-            fill.ahead = ahead
-            copy = fill.copy
-            if not borrowed:
-                self._catalog.own(copy)
-            elif not (copy.bitmap or copy.arriving or copy.pinned):
-                self._catalog.borrowed.add(copy.key)
-            copy.pins += 1
-            self.room.reserve(copy, _bits(start, stop))
-            if tier.number == RAM and self._moves is not None:
-                self._moves.filled()
-            return fill
-        return None
-
-    def _places(self, ahead: bool, borrowed: bool) -> Iterator[tuple[Tier, Evict]]:
-        """Where a fill may go, in the order to try: what nobody will miss goes from all tiers before anything else does."""
-        if borrowed:
-            evict = Evict.BORROWED if ahead else Evict.ANY_BORROWED
-            yield from ((tier, evict) for tier in self.tiers[:1] if tier.writable())
-            return
-        tiers = [tier for tier in self.tiers if tier.writable()]
-        yield from ((tier, Evict.BORROWED) for tier in tiers[:-1])
-        yield from ((tier, Evict.SPARE) for tier in reversed(tiers))
-        if not ahead:
-            yield from ((tier, Evict.ANY) for tier in tiers[-1:])
-
-    def _fill_in(self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict) -> TierFill | None:
-        need = sum(allocated(block_length(b, obj.id.size, self.block_size)) for b in range(start, stop))
-        if not self.room.make(tier, need, evict=evict):
-            return None
-        fd = self.room.file_for_write(obj, tier)
-        if fd is None:
-            return None
-        dataset = self.datasets(obj.id)
-        copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
-        if copy.arriving & _bits(start, stop):
-            return None  # a move is writing them: two writers would not know of each other
-        return TierFill(tier, copy, fd, obj.id.size, self.block_size, start, stop)
+        return self._filling.begin(obj, start, stop, ahead=ahead, borrowed=borrowed)
 
     def begin_bypass(self, obj: CachedObject, block: int) -> Fill:
         """One block into memory, for a reader that waits for it and whom no tier can serve. So what the heap takes is
         bounded by the readers waiting."""
-        return HeapFill(obj.id.size, self.block_size, block, block + 1)
+        return self._filling.bypass(obj, block)
 
     def settle(self, obj: CachedObject, fill: Fill) -> None:
         """Make the blocks that have wholly landed exist."""
-        completed = fill.take_completed()
-        if not completed:
-            return
-        if isinstance(fill, HeapFill):
-            for block, _ in completed:
-                length = block_length(block, obj.id.size, self.block_size)
-                self._heap.put(obj.id.digest, block, fill.read(block * self.block_size, length))
-            self._metrics.bypassed_blocks += len(completed)
-            return
-        assert isinstance(fill, TierFill)
-        bits = 0
-        for block, checksum in completed:
-            fill.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
-            bits |= _bits(block, block + 1)
-        self.room.land(fill.copy, bits, bits)
-        if fill.wanted:
-            self._count_miss(obj, fill)
-        else:
-            self._catalog.came_ahead(fill.copy)
-        self._metrics.admitted_blocks += len(completed)
-
-    def _count_miss(self, obj: CachedObject, fill: TierFill) -> None:
-        """Somebody waited for what a fill brings: that is a use of it, one for all of it."""
-        self._catalog.touch(fill.copy)
-        if not fill.counted:
-            fill.counted = True
-            self._catalog.use(obj, fill.copy, hit=False)
+        self._filling.settle(obj, fill)
 
     def end_fill(self, obj: CachedObject, fill: Fill) -> None:
         """The transfer is over, whole or not: settle what landed, give back what did not."""
-        fill.close()
-        self.settle(obj, fill)
-        if not isinstance(fill, TierFill):
-            return
-        copy, tier = fill.copy, fill.tier
-        if fill.wanted and not fill.counted and copy.bitmap:
-            self._count_miss(obj, fill)  # read while it came
-        missing = _bits(fill.start_block + fill.settled, fill.stop_block)
-        self.room.abandon(copy, missing)
-        if fill.failure is not None:
-            self._metrics.tier_errors += 1
-            tier.failed(fill.failure)
-        elif tier.errors_in_a_row and not missing:
-            tier.worked()
-        self.room.unpin(obj, copy)
-        if tier.number == RAM and self._moves is not None:
-            self._moves.filled()  # now it can be moved
+        self._filling.end(obj, fill)
 
     # -- lending whole files to the kernel (see backing.py) ----------------------------------------
 
@@ -532,8 +443,3 @@ class Store:
         for tier in self.tiers if trusted else ():
             trusted = tier is ram or await trio.to_thread.run_sync(tier.sync)
         await self._catalog.aclose(trusted=trusted)
-
-
-def _bits(start: int, stop: int) -> int:
-    """Blocks [start, stop) of one extent, as bits."""
-    return ((1 << (stop - start)) - 1) << (start % BLOCKS_PER_EXTENT)
