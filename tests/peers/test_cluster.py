@@ -319,5 +319,5 @@ async def test_what_another_node_keeps_never_comes_to_ssd_and_displaces_nothing(
         for object_id in more:
             await here.read(object_id)
         assert all(here.fetcher.whole(object_id) for object_id in own + more)
-        await here.aclose()
-        assert len(cache_files(here.store.tiers[1].path)) == len(own) + len(more)
+        ssd = here.store.tiers[1].path
+    assert len(cache_files(ssd)) == len(own) + len(more)
