@@ -76,12 +76,13 @@ class Cluster:
         """Whom to ask, one after the other; then the store. Whoever takes one from here asks it: for a member that
         failed it is the one trial."""
         asked = 0
+        members, own = self.membership.members, self.membership.own  # of now, whoever comes and goes meanwhile
         for rank, name in enumerate(self._owners(digest, extent)):
-            if name in self.membership.own or asked == ASKED:
+            if name in own or asked == ASKED:
                 return
             if self._of(name).may_try(self._now()):
                 asked += 1
-                yield Asked(self.membership.members[name], rank)
+                yield Asked(members[name], rank)
 
     def owner(self, digest: bytes, extent: int) -> Member | None:
         """Whose the extent is; None when it is this node's, or nobody's."""
