@@ -433,11 +433,12 @@ class TestPartialFiles:
 
 @pytest.fixture(params=["ram", "ssd"])
 def tiny(request: pytest.FixtureRequest, mounted: Mounted, bucket: Bucket) -> Mount:
-    """A cache with room for a third of what goes through it, and `f0`, lent by one of its tiers."""
+    """A cache with room for a third of what goes through it, and `f0`, lent by one of its tiers. Prefetch would bring it
+    back whenever the other files of its directory are read."""
     for number in range(30):
         bucket.put(f"f{number}", MIB - 1000 * number)
     sizes = {"ram": "4M", "cache_size": "6M"} if request.param == "ram" else {"ram": "0", "cache_size": "10M"}
-    mount = mounted(bucket, **sizes)
+    mount = mounted(bucket, prefetch="off", **sizes)
     assert (mount.path / "f0").read_bytes() == bucket.objects["f0"]
     becomes_lent(mount, mount.path / "f0")
     return mount
