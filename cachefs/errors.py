@@ -39,6 +39,14 @@ class ObjectChanged(CachefsError):
     """The object's version is no longer the one that was asked for (etag mismatch, 412, or gone while open)."""
 
 
+class Conflict(CachefsError):
+    """A conditional write met another version at the store than it was to replace, or one where none was to be."""
+
+
+class NoSuchUpload(CachefsError):
+    """The store does not know this multipart upload (any more): completed, aborted or expired."""
+
+
 class PermissionDenied(CachefsError):
     """Credentials are missing, wrong, expired, or lack the right. Not retried; recovers when they are renewed."""
 

@@ -31,6 +31,8 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.ReadOnly: (errno.EROFS, logging.DEBUG),
     errors.Unsupported: (errno.EOPNOTSUPP, logging.DEBUG),
     errors.ObjectChanged: (errno.ESTALE, logging.INFO),
+    errors.Conflict: (errno.ESTALE, logging.INFO),
+    errors.NoSuchUpload: (errno.EIO, logging.WARNING),
     errors.PermissionDenied: (errno.EACCES, logging.WARNING),
     errors.Throttled: (errno.EIO, logging.WARNING),
     errors.Transient: (errno.EIO, logging.WARNING),

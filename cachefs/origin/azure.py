@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from cachefs.errors import ConfigError
+from cachefs.origin.azure_writing import ContainerWriter
 from cachefs.origin.credentials.azure import AzureCredentials, settings
 from cachefs.origin.listing.azure import ContainerLister
 from cachefs.origin.listing.http import Fetcher
@@ -72,6 +74,20 @@ def azure_client(
         lambda: url, credentials.sign, fetcher, label=place.label, advice=lambda: credentials.advice
     )
 
+    def source_url(key: str) -> str:
+        """Azure reads it as whoever asks it to, except that a SAS is part of a URL."""
+        sas = credentials.current().sas
+        return f"{url}/{quote(key)}" + (f"?{sas}" if sas else "")
+
+    writer = ContainerWriter(
+        lambda: url,
+        lambda method, url, headers, body: credentials.sign(method, url, headers),
+        fetcher,
+        label=place.label,
+        advice=lambda: credentials.advice,
+        source_url=source_url,
+    )
+
     def provide() -> dict[str, Any]:
         proof = credentials.current()
         if proof.key:
@@ -94,6 +110,12 @@ def azure_client(
         )
 
     client = ObstoreClient(
-        open_store, lister, signed=signed, label=place.label, credentials=credentials, close=fetcher.close
+        open_store,
+        lister,
+        signed=signed,
+        writer=writer,
+        label=place.label,
+        credentials=credentials,
+        close=fetcher.close,
     )
     return client, place.source

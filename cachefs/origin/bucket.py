@@ -1,4 +1,4 @@
-"""The download limit: a token bucket, and the queue in front of it."""
+"""A limit on bytes a second (one for what comes, one for what is sent): a token bucket, and the queue in front of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenBucket:
         return max(0.0, self._free_at - now)
 
 
-class DownloadLimit:
+class RateLimit:
     """The bucket's trio side: one chunk is paid for at a time, a reader's before those that nobody waits for. A transfer
     waits with one chunk, so the queue is bounded by the requests in flight."""
 

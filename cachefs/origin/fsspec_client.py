@@ -24,11 +24,13 @@ from cachefs.errors import (
     Transient,
     Unsupported,
 )
+from cachefs.origin.fsspec_writing import FilesystemWriter
 from cachefs.origin.listing.http import quoted
 from cachefs.origin.obstore_client import made_up
 from cachefs.origin.opened import Opened
 from cachefs.origin.protocol import ListPage, ObjectInfo
 from cachefs.origin.replies import one_line, refusal
+from cachefs.origin.writing import Writer
 
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
@@ -49,6 +51,7 @@ class FsspecClient:
         advice: Callable[[], str] = lambda: ENVIRONMENT,
         credentials: Callable[[], object] = lambda: None,
     ) -> None:
+        self.writer: Writer = FilesystemWriter(self)
         self._root = root
         self._label = label
         self._advice = advice
@@ -56,11 +59,11 @@ class FsspecClient:
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         """All of the directory, whatever the limit: fsspec has nothing smaller."""
-        here = self._path(prefix).rstrip("/")
+        here = self.path(prefix).rstrip("/")
         try:
-            entries = self._opened().ls(here, detail=True)
+            entries = self.opened().ls(here, detail=True)
         except Exception as exc:
-            raise self._translated(exc, prefix) from exc
+            raise self.translated(exc, prefix) from exc
         objects, prefixes = [], []
         for entry in entries:
             name = entry["name"].rstrip("/")
@@ -77,9 +80,9 @@ class FsspecClient:
 
     def head(self, key: str) -> ObjectInfo:
         try:
-            entry = self._opened().info(self._path(key))
+            entry = self.opened().info(self.path(key))
         except Exception as exc:
-            raise self._translated(exc, key) from exc
+            raise self.translated(exc, key) from exc
         if entry["type"] == "directory":
             raise NotFound(f"{self._label}/{key}: no such object")
         return self._info(key, entry)
@@ -90,9 +93,9 @@ class FsspecClient:
         self._same_version(key, etag, self.head(key).etag)
         try:
             # By keyword: the second positional argument is a version in s3fs and a start elsewhere.
-            data = self._opened().cat_file(self._path(key), start=start, end=stop)
+            data = self.opened().cat_file(self.path(key), start=start, end=stop)
         except Exception as exc:
-            raise self._translated(exc, key) from exc
+            raise self.translated(exc, key) from exc
         self._same_version(key, etag, self.head(key).etag)
         yield data
 
@@ -104,10 +107,10 @@ class FsspecClient:
     def close(self) -> None:
         self._filesystem.forget()
 
-    def _opened(self) -> Any:
+    def opened(self) -> Any:
         return self._filesystem.get()
 
-    def _path(self, key: str) -> str:
+    def path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def _info(self, key: str, entry: dict[str, Any]) -> ObjectInfo:
@@ -120,11 +123,11 @@ class FsspecClient:
         if found != wanted:
             raise ObjectChanged(f"{self._label}/{key}: the object changed at the store")
 
-    def _translated(self, exc: BaseException, key: str) -> CachefsError:
-        return translated(exc, f"{self._label}/{key}", self._advice())
+    def translated(self, exc: BaseException, key: str) -> CachefsError:
+        return in_our_words(exc, f"{self._label}/{key}", self._advice())
 
 
-def translated(exc: BaseException, what: str, advice: str) -> CachefsError:
+def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
     """What an fsspec filesystem raised, in our words. Their exceptions share no base, but most carry the HTTP
     status somewhere: it is looked for before the type says anything."""
     if isinstance(exc, CachefsError):

@@ -6,18 +6,22 @@ own loop. Every call has the silence of the store (`stall_s`) as its timeout.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from cachefs.origin.azure import account_and_endpoint
 from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.credentials.azure import AzureCredentials
 from cachefs.origin.fsspec_client import NO_CACHES, FsspecClient
+from cachefs.origin.fsspec_store_writing import AdlfsWriter, S3fsWriter
 from cachefs.origin.listing.http import CONNECT_S, quoted, seconds_ns
 from cachefs.origin.protocol import ListPage, ObjectInfo
 from cachefs.origin.s3 import Bucket
 
 CHUNK = 1 << 20
+
+SLOW = 120
+"""Times that a request which sends may take as long as a silent one. Guessed: half an hour, for the largest parts."""
 
 
 class S3fsClient(FsspecClient):
@@ -32,7 +36,8 @@ class S3fsClient(FsspecClient):
             advice=lambda: bucket.credentials.advice,
             credentials=bucket.credentials.current,
         )
-        self._bucket, self._stall_s = bucket, stall_s
+        self._bucket, self._stall_s, self.name = bucket, stall_s, bucket.name
+        self.writer = S3fsWriter(self)
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         arguments: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/", "MaxKeys": limit}
@@ -40,7 +45,7 @@ class S3fsClient(FsspecClient):
             arguments["ContinuationToken"] = token
         elif start_after is not None:
             arguments["StartAfter"] = start_after
-        reply = self._call(prefix, "list_objects_v2", **arguments)
+        reply = self.call(prefix, "list_objects_v2", **arguments)
         objects = [
             ObjectInfo(o["Key"], o["Size"], seconds_ns(o["LastModified"]), quoted(o["ETag"]))
             for o in reply.get("Contents", ())
@@ -49,7 +54,7 @@ class S3fsClient(FsspecClient):
         return ListPage(objects, prefixes, reply.get("NextContinuationToken"))
 
     def head(self, key: str) -> ObjectInfo:
-        reply = self._call(key, "head_object", Key=key)
+        reply = self.call(key, "head_object", Key=key)
         return ObjectInfo(
             key, reply["ContentLength"], seconds_ns(reply["LastModified"]), quoted(reply["ETag"])
         )
@@ -57,14 +62,14 @@ class S3fsClient(FsspecClient):
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        arguments = {"Key": key, "IfMatch": etag}
+        arguments: dict[str, Any] = {"Key": key, "IfMatch": etag}
         if not whole:
             arguments["Range"] = f"bytes={start}-{stop - 1}"
-        reply = self._call(key, "get_object", **arguments)
+        reply = self.call(key, "get_object", **arguments)
         body = reply["Body"]
         try:
             self._same_version(key, etag, quoted(reply["ETag"]))
-            while data := self._sync(key, body.read, CHUNK):
+            while data := self.sync(key, body.read, CHUNK):
                 yield data
         finally:
             body.close()
@@ -72,20 +77,23 @@ class S3fsClient(FsspecClient):
     def renew(self, since: float) -> bool:
         return self._bucket.credentials.renew(since)
 
-    def _call(self, key: str, method: str, **arguments: Any) -> Any:
+    def call(self, key: str, method: str, *, slow: bool = False, **arguments: Any) -> Any:
+        """One request. `slow`: it may take long, because it sends or because the store has to work for it."""
         try:
-            call = self._opened()._call_s3
+            call = self.opened()._call_s3
         except Exception as exc:
-            raise self._translated(exc, key) from exc
-        return self._sync(key, call, method, Bucket=self._bucket.name, **arguments)
+            raise self.translated(exc, key) from exc
+        return self.sync(key, call, method, slow=slow, Bucket=self._bucket.name, **arguments)
 
-    def _sync(self, key: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    def sync(self, key: str, call: Any, *args: Any, slow: bool = False, **kwargs: Any) -> Any:
         from fsspec.asyn import sync
 
+        # The library's own timeout is the one for silence; how long all may take, `Origin` knows.
+        timeout = (self._stall_s + CONNECT_S) * (SLOW if slow else 1)
         try:
-            return sync(self._opened().loop, call, *args, timeout=self._stall_s + CONNECT_S, **kwargs)
+            return sync(self.opened().loop, call, *args, timeout=timeout, **kwargs)
         except Exception as exc:
-            raise self._translated(exc, key) from exc
+            raise self.translated(exc, key) from exc
 
     def _s3fs(self) -> Any:
         import s3fs
@@ -104,6 +112,9 @@ class S3fsClient(FsspecClient):
                 "connect_timeout": CONNECT_S,
                 "read_timeout": self._stall_s,
                 "max_pool_connections": 64,
+                # A body is read once, when it is sent, and not before for digests; over TLS it needs none.
+                "request_checksum_calculation": "when_required",
+                "s3": {"payload_signing_enabled": False},
             },
             **NO_CACHES,
         )
@@ -125,6 +136,7 @@ class AdlfsClient(FsspecClient):
         )
         self._container, self._endpoint = container, endpoint
         self._credentials, self._stall_s = credentials, stall_s
+        self.writer = AdlfsWriter(self)
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         async def page(service: Any) -> tuple[list[Any], str | None]:
@@ -135,7 +147,7 @@ class AdlfsClient(FsspecClient):
                 return [blob async for blob in found], pages.continuation_token
             return [], None
 
-        blobs, next_token = self._sync(prefix, page)
+        blobs, next_token = self.sync(prefix, page)
         objects = [_blob(b.name, b) for b in blobs if not b.name.endswith("/") or hasattr(b, "etag")]
         prefixes = [b.name for b in blobs if b.name.endswith("/") and not hasattr(b, "etag")]
         return ListPage(objects, prefixes, next_token or None)
@@ -145,7 +157,7 @@ class AdlfsClient(FsspecClient):
             blob = service.get_blob_client(self._container, key)
             return await blob.get_blob_properties()
 
-        return _blob(key, self._sync(key, properties))
+        return _blob(key, self.sync(key, properties))
 
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
@@ -163,21 +175,35 @@ class AdlfsClient(FsspecClient):
             )
             return quoted(stream.properties.etag), await stream.readall()
 
-        found, data = self._sync(key, download)
+        found, data = self.sync(key, download)
         self._same_version(key, etag, found)
         yield data
 
     def renew(self, since: float) -> bool:
         return self._credentials.renew(since)
 
-    def _sync(self, key: str, call: Any) -> Any:
+    def on_blob(self, key: str, call: Callable[[Any], Any]) -> Any:
+        """What a call of the blob's own client gives."""
+
+        async def ask(service: Any) -> Any:
+            return await call(service.get_blob_client(self._container, key))
+
+        return self.sync(key, ask, slow=True)
+
+    def blob_url(self, key: str) -> str:
+        """A URL that Azure itself may read."""
+        service = self.opened().service_client
+        return str(service.get_blob_client(self._container, key).url)
+
+    def sync(self, key: str, call: Any, *, slow: bool = False) -> Any:
         from fsspec.asyn import sync
 
+        timeout = (self._stall_s + CONNECT_S) * (SLOW if slow else 1)
         try:
-            filesystem = self._opened()  # not on fsspec's loop, which opening may wait for
-            return sync(filesystem.loop, call, filesystem.service_client, timeout=self._stall_s + CONNECT_S)
+            filesystem = self.opened()  # not on fsspec's loop, which opening may wait for
+            return sync(filesystem.loop, call, filesystem.service_client, timeout=timeout)
         except Exception as exc:
-            raise self._translated(exc, key) from exc
+            raise self.translated(exc, key) from exc
 
     def _adlfs(self) -> Any:
         import adlfs

@@ -1,4 +1,4 @@
-"""A Google Cloud Storage bucket: listed and read through its XML interface, so that both show the same
+"""A Google Cloud Storage bucket: listed, read and written through its XML interface, so that both show the same
 etags."""
 
 from __future__ import annotations
@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from cachefs.origin.credentials.google import GoogleCredentials
+from cachefs.origin.credentials.google import READ_WRITE, GoogleCredentials
 from cachefs.origin.listing.http import Fetcher
 from cachefs.origin.listing.s3 import BucketLister
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.s3_writing import GOOGLES, BucketWriter
 from cachefs.origin.signed import SignedReader
 
 PUBLIC = "https://storage.googleapis.com"
@@ -52,7 +53,22 @@ def google_client(
         label=label,
         advice=lambda: credentials.advice,
     )
+    writer = BucketWriter(
+        name,
+        GOOGLES,
+        lambda: f"{endpoint}/{name}",
+        lambda method, url, headers, body: (url, {**headers, **credentials.sign(url, READ_WRITE)}),
+        fetcher,
+        label=label,
+        advice=lambda: credentials.advice,
+    )
     client = ObstoreClient(
-        open_store, lister, signed=signed, label=label, credentials=credentials, close=fetcher.close
+        open_store,
+        lister,
+        signed=signed,
+        writer=writer,
+        label=label,
+        credentials=credentials,
+        close=fetcher.close,
     )
     return client, label if endpoint == PUBLIC else f"{label}@{endpoint}"

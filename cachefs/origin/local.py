@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cachefs.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Transient
+from cachefs.origin.local_writing import HIDDEN, LocalWriter, version_of
 from cachefs.origin.protocol import ListPage, ObjectInfo
 
 CHUNK = 1 << 20
@@ -29,11 +30,12 @@ class LocalClient:
 
     def __init__(self, root: str) -> None:
         self.root = os.path.realpath(root)
+        self.writer = LocalWriter(self)
         # The sorted names of the directory that is being paged through, so that each page is not a scan.
         self._names: tuple[str, list[str]] = ("", [])
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        with self._translated(prefix):
+        with self.translated(prefix):
             names = self._sorted_names(prefix, fresh=token is None)
             after = token if token is not None else start_after
             first = bisect_right(names, _order(after[len(prefix) :]), key=_order) if after else 0
@@ -53,14 +55,14 @@ class LocalClient:
             )
 
     def head(self, key: str) -> ObjectInfo:
-        with self._translated(key):
-            return _info(key, Path(self._inside(key)).stat())
+        with self.translated(key):
+            return _info(key, Path(self.inside(key)).stat())
 
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        with self._translated(key):
-            fd = os.open(self._inside(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with self.translated(key):
+            fd = os.open(self.inside(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 _info(key, os.fstat(fd))  # a regular file, or not there
                 while start < stop:
@@ -83,7 +85,7 @@ class LocalClient:
     def _name(self, key: str) -> str:
         return f"{self.root}/{key}"
 
-    def _inside(self, key: str) -> str:
+    def inside(self, key: str) -> str:
         """The real path of a key, which is inside the root."""
         parts = key.removesuffix("/").split("/") if key else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -98,8 +100,10 @@ class LocalClient:
         if not fresh and self._names[0] == prefix:
             return self._names[1]
         names = []
-        with os.scandir(self._inside(prefix)) as entries:
+        with os.scandir(self.inside(prefix)) as entries:
             for entry in entries:
+                if entry.name.startswith(HIDDEN):
+                    continue  # a file that is being written
                 if entry.is_symlink():
                     names.extend(self._linked(prefix, entry.name))
                 elif entry.is_dir(follow_symlinks=False):
@@ -113,7 +117,7 @@ class LocalClient:
     def _linked(self, prefix: str, name: str) -> list[str]:
         """The name a symbolic link has in its directory, or nothing when it is not to be seen."""
         try:
-            target = self._inside(prefix + name)
+            target = self.inside(prefix + name)
             mode = Path(target).stat().st_mode
         except (OSError, NotFound):
             return []
@@ -122,11 +126,11 @@ class LocalClient:
         way = {self.root}
         parts = prefix.split("/")[:-1]
         for depth in range(len(parts)):
-            way.add(self._inside("/".join(parts[: depth + 1])))
+            way.add(self.inside("/".join(parts[: depth + 1])))
         return [name + "/"] if stat.S_ISDIR(mode) and target not in way else []
 
     @contextmanager
-    def _translated(self, key: str) -> Iterator[None]:
+    def translated(self, key: str) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as exc:
@@ -134,7 +138,7 @@ class LocalClient:
         except PermissionError as exc:
             user = os.geteuid()
             raise PermissionDenied(
-                f"{self._name(key)}: user {user} may not read it; change its mode or owner"
+                f"{self._name(key)}: user {user} may not do that; change its mode or owner"
             ) from exc
         except TimeoutError as exc:
             raise Transient(f"{self._name(key)}: {exc.strerror}") from exc
@@ -157,5 +161,4 @@ def _order(name: str) -> bytes:
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     if not stat.S_ISREG(status.st_mode):
         raise NotFound(f"{key}: not a regular file")
-    etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
-    return ObjectInfo(key, status.st_size, status.st_mtime_ns, etag)
+    return ObjectInfo(key, status.st_size, status.st_mtime_ns, version_of(status))

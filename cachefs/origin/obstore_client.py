@@ -2,8 +2,8 @@
 
 Its synchronous calls release the interpreter and run in our worker threads. Its own retries are off: a 503
 must reach the limiter, and a broken body is resumed where it broke, not started again. What it cannot do is
-done elsewhere: listing (see `cachefs.origin.listing`), and reading the keys it cannot name (see
-`cachefs.origin.signed`).
+done elsewhere: listing (see `cachefs.origin.listing`), reading the keys it cannot name (see
+`cachefs.origin.signed`), and writing (see `cachefs.origin.http_writing`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cachefs.origin.opened import Opened
 from cachefs.origin.protocol import Lister, ListPage, ObjectInfo
 from cachefs.origin.replies import one_line, refusal
 from cachefs.origin.signed import SignedReader, expressible
+from cachefs.origin.writing import Writer
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -58,7 +59,7 @@ class Nobody:
 
 
 class ObstoreClient:
-    """One store: `lister` lists, `signed` reads the keys that obstore cannot name, obstore does the rest.
+    """One store: `lister` lists, `signed` reads the keys that obstore cannot name, `writer` writes, obstore does the rest.
     `conditional` is whether the store honours If-Match; where it does not, the reply's own version is all there is
     to compare."""
 
@@ -69,11 +70,13 @@ class ObstoreClient:
         *,
         label: str,
         signed: SignedReader | None = None,
+        writer: Writer | None = None,
         credentials: Credentials | None = None,
         conditional: bool = True,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.can_list = lister is not None
+        self.writer = writer
         self._lister, self._signed, self._label = lister, signed, label
         self._credentials = credentials or Nobody()
         self._conditional = conditional

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cachefs.errors import Throttled
+
+if TYPE_CHECKING:
+    from cachefs.origin.writing import Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,10 @@ class Client(Protocol):
     """
 
     can_list: bool
+
+    @property
+    def writer(self) -> Writer | None:
+        """The half that writes; None where nothing can be written."""
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"),

@@ -12,6 +12,7 @@ import re
 
 from cachefs.errors import (
     CachefsError,
+    NoSuchUpload,
     NotFound,
     ObjectChanged,
     OriginFailed,
@@ -42,7 +43,14 @@ BAD_CREDENTIALS = {
     "InvalidAuthenticationInfo",
 }
 BUSY = {"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "ThrottlingException"}
-BROKEN = {"RequestTimeout", "InternalError", "OperationTimedOut", "IncompleteBody"}
+BROKEN = {
+    *("RequestTimeout", "InternalError", "OperationTimedOut", "IncompleteBody"),
+    # What was sent did not arrive as it was, or somebody else is just writing there.
+    *("BadDigest", "XAmzContentSHA256Mismatch", "Md5Mismatch"),
+    *("OperationAborted", "ConditionalRequestConflict", "PendingCopyOperation"),
+}
+NO_UPLOAD = {"NoSuchUpload", "InvalidBlockList"}
+OCCUPIED = {"BlobAlreadyExists"}
 
 
 def refusal(
@@ -66,6 +74,10 @@ def refusal(
         return NotFound(
             one_line(f"{what}: no such bucket or container ({told}); check its name and the endpoint")
         )
+    if code in NO_UPLOAD:
+        return NoSuchUpload(line)
+    if code in OCCUPIED:
+        return ObjectChanged(f"{what}: there is such an object at the store")
     if code in BUSY or status in (429, 503):
         seconds = _seconds(retry_after)
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cachefs.errors import PermissionDenied
@@ -10,7 +12,9 @@ from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.listing.http import Fetcher, Reply
 from cachefs.origin.listing.s3 import BucketLister
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.s3_writing import AMAZON, BucketWriter
 from cachefs.origin.signed import SignedReader
+from cachefs.origin.writing import Body
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -70,6 +74,33 @@ class Bucket:
         request = AWSRequest(method, url)
         S3SigV4Auth(credentials, "s3", self.region).add_auth(request)
         return dict(request.headers.items())
+
+    def sign_body(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
+    ) -> tuple[str, Mapping[str, str]]:
+        """The same for a request with headers of its own and a body. Over TLS, which keeps bytes as they are, the body is
+        not read for a digest; without it, the store compares."""
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+
+        credentials = self.credentials.current()
+        if credentials is None:
+            return url, headers
+
+        class Signer(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
+            def payload(self, request: Any) -> str:
+                if isinstance(body, bytes):
+                    return hashlib.sha256(body).hexdigest()
+                if url.startswith("https:"):
+                    return "UNSIGNED-PAYLOAD"
+                digest = hashlib.sha256()
+                for piece in body.look():
+                    digest.update(piece)
+                return digest.hexdigest()
+
+        request = AWSRequest(method, url, dict(headers))
+        Signer(credentials, "s3", self.region).add_auth(request)
+        return url, dict(request.headers.items())
 
     def open_store(self, stall_s: float) -> ObjectStore:
         from obstore.store import S3Store
@@ -136,10 +167,14 @@ def s3_client(
         label=label,
         advice=lambda: credentials.advice,
     )
+    writer = BucketWriter(
+        name, AMAZON, bucket.url, bucket.sign_body, fetcher, label=label, advice=lambda: credentials.advice
+    )
     client = ObstoreClient(
         lambda: bucket.open_store(stall_s),
         lister,
         signed=signed,
+        writer=writer,
         label=label,
         credentials=credentials,
         close=fetcher.close,

@@ -1,33 +1,127 @@
-"""One read on its way: the bytes of one range, from a client's chunks into a sink, across as many attempts as
-it takes.
+"""One transfer on its way: the bytes of one range, from a client's chunks into a sink or from a file into a client's
+request, across as many attempts as it takes.
 
 It is touched by two parties: a worker thread (`attempt`) and the trio task that waits for it. The flags below
 need no lock: each has one writer, and the interpreter shows their order to both sides. `_busy` is raised
 *before* `_closed` is looked at, and `_closed` is set before `_busy` is looked at, so either the thread sees
-that it is over or the task sees that a write is running.
+that it is over or the task sees that a write (or a read of the file) is running.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import trio
 
-from cachefs.errors import Transient
-from cachefs.origin.bucket import DownloadLimit
-from cachefs.origin.gate import Turn
+from cachefs.errors import OriginFailed, Transient
+from cachefs.origin.bucket import RateLimit
+from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.protocol import Client, Sink
+from cachefs.origin.writing import Source
+
+T = TypeVar("T")
 
 PROGRESS_S = 1.0
 """How often a running transfer reports that it is alive, to push its deadline back. Derived: a call into trio
 costs about 0.1 ms, so once a second is free, and a deadline is many seconds."""
 
+CHUNK = 128 << 10
+"""As much is read from a file and handed to a connection at once. Derived: a new connection waits as long for a chunk to
+be taken as for being made (5 s), and at this size that is 25 kB/s."""
+
 
 class Transfer:
-    """State that outlives an attempt: `position` is the next byte to deliver, `sink_error` what the sink
-    raised. `on_progress` is called on the trio thread, about once a second, while bytes come."""
+    """What both directions share. `position` is how many bytes went by, `counted` is its owner's. `on_progress` is called
+    on the trio thread, about once a second, while bytes go by."""
+
+    counter = ""
+    """The metric that counts its bytes."""
+
+    def __init__(
+        self,
+        deadline_s: float,
+        limit: RateLimit | None,
+        turn: Turn,
+        on_progress: Callable[[Transfer], None],
+    ) -> None:
+        self.position = self.counted = 0
+        self._deadline_s = deadline_s
+        self._limit, self._turn = limit, turn
+        self._on_progress = on_progress
+        self._scope: trio.CancelScope | None = None
+        self._reported = 0.0
+        self._busy = False
+        self._closed = False
+
+    # On the trio side.
+
+    def begin(self, scope: trio.CancelScope) -> None:
+        """Before an attempt: the scope whose deadline progress pushes back."""
+        self._scope = scope
+        self._reported = time.monotonic()
+
+    @property
+    def _token(self) -> trio.lowlevel.TrioToken | None:
+        """Which trio to call, from a thread that it did not start."""
+        return None
+
+    async def enter(self, gate: Gate, turn: Turn) -> None:
+        """Wait for a slot."""
+        await gate.enter(turn)
+
+    @property
+    def gained(self) -> bool:
+        """Whether the last attempt brought something that the next one need not repeat."""
+        return False
+
+    async def close(self) -> None:
+        """No write after this, nor a read of the file. One that is running now is waited for: its buffer (its
+        descriptor) must not change hands under it."""
+        self._closed = True
+        while self._busy:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(0.001)
+
+    # On the worker thread's side.
+
+    def _pace(self, size: int) -> None:
+        """Before `size` bytes go by."""
+        if self._limit is not None:
+            trio.from_thread.run(self._pay, self._limit, size, trio_token=self._token)
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        if time.monotonic() - self._reported > PROGRESS_S:
+            trio.from_thread.run_sync(self._alive, trio_token=self._token)
+
+    async def _pay(self, limit: RateLimit, size: int) -> None:
+        """On the trio thread: wait until the limit lets these bytes pass. That wait is ours and not the store's, so the
+        deadline stands still meanwhile."""
+        if self._scope is not None and not self._closed:
+            self._scope.deadline = math.inf
+        try:
+            await limit.pay(size, self._turn)
+        finally:
+            self._alive()
+
+    def _alive(self) -> None:
+        """On the trio thread: bytes went by, so the deadline starts anew."""
+        if self._scope is not None and not self._closed:
+            self._scope.deadline = trio.current_time() + self._deadline_s
+            self._on_progress(self)
+        self._reported = time.monotonic()
+
+
+class Receiving(Transfer):
+    """Bytes [start, stop) of one version into a sink. `position` is the next byte to deliver, `sink_error` what the sink
+    raised."""
+
+    counter = "origin_bytes"
 
     def __init__(
         self,
@@ -39,39 +133,23 @@ class Transfer:
         sink: Sink,
         whole: bool,
         deadline_s: float,
-        limit: DownloadLimit | None,
+        limit: RateLimit | None,
         turn: Turn,
         on_progress: Callable[[Transfer], None],
     ) -> None:
-        self.position = self.counted = start  # `counted` is its owner's
+        super().__init__(deadline_s, limit, turn, on_progress)
+        self.position = self.counted = self._began_at = start
         self.sink_error: Exception | None = None
         self._client, self._key, self._etag = client, key, etag
         self._start, self._stop, self._sink, self._whole = start, stop, sink, whole
-        self._deadline_s = deadline_s
-        self._limit, self._turn = limit, turn
-        self._on_progress = on_progress
-        self._scope: trio.CancelScope | None = None
-        self._reported = 0.0
-        self._busy = False
-        self._closed = False
 
-    # On the trio side.
+    def begin(self, scope: trio.CancelScope) -> None:
+        super().begin(scope)
+        self._began_at = self.position
 
-    def begin(self, scope: trio.CancelScope) -> int:
-        """Before an attempt: the scope whose deadline progress pushes back. Returns the position now."""
-        self._scope = scope
-        self._reported = time.monotonic()
-        return self.position
-
-    async def close(self) -> None:
-        """No write after this. One that is running now is waited for: its buffer must not change hands under
-        it."""
-        self._closed = True
-        while self._busy:
-            with trio.CancelScope(shield=True):
-                await trio.sleep(0.001)
-
-    # On the worker thread's side.
+    @property
+    def gained(self) -> bool:
+        return self.position > self._began_at
 
     def attempt(self) -> None:
         """Ask for what is still missing, and deliver it. Returns early when the sink raised or the reader is
@@ -91,10 +169,7 @@ class Transfer:
         size = len(chunk)
         if size > self._stop - self.position:
             raise Transient("the store sent more bytes than were asked for")
-        if self._limit is not None:
-            trio.from_thread.run(self._pay, self._limit, size)
-        elif time.monotonic() - self._reported > PROGRESS_S:
-            trio.from_thread.run_sync(self._alive)
+        self._pace(size)
         self._busy = True
         try:
             if self._closed:
@@ -108,19 +183,82 @@ class Transfer:
             self._busy = False
         return True
 
-    async def _pay(self, limit: DownloadLimit, size: int) -> None:
-        """On the trio thread: wait until the download limit lets these bytes pass. That wait is ours and not the
-        store's, so the deadline stands still meanwhile."""
-        if self._scope is not None and not self._closed:
-            self._scope.deadline = math.inf
-        try:
-            await limit.pay(size, self._turn)
-        finally:
-            self._alive()
 
-    def _alive(self) -> None:
-        """On the trio thread: bytes came, so the deadline starts anew."""
-        if self._scope is not None and not self._closed:
-            self._scope.deadline = trio.current_time() + self._deadline_s
-            self._on_progress(self)
-        self._reported = time.monotonic()
+class Sending(Transfer):
+    """The first `size` bytes of a source into a request; each attempt begins anew. `source_error` is what the source
+    raised, or that it ended early."""
+
+    counter = "origin_bytes_sent"
+
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        deadline_s: float,
+        limit: RateLimit | None,
+        turn: Turn,
+        on_progress: Callable[[Transfer], None],
+    ) -> None:
+        super().__init__(deadline_s, limit, turn, on_progress)
+        self.size = size
+        self.source_error: Exception | None = None
+        self._source = source
+        self._thread = 0
+        self._trio = trio.lowlevel.current_trio_token()
+
+    @property
+    def _token(self) -> trio.lowlevel.TrioToken | None:
+        return None if threading.get_ident() == self._thread else self._trio
+
+    async def enter(self, gate: Gate, turn: Turn) -> None:
+        """Wait for a slot. Whoever writes a file has more parts than there are slots, so that this takes long is not the
+        store's fault, and the deadline stands still."""
+        scope = self._scope
+        assert scope is not None
+        left, scope.deadline = scope.deadline - trio.current_time(), math.inf
+        await gate.enter(turn)
+        scope.deadline = trio.current_time() + left
+
+    def attempt(self, send: Callable[[], T]) -> T | None:
+        """What `send` gives; None when the source failed or whoever asked is gone, in whatever way a library puts
+        that. Libraries may read the body in threads of their own."""
+        self._thread = threading.get_ident()
+        try:
+            return send()
+        except Exception:
+            if self.source_error is None and not self._closed:
+                raise
+            return None
+
+    def chunks(self) -> Iterator[bytes]:
+        for at in range(0, self.size, CHUNK):
+            count = min(CHUNK, self.size - at)
+            self._pace(count)
+            data = self._read(at, count)
+            self.position += count
+            yield data
+
+    def look(self) -> Iterator[bytes]:
+        for at in range(0, self.size, 8 * CHUNK):
+            self._report()
+            yield self._read(at, min(8 * CHUNK, self.size - at))
+
+    def _read(self, at: int, count: int) -> bytes:
+        data = b""
+        self._busy = True
+        try:
+            if not self._closed:
+                data = self._source.read(at, count)
+        except Exception as exc:
+            self.source_error = exc
+        finally:
+            self._busy = False
+        if len(data) != count:
+            if not self._closed and self.source_error is None:
+                self.source_error = OriginFailed("the source of a write is shorter than was said")
+            raise Abandoned
+        return data
+
+
+class Abandoned(Exception):
+    """No more bytes of this request will come. No OSError, which libraries take for a broken connection."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from cachefs.origin.bucket import DownloadLimit, Throughput, TokenBucket
+from cachefs.origin.bucket import RateLimit, Throughput, TokenBucket
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.limiter import Concurrency
 from cachefs.origin.opened import Opened
@@ -154,7 +154,7 @@ def test_takers_of_a_limit_are_served_in_order() -> None:
 
 def test_a_readers_bytes_are_paid_for_first() -> None:
     async def main() -> None:
-        limit, order = DownloadLimit(100.0), []
+        limit, order = RateLimit(100.0), []
 
         async def take(name: str, turn: Turn) -> None:
             await limit.pay(100, turn)

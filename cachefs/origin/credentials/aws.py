@@ -114,4 +114,5 @@ class AwsCredentials:
         where = WHERE.get(str(method), str(method))
         if method in ("shared-credentials-file", "config-file"):
             where += f" (profile {self._profile or os.environ.get('AWS_PROFILE', 'default')})"
-        return f"credentials came from {where}: renew them, or grant them s3:ListBucket and s3:GetObject"
+        rights = "s3:ListBucket and s3:GetObject (to write, s3:PutObject and s3:DeleteObject)"
+        return f"credentials came from {where}: renew them, or grant them {rights}"

@@ -97,7 +97,7 @@ class AzureCredentials:
             return "the mount is --anonymous; a private container needs credentials"
         return (
             "check AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or "
-            "AZURE_STORAGE_SAS_TOKEN, or the identity's role Storage Blob Data Reader"
+            "AZURE_STORAGE_SAS_TOKEN, or the identity's role Storage Blob Data Reader (Contributor, to write)"
         )
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
@@ -134,9 +134,10 @@ class AzureCredentials:
 
 
 def _shared_key(account: str, key: str, method: str, url: str, headers: Mapping[str, str]) -> str:
-    """The signature of a request without a body, as Azure's "Authorize with Shared Key" lays down."""
+    """The signature of a request, as Azure's "Authorize with Shared Key" lays down; it is not over the body."""
     parts = urlsplit(url)
-    usual = "".join(f"{headers.get(name, '')}\n" for name in SIGNED_HEADERS)
+    shown = {name: value for name, value in headers.items() if (name, value) != ("Content-Length", "0")}
+    usual = "".join(f"{shown.get(name, '')}\n" for name in SIGNED_HEADERS)
     named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
     resource = f"/{account}{parts.path}"
     for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True)):

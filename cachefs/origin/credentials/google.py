@@ -13,6 +13,7 @@ from cachefs.errors import PermissionDenied
 from cachefs.origin.replies import one_line
 
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
+READ_WRITE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,10 @@ class GoogleCredentials:
     def __init__(self, anonymous: bool) -> None:
         self.anonymous = anonymous
         self._lock = threading.Lock()
-        self._found: Any = None
+        self._found: dict[str, Any] = {}  # by scope: who only reads never holds a token that can write
         self._renewed_at = float("-inf")
 
-    def current(self) -> Token | None:
+    def current(self, scope: str = READ_ONLY) -> Token | None:
         """What google-auth has, renewed when it has expired; None when anonymous."""
         if self.anonymous:
             return None
@@ -41,18 +42,19 @@ class GoogleCredentials:
 
         with self._lock:
             try:
-                if self._found is None:
-                    self._found, _ = google.auth.default(scopes=[READ_ONLY])
-                if not self._found.valid:
-                    self._found.refresh(google.auth.transport.urllib3.Request(urllib3.PoolManager()))
+                if scope not in self._found:
+                    self._found[scope], _ = google.auth.default(scopes=[scope])
+                found = self._found[scope]
+                if not found.valid:
+                    found.refresh(google.auth.transport.urllib3.Request(urllib3.PoolManager()))
             except (GoogleAuthError, OSError) as exc:
                 raise PermissionDenied(one_line(f"no Google credentials: {exc}; {self.advice}")) from exc
-            expiry = self._found.expiry
+            expiry = found.expiry
             expires_at = expiry.replace(tzinfo=UTC) if isinstance(expiry, datetime) else None
-            return Token(self._found.token, expires_at)
+            return Token(found.token, expires_at)
 
-    def sign(self, url: str) -> dict[str, str]:
-        found = self.current()
+    def sign(self, url: str, scope: str = READ_ONLY) -> dict[str, str]:
+        found = self.current(scope)
         return {} if found is None else {"Authorization": f"Bearer {found.token}"}
 
     def provide(self) -> dict[str, Any]:
@@ -65,12 +67,14 @@ class GoogleCredentials:
     def renew(self, since: float) -> bool:
         """Files and metadata are read again at the next request."""
         with self._lock:
-            if self._found is not None and self._renewed_at <= since:
-                self._found, self._renewed_at = None, time.monotonic()
+            if self._found and self._renewed_at <= since:
+                self._found, self._renewed_at = {}, time.monotonic()
             return self._renewed_at > since
 
     @property
     def advice(self) -> str:
         if self.anonymous:
             return "the mount is --anonymous; a private bucket needs credentials"
-        return "set GOOGLE_APPLICATION_CREDENTIALS, or grant the account Storage Object Viewer"
+        return (
+            "set GOOGLE_APPLICATION_CREDENTIALS, or grant the account Storage Object Viewer (User, to write)"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +47,19 @@ class Fetcher:
         """The same with the body still to come, through `chunks`. Whoever asked closes it."""
         return self._request(method, url, headers, preload_content=False)
 
+    def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | Iterable[bytes] | None,
+        patience: int = 1,
+    ) -> Reply:
+        """The reply to a request with a body, whose length `headers` say. `patience`: so many times the usual silence
+        before the reply."""
+        reply = self._request(method, url, headers, preload_content=True, body=body, patience=patience)
+        return Reply(reply.status, reply.headers, reply.data)
+
     def chunks(self, reply: BaseHTTPResponse, size: int, what: str) -> Iterator[bytes]:
         """The body as the store keeps it; `Transient`, which names `what`, where it breaks."""
         import urllib3
@@ -61,15 +74,23 @@ class Fetcher:
             pool.clear()
 
     def _request(
-        self, method: str, url: str, headers: Mapping[str, str], *, preload_content: bool
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        preload_content: bool,
+        body: bytes | Iterable[bytes] | None = None,
+        patience: int = 1,
     ) -> BaseHTTPResponse:
         """Redirects are not followed: a signature is good for one host."""
         import urllib3
 
         how: dict[str, Any] = {"redirect": False, "retries": False, "preload_content": preload_content}
+        how["timeout"] = urllib3.Timeout(connect=CONNECT_S, read=self._stall_s * patience)
         pool = self._pool(url)
         try:
-            reply: BaseHTTPResponse = pool.request(method, url, headers=dict(headers), **how)
+            reply: BaseHTTPResponse = pool.request(method, url, headers=dict(headers), body=body, **how)
         except urllib3.exceptions.HTTPError as exc:
             raise _broken(urlsplit(url).netloc.rpartition("@")[2], exc) from exc
         return reply
@@ -85,8 +106,7 @@ class Fetcher:
             if parts.scheme == "https":
                 authorities()  # urllib3 would not say which file it cannot read
             settings: dict[str, Any] = {
-                "timeout": urllib3.Timeout(connect=CONNECT_S, read=self._stall_s),
-                "maxsize": 16,  # connections kept; as many listings as one `find` or `ls -R` keeps going
+                "maxsize": 64,  # connections kept: as many parts of files as are written at once
                 "ca_certs": _authorities_file()[1] or None,
             }
             manager = urllib3.ProxyManager(proxy, **settings) if proxy else urllib3.PoolManager(**settings)
