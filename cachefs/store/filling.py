@@ -46,7 +46,7 @@ class Filling:
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             obj.refs += 1
             try:
-                fill = self._fill_in(obj, tier, start, stop, evict)
+                fill = self._fill_in(obj, tier, start, stop, evict, ahead)
             except OSError as exc:
                 self._metrics.tier_errors += 1
                 tier.failed(exc)
@@ -80,9 +80,12 @@ class Filling:
         if not ahead:
             yield from ((tier, Evict.ANY) for tier in tiers[-1:])
 
-    def _fill_in(self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict) -> TierFill | None:
+    def _fill_in(
+        self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict, ahead: bool
+    ) -> TierFill | None:
         need = sum(allocated(block_length(b, obj.id.size, self._block_size)) for b in range(start, stop))
-        if not self._room.make(tier, need, evict=evict):
+        left = self._room.left_to_readers(tier, need) if ahead and evict is Evict.SPARE else 0
+        if not self._room.make(tier, need + left, evict=evict):
             return None
         fd = self._room.file_for_write(obj, tier)
         if fd is None:

@@ -27,6 +27,9 @@ from cachefs.store.versions import CachedObject
 
 log = logging.getLogger(__name__)
 
+READERS_SHARE = 128
+"""Of a full tier, this part is left free by what is fetched ahead. Guessed: a few files or blocks of a small cache."""
+
 VICTIMS_AT_ONCE = 512
 """Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""
 
@@ -75,6 +78,12 @@ class Room:
             obj, copy = victim
             self._metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
         return False
+
+    def left_to_readers(self, tier: Tier, need: int) -> int:
+        """Bytes that stay free beside what is fetched ahead, in whole `need`s: it takes the place of all that nobody will
+        miss, and then a reader would find nothing to displace but what is still wanted."""
+        need = min(need, self._block_size)
+        return tier.limit_bytes() // READERS_SHARE // need * need if need else 0
 
     # -- the life of a block's bytes: reserve, land, forget, free ----------------------------------
 
