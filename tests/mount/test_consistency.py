@@ -71,24 +71,23 @@ class TestRefresh:
     @WAYS
     @pytest.mark.parametrize("names", [1, 1500])
     def test_is_done_when_it_returns(self, mounted: Mounted, bucket: Bucket, refresh, names: int) -> None:
-        for number in range(names):
-            bucket.put(f"d/{number:04d}", 10)
+        bucket.store.synthesize(bucket.name, "d/", names, 10)
+        keys = [f"d/name-{number:07d}.bin" for number in range(names - 1, -1, -max(1, names // 20))]
         mount = mounted(bucket, consistency="immutable")
-        place = mount.path / "d" if names > 1 else mount.path / "d/0000"
+        place = mount.path / "d" if names > 1 else mount.path / keys[0]
         for round_ in range(1, 4):
             assert sum(entry.stat().st_size for entry in os.scandir(mount.path / "d"))
-            for number in range(names - 1, -1, -max(1, names // 20)):
-                (mount.path / f"d/{number:04d}").stat()
-                bucket.put(f"d/{number:04d}", 10 + round_, version=round_)
+            for key in keys:
+                (mount.path / key).stat()
+                bucket.put(key, 10 + round_, version=round_)
             refresh(place)
-            for number in range(names - 1, -1, -max(1, names // 20)):
-                assert (mount.path / f"d/{number:04d}").stat().st_size == 10 + round_
+            for key in keys:
+                assert (mount.path / key).stat().st_size == 10 + round_
 
     def test_from_many_sides_at_once_ends_for_all(self, mounted: Mounted, bucket: Bucket) -> None:
-        for number in range(3000):
-            bucket.put(f"d/{number:04d}", 10)
+        bucket.store.synthesize(bucket.name, "d/", 3000, 10)
         mount = mounted(bucket)
-        os.listdir(mount.path / "d")
+        assert len(os.listdir(mount.path / "d")) == 3000
         began = time.monotonic()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(refresh_by_attribute, [mount.path / "d"] * 4))
