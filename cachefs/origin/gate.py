@@ -39,8 +39,8 @@ class Line:
     """A queue of two classes, first come first served within each. Who waits has a deadline of its own."""
 
     def __init__(self, on_promoted: Callable[[], None] = lambda: None) -> None:
-        self.demand: OrderedDict[Turn, trio.Event] = OrderedDict()
-        self.background: OrderedDict[Turn, trio.Event] = OrderedDict()
+        self.demand: OrderedDict[Turn, trio.lowlevel.Task] = OrderedDict()
+        self.background: OrderedDict[Turn, trio.lowlevel.Task] = OrderedDict()
         self._on_promoted = on_promoted
         self._overtaken = 0
 
@@ -48,16 +48,17 @@ class Line:
         return len(self.demand) + len(self.background)
 
     async def wait(self, turn: Turn) -> None:
-        """Return when `call` named this turn. It cannot be cancelled after that, so whoever calls may rely on it."""
-        event = trio.Event()
-        (self.background if turn.background else self.demand)[turn] = event
-        turn.line = self
-        try:
-            await event.wait()
-        finally:
+        """Return when `call` named this turn. Called, it cannot be cancelled any more; cancelled, it cannot be called any
+        more, not even before its task runs: whoever calls relies on it."""
+
+        def leave(_: object) -> trio.lowlevel.Abort:
             turn.line = None
-            self.demand.pop(turn, None)
-            self.background.pop(turn, None)
+            (self.background if turn.background else self.demand).pop(turn)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        (self.background if turn.background else self.demand)[turn] = trio.lowlevel.current_task()
+        turn.line = self
+        await trio.lowlevel.wait_task_rescheduled(leave)
 
     def promoted(self, turn: Turn) -> None:
         self.demand[turn] = self.background.pop(turn)
@@ -70,10 +71,10 @@ class Line:
 
     def call(self, *, background: bool) -> Turn:
         """The first of one class (which is not empty) goes."""
-        turn, event = (self.background if background else self.demand).popitem(last=False)
+        turn, task = (self.background if background else self.demand).popitem(last=False)
         self._overtaken = 0 if background else self._overtaken + 1
         turn.line = None  # promoted from here on, it has nothing to overtake
-        event.set()
+        trio.lowlevel.reschedule(task)
         return turn
 
 
