@@ -95,10 +95,18 @@ def refresh(path: Path) -> str:
 
 
 def start_job(
-    mountpoint: Path, action: str, items: Iterable[Any], *, at_once: int = 0, vanish: bool = False
+    mountpoint: Path,
+    action: str,
+    items: Iterable[Any],
+    *,
+    at_once: int = 0,
+    vanish: bool = False,
+    cluster: bool = False,
 ) -> int:
     """Begin a job in the daemon (see `cachefs.warming`) and give it all its items; its number."""
-    number: int = ask(mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish)
+    number: int = ask(
+        mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
+    )
     try:
         for batch in control.batches(items):
             if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import click
 
-from cachefs import __version__, cli_cache, cli_reading, cli_simulate, cli_usage
+from cachefs import __version__, cli_cache, cli_peers, cli_reading, cli_simulate, cli_usage
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -302,7 +302,7 @@ def refresh(path: Path) -> None:
     click.echo(asking.refresh(path), err=True)
 
 
-for command in (*cli_cache.COMMANDS, *cli_usage.COMMANDS, *cli_reading.COMMANDS):
+for command in (*cli_cache.COMMANDS, *cli_usage.COMMANDS, *cli_peers.COMMANDS, *cli_reading.COMMANDS):
     cli.add_command(command)
 
 

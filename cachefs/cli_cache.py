@@ -39,6 +39,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="What became of i
 @click.option("--background", is_flag=True, help="Return at once; cachefs status shows how far it is.")
 @click.option("--stop", is_flag=True, help="End what runs in the background below PATH's mount.")
 @click.option("--profile", metavar="FILE", help="Fetch what a recording of cachefs record has touched.")
+@click.option("--cluster", is_flag=True, help="Have the other nodes fetch their share, too.")
 @as_json
 def warm(
     paths: tuple[Path, ...],
@@ -48,12 +49,14 @@ def warm(
     background: bool,
     stop: bool,
     profile: str | None,
+    cluster: bool,
     as_json: bool,
 ) -> int:
     """Fetch the files at and below PATH, so that reading them later asks the store for nothing.
 
     What is cached already is passed by, so that running it again goes on where it ended; Ctrl-C ends it, and
-    what has come stays. Readers overtake it. It never displaces what it has brought: more than the cache
+    what has come stays. With --peers, each node fetches what it keeps: run it on all, or with --cluster on one.
+    Readers overtake it. It never displaces what it has brought: more than the cache
     holds is refused in one line.
 
     \b
@@ -75,10 +78,13 @@ def warm(
         if check or as_json:
             raise ConfigError("--background shows nothing, so it goes neither with --check nor with --json")
         for mountpoint, items in wanted.items():
-            number = asking.start_job(mountpoint, "warm", items, at_once=parallel or 0, vanish=bool(profile))
+            number = asking.start_job(
+                *(mountpoint, "warm", items), at_once=parallel or 0, vanish=bool(profile), cluster=cluster
+            )
             click.echo(f"job {number} on {mountpoint}")
         return 0
-    done = _jobs("check" if check else "warm", wanted, parallel, vanish=bool(profile), as_json=as_json)
+    action = "check" if check else "warm"
+    done = _jobs(action, wanted, parallel, vanish=bool(profile), cluster=cluster, as_json=as_json)
     if check:
         whole = done["cached_bytes"] >= done["bytes"] and done["cached_files"] >= done["files"]
         if not as_json:
@@ -89,9 +95,13 @@ def warm(
             )
         return 0 if whole else 1
     gone = f"; {done['vanished']:,} are not there any more" if done["vanished"] else ""
+    elsewhere = ""
+    if done["elsewhere_bytes"]:
+        way = "have been brought to other nodes" if cluster else "are for other nodes to fetch (--cluster)"
+        elsewhere = f"; {about_bytes(done['elsewhere_bytes'])} {way}"
     click.echo(
         f"{done['done_files']:,} files, {about_bytes(done['done_bytes'])}: {about_bytes(done['fetched_bytes'])} fetched "
-        f"in {done['seconds']:.1f} s, the rest was here{gone}",
+        f"in {done['seconds']:.1f} s{elsewhere}, the rest was here{gone}",
         err=True,
     )
     return 0
@@ -146,6 +156,7 @@ def _jobs(
     at_once: int | None = None,
     *,
     vanish: bool = False,
+    cluster: bool = False,
     as_json: bool = False,
 ) -> dict[str, Any]:
     """Run a job on each mount, one after the other. What became of them, added up. Raises when files failed."""
@@ -153,7 +164,9 @@ def _jobs(
 
     ended: list[dict[str, Any]] = []
     for mountpoint, items in wanted.items():
-        number = asking.start_job(mountpoint, action, items, at_once=at_once or 0, vanish=vanish)
+        number = asking.start_job(
+            mountpoint, action, items, at_once=at_once or 0, vanish=vanish, cluster=cluster
+        )
         try:
             ended.append(cli_progress.show(asking.follow_job(mountpoint, number)))
         except BaseException:
@@ -176,6 +189,7 @@ def _jobs(
 
 _ADDED = {
     *("files", "bytes", "done_files", "done_bytes", "cached_files", "cached_bytes", "fetched_bytes"),
+    "elsewhere_bytes",
     *("freed_bytes", "kept_files", "vanished", "failed", "seconds"),
 }
 

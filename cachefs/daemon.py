@@ -33,6 +33,7 @@ from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import fronts, tuning
 from cachefs.fuse.notices import Notices
+from cachefs.locating import Locator
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.origin import Origin, open_origin
@@ -251,6 +252,7 @@ class Daemon:
             if self._prefetcher is not None:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
             self._jobs = Jobs(self._fs, fetcher, self._store, nursery, config.concurrency)
+            self._locator = Locator(self._fs, fetcher, upstream.cluster, config.block_size)
             names = {id(volume.origin): volume.name for volume in volumes}
             self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
@@ -372,6 +374,7 @@ class Daemon:
             "hint_drop": prefetcher.hint_drop if prefetcher else _no_hints,
             **self._jobs.verbs(),
             **self._recordings.verbs(),
+            "locate": self._locator.locate,
         }
 
     async def _refresh(self, path: str = "") -> str:

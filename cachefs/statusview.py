@@ -47,6 +47,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _counts(status.get("metrics") or {})
     yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
     yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
+    yield from _peers(status.get("peers") or {}, status.get("metrics") or {})
     for job in status.get("jobs") or []:
         yield f"job {job['id']}", _job(job)
     if "front" in status and "front_reason" in status:
@@ -117,6 +118,27 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "readers",
         (
             f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
+        ),
+    )
+
+
+def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    members = peers.get("members")
+    if members is None:
+        return
+    others = [member for member in members if not member["here"]]
+    states = {state: sum(member["state"] == state for member in others) for state in ("suspect", "dead")}
+    trouble = "".join(f", {number} {state}" for state, number in states.items() if number)
+    listens = f", listening on {peers['listen']}" if peers.get("listen") else ", giving nothing"
+    yield (
+        "peers",
+        f"{len(others)} others in group {peers.get('group')}{trouble}{listens}, from {peers.get('from')}",
+    )
+    yield (
+        "shared",
+        (
+            f"{size(metrics.get('peer_bytes_in', 0))} from others, {size(metrics.get('peer_bytes_out', 0))} to them; "
+            f"{metrics.get('peer_misses', 0):,} blocks they did not give"
         ),
     )
 

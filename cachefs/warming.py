@@ -81,6 +81,7 @@ class Job:
     action: str
     at_once: int
     vanish: bool
+    cluster: bool = False
     state: str = "running"
     started: float = field(default_factory=time.time)
     ended: float = 0.0
@@ -92,6 +93,7 @@ class Job:
     cached_files: int = 0
     cached_bytes: int = 0
     fetched_bytes: int = 0
+    elsewhere_bytes: int = 0
     freed_bytes: int = 0
     kept_files: int = 0
     vanished: int = 0
@@ -108,6 +110,7 @@ class Job:
         self.more = trio.Event()
         self.in_a_row = 0
         self.pinned = 0  # bytes of it that are pinned
+        self.here = 0  # of `bytes`, what is to lie on this node
 
     def as_dict(self) -> dict[str, Any]:
         """For the control socket: plain values."""
@@ -171,11 +174,14 @@ class Jobs:
 
     # -- verbs -------------------------------------------------------------------------------------
 
-    async def start(self, action: str = "warm", at_once: int = 0, vanish: bool = False) -> int:
-        """Begin a job without paths; its number. With `vanish`, paths that are not there any more are no failures."""
+    async def start(
+        self, action: str = "warm", at_once: int = 0, vanish: bool = False, cluster: bool = False
+    ) -> int:
+        """Begin a job without paths; its number. With `vanish`, paths that are not there any more are no failures. With
+        `cluster`, other nodes are asked to fetch what they keep."""
         if action not in self._actions:
             raise ConfigError(f"no such job: {action!r}: there are {', '.join(self._actions)}")
-        job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish)
+        job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish, cluster)
         self._jobs[job.id] = job
         over = [old for old in self._jobs.values() if old.state != "running"]
         for old in over[: max(0, len(over) - KEPT)]:
@@ -254,6 +260,7 @@ class Jobs:
                         wanted = Wanted(found, origin, obj, min(offset, stop), stop)
                         job.files += 1
                         job.bytes += wanted.stop - wanted.start
+                        job.here += self._bytes_here(job, wanted)
                         cached = self._store.object(obj)
                         if self._store.whole(cached) and cached.pinned:
                             job.pinned += obj.size
@@ -281,11 +288,18 @@ class Jobs:
 
     def _mind_the_room(self, job: Job) -> None:
         room = self._room() - max(0, self._store.pinned_bytes - job.pinned)
-        if job.bytes + job.files * (PAGE // 2) > room:
+        if job.here + job.files * (PAGE // 2) > room:
             job.give_up(
-                f"{job.files:,} files of {about_bytes(job.bytes)} so far do not fit: the cache holds "
+                f"{job.files:,} files of {about_bytes(job.here)} so far do not fit: the cache holds "
                 f"{about_bytes(room)}; give fewer, or mount with a larger --cache-size"
             )
+
+    def _bytes_here(self, job: Job, wanted: Wanted) -> int:
+        """What of it is to lie on this node: with peers, each warms its share."""
+        if job.action == "pin":
+            return wanted.stop - wanted.start
+        pieces = self._fetcher.kept_here(wanted.object, wanted.start, wanted.stop)
+        return sum(stop - start for start, stop, kept in pieces if kept)
 
     def _room(self) -> int:
         """How many bytes a job may bring before it displaces its own, were nothing pinned: the last tier whole, of those
@@ -317,9 +331,21 @@ class Jobs:
             job.cached_bytes += length
             job.done_bytes += length
             return
-        for start in range(wanted.start, wanted.stop, SLICE_BYTES):
-            stop = min(wanted.stop, start + SLICE_BYTES)
-            fetched = await self._fetcher.bring(wanted.origin, wanted.object, start, stop, ahead=False)
+        for start, stop, kept in self._fetcher.kept_here(wanted.object, wanted.start, wanted.stop):
+            if kept or job.action == "pin":
+                await self._bring(job, wanted, start, stop)
+                continue
+            if job.cluster:
+                await self._fetcher.bring_elsewhere(wanted.object, start, stop)
+            job.elsewhere_bytes += stop - start
+            job.done_bytes += stop - start
+
+    async def _bring(self, job: Job, wanted: Wanted, begin: int, end: int) -> None:
+        for start in range(begin, end, SLICE_BYTES):
+            stop = min(end, start + SLICE_BYTES)
+            fetched = await self._fetcher.bring(
+                wanted.origin, wanted.object, start, stop, ahead=False, keep=True
+            )
             job.fetched_bytes += fetched  # read after the wait: others have counted meanwhile
             job.done_bytes += stop - start
 

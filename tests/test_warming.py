@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,8 @@ class World:
         self.tiers = [SimpleNamespace(limit_bytes=lambda: limit)]
         self.pinned_bytes = 0
         self.held: dict[str, int] = {}
+        self.shared: set[str] = set()
+        self.asked: list[tuple[str, int, int]] = []
         self.pins: set[str] = set()
         self.calls: list[tuple[str, int, int]] = []
         self.failing: dict[str, Exception] = {}
@@ -52,8 +54,22 @@ class World:
         obj = getattr(obj, "id", obj)
         return self.cached_bytes(obj) == obj.size
 
-    async def bring(self, origin: Any, obj: ObjectId, start: int, stop: int, *, ahead: bool) -> int:
-        assert not ahead
+    def kept_here(self, obj: ObjectId, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """Halves of what another node shares."""
+        if obj.key in self.shared:
+            half = (start + stop) // 2
+            yield start, half, True
+            yield half, stop, False
+        elif start < stop:
+            yield start, stop, True
+
+    async def bring_elsewhere(self, obj: ObjectId, start: int, stop: int) -> None:
+        self.asked.append((obj.key, start, stop))
+
+    async def bring(
+        self, origin: Any, obj: ObjectId, start: int, stop: int, *, ahead: bool, keep: bool
+    ) -> int:
+        assert keep and not ahead
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -153,6 +169,21 @@ async def test_parts_and_large_files_come_in_slices() -> None:
     assert world.calls == [
         ("large", start, min(start + 256 * MIB, 600 * MIB)) for start in range(0, 600 * MIB, 256 * MIB)
     ]
+
+
+@in_trio
+async def test_what_other_nodes_keep_is_theirs_to_fetch() -> None:
+    world = World(tree(4), limit=3 * MIB + 64 * 1024)
+    world.shared = {"d/0001", "d/0003"}
+    job = await run(world, ["d"])
+    assert job["state"] == "done" and not world.asked
+    assert (job["fetched_bytes"], job["elsewhere_bytes"], job["done_bytes"]) == (3 * MIB, MIB, 4 * MIB)
+    assert ("d/0001", 0, MIB // 2) in world.calls
+    job = await run(world, ["d"], cluster=True)
+    assert sorted(world.asked) == [("d/0001", MIB // 2, MIB), ("d/0003", MIB // 2, MIB)]
+    whole = World(tree(4))
+    whole.shared = set(whole.sizes)
+    assert (await run(whole, ["d"], "pin"))["fetched_bytes"] == 4 * MIB and not whole.asked
 
 
 @in_trio

@@ -178,11 +178,13 @@ class Fetcher:
         stop: int | None = None,
         *,
         ahead: bool = True,
+        keep: bool = False,
     ) -> int:
         """Have all blocks of [start, stop) here (`stop` None: the object's end), in the background, before anybody reads
         them. Returns how many bytes this call fetched: what is here already, or on its way, costs nothing.
 
-        With `ahead` the store evicts nothing that somebody will miss; without, it makes room as for a reader. Raises
+        With `ahead` the store evicts nothing that somebody will miss; without, it makes room as for a reader. `keep`: what
+        other nodes keep is kept here, too. Raises
         `NoRoom` when it takes no more, and what a read raises. Cancelled, it ends the transfers that it began and nobody
         else waits for; what has landed stays."""
         obj = self._store.object(object_id)
@@ -200,7 +202,7 @@ class Fetcher:
                     if failures:
                         break
                     async with self._bringing:
-                        count = await self._bring_run(origin, obj, first, last, ahead=ahead)
+                        count = await self._bring_run(origin, obj, first, last, ahead=ahead, keep=keep)
                     fetched += count
             except CachefsError as exc:
                 failures.append(exc)
@@ -257,9 +259,11 @@ class Fetcher:
 
     # -- the parts of it ---------------------------------------------------------------------------
 
-    def _begin(self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False) -> Fill | None:
+    def _begin(
+        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, keep: bool = False
+    ) -> Fill | None:
         """Room for blocks of one extent, as much as is due to them here."""
-        borrowed = not self._upstream.keeps(obj.id, start)
+        borrowed = not (keep or self._upstream.keeps(obj.id, start))
         return self._store.begin_fill(obj, start, stop, ahead=ahead, borrowed=borrowed)
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
@@ -326,7 +330,7 @@ class Fetcher:
                 break
 
     async def _bring_run(
-        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool
+        self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool, keep: bool
     ) -> int:
         """Blocks [start, stop) of one extent, joining what is on its way. Returns the bytes fetched."""
         fetched = 0
@@ -340,7 +344,7 @@ class Fetcher:
                 first, last = next(
                     self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT)
                 )
-                fill = self._begin(obj, first, last, ahead=ahead)
+                fill = self._begin(obj, first, last, ahead=ahead, keep=keep)
                 flight = self._start(origin, obj, fill, ahead=True)
                 if flight is None:
                     raise NoRoom(f"no tier takes {obj.id.key} now")

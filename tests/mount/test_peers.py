@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,3 +150,45 @@ def test_with_a_key_strangers_get_nothing(mounted: Mounted, bucket: Bucket, tmp_
     friends = mounts[0].settled()["peer_bytes_in"] + mounts[1].settled()["peer_bytes_in"]
     assert friends > 0
     assert mounts[2].settled()["peer_bytes_in"] == mounts[2].settled()["peer_bytes_out"] == 0
+
+
+@ONE_FRONT
+def test_each_node_warms_its_share_and_one_may_have_all_do_so(mounted: Mounted, bucket: Bucket) -> None:
+    files = put_files(bucket)
+    total = sum(map(len, files.values()))
+    first, second = mounts = together(mounted, bucket, 2)
+    done = first.cli("warm", first.path)
+    assert done.returncode == 0 and "for other nodes to fetch" in done.stderr
+    share = first.settled()["origin_bytes"]
+    assert 0 < share < total and second.settled()["origin_bytes"] == 0
+    done = first.cli("warm", "--cluster", first.path)
+    assert done.returncode == 0 and "have been brought to other nodes" in done.stderr
+    assert (first.settled()["origin_bytes"], second.settled()["origin_bytes"]) == (share, total - share)
+    read_all(mounts, files)
+    assert sum(mount.settled()["origin_bytes"] for mount in mounts) == total
+
+
+@ONE_FRONT
+def test_members_and_who_holds_what_are_shown(mounted: Mounted, bucket: Bucket) -> None:
+    files = put_files(bucket)
+    first, _, third = together(mounted, bucket, 3)
+    read_all([first], files)
+    (row,) = json.loads(first.cli("locate", "--json", first.path / "d").stdout)
+    total = sum(map(len, files.values()))
+    own = {m["name"]: m for m in first.status()["peers"]["members"]}
+    (here,) = [name for name, member in own.items() if member["here"]]
+    assert (row["files"], row["bytes"], row["unreachable"]) == (len(files), total, {})
+    assert row["nodes"][here] == total  # its own, and what it has borrowed
+    assert sum(held for name, held in row["nodes"].items() if name != here) == sum(
+        member["bytes_in"] for member in own.values()
+    )
+    shown = first.cli("peers", first.path).stdout.splitlines()
+    assert len(shown) == 4 and shown[0].split()[0] == "MEMBER"
+    assert sum("this node" in line for line in shown) == 1
+    assert "2 others in group default" in first.cli("status", first.path).stdout
+    third.kill()
+    done = first.cli("locate", first.path / "d")
+    assert done.returncode == 0 and "?" in done.stdout and done.stderr
+    alone = mounted(bucket)
+    assert "--peers" in first.cli("peers", alone.path).stderr
+    assert first.cli("locate", alone.path / "d").stdout.count("this node") == 1
