@@ -67,8 +67,8 @@ class Upstream:
         name, before = asked.member.name, fill.landed
         since = trio.current_time()
         async with self._place(name, turn):
-            if trio.current_time() > since and self.cluster.failing(asked):
-                return False  # others have learnt that meanwhile
+            if self.cluster.failed_since(asked, since):
+                return False  # others have learnt that while this one waited
             try:
                 await self.cluster.read(asked, object_id, before, fill.stop, fill, sink_waits=fill.waits)
             except PeerFailed as exc:

@@ -127,9 +127,9 @@ class Cluster:
             raise
         health.succeeded(first_s)
 
-    def failing(self, asked: Asked) -> bool:
-        """Whether it has failed since, or is on trial."""
-        return self._of(asked.member.name).state != "healthy"
+    def failed_since(self, asked: Asked, moment: float) -> bool:
+        """Whether it has failed for somebody from that moment (of trio's clock) on."""
+        return self._of(asked.member.name).failed_since(moment)
 
     async def bring(self, member: Member, version: ObjectId, start: int, stop: int) -> None:
         """Have the owner fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""

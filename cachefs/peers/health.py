@@ -108,6 +108,10 @@ class Health:
         self._next_trial = now + LONGEST_DEADLINE_S
         return True
 
+    def failed_since(self, moment: float) -> bool:
+        """Whether there was a failure from that moment on."""
+        return self._failed_at >= moment
+
     def succeeded(self, seconds: float) -> None:
         """An answer's first byte came after `seconds`: healthy, whatever was before."""
         self.latencies.add(seconds)
