@@ -1,0 +1,217 @@
+"""A peer that does not do what it should: it has the cluster's key, and a host of its own.
+
+It says nothing of itself (no hello), so the others take it for a member with the usual share. How it answers a request for
+blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes to send, and whether to hang up or
+to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as well be honest.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import xxhash
+
+from bench.lab.dataset import content
+from bench.lab.netns import Host
+from cachefs.peers.auth import Key, Seals, Verifier
+from cachefs.peers.wire import BLOCKS, CHECKSUM, BlockRequest, parse_query, parse_target
+from tests.cluster.nodes import PORT
+
+MIB = 1 << 20
+
+
+class Answer(NamedTuple):
+    """`then` is what happens after these bytes: the next request, the end of the connection, or nothing."""
+
+    sent: bytes
+    then: str = "next"  # or "close" or "hang"
+
+
+Lie = Callable[[BlockRequest, Seals], Answer]
+
+
+def body(request: BlockRequest, seals: Seals) -> bytes:
+    """As an honest peer sends it."""
+    parts = []
+    for block in range(request.start_block, request.stop_block):
+        data = content(request.object.key, request.length(block), block * MIB)
+        check = CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
+        parts += [data, check, seals.block(block, check)]
+    return b"".join(parts)
+
+
+def head(seals: Seals, length: int, status: str = "200 OK", sealed: bytes = b"", more: str = "") -> bytes:
+    """Of a reply, sealed. `sealed` is the body, but for blocks."""
+    seal = seals.reply(int(status[:3]), length, sealed)
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nCachefs-Seal: {seal}\r\n{more}\r\n".encode()
+
+
+def honest(request: BlockRequest, seals: Seals) -> Answer:
+    sent = body(request, seals)
+    return Answer(head(seals, len(sent)) + sent)
+
+
+def flipped(request: BlockRequest, seals: Seals) -> Answer:
+    """One bit went wrong after it was hashed."""
+    sent = bytearray(body(request, seals))
+    sent[len(sent) // 2] ^= 0x10
+    return Answer(head(seals, len(sent)) + sent)
+
+
+def another_object(request: BlockRequest, seals: Seals) -> Answer:
+    """The right checksums, under other bytes."""
+    sent = bytearray(body(request, seals))
+    length = request.length(request.start_block)
+    sent[:length] = content("of nobody", length)
+    return Answer(head(seals, len(sent)) + sent)
+
+
+def too_short(request: BlockRequest, seals: Seals) -> Answer:
+    sent = body(request, seals)[:-1]
+    return Answer(head(seals, len(sent)) + sent)
+
+
+def too_long(request: BlockRequest, seals: Seals) -> Answer:
+    sent = body(request, seals) + b"x"
+    return Answer(head(seals, len(sent)) + sent)
+
+
+def broken_off(request: BlockRequest, seals: Seals) -> Answer:
+    sent = body(request, seals)
+    return Answer(head(seals, len(sent)) + sent[: len(sent) // 2], "close")
+
+
+def silent(request: BlockRequest, seals: Seals) -> Answer:
+    return Answer(b"", "hang")
+
+
+def silent_within(request: BlockRequest, seals: Seals) -> Answer:
+    sent = body(request, seals)
+    return Answer(head(seals, len(sent)) + sent[: len(sent) // 2], "hang")
+
+
+def for_ever_working(request: BlockRequest, seals: Seals) -> Answer:
+    """It is just coming, and does not come."""
+    return Answer(b"HTTP/1.1 102 Processing\r\n\r\n", "again")
+
+
+def endless_headers(request: BlockRequest, seals: Seals) -> Answer:
+    return Answer(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100_000, "hang")
+
+
+def of_a_stranger(request: BlockRequest, seals: Seals) -> Answer:
+    """All is right but the key."""
+    return honest(request, seals._replace(key=Key(b"another key than the others have")))
+
+
+def unsealed(request: BlockRequest, seals: Seals) -> Answer:
+    sent = body(request, seals)
+    return Answer(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(sent) + sent)
+
+
+def refusing(status: str, more: str = "") -> Lie:
+    def refuse(request: BlockRequest, seals: Seals) -> Answer:
+        return Answer(head(seals, 0, status, more=more))
+
+    return refuse
+
+
+LIES: dict[str, Lie] = {
+    lie.__name__.replace("_", " "): lie
+    for lie in (
+        flipped,
+        another_object,
+        too_short,
+        too_long,
+        broken_off,
+        silent,
+        silent_within,
+        for_ever_working,
+        endless_headers,
+        of_a_stranger,
+        unsealed,
+    )
+} | {
+    "not here": refusing("404 Not Found"),
+    "changed": refusing("412 Precondition Failed"),
+    "busy for ever": refusing("503 Service Unavailable", "Retry-After: 99999999\r\n"),
+    "a redirection": refusing("307 Temporary Redirect", "Location: http://10.77.0.9/\r\n"),
+}
+
+
+class Liar:
+    """`asked` counts the requests for blocks, `greeted` all others."""
+
+    def __init__(self, key: Key, lie: Lie) -> None:
+        self.lie = lie
+        self.asked = self.greeted = 0
+        self._verifier = Verifier(key)
+        self._ended = threading.Event()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                while (request := _next_request(connection)) is not None:
+                    if not self._answer(connection, *request):
+                        return
+            except OSError:
+                pass  # the asker has enough
+
+    def _answer(self, connection: socket.socket, target: str, headers: dict[str, str]) -> bool:
+        """Whether the connection goes on."""
+        path, query = parse_target(target)
+        if path != BLOCKS:
+            self.greeted += 1
+            connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
+            return True
+        self.asked += 1
+        seals = self._verifier.verify("GET", target, headers["host"], headers["authorization"])
+        answer = self.lie(parse_query(query, MIB), seals)
+        connection.sendall(answer.sent)
+        while answer.then == "again" and not self._ended.wait(0.5):
+            connection.sendall(answer.sent)
+        if answer.then == "hang":
+            self._ended.wait()
+        return answer.then == "next"
+
+
+def _next_request(connection: socket.socket) -> tuple[str, dict[str, str]] | None:
+    """(target, headers) of a GET; None when the connection has ended."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        part = connection.recv(16 << 10)
+        if not part:
+            return None
+        received += part
+    first, *lines = received.decode().split("\r\n\r\n")[0].split("\r\n")
+    pairs = (line.split(": ", 1) for line in lines)
+    return first.split(" ")[1], {name.lower(): value for name, value in pairs}
+
+
+@contextmanager
+def lying(host: Host, key: Key, lie: Lie) -> Iterator[Liar]:
+    """It listens where a node of this host would."""
+    liar = Liar(key, lie)
+    with host.inside():
+        listener = socket.create_server((host.address, PORT))
+    thread = threading.Thread(target=liar._serve, args=(listener,), daemon=True)
+    thread.start()
+    try:
+        yield liar
+    finally:
+        liar._ended.set()
+        listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        listener.close()
+        thread.join(5)
