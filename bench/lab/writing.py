@@ -99,13 +99,20 @@ def delete_object(exchange: Exchange) -> None:
 def delete_objects(exchange: Exchange) -> None:
     wanted = markup.parse(exchange.payload())
     keys = [node.findtext("Key", "") for node in wanted.iter("Object")]
+    if len(keys) > 1000:
+        raise S3Error("MalformedXML", "more than a thousand keys")
+    rows = []
     with exchange.lab.warehouse.lock:
         bucket = the_bucket(exchange)
         for key in keys:
+            try:
+                exchange.lab.credentials.check(exchange.request.header("authorization"), key)
+            except S3Error as refused:
+                rows.append(element("Error", leaf("Key", key), leaf("Code", refused.code)))
+                continue
             bucket.delete(key)
-    rows = (
-        [] if wanted.findtext("Quiet") == "true" else [element("Deleted", leaf("Key", key)) for key in keys]
-    )
+            if wanted.findtext("Quiet") != "true":
+                rows.append(element("Deleted", leaf("Key", key)))
     exchange.reply(200, XML, markup.document("DeleteResult", *rows))
 
 

@@ -21,6 +21,7 @@ from cachefs.errors import (
     Transient,
     Unsupported,
 )
+from cachefs.origin.attempts import PATIENCE
 from cachefs.origin.azure_writing import STAMP, block_id, number_of
 from cachefs.origin.http_writing import ANY_TYPE
 from cachefs.origin.listing.http import quoted, seconds_ns
@@ -33,10 +34,12 @@ S3_STAMP = "cachefs-stamp"
 
 
 class BodyFile(io.RawIOBase):
-    """A body as a file that is read from the beginning, as often as a library likes."""
+    """A body as a file that is read from the beginning, as often as a library likes. `waits`: for the bytes, or for the
+    limit on them."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
+        self.size, self.waits = body.size, False
         self._body, self._at = body, 0
         self._chunks: Iterator[bytes] | None = None
         self._left = b""
@@ -64,7 +67,11 @@ class BodyFile(io.RawIOBase):
             self._chunks = self._body.chunks()
         pieces, count = [self._left], len(self._left)
         while size < 0 or count < size:  # as many as are wanted: azure-storage-blob takes fewer for the end
-            piece = next(self._chunks, b"")
+            self.waits = True
+            try:
+                piece = next(self._chunks, b"")
+            finally:
+                self.waits = False
             if not piece:
                 break
             pieces.append(piece)
@@ -90,11 +97,13 @@ def conflicts(terms: Terms) -> Iterator[None]:
 
 
 class Bucket(Protocol):
-    """The client that reads through s3fs. `slow`: the call may take long, because it sends or copies."""
+    """The client that reads through s3fs."""
 
     name: str
 
-    def call(self, key: str, method: str, *, slow: bool = False, **arguments: Any) -> Any: ...
+    def call(
+        self, key: str, method: str, *, body: BodyFile | None = None, patience: int = 1, **arguments: Any
+    ) -> Any: ...
 
 
 class S3fsWriter:
@@ -108,14 +117,12 @@ class S3fsWriter:
     def put(self, key: str, body: Body, terms: Terms) -> Written:
         given = {**self._kept(terms), **self._conditions(terms)}
         with conflicts(terms):
-            reply = self._client.call(
-                key, "put_object", slow=True, Key=key, Body=BodyFile(body), ContentLength=body.size, **given
-            )
+            reply = self._client.call(key, "put_object", body=BodyFile(body), Key=key, **given)
         return Written(quoted(reply["ETag"]))
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         source = self._source(key, etag)
-        reply = self._client.call(key, "copy_object", slow=True, Key=to, **source)
+        reply = self._client.call(key, "copy_object", patience=PATIENCE, Key=to, **source)
         return Written(quoted(reply["CopyObjectResult"]["ETag"]))
 
     def delete(self, key: str) -> None:
@@ -147,18 +154,21 @@ class S3fsWriter:
         return str(reply["UploadId"])
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
-        which = {"Key": key, "UploadId": upload, "PartNumber": number}
-        reply = self._client.call(
-            key, "upload_part", slow=True, Body=BodyFile(body), ContentLength=body.size, **which
-        )
+        which: dict[str, Any] = {"Key": key, "UploadId": upload, "PartNumber": number}
+        reply = self._client.call(key, "upload_part", body=BodyFile(body), **which)
         return quoted(reply["ETag"])
 
     def copy_part(
         self, key: str, upload: str, number: int, source: str, etag: str, start: int, stop: int
     ) -> str:
-        which = {"Key": key, "UploadId": upload, "PartNumber": number, **self._source(source, etag)}
+        which: dict[str, Any] = {
+            "Key": key,
+            "UploadId": upload,
+            "PartNumber": number,
+            **self._source(source, etag),
+        }
         which["CopySourceRange"] = f"bytes={start}-{stop - 1}"
-        reply = self._client.call(source, "upload_part_copy", slow=True, **which)
+        reply = self._client.call(source, "upload_part_copy", patience=PATIENCE, **which)
         return quoted(reply["CopyPartResult"]["ETag"])
 
     def parts(self, key: str, upload: str) -> dict[int, Part]:
@@ -174,10 +184,10 @@ class S3fsWriter:
 
     def complete(self, key: str, upload: str, parts: Mapping[int, str], terms: Terms) -> Written:
         rows = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(parts.items())]
-        which = {"Key": key, "UploadId": upload, "MultipartUpload": {"Parts": rows}}
+        which: dict[str, Any] = {"Key": key, "UploadId": upload, "MultipartUpload": {"Parts": rows}}
         with conflicts(terms):
             reply = self._client.call(
-                key, "complete_multipart_upload", slow=True, **which, **self._conditions(terms)
+                key, "complete_multipart_upload", patience=PATIENCE, **which, **self._conditions(terms)
             )
         return Written(quoted(reply["ETag"]))
 
@@ -214,7 +224,9 @@ class S3fsWriter:
 class Container(Protocol):
     """The client that reads through adlfs. `call` is given the blob's client and awaited on fsspec's loop."""
 
-    def on_blob(self, key: str, call: Callable[[Any], Any]) -> Any: ...
+    def on_blob(
+        self, key: str, call: Callable[[Any], Any], *, body: BodyFile | None = None, patience: int = 1
+    ) -> Any: ...
     def blob_url(self, key: str) -> str: ...
 
 
@@ -229,9 +241,10 @@ class AdlfsWriter:
     def put(self, key: str, body: Body, terms: Terms) -> Written:
         given = {"length": body.size, "overwrite": not terms.if_absent, "max_concurrency": 1}
         kept = self._kept(terms)
+        file = BodyFile(body)
         with conflicts(terms):
             reply = self._client.on_blob(
-                key, lambda blob: blob.upload_blob(BodyFile(body), **{**given, **kept})
+                key, lambda blob: blob.upload_blob(file, **{**given, **kept}), body=file
             )
         return _written(reply)
 
@@ -242,7 +255,9 @@ class AdlfsWriter:
 
             condition = {"source_etag": etag, "source_match_condition": MatchConditions.IfNotModified}
         source = self._client.blob_url(key)
-        reply = self._client.on_blob(to, lambda blob: blob.start_copy_from_url(source, **condition))
+        reply = self._client.on_blob(
+            to, lambda blob: blob.start_copy_from_url(source, **condition), patience=PATIENCE
+        )
         if reply.get("copy_status") == "pending":
             raise Transient(f"{to}: the copy is still on its way")
         return _written(reply)
@@ -264,8 +279,9 @@ class AdlfsWriter:
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
         name = block_id(upload, number)
+        file = BodyFile(body)
         self._client.on_blob(
-            key, lambda blob: blob.stage_block(_bare(name), BodyFile(body), length=body.size)
+            key, lambda blob: blob.stage_block(_bare(name), file, length=body.size), body=file
         )
         return name
 

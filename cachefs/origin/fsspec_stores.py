@@ -13,15 +13,43 @@ from cachefs.origin.azure import account_and_endpoint
 from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.credentials.azure import AzureCredentials
 from cachefs.origin.fsspec_client import NO_CACHES, FsspecClient
-from cachefs.origin.fsspec_store_writing import AdlfsWriter, S3fsWriter
+from cachefs.origin.fsspec_store_writing import AdlfsWriter, BodyFile, S3fsWriter
 from cachefs.origin.listing.http import CONNECT_S, quoted, seconds_ns
 from cachefs.origin.protocol import ListPage, ObjectInfo
 from cachefs.origin.s3 import Bucket
 
 CHUNK = 1 << 20
 
-SLOW = 120
-"""Times that a request which sends may take as long as a silent one. Guessed: half an hour, for the largest parts."""
+
+def watched(loop: Any, call: Any, silence_s: float, body: BodyFile | None) -> Any:
+    """`call` with an end when nothing happens for that long: neither is the body read nor does a reply come. aiohttp
+    itself watches only what it reads."""
+
+    async def watch(*args: Any, **kwargs: Any) -> Any:
+        task, silent, seen = loop.create_task(call(*args, **kwargs)), False, -1
+        timer: Any = None
+
+        def look() -> None:
+            nonlocal silent, seen, timer
+            silent = body is None or (body.tell() == seen and not body.waits)
+            if silent:
+                task.cancel()
+            else:
+                assert body is not None
+                seen = body.tell()
+                timer = loop.call_later(silence_s, look)
+
+        timer = loop.call_later(silence_s, look)
+        try:
+            return await task
+        except BaseException as exc:
+            if silent:
+                raise TimeoutError("the store stayed silent for too long") from exc
+            raise
+        finally:
+            timer.cancel()
+
+    return watch
 
 
 class S3fsClient(FsspecClient):
@@ -77,19 +105,23 @@ class S3fsClient(FsspecClient):
     def renew(self, since: float) -> bool:
         return self._bucket.credentials.renew(since)
 
-    def call(self, key: str, method: str, *, slow: bool = False, **arguments: Any) -> Any:
-        """One request. `slow`: it may take long, because it sends or because the store has to work for it."""
+    def call(
+        self, key: str, method: str, *, body: BodyFile | None = None, patience: int = 1, **arguments: Any
+    ) -> Any:
+        """One request. `patience`: so many times the usual silence, where the store has to work for it."""
         try:
-            call = self.opened()._call_s3
+            loop, call = self.opened().loop, self.opened()._call_s3
         except Exception as exc:
             raise self.translated(exc, key) from exc
-        return self.sync(key, call, method, slow=slow, Bucket=self._bucket.name, **arguments)
+        if body is not None:
+            arguments |= {"Body": body, "ContentLength": body.size}
+        call = watched(loop, call, (self._stall_s + CONNECT_S) * patience, body)
+        return self.sync(key, call, method, timeout=None, Bucket=self._bucket.name, **arguments)
 
-    def sync(self, key: str, call: Any, *args: Any, slow: bool = False, **kwargs: Any) -> Any:
+    def sync(self, key: str, call: Any, *args: Any, timeout: float | None = 0, **kwargs: Any) -> Any:
         from fsspec.asyn import sync
 
-        # The library's own timeout is the one for silence; how long all may take, `Origin` knows.
-        timeout = (self._stall_s + CONNECT_S) * (SLOW if slow else 1)
+        timeout = self._stall_s + CONNECT_S if timeout == 0 else timeout
         try:
             return sync(self.opened().loop, call, *args, timeout=timeout, **kwargs)
         except Exception as exc:
@@ -182,23 +214,26 @@ class AdlfsClient(FsspecClient):
     def renew(self, since: float) -> bool:
         return self._credentials.renew(since)
 
-    def on_blob(self, key: str, call: Callable[[Any], Any]) -> Any:
+    def on_blob(
+        self, key: str, call: Callable[[Any], Any], *, body: BodyFile | None = None, patience: int = 1
+    ) -> Any:
         """What a call of the blob's own client gives."""
 
         async def ask(service: Any) -> Any:
             return await call(service.get_blob_client(self._container, key))
 
-        return self.sync(key, ask, slow=True)
+        silence_s = (self._stall_s + CONNECT_S) * patience
+        return self.sync(key, watched(self.opened().loop, ask, silence_s, body), timeout=None)
 
     def blob_url(self, key: str) -> str:
         """A URL that Azure itself may read."""
         service = self.opened().service_client
         return str(service.get_blob_client(self._container, key).url)
 
-    def sync(self, key: str, call: Any, *, slow: bool = False) -> Any:
+    def sync(self, key: str, call: Any, *, timeout: float | None = 0) -> Any:
         from fsspec.asyn import sync
 
-        timeout = (self._stall_s + CONNECT_S) * (SLOW if slow else 1)
+        timeout = self._stall_s + CONNECT_S if timeout == 0 else timeout
         try:
             filesystem = self.opened()  # not on fsspec's loop, which opening may wait for
             return sync(filesystem.loop, call, filesystem.service_client, timeout=timeout)

@@ -45,11 +45,12 @@ class FilesystemWriter:
             if key.endswith("/") and not body.size:
                 filesystem.makedirs(path, exist_ok=True)
                 return Written("directory", 0)  # nothing more is known of one
+            data = b"".join(body.chunks()) if body.size <= AT_ONCE else None
             try:
-                self._write(filesystem, path, body)
+                self._write(filesystem, path, body, data)
             except FileNotFoundError:  # where directories have to be there before their files
                 filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._write(filesystem, path, body)
+                self._write(filesystem, path, body, data)
         except Exception as exc:
             raise self._client.translated(exc, key) from exc
         return Written()
@@ -116,9 +117,9 @@ class FilesystemWriter:
         return Unsupported(f"fsspec knows no {what}")
 
     @staticmethod
-    def _write(filesystem: Any, path: str, body: Body) -> None:
-        if body.size <= AT_ONCE:
-            filesystem.pipe_file(path, b"".join(body.chunks()))
+    def _write(filesystem: Any, path: str, body: Body, data: bytes | None) -> None:
+        if data is not None:
+            filesystem.pipe_file(path, data)
             return
         file = filesystem.open(path, "wb", autocommit=False)
         try:
