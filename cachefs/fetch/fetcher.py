@@ -221,9 +221,8 @@ class Fetcher:
             self._store.release(obj)
 
     def whole(self, object_id: ObjectId) -> bool:
-        """Whether all its blocks are here."""
-        obj = self._store.object(object_id)
-        return all(self._store.has(obj, b) for b in range(block_count(object_id.size, self._block_size)))
+        """Whether all its blocks lie in some tier."""
+        return self._store.whole(self._store.look(object_id))
 
     # -- other nodes -------------------------------------------------------------------------------
 

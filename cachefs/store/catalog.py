@@ -20,9 +20,11 @@ from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.ahead import AHEAD_COPIES, AHEAD_S, Waiting
 from cachefs.store.borrowed import Borrowed
+from cachefs.store.checked import Checked
 from cachefs.store.datasets import Datasets
 from cachefs.store.epochs import Epochs, unit_hash
 from cachefs.store.index import Copy, CopyKey, Index, Saved, pack_copy
+from cachefs.store.notes import Notes
 from cachefs.store.tier import Tier
 from cachefs.store.versions import CachedObject, Unnamed
 from cachefs.store.victims import Verdict, Walk
@@ -35,20 +37,16 @@ OBJECTS_IN_MEMORY = 8192
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). Guessed."""
 
+CHECKED_EXTENTS = 16
+"""Extents of a version whose verified copies are remembered as such when it is forgotten: those of a larger one would push
+out those of thousands of small files. Guessed."""
+
 LARGE_PASSED = 16
 """Sealed files of several extents, which go whole, that are passed over when what goes is still wanted. Guessed."""
 
 SAME_USE = 4
 """Uses of others, without a flush between, after which one is another. Guessed: it spares a reader that is alone or beside a
 few others most of its bookkeeping, 2 µs a read."""
-
-EPOCHS_SAVED_EVERY = 10
-"""Flushes from one writing of what is known of epochs to the next, 100 KB for each dataset in use. Guessed: what a crash
-loses of it makes the next epoch look a little less like one."""
-
-
-UNSAVED = -1
-"""No version of the epochs."""
 
 
 class Catalog:
@@ -76,9 +74,6 @@ class Catalog:
         self._now = now
         self.epochs = epochs
         self.datasets = Datasets()
-        self._seen_version = epochs.version
-        self._saved_version = epochs.version
-        self._flushes = 0
         self._ahead: OrderedDict[CopyKey, Waiting] = OrderedDict()
         self.borrowed = Borrowed()
         self._spare = {tier.number: Walk(index, tier.number, self._passed_over) for tier in tiers}
@@ -86,10 +81,10 @@ class Catalog:
             tier.number: Walk(index, tier.number, lambda key, *_: key in self.borrowed) for tier in tiers
         }
         self._loaded = 0
-        self.datasets.restore(index.note(b"datasets"))
-        listed = index.note(b"epochs")
-        known = epochs.restore(listed, [(n, index.note(b"epochs%08x" % n)) for n in epochs.listed(listed)])
-        self._clock = max(index.newest_clock(), known) + 1
+        self._checked = Checked()
+        self._notes = Notes(index, epochs, self.datasets)
+        self._clock = self._notes.clock
+        self._seen_version = epochs.version
         self._recent = self._clock
         self._flush_lock = trio.Lock()
         self.index_error = ""
@@ -124,6 +119,9 @@ class Catalog:
                 continue
             self.on_forget(obj)
             self._loaded -= len(copies)
+            for copy in copies if len(copies) <= CHECKED_EXTENTS else ():
+                if copy.bitmap and copy.verified == copy.bitmap:
+                    self._checked.add(copy.key)
             obj.close_files()
             del self._objects[digest]
 
@@ -138,10 +136,12 @@ class Catalog:
         if key not in self._removed and key not in self._flushing:
             copy = self._index.load(key)
             if copy is not None:
-                self._loaded += 1
                 obj.pinned |= copy.pinned
-                if self._trust:
+                if self._trust or key in self._checked:
                     copy.verified = copy.bitmap
+        if self._objects.get(obj.id.digest) is obj:  # and not only for a look
+            self._loaded += copy is not None
+            self._checked.discard(key)  # its bookkeeping is the one to say so now
         obj.copies[tier, extent] = copy
         return copy
 
@@ -173,8 +173,14 @@ class Catalog:
         """The version of which nothing else is known."""
         return self._get(digest, Unnamed(digest))
 
+    def look(self, object_id: ObjectId) -> CachedObject:
+        """The bookkeeping for a look at it, which leaves no trace: neither is it kept, nor is it younger. Change nothing."""
+        found = self._objects.get(object_id.digest) or CachedObject(object_id)
+        found.id = object_id
+        return found
+
     def idle(self, digest: bytes) -> CachedObject | None:
-        """A look at a version by its digest, without remembering that it was looked at; None while it is in use."""
+        """The same for a version of which nothing else is known; None while it is in use."""
         obj = self._objects.get(digest)
         if obj is None:
             return CachedObject(Unnamed(digest))  # type: ignore[arg-type]
@@ -389,7 +395,7 @@ class Catalog:
             self._recent = self._clock
             while self._ahead and next(iter(self._ahead.values())).until < self._now():
                 self._give_up(next(iter(self._ahead)))
-            if not self._dirty and not self._removed and self._saved_version != UNSAVED:
+            if not self._dirty and not self._removed and not self._notes.closing:
                 return
             saving, self._dirty = self._dirty, {}
             removing, self._removed = self._removed, {}
@@ -415,9 +421,10 @@ class Catalog:
                 t.number: (max(0, t.used_bytes - t.unlisted_bytes), max(0, t.blocks), max(0, t.pinned_bytes))
                 for t in self._tiers
             }
+            notes = self._notes.take(self._clock)
             try:
                 with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(self._index.write, saved, gone, totals, self._notes())
+                    await trio.to_thread.run_sync(self._index.write, saved, gone, totals, notes)
                 if self.index_error:
                     log.warning("the cache index can be written again")
                 self.index_error = ""
@@ -432,19 +439,6 @@ class Catalog:
                 for number, walk in self._spare.items():
                     walk.flushed()
                     self._all[number].restart()
-
-    def _notes(self) -> dict[bytes, bytes]:
-        """What is known of epochs, when it is time to write it."""
-        self._flushes += 1
-        if self._saved_version == self.epochs.version and self._flushes % EPOCHS_SAVED_EVERY:
-            return {}
-        self._saved_version = self.epochs.version
-        listed, rows = self.epochs.changes()
-        return {
-            b"epochs": listed,
-            b"datasets": self.datasets.dump(),
-            **{b"epochs%08x" % number: row for number, row in rows.items()},
-        }
 
     def _take_back(
         self,
@@ -470,13 +464,14 @@ class Catalog:
         """A tier is given up: whatever it held is no longer anywhere."""
         for obj in self._objects.values():
             for key in [key for key in obj.copies if key[0] == tier]:
-                del obj.copies[key]
+                self._loaded -= obj.copies.pop(key) is not None
             fd = obj.fds.pop(tier, None)
             if fd is not None:
                 os.close(fd)
         self._dirty = {key: copy for key, copy in self._dirty.items() if key[0] != tier}
         self._removed = {key: clock for key, clock in self._removed.items() if key[0] != tier}
         self.borrowed.forget_tier(tier)
+        self._checked.clear()
         try:
             self._index.forget_tier(tier, b"")
         except (NoRoom, CacheUnusable) as exc:
@@ -487,7 +482,7 @@ class Catalog:
         """Flush, then close the index: cleanly if everything in it was written. `trusted`: its files are on disk, too."""
         with trio.CancelScope(shield=True):
             failed = self.index_error
-            self._saved_version = UNSAVED
+            self._notes.closing = True
             await self.flush()
             for obj in self._objects.values():
                 obj.close_files()

@@ -116,6 +116,10 @@ class Store:
         """The bookkeeping of this version. Who keeps it across an await raises its `refs`, and calls `release`."""
         return self._catalog.object(object_id)
 
+    def look(self, object_id: ObjectId) -> CachedObject:
+        """The same for who asks what is here and changes nothing: versions that are only looked at displace no others."""
+        return self._catalog.look(object_id)
+
     def release(self, obj: CachedObject) -> None:
         obj.refs -= 1
         if not obj.refs:
@@ -145,7 +149,7 @@ class Store:
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         """How many bytes of the version lie in any tier."""
-        obj = self.object(object_id)
+        obj = self.look(object_id)
         held: dict[int, int] = {}
         for tier in self.tiers:
             for copy in self._catalog.copies(obj, tier.number):

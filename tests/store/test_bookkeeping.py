@@ -1,0 +1,187 @@
+"""What stays in memory of versions: looks leave no trace, what was verified stays so, and what is counted is there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from cachefs.names import ObjectId
+from cachefs.store import catalog, checked, scrub
+from cachefs.store.checked import Checked
+from tests.fetch.scripted import content, in_trio
+from tests.store.lab import BLOCK, EXTENT, MIB, Lab, flip_bit, running
+
+SMALL = 4096
+
+
+def lendable(lab: Lab, ids: list[ObjectId]) -> int:
+    return sum(lends(lab, object_id) for object_id in ids)
+
+
+def lends(lab: Lab, object_id: ObjectId) -> bool:
+    lent = lab.store.lend_now(lab.store.object(object_id))
+    if lent is None:
+        return False
+    lent.registered(1)
+    lab.store.give_back(lent)
+    return True
+
+
+def put(lab: Lab, count: int, size: int = SMALL) -> list[ObjectId]:
+    return [lab.origin.put(f"k{i}", content(i, size)) for i in range(count)]
+
+
+async def forget_all(lab: Lab) -> None:
+    """As thousands of other versions would."""
+    await lab.quiet()
+    await lab.store.flush()
+    while lab.store._catalog._objects:
+        lab.store._catalog._forget_some()
+    assert lab.store._catalog._loaded == 0
+
+
+def held(lab: Lab) -> int:
+    return sum(bool(copy) for obj in lab.store._catalog._objects.values() for copy in obj.copies.values())
+
+
+@in_trio
+async def test_a_look_leaves_no_trace(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        ids = put(lab, 4)
+        for object_id in ids[:3]:
+            await lab.read(object_id)
+        await forget_all(lab)
+        await lab.read(ids[0])
+        books, loaded = lab.store._catalog._objects, lab.store._catalog._loaded
+        before = list(books)
+        for object_id in (*ids, *(ObjectId("s", f"other{i}", "e", SMALL) for i in range(100))):
+            assert lab.fetcher.whole(object_id) == (object_id in ids[:3])
+            assert lab.fetcher.cached_bytes(object_id) == SMALL * (object_id in ids[:3])
+        assert list(books) == before == [ids[0].digest]
+        assert lab.store._catalog._loaded == loaded == held(lab)
+
+
+@in_trio
+async def test_looks_at_others_take_nothing_from_what_is_lent(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 64)
+    async with running(cache_dir) as lab:
+        ids = put(lab, 20)
+        for object_id in ids:
+            await lab.read(object_id)
+        assert lendable(lab, ids) == 20
+        await lab.store.flush()
+        backings = [lab.store.object(object_id).backing for object_id in ids]
+        for number in range(200):
+            assert not lab.fetcher.whole(ObjectId("s", f"other{number}", "e", SMALL))
+        assert all(backings)
+        assert [lab.store.object(object_id).backing for object_id in ids] == backings
+
+
+@in_trio
+async def test_what_was_brought_can_be_lent_after_it_was_forgotten(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 64)
+    async with running(cache_dir) as lab:
+        ids = put(lab, 200)
+        for object_id in ids:
+            await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
+            await lab.store.flush()
+        assert len(lab.store._catalog._objects) <= 64
+        assert lendable(lab, ids) == 200
+
+
+@in_trio
+async def test_what_nobody_has_checked_is_not_lent_after_it_was_forgotten(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        ids = put(lab, 3)
+        for object_id in ids:
+            await lab.read(object_id)
+        origin = lab.origin
+    async with running(cache_dir, origin) as lab:
+        await lab.read(ids[0])
+        assert lab.fetcher.whole(ids[1])
+        lab.store.object(ids[2])
+        await forget_all(lab)
+        assert [lends(lab, object_id) for object_id in ids] == [True, False, False]
+
+
+@in_trio
+async def test_a_block_that_comes_again_is_judged_anew(cache_dir: Path) -> None:
+    """What was remembered of a copy is not believed of what came after it."""
+    async with running(cache_dir) as lab:
+        [object_id] = put(lab, 1, 2 * BLOCK)
+        await lab.read(object_id)
+        await forget_all(lab)
+        obj = lab.store.object(object_id)
+        [copy] = lab.store._catalog.copies(obj, lab.store.tiers[-1].number)
+        assert copy.verified == 0b11
+        copy.verified = 0b01  # as of a block that was moved, and not read since
+        await forget_all(lab)
+        assert not lends(lab, object_id)
+        flip_bit(lab.store.tiers[-1].file_path(object_id.digest), random.Random(1), BLOCK + 1)
+        assert await lab.read(object_id) == content(0, 2 * BLOCK)
+        assert lab.metrics.checksum_failures == 1
+
+
+@in_trio
+async def test_large_versions_are_not_remembered(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=128 * MIB, block=4096) as lab:
+        size = (catalog.CHECKED_EXTENTS + 1) * 16 * 4096
+        large, fits = (lab.origin.put(str(n), content(n, n)) for n in (size, size - 16 * 4096))
+        for object_id in (large, fits):
+            await lab.read(object_id)
+            assert lends(lab, object_id)
+        await forget_all(lab)
+        assert [lends(lab, large), lends(lab, fits)] == [False, True]
+
+
+def test_copies_are_remembered_in_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "COPIES", 100)
+    known = Checked()
+    keys = [(n % 2, ObjectId("s", str(n), "e", 1).digest, n % 3) for n in range(1000)]
+    for number, key in enumerate(keys, 1):
+        known.add(key)
+        assert len(known) <= 200
+        assert all(recent in known for recent in keys[max(0, number - 100) : number])
+    assert keys[0] not in known
+    known.discard(keys[-1])
+    assert keys[-1] not in known and keys[-2] in known
+    tier, digest, extent = keys[-2]
+    assert (1 - tier, digest, extent) not in known and (tier, digest, extent + 1) not in known
+    known.clear()
+    assert not len(known)
+
+
+@in_trio
+async def test_a_scrub_counts_nothing_that_it_looked_at(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        ids = put(lab, 20, 3 * BLOCK)
+        for object_id in ids:
+            await lab.read(object_id)
+        origin = lab.origin
+    async with running(cache_dir, origin) as lab:
+        await lab.read(ids[0])
+        for _ in range(3):
+            await scrub(lab.store)
+            assert lab.store._catalog._loaded == held(lab)
+        lab.store._catalog.forget_tier(lab.store.tiers[-1].number)
+        assert lab.store._catalog._loaded == held(lab) == 0
+
+
+@in_trio
+async def test_the_clock_never_goes_back(cache_dir: Path) -> None:
+    """Not even when all that was used last is pinned, and so has no row in the order of eviction."""
+    async with running(cache_dir, eviction="lru") as lab:
+        ids = put(lab, 8, EXTENT)
+        for object_id in ids:
+            await lab.read(object_id)
+            lab.store.pin(lab.store.object(object_id))
+        origin, clock = lab.origin, lab.store._catalog._clock
+        assert clock >= len(ids)
+    async with running(cache_dir, origin, eviction="lru") as lab:
+        assert lab.store._catalog._clock > clock
