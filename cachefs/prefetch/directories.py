@@ -7,10 +7,10 @@ a twentieth was asked for, and steep from there on.
 
 With N files of which D were asked for, d = D/N, the share is
 
-    u(d) = 2 d                    up to d = 0.05
-    u(d) = 0.1 + 12 (d - 0.05)    beyond, at most 1
+    u(d) = 1.5 d                    up to d = 0.05
+    u(d) = 0.075 + 12 (d - 0.05)    beyond, at most 1
 
-Derived: when a twentieth is wanted, at most a tenth of the directory is fetched for nothing; when all of 4,000 files of
+Derived: when a twentieth is wanted, at most a thirteenth of the directory is fetched for nothing; when all of 4,000 files of
 100 kB are wanted by four workers at 20 ms a request and 100 MB/s, the epoch reaches 0.85 of what 64 requests in flight
 would (`tests/prefetch/test_directories.py` has the model). Steeper gains little, for the first part is what takes time.
 
@@ -29,7 +29,7 @@ START = 3
 """Files asked for before anything is fetched ahead. Guessed: two are looked at by chance."""
 
 GENTLE_UNTIL = 0.05
-GENTLE = 2.0
+GENTLE = 1.5
 STEEP = 12.0
 
 EXPECTED_ENOUGH = 8.0
@@ -115,7 +115,7 @@ class Directory:
         if self.demanded < START or self.disappoints:
             return 0
         if self.files is None:
-            # As at the gentle slope of any directory: at most two thirds of what is fetched is for nothing.
+            # As at the gentle slope of any directory: of what is fetched, less than two thirds is for nothing.
             return max(0, int(GENTLE * self.demanded) - self.unused)
         allowed = int(share(self.demanded / max(self.files, 1)) * self.files)
         return max(0, min(allowed, self.files - self.demanded) - self.unused)

@@ -89,6 +89,11 @@ class Item(NamedTuple):
     place: int
     path: bytes
 
+    @property
+    def passed(self) -> bool:
+        """Whether the furthest of its workers has come past it."""
+        return self.epoch == self.plan.epoch and self.place < self.plan.position
+
 
 class Plan:
     """One plan. Places are counted from the beginning of the current order, through the next one."""
@@ -178,7 +183,9 @@ class Plan:
             self.jumped = True
             self.ahead = self.soon = position  # begun again: what it will read once more may be gone
         self.position = position
-        self.ahead, self.soon = max(self.ahead, position), max(self.soon, position)
+        # Its workers are batches apart: what the furthest has passed, the others may be about to read.
+        self.ahead = max(self.ahead, position - _near(self.orders[0]))
+        self.soon = max(self.soon, position)
 
     def _advance(self) -> None:
         """The next order is the current one."""

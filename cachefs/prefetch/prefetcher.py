@@ -120,7 +120,7 @@ class Prefetcher:
         self._budget = budget
         self._clock = clock
         self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted)
         self._announced = Announced(self._plans.plans, Shelf(directory) if directory else None, clock)
@@ -344,5 +344,5 @@ def _shown(plan: Plan) -> dict[str, Any]:
         "files": len(plan.files),
         "position": plan.position,
         "epoch": plan.epoch,
-        "ahead": plan.ahead - plan.position,
+        "ahead": max(0, plan.ahead - plan.position),
     }

@@ -68,10 +68,11 @@ class Paths:
 class FromPlans:
     """What jobs have announced."""
 
-    def __init__(self, fs: FileSystem, wanted: Wanted) -> None:
+    def __init__(self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted) -> None:
         self.plans = Plans()
         self._fs = fs
         self._wanted = wanted
+        self._still_wanted = still_wanted
 
     async def next(self) -> Candidate | None:
         looked = 0
@@ -83,7 +84,8 @@ class FromPlans:
                 found = self._fs.survey.known(_text(item.path))
             except CachefsError:
                 continue
-            if found is None or self._wanted(found[1]):
+            wanted = self._still_wanted if item.passed else self._wanted
+            if found is None or wanted(found[1]):
                 return Candidate(found, partial(item.plan.give_back, item), item)
         return None
 

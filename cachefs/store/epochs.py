@@ -244,9 +244,7 @@ class Epochs:
 
     def comes(self, dataset: int, unit: int) -> None:
         """A reader is about to use it: this epoch has as good as had it."""
-        found = self._datasets.get(dataset)
-        if found is not None:
-            found.seen.add(unit)
+        (self._datasets.get(dataset) or self._add(dataset, self._now)).seen.add(unit)
 
     def had(self, dataset: int, unit: int) -> bool:
         """Whether this epoch of the dataset has had the unit already, cached or not. It may be wrong once in a hundred."""
