@@ -216,7 +216,7 @@ class Client:
     ) -> tuple[float, T]:
         """(seconds to the first sign of life, what `receive` makes of the body) of a reply with status 200."""
         stats = self._stats.of(str(address))
-        stats.requests += 1
+        stats.requests += request is not None
         try:
             target = path if request is None else request.target(path)
             peer = self._peers.setdefault(address, _Peer())
@@ -237,8 +237,9 @@ class Client:
             failed = exc
         except Malformed as exc:  # what it said, or what we would have had to say
             failed = PeerFailed("refused", f"{address}: {exc}")
-        stats.failures[failed.kind] += 1
-        self._metrics.peer_failures += 1
+        if request is not None:  # nobody is missed for not introducing itself: it may not have started yet
+            stats.failures[failed.kind] += 1
+            self._metrics.peer_failures += 1
         raise failed
 
     async def _exchange(

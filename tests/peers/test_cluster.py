@@ -143,6 +143,24 @@ async def test_a_peer_that_lies_costs_a_request_and_is_left_alone(cache_dir: Pat
 
 
 @in_time(rate=10)
+async def test_a_peer_that_is_back_is_asked_again(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        owner, reader = cluster
+        ids = [cluster.put_owned_by(owner, f"file{n}-", content(n, BLOCK)) for n in range(8)]
+        give, owner.serving.open = owner.serving.open, None  # type: ignore[method-assign, assignment]
+        for object_id in ids[:4]:
+            await reader.read(object_id)
+            await trio.sleep(2)
+        assert next(row for row in reader.cluster.status() if not row["here"])["state"] == "dead"
+        assert reader.metrics.peer_hits == 0
+        owner.serving.open = give  # type: ignore[method-assign]
+        await trio.sleep(10)
+        for object_id in ids[4:]:
+            await reader.read(object_id)
+        assert reader.metrics.peer_hits == 4
+
+
+@in_time(rate=10)
 async def test_a_slow_store_is_asked_once_however_long_it_takes(cache_dir: Path) -> None:
     async with nodes(cache_dir) as cluster:
         data = content(1, 4 * BLOCK)

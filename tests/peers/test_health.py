@@ -117,11 +117,11 @@ def test_an_answer_between_two_slow_ones() -> None:
     [
         ([], 2.0, 2.0),
         ([0.001] * (FEWEST - 1), 2.0, 2.0),
-        ([0.001] * 200, 0.05, 0.05),
-        ([0.100] * 200, 0.2, 0.25),
+        ([0.001] * 200, 0.25, 0.25),
+        ([0.200] * 200, 0.4, 0.5),
         ([0.001] * 150 + [0.300] * 10, 0.6, 0.75),  # the 99th percentile is the slow kind
         ([3.0] * 50, 2.0, 2.0),
-        ([0.300] * 300 + [0.001] * 3000, 0.05, 0.05),  # what was long ago is forgotten
+        ([0.300] * 300 + [0.001] * 3000, 0.25, 0.25),  # what was long ago is forgotten
     ],
 )
 def test_read_deadlines(answers: list[float], shortest: float, longest: float) -> None:
