@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import change, cold, epochs, fronts, passthrough, peers, prefetching, ring, tree, warm
+from bench import change, cluster, cold, epochs, fronts, passthrough, peers, prefetching, ring, tree, warm
 from bench.harness import SCENARIOS, keep, run, show
 from bench.workspace import Workspace
 
@@ -42,10 +42,15 @@ ORDER = (
     "memory-million",
     "ring",
     "peer-wire",
+    "peers-read",
+    "peers-epoch",
+    "peers-checkpoint",
+    "peers-killed",
+    "peers-training",
 )
 """As the table has them."""
 
-MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change, ring, peers)
+MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change, ring, peers, cluster)
 """Importing them is what registers the scenarios."""
 
 

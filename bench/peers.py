@@ -86,7 +86,7 @@ def _serve(size: int, keyed: bool) -> None:
     trio.run(main)
 
 
-def _serve_plainly(size: int) -> None:
+def _serve_plainly(size: int, host: str) -> None:
     """A thread for each connection; whatever is asked, the object is the answer."""
     shelf = _Shelf(size)
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
@@ -99,7 +99,7 @@ def _serve_plainly(size: int) -> None:
             while offset < size:
                 offset += os.sendfile(connection.fileno(), shelf.fd, offset, min(MIB, size - offset))
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
             connection, _ = listener.accept()
@@ -107,14 +107,16 @@ def _serve_plainly(size: int) -> None:
 
 
 @contextmanager
-def _server(kind: str, size: int) -> Iterator[Address]:
-    command = [sys.executable, "-m", "bench.peers", kind, str(size)]
+def server(kind: str, size: int, host: str = "127.0.0.1") -> Iterator[Address]:
+    """A serving process of a kind ("plain", "own" or "keyed") with an object of that size; only a plain one listens
+    elsewhere."""
+    command = [sys.executable, "-m", "bench.peers", kind, str(size), host]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
     ) as process:
         try:
             assert process.stdout is not None
-            yield Address("127.0.0.1", int(process.stdout.readline()))
+            yield Address(host, int(process.stdout.readline()))
         finally:
             process.kill()
 
@@ -162,7 +164,9 @@ def _threads(count: int, work: Callable[[int], None]) -> float:
     return count // AT_ONCE * AT_ONCE / (time.perf_counter() - begun)
 
 
-def _sockets(address: Address, size: int, count: int) -> float:
+def over_sockets(address: Address, size: int, count: int) -> float:
+    """Objects a second from a plain server."""
+
     def fetch(times: int) -> None:
         view = memoryview(bytearray(MIB))
         with socket.create_connection(address) as connection:
@@ -176,7 +180,9 @@ def _sockets(address: Address, size: int, count: int) -> float:
     return _threads(count, fetch)
 
 
-def _http_client(address: Address, size: int, count: int) -> float:
+def over_http(address: Address, size: int, count: int) -> float:
+    """Objects a second from a plain server, with Python's own client."""
+
     def fetch(times: int) -> None:
         connection = http.client.HTTPConnection(*address)
         for _ in range(times):
@@ -197,17 +203,17 @@ def peer_wire(work: Workspace, rounds: int) -> Result:
             (16 * MIB, extents, "extents of 16 MiB"),
             (100_000, small, "objects of 100 KB"),
         ):
-            plain = stack.enter_context(_server("plain", size))
-            own = stack.enter_context(_server("own", size))
-            keyed = stack.enter_context(_server("keyed", size))
+            plain = stack.enter_context(server("plain", size))
+            own = stack.enter_context(server("own", size))
+            keyed = stack.enter_context(server("keyed", size))
             large = size > MIB
             contenders: dict[str, Callable[[], float]] = {
-                PLAIN if large else SOCKETS: lambda p=plain, s=size, n=count: _sockets(p, s, n),  # type: ignore[misc]
+                PLAIN if large else SOCKETS: lambda p=plain, s=size, n=count: over_sockets(p, s, n),  # type: ignore[misc]
                 OWN: lambda p=own, s=size, n=count: _ours(p, s, n, False),  # type: ignore[misc]
                 KEYED: lambda p=keyed, s=size, n=count: _ours(p, s, n, True),  # type: ignore[misc]
             }
             if not large:
-                contenders[HTTP] = lambda p=plain, s=size, n=count: _http_client(p, s, n)  # type: ignore[misc]
+                contenders[HTTP] = lambda p=plain, s=size, n=count: over_http(p, s, n)  # type: ignore[misc]
             series = interleave(rounds, contenders, result, what=what, unit="1/s")
             base, target = (PLAIN, 0.8) if large else (HTTP, 0.6)
             result.demand(f"{what}, {AT_ONCE} at once / {base}", series.ratio(OWN, base), "≥", target)
@@ -217,6 +223,6 @@ def peer_wire(work: Workspace, rounds: int) -> Result:
 
 if __name__ == "__main__":
     if sys.argv[1] == "plain":
-        _serve_plainly(int(sys.argv[2]))
+        _serve_plainly(int(sys.argv[2]), sys.argv[3])
     else:
         _serve(int(sys.argv[2]), sys.argv[1] == "keyed")

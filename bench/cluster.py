@@ -1,0 +1,408 @@
+"""Several nodes: four daemons on hosts of their own (`bench.lab.netns`), one store that all of them ask.
+
+All hosts share the processors of this machine, so whatever is a question of processors looks worse than on four machines:
+the work of four daemons, their readers, the store and the kernel's network is done by these few. What the store sends is
+counted, and does not depend on that. The nodes know a key, as nodes off loopback must.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from bench import training
+from bench.epochs import BANDWIDTH, PAGE, below, whole_once
+from bench.harness import Result, Series, interleave, number, scenario
+from bench.lab.netns import Host, Network, StoreOn, static_peers, why_not
+from bench.mounts import Cachefs, Unavailable
+from bench.peers import AT_ONCE, HTTP, MIB, PLAIN, over_http, over_sockets, server
+from bench.raw import RawClient
+from bench.readers import sequential, share, together
+from bench.workspace import LATENCY_MS, Workspace
+from cachefs.names import ObjectId
+from cachefs.peers.auth import Signer, read_key
+from cachefs.peers.client import Client
+from cachefs.peers.wire import Address, BlockRequest
+
+NODES = 4
+PORT = 7070
+WITH, WITHOUT = "with peers", "without"
+WIRE, MOUNT = "daemon to client", "through the mount"
+ROOMY = ("--ram", "512M", "--keep-free", "0")
+
+
+class Node(Cachefs):
+    """A mount whose daemon lives on a host."""
+
+    def __init__(self, host: Host, scratch: Path, lab: StoreOn, bucket: str, *options: str) -> None:
+        super().__init__(scratch, lab, bucket, *options, name=host.name)
+        self.host = host
+
+    def start(self) -> None:
+        with self.host.inside():
+            super().start()
+
+
+class Cluster:
+    """The hosts, and the store on one more of them. The store shows what the workspace made, shaped or not."""
+
+    def __init__(self, work: Workspace, nodes: int = NODES) -> None:
+        self._work = work
+        self._count = nodes
+
+    def __enter__(self) -> Cluster:
+        if reason := why_not():
+            raise Unavailable(f"several hosts: {reason}")
+        with ExitStack() as stack:
+            network = stack.enter_context(Network(self._count + 1))
+            *self.hosts, beyond = network.hosts
+            self.place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._work.disk)))
+            self.store = stack.enter_context(StoreOn(beyond, self.place / "store"))
+            self.key = self.place / "key"
+            self.key.touch(mode=0o600)
+            self.key.write_bytes(b"known to all of the nodes")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def show(self, bucket: str) -> None:
+        """Let the store have a bucket that the workspace made."""
+        self.store.serve(bucket, self._work.tree(bucket))
+
+    @contextmanager
+    def shaped(self, bandwidth: float = BANDWIDTH) -> Iterator[None]:
+        self.store.shape(latency_ms=LATENCY_MS, bandwidth=bandwidth)
+        try:
+            yield
+        finally:
+            self.store.shape(latency_ms=0, bandwidth=0)
+
+    @contextmanager
+    def nodes(self, bucket: str, *options: str, peers: bool = True) -> Iterator[list[Node]]:
+        """A daemon on each host, all at once."""
+        made = [self.node(host, bucket, *options, peers=self.hosts if peers else ()) for host in self.hosts]
+        try:
+            with ThreadPoolExecutor(len(made)) as pool:
+                list(pool.map(lambda node: node.start(), made))
+            yield made
+        finally:
+            for node in made:
+                node.remove()
+
+    def node(
+        self,
+        host: Host,
+        bucket: str,
+        *options: str,
+        peers: Sequence[Host],
+        listens: bool = True,
+    ) -> Node:
+        """One daemon that knows these; not started yet."""
+        words = list(options)
+        if peers:
+            words += ["--peers", static_peers(peers, PORT), "--peer-key-file", str(self.key)]
+            words += ["--peer-listen", f"{host.address}:{PORT}"] if listens else ["--no-sharing"]
+        return Node(host, self.place, self.store, bucket, *words)
+
+    def sent(self) -> int:
+        """Bytes of objects that the store has sent since the last reset, when it has come to rest."""
+        before = -1
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            counters = self.store.counters()
+            now = counters["bytes_sent"].get("get", 0)
+            if now == before and not counters["in_flight"]:
+                break
+            before = now
+            time.sleep(0.05)
+        return int(before)
+
+
+def _read_all(paths: Sequence[str]) -> None:
+    for path in paths:
+        whole_once(path)
+
+
+def _epoch(nodes: Sequence[Node], keys: Sequence[str], seed: int) -> float:
+    """Seconds that it takes until each node has read everything, in an order of its own."""
+    orders = [
+        random.Random(f"{seed} {number}").sample(below(node.path, keys), len(keys))
+        for number, node in enumerate(nodes)
+    ]
+    return together([functools.partial(_read_all, order) for order in orders])
+
+
+def _books(nodes: Sequence[Node], result: Result) -> None:
+    sums = {
+        name: sum(node.metrics()[name] for node in nodes)
+        for name in ("peer_bytes_in", "peer_bytes_out", "peer_failures", "bypassed_blocks")
+    }
+    result.note("over all nodes: " + ", ".join(f"{name} {value:,}" for name, value in sums.items()))
+
+
+# -- what the store sends --------------------------------------------------------------------------
+
+
+@scenario("peers-epoch")
+def peers_epoch(work: Workspace, rounds: int) -> Result:
+    """Four nodes read a data set, each with a quarter of it as its cache: what the store sends."""
+    result = Result()
+    scale = work.scale
+    count, size = 3 * scale.epoch_files // 4, scale.epoch_size
+    keys = work.files("peers-epoch", ["train"], count, size)
+    total = count * size
+    quarter = count * -(-size // PAGE) * PAGE // NODES
+    options = ("--ram", str(quarter // 4), "--cache-size", str(quarter - quarter // 4), "--keep-free", "0")
+    with Cluster(work) as cluster:
+        cluster.show("peers-epoch")
+        with cluster.nodes("peers-epoch", *options) as nodes:
+            shares = []
+            for epoch in range(3):
+                cluster.store.reset()
+                seconds = _epoch(nodes, keys, epoch)
+                shares.append(cluster.sent() / total)
+                result.note(f"epoch {epoch + 1}: {NODES * count / seconds:,.0f} files/s over all nodes")
+            _books(nodes, result)
+    result.series.append(Series("4 nodes: bytes from the store / D by epoch", "", {WITH: shares}))
+    result.demand("4 nodes read all of D: bytes from the store / D", shares[0], "≤", 1.02)
+    result.demand("4 nodes, cache = 1/4 each, epoch 2: bytes from the store / D", shares[1], "≤", 0.05)
+    return result
+
+
+@scenario("peers-checkpoint")
+def peers_checkpoint(work: Workspace, rounds: int) -> Result:
+    """24 processes on four nodes load one file at once."""
+    result = Result()
+    size, each = work.scale.shared, 6
+    work.big("peers-checkpoint", size)
+    with Cluster(work) as cluster, cluster.shaped():
+        cluster.show("peers-checkpoint")
+        with cluster.hosts[0].inside():
+            raw = RawClient(cluster.store, "peers-checkpoint").sequential("0.bin", size).seconds
+        cluster.store.reset()
+        with cluster.nodes("peers-checkpoint", *ROOMY) as nodes:
+            paths = [str(node.path / "0.bin") for node in nodes for _ in range(each)]
+            seconds = together([functools.partial(_streamed, path, size) for path in paths])
+            sent = cluster.sent()
+            _books(nodes, result)
+    result.series.append(Series("24 processes load one file", "s", {"raw download": [raw], WITH: [seconds]}))
+    result.demand(
+        "24 processes on 4 nodes load one file: bytes from the store / size", sent / size, "≤", 1.01
+    )
+    result.demand("24 processes on 4 nodes load one file: time / one raw download", seconds / raw, "≤", 1.3)
+    return result
+
+
+def _streamed(path: str, size: int) -> None:
+    got = sequential(Path(path)).bytes
+    if got != size:
+        raise RuntimeError(f"{got:,} bytes were read instead of {size:,}")
+
+
+@scenario("peers-killed")
+def peers_killed(work: Workspace, rounds: int) -> Result:
+    """One of four nodes is killed while the three others read: what that costs."""
+    result = Result()
+    scale = work.scale
+    count, size = scale.epoch_files // 2, scale.epoch_size
+    keys = work.files("peers-killed", ["train"], count, size)
+    total = count * size
+    with Cluster(work) as cluster, cluster.shaped():
+        cluster.show("peers-killed")
+
+        def epoch(kill: bool) -> tuple[float, int, int]:
+            """(seconds, bytes from the store, what the victim fetched)."""
+            with cluster.nodes("peers-killed", *ROOMY) as nodes:
+                cluster.store.reset()
+                *others, victim = nodes
+                with ThreadPoolExecutor(1) as aside:
+                    killing = aside.submit(_kill_at, victim, cluster, total // 3) if kill else None
+                    seconds = _epoch(others, keys, 0)
+                    if killing is not None:
+                        killing.result()
+                own = 0 if kill else victim.metrics()["origin_bytes"]
+                return seconds, cluster.sent(), own
+
+        calm_s, calm_sent, owned = epoch(kill=False)
+        killed_s, killed_sent, _ = epoch(kill=True)
+    result.series.append(
+        Series("3 of 4 nodes read", "s", {"all live": [calm_s], "one is killed": [killed_s]})
+    )
+    result.note(
+        f"the killed node owned {owned / total:.1%}; bytes from the store / D {calm_sent / total:.3f} before"
+    )
+    result.demand("one of 4 nodes killed: time of the epoch / without", killed_s / calm_s, "≤", 1.3)
+    result.demand("one of 4 nodes killed: extra bytes / its share", (killed_sent - calm_sent) / owned, "≤", 1)
+    return result
+
+
+def _kill_at(victim: Node, cluster: Cluster, sent: int) -> None:
+    """End it when the store has sent that much."""
+    while cluster.store.counters()["bytes_sent"].get("get", 0) < sent:
+        time.sleep(0.02)
+    victim.crash()
+
+
+# -- how fast --------------------------------------------------------------------------------------
+
+
+@scenario("peers-read", rounds=3)
+def peers_read(work: Workspace, rounds: int) -> Result:
+    """From a warm daemon to another host: extents and small objects, over the wire and through the mount."""
+    result = Result()
+    extent = 16 * MIB if work.scale.drops else 2 * MIB
+    extents = [f"{number}.bin" for number in range(16)]
+    work.big("peers-extents", extent, len(extents))
+    small, keys = work.small("peers-small")
+    with Cluster(work, nodes=2) as cluster:
+        cluster.show("peers-extents")
+        cluster.store.serve("peers-small", small)
+        wire, through, moved = _warm(cluster, "peers-extents", extents, extent, rounds, result)
+        result.demand(f"extents from a warm peer, daemon to client / {PLAIN}", wire, "≥", 0.8)
+        result.demand(f"extents from a warm peer, through the mount / {PLAIN}", through, "≥", 0.5)
+        for name, per_s in moved.medians().items():
+            result.note(f"extents, {name}: {number(per_s * extent / 1e6)} MB/s")
+        wire, through, _ = _warm(cluster, "peers-small", keys, work.scale.small_size, rounds, result)
+        result.demand(f"100 KB objects from a warm peer, daemon to client / {HTTP}", wire, "≥", 0.6)
+        result.note(f"100 KB objects, through the mount / {HTTP}: {number(through)}")
+    return result
+
+
+def _warm(
+    cluster: Cluster, bucket: str, keys: Sequence[str], size: int, rounds: int, result: Result
+) -> tuple[float, float, Series]:
+    """(wire / plain, mount / plain, objects a second) for objects that one node has and another one asks for, `AT_ONCE` at a
+    time. The node that asks has nothing of it, each time."""
+    asking, owning = cluster.hosts
+    peer = Address(owning.address, PORT)
+    base = PLAIN if size > MIB else HTTP
+    with ExitStack() as stack:
+        with owning.inside():
+            plain = stack.enter_context(server("plain", size, owning.address))
+        owner = stack.enter_context(cluster.node(owning, bucket, *ROOMY, peers=[owning]))
+        _read_all(below(owner.path, keys))
+        versions = _versions(cluster, owner, bucket, keys, size)
+
+        def over_wire() -> float:
+            with asking.inside():
+                return _asked(peer, versions, size, cluster.key)
+
+        def over_plain() -> float:
+            with asking.inside():
+                return (over_sockets if size > MIB else over_http)(plain, size, len(keys))
+
+        def mounted() -> float:
+            with cluster.node(asking, bucket, *ROOMY, peers=[owning], listens=False) as node:
+                os.listdir(node.path)
+                reading = share(below(node.path, keys), AT_ONCE, whole_once)
+                if node.metrics()["origin_bytes"]:
+                    raise RuntimeError("the store was asked for what a peer has")
+                return reading.files / reading.seconds
+
+        contenders = {base: over_plain, WIRE: over_wire, MOUNT: mounted}
+        what = f"{bucket.removeprefix('peers-')} from a warm peer"
+        series = interleave(rounds, contenders, result, what=what, unit="1/s")
+    return series.ratio(WIRE, base), series.ratio(MOUNT, base), series
+
+
+def _versions(cluster: Cluster, owner: Node, bucket: str, names: Sequence[str], size: int) -> list[ObjectId]:
+    """How the owner calls them."""
+    source: str = owner.status()["sources"][0]["origin"]["source"]
+    versions = []
+    with cluster.hosts[0].inside():
+        connection = http.client.HTTPConnection(cluster.store.host, cluster.store.port)
+        for name in names:
+            connection.request("HEAD", f"/{bucket}/{name}")
+            reply = connection.getresponse()
+            reply.read()
+            versions.append(ObjectId(source, name, reply.headers["ETag"], size))
+        connection.close()
+    return versions
+
+
+class _Dropped:
+    def write(self, data: memoryview | bytes) -> None:
+        pass
+
+
+def _asked(address: Address, versions: Sequence[ObjectId], size: int, key: Path) -> float:
+    """Objects a second that a client gets, `AT_ONCE` at a time; what comes is checked and dropped."""
+
+    async def main() -> float:
+        client = Client(signer=Signer(read_key(key)))
+        left = iter(versions)
+
+        async def ask() -> None:
+            for version in left:
+                request = BlockRequest(version, 0, -(-size // MIB), MIB)
+                await client.read(address, request, _Dropped(), deadline_s=5, sink_waits=False)
+
+        begun = time.perf_counter()
+        async with trio.open_nursery() as nursery:
+            for _ in range(AT_ONCE):
+                nursery.start_soon(ask)
+        took = time.perf_counter() - begun
+        client.close()
+        return len(versions) / took
+
+    return trio.run(main)
+
+
+# -- a training job --------------------------------------------------------------------------------
+
+
+@scenario("peers-training")
+def peers_training(work: Workspace, rounds: int) -> Result:
+    """A training loop on each of four nodes, the store shaped to 100 MB/s in all, with and without peers."""
+    result = Result()
+    scale = work.scale
+    count, size = scale.epoch_files // 2, scale.epoch_size
+    work.files("peers-training", ["train"], count, size)
+    quarter = count * -(-size // PAGE) * PAGE // NODES
+    options = ("--ram", str(quarter // 4), "--cache-size", str(quarter - quarter // 4), "--keep-free", "0")
+    epochs: dict[str, list[float]] = {}
+    with Cluster(work) as cluster, cluster.shaped():
+        cluster.show("peers-training")
+
+        def train(name: str) -> float:
+            with cluster.nodes("peers-training", *options, peers=name == WITH) as nodes:
+                cluster.store.reset()
+                begun = time.perf_counter()
+                with ThreadPoolExecutor(NODES) as pool:
+                    said = list(pool.map(_trained, nodes, range(NODES)))
+                seconds = time.perf_counter() - begun
+                epochs[name] = [max(of["seconds"] for of in each) for each in zip(*said, strict=True)]
+                result.note(f"{name}: bytes from the store / D {cluster.sent() / count / size:.2f}")
+                return seconds
+
+        series = interleave(
+            rounds,
+            {name: functools.partial(train, name) for name in (WITHOUT, WITH)},
+            result,
+            what="training loop on 4 nodes, 2 epochs",
+            unit="s",
+        )
+    for name, of in epochs.items():
+        result.note(f"{name}: epochs of {', '.join(map(number, of))} s")
+    result.demand("training loop on 4 nodes: time without peers / with", series.ratio(WITHOUT, WITH), "≥", 3)
+    return result
+
+
+def _trained(node: Node, seed: int) -> list[dict[str, Any]]:
+    """What each epoch took: resnet50's batches and order, with no decoding and a step that hides nothing."""
+    options = ("--shape", "resnet50", "--workers", 1, "--decode-ms-per-mb", 0, "--step-ms", 1, "--seed", seed)
+    said: list[dict[str, Any]] = training.apart(node.path, *options, "--epochs", 2)["epochs"]
+    return said
