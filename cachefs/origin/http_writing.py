@@ -82,9 +82,7 @@ class HttpWriter:
         sent: Iterator[bytes] | bytes | None = None
         if method in ("PUT", "POST"):
             given["Content-Length"] = str(len(body) if isinstance(body, bytes) else body.size)
-            given.setdefault(
-                "Content-Type", ANY_TYPE
-            )  # or libraries on the way would add one, and signatures break
+            given.setdefault("Content-Type", ANY_TYPE)
             sent = body if isinstance(body, bytes) else body.chunks()
         signed = self._sign(method, url, given, body)
         reply = self._fetcher.send(method, *signed, sent, PATIENCE if slow else 1)
