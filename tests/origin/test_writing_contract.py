@@ -326,3 +326,77 @@ def test_a_local_file_is_never_half_there(start: Callable[[str], Server], tmp_pa
             os.unlink(f"{server.root}/out")  # type: ignore[attr-defined]
 
     run(server.origin(), use)
+
+
+@pytest.mark.parametrize("name", ["lab", "azurite"])
+@pytest.mark.parametrize("clients", [("obstore", "fsspec"), ("fsspec", "obstore")], ids="-".join)
+def test_an_upload_goes_on_through_the_other_client(
+    name: str, clients: tuple[str, str], start: Callable[[str], Server], tmp_path: Path
+) -> None:
+    server = start(name)
+    first, second = (server.origin(client) for client in clients)
+
+    async def use(there: Origin) -> None:
+        upload = await first.begin_upload("o/x")
+        with file_of(tmp_path / "f", THREE) as fd:
+            await upload.part(1, fd, 0, LEAST)
+            await upload.part(2, fd, LEAST, LEAST)
+            resumed = second.resume_upload("o/x", upload.state())
+            assert await resumed.parts() == upload.known
+            await resumed.part(3, fd, 2 * LEAST, len(THREE) - 2 * LEAST)
+        info = await resumed.complete()
+        await as_shown(first, info, THREE)
+        assert await first.resume_upload("o/x", resumed.state()).complete() == info
+        await first.aclose()
+
+    run(second, use)
+
+
+@pytest.mark.parametrize("client", ["obstore", "fsspec"])
+def test_azure_with_a_sas(
+    client: str, start: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from azure.storage.blob import ContainerSasPermissions, generate_container_sas
+
+    server = start("azurite")
+    text = server.env["AZURE_STORAGE_CONNECTION_STRING"]
+    said = dict(part.split("=", 1) for part in text.strip(";").split(";"))
+    sas = generate_container_sas(
+        said["AccountName"],
+        "bucket",
+        account_key=said["AccountKey"],
+        permission=ContainerSasPermissions(read=True, list=True, write=True, create=True, delete=True),
+        expiry=datetime.now(UTC) + timedelta(hours=1),
+    )
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", said["AccountName"])
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", sas)
+
+    async def use(there: Origin) -> None:
+        info = await there.put("s/a b", InMemory(b"one"), 3)
+        await as_shown(there, await there.copy("s/a b", "s/c", size=3, etag=info.etag), b"one")
+        upload = await there.begin_upload("s/p")
+        await upload.part_from(1, InMemory(b"two"), 3)
+        await as_shown(there, await upload.complete(), b"two")
+        for key in ("s/a b", "s/c", "s/p"):
+            await there.delete(key)
+        assert (await there.list_page("s/")).objects == []
+
+    run(server.origin(client, endpoint_url=said["BlobEndpoint"]), use)
+
+
+def test_a_local_upload_of_another_key_is_no_upload(start: Callable[[str], Server]) -> None:
+    async def use(there: Origin) -> None:
+        upload = await there.begin_upload("own/x")
+        await upload.part_from(1, InMemory(b"x"), 1)
+        for key, name in (("own/y", upload.id), ("own/x", "../own"), ("own/x", "nothing")):
+            with pytest.raises(NoSuchUpload):
+                await there.resume_upload(key, {"id": name}).parts()
+        with pytest.raises(OriginFailed, match="is not the one that was sent"):
+            await upload.complete({1: '"another"'})
+        await upload.part_from(1, InMemory(b"yy"), 2)  # instead of the first
+        await as_shown(there, await upload.complete(), b"yy")
+
+    run(start("directory").origin(), use)
