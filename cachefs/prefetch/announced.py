@@ -22,6 +22,9 @@ from cachefs.prefetch.shelf import Shelf, Snapshot
 
 LONGEST_NAME = 256
 
+UNFINISHED_S = 600.0
+"""A list or an order of which no part came for so long will not be finished. Guessed: a job sends its parts at once."""
+
 TOUCH_EVERY_S = 3600.0
 """How often the time of last use of a plan is written down. Guessed: it decides about a day."""
 
@@ -36,6 +39,7 @@ class Announced:
         self._clock = clock
         self._files: dict[str, Files] = {}
         self._orders: dict[str, Order] = {}
+        self._unfinished: dict[str, float] = {}  # plan → when the last part came of what is not complete
         self._writing = trio.Lock()
         self._swept_at = clock()
 
@@ -51,16 +55,21 @@ class Announced:
 
     async def files(self, plan: str, paths: list[str], at: int, total: int) -> int:
         """A part of a plan's list, from its `at`th path on; how many are known then. Raises `ConfigError`."""
-        if not isinstance(plan, str) or not 0 < len(plan) <= LONGEST_NAME:
-            raise ConfigError(f"the name of a plan has 1 to {LONGEST_NAME} characters")
+        _check_types(plan, at=at, total=total)
+        if not isinstance(paths, list) or not all(type(path) is str and "\0" not in path for path in paths):
+            raise ConfigError(f"plan {plan}: paths are strings without a NUL")
         if at == 0:
             self._files[plan] = Files(total)
             if len(self._files) > MOST_PLANS:
-                del self._files[next(iter(self._files))]
+                self._forget_unfinished(next(iter(self._files)))
         files = self._files.get(plan)
         if files is None or len(files) != at or files.total != total:
             raise ConfigError(f"plan {plan}: a list of files begins at 0 and goes on where it stopped")
-        files.extend(os.fsencode(path).lstrip(b"/") for path in paths)
+        try:
+            files.extend([os.fsencode(path).lstrip(b"/") for path in paths])
+        except UnicodeEncodeError as exc:
+            raise ConfigError(f"plan {plan}: {exc}") from exc
+        self._unfinished[plan] = self._clock()
         if len(files) == total:
             del self._files[plan]
             known = self._plans.by_name.get(plan)
@@ -68,12 +77,15 @@ class Announced:
                 known.used_at = self._clock()
             else:
                 self._orders.pop(plan, None)
+                if self._plans.sharing(files) is files:
+                    await trio.to_thread.run_sync(files.make_table)
                 await self._put(Plan(plan, self._plans.sharing(files), self._clock()))
         return len(files)
 
     async def order(self, plan: str, epoch: int, indices_b64: str, at: int, total: int) -> int:
         """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on; how many are known
         then. Raises `ConfigError`."""
+        _check_types(plan, epoch=epoch, at=at, total=total)
         known = self._plans.by_name.get(plan)
         if known is None:
             raise ConfigError(f"plan {plan}: its files were not announced")
@@ -91,6 +103,7 @@ class Announced:
             order.extend(numbers)
         except (binascii.Error, ValueError, TypeError) as exc:
             raise ConfigError(f"plan {plan}: {exc}") from exc
+        self._unfinished[plan] = self._clock()
         if order.complete:
             del self._orders[plan]
             known.put(order)
@@ -101,8 +114,7 @@ class Announced:
 
     async def drop(self, plan: str) -> bool:
         """Forget a plan; whether there was one."""
-        self._files.pop(plan, None)
-        self._orders.pop(plan, None)
+        self._forget_unfinished(plan)
         found = self._plans.drop(plan) is not None
         self.on_change()
         if self._shelf is not None and found:
@@ -111,8 +123,10 @@ class Announced:
         return found
 
     async def drop_unused(self) -> None:
-        """Forget plans of jobs that are over, and write down which are not."""
+        """Forget plans of jobs that are over, and what was begun and not finished; write down which plans are in use."""
         now = self._clock()
+        for name in [name for name, at in self._unfinished.items() if now - at > UNFINISHED_S]:
+            self._forget_unfinished(name)
         for name in self._plans.unused(now):
             await self.drop(name)
         if now - self._swept_at > TOUCH_EVERY_S:
@@ -121,8 +135,15 @@ class Announced:
                     await self._save(plan)
             self._swept_at = now
 
+    def _forget_unfinished(self, plan: str) -> None:
+        self._files.pop(plan, None)
+        self._orders.pop(plan, None)
+        self._unfinished.pop(plan, None)
+
     async def _put(self, plan: Plan) -> None:
         gone = self._plans.put(plan)
+        if gone is not None:
+            self._orders.pop(gone.name, None)
         self.on_change()
         if gone is not None and self._shelf is not None:
             async with self._writing:
@@ -134,3 +155,12 @@ class Announced:
         async with self._writing:
             if self._plans.by_name.get(plan.name) is plan:
                 await trio.to_thread.run_sync(self._shelf.save, Snapshot.of(plan))
+
+
+def _check_types(plan: object, **numbers: object) -> None:
+    """They come as JSON from whoever may speak to the daemon."""
+    if not isinstance(plan, str) or not 0 < len(plan) <= LONGEST_NAME:
+        raise ConfigError(f"the name of a plan has 1 to {LONGEST_NAME} characters")
+    for name, number in numbers.items():
+        if type(number) is not int:
+            raise ConfigError(f"plan {plan}: {name} is a whole number, not {number!r}")

@@ -37,7 +37,7 @@ class Snapshot(NamedTuple):
 
 
 class Shelf:
-    """All methods block, and never raise: an error is one line in the log."""
+    """All methods block, and none raises for what the directory holds or cannot do: an error is one line in the log."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -56,11 +56,8 @@ class Shelf:
             log.warning("plan %s is not kept over a restart: %s", plan.name, exc)
 
     def drop(self, name: str) -> None:
-        try:
-            self._of(name).unlink(missing_ok=True)
-            self._sweep()
-        except OSError as exc:
-            log.warning("plan %s cannot be removed from %s: %s", name, self._directory, exc)
+        self._remove(self._of(name))
+        self._sweep()
 
     def load(self) -> list[Plan]:
         """What was saved, each used last when its file was written."""
@@ -71,11 +68,8 @@ class Shelf:
                 plans.append(self._read(path, lists))
             except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as exc:
                 log.warning("plan %s is damaged, and dropped: %s", path.name, exc)
-                path.unlink(missing_ok=True)
-        try:
-            self._sweep()
-        except OSError as exc:
-            log.warning("lists of files cannot be removed from %s: %s", self._directory, exc)
+                self._remove(path)
+        self._sweep()
         return plans
 
     def _of(self, name: str) -> Path:
@@ -104,6 +98,8 @@ class Shelf:
             lists[digest] = Files.from_text(self._body(self._directory / f"{digest}.files"))
         plan = Plan(head["plan"], lists[digest], os.stat(path).st_mtime)
         for epoch, count in head["orders"]:
+            if type(epoch) is not int or type(count) is not int:
+                raise ValueError("an order without numbers")
             order = Order(epoch, count, len(plan.files))
             order.extend(array("I", numbers[: 4 * count]))
             numbers = numbers[4 * count :]
@@ -114,8 +110,17 @@ class Shelf:
         """Remove lists that no plan has any more."""
         wanted = set()
         for path in self._directory.glob("*.plan"):
-            with path.open("rb") as file:
-                wanted.add(json.loads(file.readline())["files"])
+            try:
+                with path.open("rb") as file:
+                    wanted.add(json.loads(file.readline())["files"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # damaged: the next start drops it
         for path in self._directory.glob("*.files"):
             if path.stem not in wanted:
-                path.unlink(missing_ok=True)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("%s cannot be removed: %s", path, exc)
