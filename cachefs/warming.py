@@ -224,6 +224,7 @@ class Jobs:
     # -- running -----------------------------------------------------------------------------------
 
     async def _run(self, job: Job) -> None:
+        done = False
         try:
             with job.scope:
                 async with trio.open_nursery() as nursery:
@@ -231,14 +232,16 @@ class Jobs:
                     nursery.start_soon(self._walk_all, job, send)
                     for _ in range(job.at_once):
                         nursery.start_soon(self._work, job, receive)
-                job.state = "done"
+                done = True
         except Exception as exc:
             log.exception("job %d (%s) failed", job.id, job.action)
             job.error = f"internal error ({type(exc).__name__}): the log has more"
+        if job.action in ("pin", "unpin"):
+            await self._store.flush()  # what is said to be pinned stays so, even if the daemon is killed now
         if job.error:
             job.state = "failed"
-        elif job.state != "done":
-            job.state = "stopped"
+        else:
+            job.state = "done" if done else "stopped"
         job.ended = time.time()
         job.pieces.clear()
         job.items.clear()
@@ -261,7 +264,7 @@ class Jobs:
                         job.files += 1
                         job.bytes += wanted.stop - wanted.start
                         job.here += self._bytes_here(job, wanted)
-                        cached = self._store.object(obj)
+                        cached = self._store.look(obj)
                         if self._store.whole(cached) and cached.pinned:
                             job.pinned += obj.size
                         if job.action in ("warm", "pin"):

@@ -93,6 +93,12 @@ class World:
     def unpin(self, obj: Any) -> None:
         self.pins.discard(obj.id.key)
 
+    def look(self, obj: ObjectId) -> Any:
+        return self.object(obj)
+
+    async def flush(self) -> None:
+        self.durable = set(self.pins)
+
     def renew(self, obj: Any) -> None:
         assert self.whole(obj)
         self.renewed.append(obj.id.key)
@@ -253,6 +259,18 @@ async def test_check_unpin_and_evict_fetch_nothing() -> None:
     await run(world, ["d"], "unpin")
     assert (await run(world, ["d"], "evict"))["freed_bytes"] == MIB
     assert world.calls == []
+
+
+@in_trio
+async def test_what_a_job_has_pinned_is_durable_when_it_is_done() -> None:
+    world = World(tree(10))
+    await run(world, ["d/0001", "d/0002", "d/0003"], "pin")
+    assert world.durable == {"d/0001", "d/0002", "d/0003"}
+    world.failing["d/0005"] = NotFound("it is gone")
+    await run(world, ["d/0005", "d/0006"], "pin")
+    assert "d/0006" in world.durable
+    await run(world, ["d"], "unpin")
+    assert world.durable == set()
 
 
 @in_trio
