@@ -386,9 +386,18 @@ class _Sender:
     def put(self, task: Callable[[], None]) -> None:
         with self._changed:
             self._tasks.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="cachefs-hints", daemon=True)
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._run, name="cachefs-hints", daemon=True)
+            try:
                 self._thread.start()
+            except RuntimeError as exc:  # no threads are left, or the interpreter is about to end
+                failure = str(exc)
+                self._thread = None
+                self._tasks.clear()
+            else:
+                return
+        _complain(failure)
 
     def wait(self, timeout_s: float) -> bool:
         with self._changed:

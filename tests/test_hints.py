@@ -325,6 +325,24 @@ def test_warnings_that_are_errors_stop_nobody(mounted: list[Path]) -> None:
         announce(["/nowhere"], wait_s=10)
 
 
+def test_a_process_without_threads_to_spare_is_warned_once_and_told_later(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    names = paths_in(daemon.mountpoint, 3)
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(threading.Thread, "start", start)
+        announce(names)
+        announce(names, wait_s=5)
+        assert hints.wait(0)
+    assert ["can't start new thread" in str(one.message) for one in caught] == [True]
+    announce(names, wait_s=10)
+    assert daemon.requests == 2
+
+
 def test_the_module_imports_nothing_but_the_standard_library() -> None:
     code = (
         "import sys; before = set(sys.modules); import cachefs.hints\n"
