@@ -83,7 +83,8 @@ class Attempts:
         self._throughput, self._upload_throughput = Throughput(), Throughput()
         self._last_error = ""
 
-    def _name(self, key: str) -> str:
+    def name(self, key: str) -> str:
+        """A key as messages name it."""
         return f"{self._label}/{key}"
 
     def _count(self, transfer: Transfer) -> None:

@@ -32,7 +32,7 @@ class Origin(Writes):
         in "/")."""
         return await self.call(
             lambda: self._client.list_page(prefix, token, start_after, limit),
-            f"listing {self._name(prefix)}",
+            f"listing {self.name(prefix)}",
             "origin_list",
         )
 
@@ -69,7 +69,7 @@ class Origin(Writes):
             turn,
             self._count,
         )
-        what = f"reading {self._name(key)}"
+        what = f"reading {self.name(key)}"
         try:
             await self.call(transfer.attempt, what, "origin_get", turn=turn, transfer=transfer)
         finally:
@@ -83,7 +83,7 @@ class Origin(Writes):
         try:
             await self.call(
                 lambda: self._client.list_page(self.prefix, None, None, 1),
-                f"opening {self._name(self.prefix)}",
+                f"opening {self.name(self.prefix)}",
                 "origin_list",
                 retries=min(2, self._backoff.retries),
             )

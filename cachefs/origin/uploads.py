@@ -139,7 +139,7 @@ class Upload:
 
     @property
     def _what(self) -> str:
-        return f"the upload of {self.key}"
+        return f"the upload of {self._origin.name(self.key)}"
 
     def _within_limits(self, number: int, length: int) -> None:
         limits = self._origin.limits

@@ -30,7 +30,7 @@ class Writes(Attempts):
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of one object as it is now."""
-        return await self.call(lambda: self._client.head(key), f"looking up {self._name(key)}", "origin_head")
+        return await self.call(lambda: self._client.head(key), f"looking up {self.name(key)}", "origin_head")
 
     @property
     def can_write(self) -> bool:
@@ -69,12 +69,12 @@ class Writes(Attempts):
         writer = self.writer
         if size > writer.limits.largest_put:
             raise Unsupported(
-                f"{self._name(key)}: {size} bytes are too many for one request; upload it in parts"
+                f"{self.name(key)}: {size} bytes are too many for one request; upload it in parts"
             )
         terms = Terms(content_type, if_match, if_absent)
         if terms.conditional:
             terms = Terms(content_type, if_match, if_absent, stamp=new_stamp())
-        what = f"writing {self._name(key)}"
+        what = f"writing {self.name(key)}"
         try:
             written = await self.send(
                 lambda body: writer.put(key, body, terms), source, size, what, "origin_put", turn
@@ -93,7 +93,7 @@ class Writes(Attempts):
             raise Unsupported(f"{self._label}: this store takes no parts; put the object whole")
         terms = Terms(content_type, stamp=new_stamp())
         name = await self.call(
-            lambda: writer.begin(key, terms), f"beginning to write {self._name(key)}", "origin_upload"
+            lambda: writer.begin(key, terms), f"beginning to write {self.name(key)}", "origin_upload"
         )
         return Upload(self, key, name, terms, {})
 
@@ -107,7 +107,7 @@ class Writes(Attempts):
         no such list (Azure: what is not completed goes after a week)."""
         writer = self.writer
         return await self.call(
-            lambda: writer.list_uploads(prefix), f"listing uploads of {self._name(prefix)}", "origin_upload"
+            lambda: writer.list_uploads(prefix), f"listing uploads of {self.name(prefix)}", "origin_upload"
         )
 
     async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
@@ -119,7 +119,7 @@ class Writes(Attempts):
             return await self._copy_in_parts(key, to, size, etag)
         written = await self.call(
             lambda: writer.copy(key, to, etag),
-            f"copying {self._name(key)} to {to}",
+            f"copying {self.name(key)} to {to}",
             "origin_copy",
             patience=PATIENCE,
         )
@@ -128,7 +128,7 @@ class Writes(Attempts):
     async def delete(self, key: str) -> None:
         """Remove an object; that there is none is fine."""
         writer = self.writer
-        await self.call(lambda: writer.delete(key), f"deleting {self._name(key)}", "origin_delete")
+        await self.call(lambda: writer.delete(key), f"deleting {self.name(key)}", "origin_delete")
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
         """Remove many, a thousand a request where the store takes that. Returns those that are still there, and why."""
@@ -187,9 +187,9 @@ class Writes(Attempts):
         try:
             info = await self.head(key)
         except NotFound as exc:
-            raise ObjectChanged(f"{self._name(key)}: was removed as soon as it was written") from exc
+            raise ObjectChanged(f"{self.name(key)}: was removed as soon as it was written") from exc
         if info.size != size or (written.etag and info.etag != written.etag):
-            raise ObjectChanged(f"{self._name(key)}: was replaced as soon as it was written")
+            raise ObjectChanged(f"{self.name(key)}: was replaced as soon as it was written")
         return info
 
     async def ours(self, key: str, stamp: str, size: int | None, error: CachefsError) -> ObjectInfo:
@@ -198,7 +198,7 @@ class Writes(Attempts):
         writer = self.writer
         try:
             info, shown = await self.call(
-                lambda: writer.look(key), f"looking up {self._name(key)}", "origin_head"
+                lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head"
             )
         except NotFound:
             shown = ""
