@@ -144,11 +144,11 @@ LIES: dict[str, Lie] = {
 
 
 class Liar:
-    """`asked` counts the requests for blocks, `greeted` all others."""
+    """`asked` counts the requests for blocks."""
 
     def __init__(self, key: Key, lie: Lie) -> None:
         self.lie = lie
-        self.asked = self.greeted = 0
+        self.asked = 0
         self._verifier = Verifier(key)
         self._ended = threading.Event()
 
@@ -173,7 +173,6 @@ class Liar:
         """Whether the connection goes on."""
         path, query = parse_target(target)
         if path != BLOCKS:
-            self.greeted += 1
             connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
             return True
         self.asked += 1
