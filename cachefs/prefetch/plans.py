@@ -44,6 +44,14 @@ first may be gone. Guessed: a tenth of a second of the fastest readers, several 
 DROP_AFTER_S = 86_400.0
 """Plans that nobody used for a day are of jobs that are over. Given."""
 
+QUIET_S = 600.0
+"""After so long without a use nothing more is fetched for a plan, until its files are opened again: most such jobs are dead.
+Guessed: a job's start or evaluation takes less."""
+
+FOLLOWED_S = 7200.0
+"""So long after their last use plans are told of every open. Guessed: beyond an evaluation, and beyond what the time of last
+use may be late on disk."""
+
 MOST_PLANS = 256
 """Plans at a time: the ranks of several jobs on a node. Guessed."""
 
@@ -195,6 +203,10 @@ class Plan:
         if self.orders:
             self._recent.clear()
 
+    def quiet(self, now: float, seconds: float = QUIET_S) -> bool:
+        """Whether it was not used for so long."""
+        return now - self.used_at > seconds
+
     def passed(self, epoch: int, place: int) -> bool:
         """Whether the job has gone past that place, so far that its file will not come late."""
         if not self.orders:
@@ -283,12 +295,12 @@ class Plans:
             plan.jumped = False
         return named
 
-    def take(self) -> Item | None:
-        """The next file of the next plan that has one."""
+    def take(self, now: float = 0.0) -> Item | None:
+        """The next file of the next plan that has one and is not quiet."""
         for _ in range(len(self._turn)):
             self._turn.rotate(-1)
-            item = self._turn[-1].take()
-            if item is not None:
+            plan = self._turn[-1]
+            if not plan.quiet(now) and (item := plan.take()) is not None:
                 return item
         return None
 

@@ -25,7 +25,7 @@ from cachefs.fetch import Fetcher
 from cachefs.fs import LARGE, FileSystem, Volume
 from cachefs.metrics import Metrics
 from cachefs.prefetch.announced import Announced
-from cachefs.prefetch.plans import Plan
+from cachefs.prefetch.plans import FOLLOWED_S, Plan
 from cachefs.prefetch.shelf import Shelf
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
 
@@ -51,7 +51,7 @@ SWEEP_EVERY_S = 60.0
 """How often what is awaited is looked through. Guessed."""
 
 AWAITED_S = 600.0
-"""What nobody opened for so long will not be opened, unless a plan says so. Guessed."""
+"""What nobody opened for so long will not be opened, unless a plan in use says so. Guessed."""
 
 SHOWN = 4
 """Directories in the status."""
@@ -120,7 +120,7 @@ class Prefetcher:
         self._budget = budget
         self._clock = clock
         self._paths = Paths(volumes)
-        self._plans = FromPlans(fs, self._wanted, self._still_wanted)
+        self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted)
         self._announced = Announced(self._plans.plans, Shelf(directory) if directory else None, clock)
@@ -190,8 +190,12 @@ class Prefetcher:
         return await self._announced.drop(plan)
 
     def _plans_changed(self) -> None:
-        self.awaited.everything = any(plan.orders for plan in self._plans.plans.by_name.values())
+        self._follow()
         self._wake()
+
+    def _follow(self) -> None:
+        plans, now = self._plans.plans.by_name.values(), self._clock()
+        self.awaited.everything = any(plan.orders and not plan.quiet(now, FOLLOWED_S) for plan in plans)
 
     # -- what is done ------------------------------------------------------------------------------
 
@@ -306,6 +310,7 @@ class Prefetcher:
             self._plans.plans.jumped = False
             await self._sweep()
             await self._announced.drop_unused()
+            self._follow()
             self._wake()
 
     async def _sweep(self) -> None:
@@ -319,7 +324,10 @@ class Prefetcher:
     def _given_up(self, ahead: _Ahead) -> bool:
         item = ahead.candidate.item
         if item is not None and self._plans.plans.by_name.get(item.plan.name) is item.plan:
-            return item.plan.passed(item.epoch, item.place)
+            if item.plan.passed(item.epoch, item.place):
+                return True
+            if not item.plan.quiet(self._clock()):
+                return False
         return ahead.since < trio.current_time() - AWAITED_S
 
     def status(self) -> dict[str, Any]:

@@ -68,15 +68,18 @@ class Paths:
 class FromPlans:
     """What jobs have announced."""
 
-    def __init__(self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted) -> None:
+    def __init__(
+        self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted, clock: Callable[[], float]
+    ) -> None:
         self.plans = Plans()
         self._fs = fs
+        self._clock = clock
         self._wanted = wanted
         self._still_wanted = still_wanted
 
     async def next(self) -> Candidate | None:
         looked = 0
-        while (item := self.plans.take()) is not None:
+        while (item := self.plans.take(self._clock())) is not None:
             looked += 1
             if looked % SLICE == 0:
                 await trio.lowlevel.checkpoint()

@@ -15,6 +15,7 @@ import trio
 
 from cachefs.errors import ConfigError, OriginFailed
 from cachefs.prefetch import Prefetcher, prefetcher
+from cachefs.prefetch.plans import FOLLOWED_S, QUIET_S
 from cachefs.prefetch.prefetcher import AWAITED_S, SWEEP_EVERY_S
 from tests.prefetch.world import KIB, LARGE_FILE, MIB, Shop, world
 
@@ -289,6 +290,32 @@ async def test_what_is_never_opened_is_given_up() -> None:
         assert w.prefetcher.awaited.bytes
         await trio.sleep(AWAITED_S + 2 * SWEEP_EVERY_S)
         assert not w.prefetcher.awaited.bytes
+
+
+async def test_the_plan_of_a_dead_job_is_in_nobodys_way() -> None:
+    shop = Shop([f"{d}/{i:04}" for d in "ab" for i in range(400)], size=100_000)
+    async with world(shop, budget=8 * MIB) as w:
+        planned, others = ([f"{d}/{i:04}" for i in range(400)] for d in "ab")
+        await announce(w.prefetcher, planned, range(400))
+        await w.quiet()
+        fetched, unused = len(shop.gets), w.prefetcher.awaited.bytes
+        await trio.sleep(QUIET_S - 10)
+        assert w.prefetcher.awaited.bytes == unused > 7 * MIB
+        await trio.sleep(AWAITED_S + SWEEP_EVERY_S)
+        assert not w.prefetcher.awaited.bytes and len(shop.gets) == fetched
+        await w.read_all(others[:200], workers=4, think=0.05)
+        assert w.metrics.prefetch_used_files > 100
+        assert set(shop.got) & set(planned) == set(planned[:fetched])
+        await w.read_all(others[200:], workers=4, think=0.05)
+        await w.read_all(planned[:20], workers=1)  # it was not dead
+        await w.quiet()
+        assert len(set(shop.got) & set(planned)) > fetched
+        assert w.prefetcher.awaited.everything
+        await trio.sleep(FOLLOWED_S + 2 * SWEEP_EVERY_S)
+        assert not w.prefetcher.awaited.everything
+        await announce(w.prefetcher, planned, range(400)[::-1], epoch=1)
+        await w.quiet()
+        assert w.prefetcher.awaited.everything and w.prefetcher.awaited.bytes > 7 * MIB
 
 
 async def test_files_that_lie_unused_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
