@@ -76,7 +76,10 @@ class Cluster:
         """Whom to ask, one after the other; then the store. Whoever takes one from here asks it: for a member that
         failed it is the one trial."""
         asked = 0
-        members, own = self.membership.members, self.membership.own  # of now, whoever comes and goes meanwhile
+        members, own = (
+            self.membership.members,
+            self.membership.own,
+        )  # of now, whoever comes and goes meanwhile
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or asked == ASKED:
                 return
