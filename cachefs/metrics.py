@@ -62,7 +62,9 @@ class Metrics:
     ssd_hits: int = _counter("blocks", "blocks read from the SSD tier")
     misses: int = _counter("blocks", "blocks a reader had to wait for")
     prefetched: int = _counter("blocks", "blocks fetched ahead of any reader")
-    prefetched_late: int = _counter("blocks", "blocks fetched ahead that a reader had to wait for all the same")
+    prefetched_late: int = _counter(
+        "blocks", "blocks fetched ahead that a reader had to wait for all the same"
+    )
     admitted_blocks: int = _counter("blocks", "blocks written to a tier")
     bypassed_blocks: int = _counter(
         "blocks", "blocks served without being cached because no tier could take them"
