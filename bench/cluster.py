@@ -168,17 +168,26 @@ def peers_epoch(work: Workspace, rounds: int) -> Result:
     options = ("--ram", str(quarter // 4), "--cache-size", str(quarter - quarter // 4), "--keep-free", "0")
     with Cluster(work) as cluster:
         cluster.show("peers-epoch")
-        with cluster.nodes("peers-epoch", *options) as nodes:
+
+        def epochs(number: int, *options: str) -> list[float]:
+            """Bytes from the store / D, of each."""
             shares = []
-            for epoch in range(3):
-                cluster.store.reset()
-                seconds = _epoch(nodes, keys, epoch)
-                shares.append(cluster.sent() / total)
-                result.note(f"epoch {epoch + 1}: {NODES * count / seconds:,.0f} files/s over all nodes")
-            _books(nodes, result)
-    result.series.append(Series("4 nodes: bytes from the store / D by epoch", "", {WITH: shares}))
-    result.demand("4 nodes read all of D: bytes from the store / D", shares[0], "≤", 1.02)
-    result.demand("4 nodes, cache = 1/4 each, epoch 2: bytes from the store / D", shares[1], "≤", 0.05)
+            with cluster.nodes("peers-epoch", *options) as nodes:
+                for epoch in range(number):
+                    cluster.store.reset()
+                    seconds = _epoch(nodes, keys, epoch)
+                    shares.append(cluster.sent() / total)
+                    result.note(f"epoch {epoch + 1}: {NODES * count / seconds:,.0f} files/s over all nodes")
+                _books(nodes, result)
+            return shares
+
+        (roomy,) = epochs(1, *ROOMY)
+        small = epochs(2, *options)
+    result.series.append(
+        Series("4 nodes, cache = 1/4 each: bytes from the store / D by epoch", "", {WITH: small})
+    )
+    result.demand("4 nodes read all of D: bytes from the store / D", roomy, "≤", 1.02)
+    result.demand("4 nodes, cache = 1/4 each, epoch 2: bytes from the store / D", small[1], "≤", 0.05)
     return result
 
 
