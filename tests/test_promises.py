@@ -117,6 +117,78 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_readonly.py::TestWriting::test_every_write_is_refused_as_read_only",
         "tests/mount/test_readonly.py::TestWriting::test_nothing_is_changed_by_trying",
     ),
+    # Before anybody asks
+    "Small files of a directory that are all read, in any order, cost one GET each; when a twentieth of them is wanted, "
+    "a tenth of the directory is fetched at most.": (
+        "tests/mount/test_ahead.py::TestDirectories::test_all_files_in_any_order_cost_one_get_each",
+        "tests/mount/test_ahead.py::TestDirectories::test_a_twentieth_costs_at_most_a_tenth",
+        "tests/prefetch/test_prefetcher.py::test_a_shuffled_epoch_fetches_each_file_once_and_in_time",
+    ),
+    "Shards that are opened in a stride are fetched once each, and the next before it is opened.": (
+        "tests/mount/test_ahead.py::TestShards::test_the_next_of_a_stride_comes_before_it_is_opened",
+        "tests/mount/test_ahead.py::TestShards::test_workers_that_stride_have_each_shard_fetched_once",
+    ),
+    "What a job announced is there before it opens it, in its order, after a restart of the daemon too; a wrong hint costs "
+    "requests and no byte.": (
+        "tests/mount/test_ahead.py::TestHints::test_what_was_announced_is_there_before_any_open",
+        "tests/mount/test_ahead.py::TestHints::test_an_order_is_followed_and_known_to_the_next_daemon",
+        "tests/mount/test_ahead.py::TestHints::test_a_wrong_hint_costs_requests_and_no_byte",
+        "tests/mount/test_ahead.py::TestHints::test_a_training_loop_that_announces_finds_its_files",
+        "tests/prefetch/test_prefetcher.py::test_every_open_of_a_hinted_order_finds_its_file_whole",
+        "tests/prefetch/test_prefetcher.py::test_ranks_have_their_turns",
+    ),
+    "With `--prefetch off` nothing but what is opened is fetched.": (
+        "tests/mount/test_ahead.py::TestOff::test_nothing_but_what_is_opened_is_fetched",
+    ),
+    "A cache of half a data set answers half of its reads, epoch after epoch, whether files or shards are shuffled or "
+    "everything is scanned; another data set takes over within two epochs.": (
+        "tests/store/test_epochs_in_the_store.py::test_half_of_many_small_files_is_half_the_hits",
+        "tests/store/test_epochs_in_the_store.py::test_shards_read_in_pieces_by_a_sequential_reader",
+        "tests/store/test_epochs_in_the_store.py::test_another_dataset_takes_over_within_two_epochs",
+        "tests/test_simulate.py::test_half_a_dataset_cached_is_half_the_hits",
+    ),
+    "`cachefs warm` brings what is missing, names what failed, displaces nothing that was pinned or that it brought, and "
+    "goes on where it was ended; what it does not have room for is refused.": (
+        "tests/mount/test_warm.py::test_what_is_warm_asks_the_store_for_nothing",
+        "tests/mount/test_warm.py::test_failures_are_named_and_the_rest_comes",
+        "tests/mount/test_warm.py::test_more_than_the_cache_holds_is_refused_and_displaces_nothing",
+        "tests/mount/test_warm.py::test_what_a_job_finds_is_not_displaced_by_what_it_brings",
+        "tests/test_warming.py::test_a_job_that_was_ended_is_gone_on_with",
+    ),
+    "What is pinned stays, under pressure and over restarts, and pins have a budget.": (
+        "tests/mount/test_warm.py::test_pins_survive_pressure_and_a_restart",
+        "tests/mount/test_warm.py::test_pins_have_a_budget",
+        "tests/store/test_epochs_in_the_store.py::test_pins_survive_pressure_and_restarts",
+    ),
+    # Several nodes
+    "Four nodes that read everything, in orders of their own, have the store send it once.": (
+        "tests/cluster/test_sharing.py::test_four_nodes_read_everything_and_the_store_sends_it_once",
+    ),
+    "A node that is killed, stopped, cut off from one other or from all, or that joins while all read, makes no read fail "
+    "and none wrong.": (
+        "tests/cluster/test_trouble.py::test_an_owner_is_killed_while_it_sends_and_returns",
+        "tests/cluster/test_trouble.py::test_a_peer_hangs_and_goes_on",
+        "tests/cluster/test_trouble.py::test_a_node_joins_while_all_others_read",
+        "tests/cluster/test_trouble.py::test_two_nodes_do_not_reach_each_other",
+        "tests/cluster/test_trouble.py::test_a_node_is_cut_off_from_everything",
+        "tests/cluster/test_far.py::test_a_slow_and_lossy_network_costs_time_and_little_else",
+    ),
+    "A node that lies about bytes or lengths, stalls, resets or never ends its headers is not believed: what it gave is "
+    "fetched elsewhere.": (
+        "tests/cluster/test_liars.py::test_who_lies_is_not_believed",
+        "tests/peers/test_liars.py::test_whatever_a_peer_says_is_right_or_a_failure",
+    ),
+    "Members come and go while the leader of etcd does, too.": (
+        "tests/cluster/test_etcd.py::test_members_come_and_go_and_so_does_the_leader_of_etcd",
+    ),
+    "Strangers get nothing: off the loopback a daemon without a key or certificates does not listen, a request is good "
+    "once and for one node, and whoever has no certificate of the group's is not served.": (
+        "tests/peers/test_auth.py::test_elsewhere_strangers_must_be_kept_out",
+        "tests/peers/test_auth.py::test_a_signed_request_is_taken_once",
+        "tests/peers/test_auth.py::test_a_signature_is_for_one_request_to_one_node",
+        "tests/peers/test_tls.py::test_whoever_has_no_certificate_of_the_ca_is_not_served",
+        "tests/mount/test_peers.py::test_with_a_key_strangers_get_nothing",
+    ),
     # The cache
     "A restart downloads nothing again that the SSD tier has room for, at the same mountpoint or at another.": (
         "tests/mount/test_lifecycle.py::TestWarmAfterRestart::test_a_clean_restart_asks_for_no_byte_again",
