@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -54,11 +55,12 @@ def open_store(
     temporary: list[Path] = []
     own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
     index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
+    places = [path for path in (cache_dir, own, shared) if _ours(path)]
     if index.dropped:
         warnings.append("the cache index was damaged or of another format: the cache starts empty")
-        for path in (cache_dir, own, shared):
+        for path in places:
             _discard(path / "objects")
-    for path in (cache_dir, own, shared):
+    for path in places:
         for rubbish in path.glob("trash-*"):
             _delete_in_background(rubbish)
     tiers: list[Tier] = []
@@ -92,9 +94,18 @@ def open_store(
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
+    if not _ours(path):
         raise CacheUnusable(f"{path} belongs to another user")
     return ram.Place(path, keep_free_bytes)
+
+
+def _ours(path: Path) -> bool:
+    """Whether nobody else made it: in /dev/shm anybody may have been faster."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _open_index(
@@ -106,6 +117,8 @@ def _open_index(
             place = Path(tempfile.mkdtemp(prefix="cachefs-"))
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _ours(place):
+                raise CacheUnusable(f"{place} belongs to another user")
             index = Index(place / "index", block_size)
         except CacheInUse:
             raise

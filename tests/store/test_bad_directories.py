@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from cachefs.store import scrub
+from cachefs.store import ram, scrub
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, cache_files, running
@@ -101,6 +101,30 @@ async def test_a_file_in_the_directorys_place_costs_the_tier_not_the_mount(cache
         assert all(str(cache_dir) in w for w in lab.opened.warnings)
         ids, data = objects(lab.origin)
         await read_everything(lab, ids, data)
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("how", ["directory", "link"])
+@in_trio
+async def test_what_somebody_else_put_in_a_public_place_is_not_touched(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Anybody can make a directory in /dev/shm under the name that ours would have."""
+    monkeypatch.setattr(ram, "SHM", tmp_path)
+    theirs = ram.shared_directory(cache_dir)
+    elsewhere = tmp_path / "elsewhere" if how == "link" else theirs
+    elsewhere.mkdir()
+    (elsewhere / "trash-1").mkdir()
+    if how == "link":
+        theirs.symlink_to(elsewhere)
+    else:
+        os.chown(theirs, 12345, 12345)
+    cache_dir.write_bytes(b"")  # noqa: ASYNC240 (so that the index would go there)
+    async with running(cache_dir, ram=0) as lab:
+        ids, data = objects(lab.origin)
+        await read_everything(lab, ids, data)
+    assert [path.name for path in elsewhere.iterdir()] == ["trash-1"]
 
 
 @pytest.mark.root
