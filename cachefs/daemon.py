@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import shutil
 import signal
 import time
@@ -134,7 +135,8 @@ def _held_bytes(cache_dir: Path) -> int:
 
 def _open_names(opened: Opened) -> Database:
     """Beside the cache, or wherever there is room for it: names can always be learnt again."""
-    refuge = SHM / f"cachefs-{os.getuid()}-names-{os.getpid()}"
+    # A name that nobody can foresee: anybody can make a directory there.
+    refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
     opened.temporary.append(refuge)
     try:
         return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False, refuge=refuge)

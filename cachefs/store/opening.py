@@ -93,10 +93,14 @@ def open_store(
 
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
+    _make(path)
+    return ram.Place(path, keep_free_bytes)
+
+
+def _make(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _ours(path):
         raise CacheUnusable(f"{path} belongs to another user")
-    return ram.Place(path, keep_free_bytes)
 
 
 def _ours(path: Path) -> bool:
@@ -116,9 +120,7 @@ def _open_index(
         if place is None:
             place = Path(tempfile.mkdtemp(prefix="cachefs-"))
         try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _ours(place):
-                raise CacheUnusable(f"{place} belongs to another user")
+            _make(place)
             index = Index(place / "index", block_size)
         except CacheInUse:
             raise
