@@ -12,7 +12,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -46,7 +45,6 @@ class Ready:
 
     def ready(self) -> None:
         self._say("ready")
-        sd_notify("READY=1")
 
     def failed(self, line: str) -> None:
         self._say("error: " + " ".join(line.splitlines()))
@@ -61,19 +59,6 @@ class Ready:
             pass  # the parent has gone; the mount is there all the same
         finally:
             os.close(fd)
-
-
-def sd_notify(message: str) -> None:
-    """Tell systemd, when it asked to be told."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address.startswith(("/", "@")):
-        return
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
-            connection.connect("\0" + address[1:] if address[0] == "@" else address)
-            connection.sendall(message.encode())
-    except OSError:
-        pass
 
 
 def open_log(config: Config) -> tuple[Path, int]:

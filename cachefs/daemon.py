@@ -37,6 +37,7 @@ from cachefs.fuse.notices import Notices
 from cachefs.locating import Locator
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
+from cachefs.notify import Notifier
 from cachefs.origin import Origin, open_origin
 from cachefs.peers.node import PeerNode
 from cachefs.peers.settings import settings
@@ -157,6 +158,7 @@ class Daemon:
         self._names = names
         self._metrics = metrics
         self._on_ready = on_ready
+        self._notifier = Notifier()
         self._started = time.time()
         self._origins: list[Origin] = []
         self._tuning: list[str] = []
@@ -175,6 +177,7 @@ class Daemon:
                     await self._serve(nursery)
                     nursery.cancel_scope.cancel()
             finally:
+                self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
                     await self._store.aclose(SPILL_DEADLINE_S)
                     self._note_held()
@@ -334,6 +337,7 @@ class Daemon:
             log.info("%s", line)
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._on_ready()
+        await self._notifier.attend(self._config.mountpoint, self._title())
 
     async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
         """Cancels requests under way, too: their readers get an errno when the mount goes, however long the store hangs."""

@@ -29,6 +29,7 @@ RANK = {
     **dict.fromkeys(("hints", "warming", "recording", "locating"), 6),
     **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
     "cli_peers": 7,
+    "notify": 6,
     **dict.fromkeys(("cli_usage", "statusview", "__main__"), 7),
 }
 """Room → floor. Imports go to the own room or to a lower floor; between rooms of one floor only where SIDEWAYS says."""

@@ -277,16 +277,6 @@ def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
 
 
-def test_sd_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(5)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        background.Ready().ready()
-        assert systemd.recv(100) == b"READY=1"
-    background.sd_notify("READY=1")  # nobody there any more: no matter
-
-
 # --- before mounting -----------------------------------------------------------------------------
 
 

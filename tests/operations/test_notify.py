@@ -1,0 +1,155 @@
+"""What the service manager is told, and when: a socket instead of systemd, a clock that jumps."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs import notify
+from cachefs.notify import Notifier
+
+
+class Listener:
+    """The service manager's end."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
+        self.socket.setblocking(False)
+
+    def heard(self) -> list[str]:
+        """The messages since the last look."""
+        found = []
+        while True:
+            try:
+                found.append(self.socket.recv(4096).decode())
+            except BlockingIOError:
+                return found
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+    address = str(tmp_path / "not@first") if request.param == "path" else f"@cachefs-test-{os.getpid()}"
+    listener = Listener(address)
+    yield listener
+    listener.socket.close()
+
+
+class Mount:
+    """What statfs of the mountpoint does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = False
+        self.asked = 0
+        self.hangs: trio.Event | None = None
+        monkeypatch.setattr(notify.trio.to_thread, "run_sync", self._run_sync)
+
+    async def _run_sync(
+        self, function: object, path: Path, *, limiter: object, abandon_on_cancel: bool
+    ) -> None:
+        assert function is os.statvfs
+        assert abandon_on_cancel
+        self.asked += 1
+        if self.hangs is not None:
+            await self.hangs.wait()
+        if self.fails:
+            raise OSError(107, "Transport endpoint is not connected")
+
+
+@pytest.fixture
+def mount(monkeypatch: pytest.MonkeyPatch) -> Mount:
+    return Mount(monkeypatch)
+
+
+def asked_by(listener: Listener, watchdog_s: float = 0) -> dict[str, str]:
+    environ = {"NOTIFY_SOCKET": listener.address, "HOME": "/root"}
+    if watchdog_s:
+        environ |= {"WATCHDOG_USEC": str(int(watchdog_s * 1e6)), "WATCHDOG_PID": str(os.getpid())}
+    return environ
+
+
+def attended(notifier: Notifier, seconds: float) -> None:
+    async def main() -> None:
+        with trio.move_on_after(seconds):
+            await notifier.attend(Path("/mnt/data"), "s3://bucket")
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_ready_is_said_once_the_mount_answers(manager: Listener, mount: Mount) -> None:
+    mount.hangs = trio.Event()
+    notifier = Notifier(asked_by(manager))
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(notifier.attend, Path("/mnt/data"), "s3://bucket")
+            await trio.testing.wait_all_tasks_blocked()
+            assert mount.asked == 1
+            assert manager.heard() == []
+            assert mount.hangs is not None
+            mount.hangs.set()
+
+    trio.run(main, clock=trio.testing.MockClock())
+    assert manager.heard() == ["READY=1\nSTATUS=shows s3://bucket at /mnt/data"]
+
+
+def test_the_watchdog_hears_from_a_living_mount_twice_in_its_interval(
+    manager: Listener, mount: Mount
+) -> None:
+    attended(Notifier(asked_by(manager, 20)), 99)
+    assert manager.heard()[1:] == ["WATCHDOG=1"] * 10  # at 0, 10, … 90 s
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_the_watchdog_hears_nothing_while_the_mount_does_not_answer(
+    manager: Listener, mount: Mount, how: str
+) -> None:
+    notifier = Notifier(asked_by(manager, 20))
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(notifier.attend, Path("/mnt/data"), "s3://bucket")
+            await trio.sleep(5)
+            assert manager.heard()[1:] == ["WATCHDOG=1"]
+            setattr(mount, how, trio.Event() if how == "hangs" else True)
+            await trio.sleep(60)
+            assert manager.heard() == []
+            setattr(mount, how, None)
+            await trio.sleep(20)
+            assert "WATCHDOG=1" in manager.heard()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_watchdog_that_is_meant_for_another_process_is_not_answered(
+    manager: Listener, mount: Mount
+) -> None:
+    notifier = Notifier({**asked_by(manager, 20), "WATCHDOG_PID": "1"})
+    attended(notifier, 99)
+    assert len(manager.heard()) == 1
+
+
+def test_children_do_not_believe_that_they_were_asked(manager: Listener) -> None:
+    environ = asked_by(manager, 20)
+    Notifier(environ)
+    assert environ == {"HOME": "/root"}
+
+
+def test_stopping(manager: Listener) -> None:
+    Notifier(asked_by(manager)).stopping("saving memory to disk")
+    assert manager.heard() == ["STOPPING=1\nSTATUS=saving memory to disk"]
+
+
+@pytest.mark.parametrize("address", ["", "unix:/run/x", "/nowhere/at/all", "@nobody-listens-here"])
+def test_nobody_listening_is_no_error(address: str, mount: Mount) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": address} if address else {})
+    attended(notifier, 60)
+    notifier.stopping("nothing")
