@@ -31,6 +31,34 @@ class ReadOnly(CachefsError):
     """A write reached a read-only mount."""
 
 
+class AlreadyExists(CachefsError):
+    """The name that was to be made is there."""
+
+
+class NotEmpty(CachefsError):
+    """The directory that was to go, or to be replaced, has something in it."""
+
+
+class Invalid(CachefsError):
+    """It makes no sense: a name that no key can have, a directory moved into itself, a flag nobody knows."""
+
+
+class NotPermitted(CachefsError):
+    """Something that an object store does not have: links, special files, another source."""
+
+
+class CrossDevice(CachefsError):
+    """A rename from one store to another."""
+
+
+class TooLarge(CachefsError):
+    """The object would be larger than the store takes."""
+
+
+class BadHandle(CachefsError):
+    """A handle that was not opened for this."""
+
+
 class Unsupported(CachefsError):
     """The origin or this front cannot do that at all."""
 
@@ -68,7 +96,8 @@ class DeadlineExceeded(CachefsError):
 
 
 class NoRoom(CachefsError):
-    """No tier can take the bytes now (full of blocks in use, disk full, disk failing). Readers never see this."""
+    """No tier can take the bytes now (full of blocks in use, disk full, disk failing). Readers never see this, writers do
+    when there is no place for what they wrote."""
 
 
 class CacheUnusable(CachefsError):
