@@ -28,6 +28,11 @@ class Metrics:
     fuse_read: int = _counter("requests", "reads the kernel could not answer from its page cache")
     fuse_read_bytes: int = _counter("bytes", "bytes returned to those reads")
     fuse_release: int = _counter("requests", "files closed for the last time")
+    fuse_create: int = _counter("requests", "files created")
+    fuse_write: int = _counter("requests", "writes to files")
+    fuse_write_bytes: int = _counter("bytes", "bytes of those writes")
+    fuse_flush: int = _counter("requests", "closes and fsyncs of files that are open for writing")
+    fuse_change: int = _counter("requests", "names made, moved and removed, and attributes set")
     fuse_opendir: int = _counter("requests", "directories opened")
     fuse_readdir: int = _counter("requests", "directory pages read")
     fuse_other: int = _counter("requests", "every other FUSE request")
@@ -49,7 +54,7 @@ class Metrics:
     origin_throttled: int = _counter("replies", "503/429 replies")
     origin_errors: int = _counter("requests", "requests that failed for good")
     # Other nodes.
-    peer_requests: int = _counter("requests", "blocks asked of other nodes")
+    peer_requests: int = _counter("requests", "blocks asked of other nodes, asked after, or to be brought there")
     peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
     peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
     peer_hits: int = _counter("blocks", "blocks that came from another node instead of the store")
@@ -74,6 +79,9 @@ class Metrics:
     promoted_blocks: int = _counter("blocks", "blocks copied from SSD to RAM on re-use")
     prepared_versions: int = _counter(
         "versions", "cached versions gathered or verified so that the kernel can read their file by itself"
+    )
+    adopted_versions: int = _counter(
+        "versions", "files written here that became cached versions as they were"
     )
     checksum_failures: int = _counter("blocks", "cached blocks dropped because their checksum did not match")
     tier_errors: int = _counter("errors", "I/O errors on a cache tier (each costs a refetch, never data)")

@@ -21,7 +21,13 @@ from cachefs.fuse.protocol import Init
 from cachefs.mountinfo import mount_at
 
 REQUEST_BYTES = 128 << 10
-"""Longest request: an extended attribute of 64 KiB and its name, as nothing is written. Derived."""
+"""Longest request of a mount that cannot be written: an extended attribute of 64 KiB and its name. Derived."""
+
+MAX_WRITE = 1 << 20
+"""Largest write: as large as a read (`MAX_PAGES`)."""
+
+BUFFERS_KEPT = 8
+"""Buffers of requests (`MAX_WRITE` and a bit) that wait for the next write. Guessed: writers that write at once."""
 
 MAX_BACKGROUND, CONGESTION = 128, 96
 """Read-aheads in flight; above the second the kernel sends no more. Guessed, and three quarters as the kernel does."""
@@ -43,6 +49,10 @@ WANTED = (
     | Init.INIT_EXT
     | Init.PASSTHROUGH
 )
+
+WANTED_TO_WRITE = WANTED | Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
+"""Without the second the kernel asks for an extended attribute (security.capability) at each write. That programs lose their
+set-uid bit is as good as done: the mount does not know set-uid."""
 
 _FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = (
     430,
@@ -72,7 +82,7 @@ class Negotiated(NamedTuple):
         return bool(self.flags & Init.PASSTHROUGH)
 
 
-def negotiate(request: bytes, stack_depth: int) -> tuple[bytes, Negotiated | None]:
+def negotiate(request: bytes, stack_depth: int, *, writable: bool = False) -> tuple[bytes, Negotiated | None]:
     """The answer to INIT, and what was agreed; nothing was when the kernel is to ask again in our version (7). Raises
     `MountError` for a kernel that is too old. `stack_depth` is how many filesystems a lent file may lie on."""
     try:
@@ -86,7 +96,7 @@ def negotiate(request: bytes, stack_depth: int) -> tuple[bytes, Negotiated | Non
             flags |= protocol.INIT_IN_FLAGS2.unpack_from(request, at)[0] << 32
     except struct.error as exc:
         raise MountError(f"the kernel began with a malformed request: {exc}") from exc
-    agreed = WANTED & flags
+    agreed = (WANTED_TO_WRITE if writable else WANTED) & flags
     if major < protocol.MAJOR or (major == protocol.MAJOR and minor < protocol.OLDEST):
         raise MountError(
             f"the kernel speaks FUSE {major}.{minor}, and 7.{protocol.OLDEST} (Linux 5.4) is needed"
@@ -94,7 +104,8 @@ def negotiate(request: bytes, stack_depth: int) -> tuple[bytes, Negotiated | Non
     minor = min(minor, protocol.MINOR) if major == protocol.MAJOR else protocol.MINOR
     body = protocol.INIT_OUT.pack(
         *(protocol.MAJOR, minor, readahead, int(agreed) & 0xFFFFFFFF, MAX_BACKGROUND, CONGESTION),
-        *(4096, 1, MAX_PAGES, 0, int(agreed) >> 32, stack_depth if agreed & Init.PASSTHROUGH else 0, 0),
+        *(MAX_WRITE if writable else 4096, 1, MAX_PAGES, 0, int(agreed) >> 32),
+        *(stack_depth if agreed & Init.PASSTHROUGH else 0, 0),
     )
     reply = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), 0, unique) + body
     return reply, None if major > protocol.MAJOR else Negotiated(minor, agreed)
@@ -103,11 +114,13 @@ def negotiate(request: bytes, stack_depth: int) -> tuple[bytes, Negotiated | Non
 class Device:
     """One connection. `fd` is its end of it; tests give a socket that keeps records apart."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
         self.fd = fd
-        self._buffer = bytearray(REQUEST_BYTES)
-        self._view = memoryview(self._buffer)
-        self._buffers = [self._buffer]
+        self._writable = writable
+        self._request_bytes = REQUEST_BYTES + (MAX_WRITE if writable else 0)
+        self.kept = 0  # buffers that requests are in which are not finished
+        self._spare: list[bytearray] = []
+        self._use(bytearray(self._request_bytes))
         self._mount = -1
         self._attached: Path | None = None
         self._number = ""  # major:minor of the mount
@@ -116,9 +129,11 @@ class Device:
     # -- coming and going --------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, name: str, *, allow_other: bool, stack_depth: int) -> tuple[Device, Negotiated]:
+    def connect(
+        cls, name: str, *, allow_other: bool, stack_depth: int, writable: bool = False
+    ) -> tuple[Device, Negotiated]:
         """A detached mount whose handshake is done. OSError or `MountError` where that cannot be."""
-        device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), writable=writable)
         try:
             device._make(name, allow_other)
             return device, device._shake_hands(stack_depth)
@@ -138,12 +153,14 @@ class Device:
                 "group_id": str(os.getgid()),
             }.items():
                 _call(_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0)
-            # Really read-only: a superblock that could be written has each read through a lent file forget the
+            # Read-only is really meant: a superblock that could be written has each read through a lent file forget the
             # inode's times, and each fstat then asks us. Measured: 1.75 times as many small files a second.
-            for flag in ("ro", "default_permissions", *(["allow_other"] if allow_other else [])):
+            flags = ["default_permissions", *(["allow_other"] if allow_other else [])]
+            for flag in flags if self._writable else ["ro", *flags]:
                 _call(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
             _call(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
-            self._mount = _call(_FSMOUNT, context, _CLOEXEC, _RDONLY | _NOSUID | _NODEV)
+            attributes = _NOSUID | _NODEV | (0 if self._writable else _RDONLY)
+            self._mount = _call(_FSMOUNT, context, _CLOEXEC, attributes)
         finally:
             os.close(context)
 
@@ -158,7 +175,7 @@ class Device:
                 raise MountError("the kernel ended the connection before it began")
             if not request:
                 continue
-            reply, agreed = negotiate(bytes(request), stack_depth)
+            reply, agreed = negotiate(bytes(request), stack_depth, writable=self._writable)
             os.write(self.fd, reply)
             if agreed is not None:
                 return agreed
@@ -214,6 +231,24 @@ class Device:
                     return None
                 if exc.errno not in _ASK_AGAIN:
                     raise
+
+    def keep(self) -> bytearray:
+        """The request that was read last stays valid until what this returns is given back. Cheaper than a copy: the pages
+        of a buffer that is used again are there already."""
+        kept = self._buffer
+        self.kept += 1
+        self._use(self._spare.pop() if self._spare else bytearray(self._request_bytes))
+        return kept
+
+    def give_back(self, kept: bytearray) -> None:
+        self.kept -= 1
+        if len(self._spare) < BUFFERS_KEPT:
+            self._spare.append(kept)
+
+    def _use(self, buffer: bytearray) -> None:
+        self._buffer = buffer
+        self._view = memoryview(buffer)
+        self._buffers = [buffer]
 
     def write(self, *parts: bytes | bytearray | memoryview) -> bool:
         """A reply. False when nobody waits for it any more."""

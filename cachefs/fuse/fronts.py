@@ -66,14 +66,16 @@ def choose(
     fs: FileSystem,
     metrics: Metrics,
     on_ready: Callable[[], None],
+    *,
+    writable: bool = False,
 ) -> Chosen:
-    """The front that `config.front` asks for, mounted; files of the directories `places` may be lent. Raises
-    `MountError`."""
+    """The front that `config.front` asks for, mounted; files of the directories `places` may be lent. `writable`: `fs` has a
+    writer. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
     if config.front != "pyfuse3":
         try:
-            chosen = _kernel(config, title, places, fs, metrics, on_ready)
+            chosen = _kernel(config, title, places, fs, metrics, on_ready, writable)
         except NotHere as exc:
             if config.front == "kernel":
                 raise MountError(f"--front kernel cannot serve here: {exc}: leave the option out") from exc
@@ -88,9 +90,11 @@ def choose(
                     raise MountError(f"cannot mount on {config.mountpoint}: {exc.strerror}") from exc
             else:
                 return chosen
-    from cachefs.fuse.pyfuse3_front import Pyfuse3Front
+    from cachefs.fuse.pyfuse3_front import Pyfuse3Base, Pyfuse3Front
+    from cachefs.fuse.pyfuse3_writing import WritablePyfuse3Front
 
-    front = Pyfuse3Front(fs, metrics, config.deadline_s, on_ready)
+    kind: type[Pyfuse3Base] = WritablePyfuse3Front if writable else Pyfuse3Front
+    front = kind(fs, metrics, config.deadline_s, on_ready)
     front.mount(config.mountpoint, title, allow_other=config.allow_other)
     return Chosen(front, why, {}, lends=False)
 
@@ -102,15 +106,19 @@ def _kernel(
     fs: FileSystem,
     metrics: Metrics,
     on_ready: Callable[[], None],
+    writable: bool,
 ) -> Chosen:
     must_lend = config.front == "auto" and not config.zero_open
     places = () if config.zero_open else places
-    device, agreed, refused = connect(title, config.allow_other, places, must_lend=must_lend)
+    device, agreed, refused = connect(
+        title, config.allow_other, places, must_lend=must_lend, writable=writable
+    )
     immutable = config.consistency == "immutable"
     front = KernelFront(
         *(fs, metrics, config.deadline_s, on_ready, device, agreed),
         zero_open=config.zero_open,
-        keep_listings=immutable and keeps_listings(platform.release()),
+        keep_listings=immutable and not writable and keeps_listings(platform.release()),
+        writable=writable,
     )
     if config.zero_open:
         return Chosen(front, "no file is opened, so none is read by the kernel itself", {}, lends=False)
@@ -126,7 +134,7 @@ def _kernel(
 
 
 def connect(
-    name: str, allow_other: bool, places: Sequence[Path], *, must_lend: bool
+    name: str, allow_other: bool, places: Sequence[Path], *, must_lend: bool, writable: bool = False
 ) -> tuple[Device, Negotiated, dict[Path, str]]:
     """A connection, what was agreed, and which directories it takes no files from, and why. Raises `NotHere`: with
     `must_lend` also when it takes none of them."""
@@ -137,7 +145,9 @@ def connect(
     # counts as stacked twice, and nothing can be stacked on it. So only if need be.
     for depth in (1, 2):
         try:
-            device, agreed = Device.connect(name, allow_other=allow_other, stack_depth=depth)
+            device, agreed = Device.connect(
+                name, allow_other=allow_other, stack_depth=depth, writable=writable
+            )
         except (OSError, MountError) as exc:
             raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
         if not agreed.passthrough:

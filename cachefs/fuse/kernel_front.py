@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,10 @@ from cachefs.fs import Attributes, Backing, Entry, FileSystem
 from cachefs.fuse import protocol
 from cachefs.fuse.device import MAX_BACKGROUND, Device, Negotiated
 from cachefs.fuse.errno_table import OURS, errno_of_foreign
+from cachefs.fuse.kernel_writing import WRITING, WritingHandlers
+from cachefs.fuse.packing import NO_ATTRIBUTES, attr, dirent, direntplus, entry_of, name_of, signed
 from cachefs.fuse.protocol import Op, Opened
-from cachefs.fuse.session import Handler, Malformed, Session
+from cachefs.fuse.session import Handler, Session
 from cachefs.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class _Implicit:
 
 class KernelFront:
     """`deadline_s` bounds every operation that has to wait. `zero_open` has the kernel open files without asking, and
-    `keep_listings` keep what it has read of a directory: both only where nothing ever changes."""
+    `keep_listings` keep what it has read of a directory: both only where nothing ever changes. `writable` is how the
+    connection was made."""
 
     name = "kernel"
     max_background = MAX_BACKGROUND
@@ -71,6 +73,7 @@ class KernelFront:
         *,
         zero_open: bool = False,
         keep_listings: bool = False,
+        writable: bool = False,
     ) -> None:
         self.agreed = agreed
         self._fs = fs
@@ -106,7 +109,12 @@ class KernelFront:
             Op.IOCTL: self._no_terminal,
             **dict.fromkeys(_READ_ONLY, self._read_only),
         }
+        self._writing = WritingHandlers(fs, metrics, device) if writable else None
+        if self._writing is not None:
+            handlers |= self._writing.handlers
         self._session = Session(device, handlers, metrics, deadline_s)
+        if self._writing is not None:
+            self._writing.session = self._session
 
     # -- the front ---------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class KernelFront:
         try:
             if inode:
                 self._device.notify(
-                    protocol.NOTIFY_INVAL_INODE, protocol.INVAL_INODE.pack(_signed(inode), 0, 0)
+                    protocol.NOTIFY_INVAL_INODE, protocol.INVAL_INODE.pack(signed(inode), 0, 0)
                 )
             if name:
                 body = protocol.INVAL_ENTRY.pack(parent, len(name), 0) + name + b"\0"
@@ -145,7 +153,7 @@ class KernelFront:
 
     def _lookup(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_lookup += 1
-        name = _name(body)
+        name = name_of(body)
         found = self._fs.lookup_now(nodeid, name)
         if found is None:
             self._session.wait(unique, Op.LOOKUP, lambda: self._fs.lookup(nodeid, name), self._found)
@@ -156,14 +164,14 @@ class KernelFront:
         attributes, ttl = found
         if attributes is not None:
             self._write(
-                protocol.ENTRY_REPLY.pack(protocol.ENTRY_REPLY.size, 0, unique, *_entry(attributes, ttl))
+                protocol.ENTRY_REPLY.pack(protocol.ENTRY_REPLY.size, 0, unique, *entry_of(attributes, ttl))
             )
         elif ttl:
             whole = int(ttl)
             self._write(
                 protocol.ENTRY_REPLY.pack(
                     *(protocol.ENTRY_REPLY.size, 0, unique, 0, 0, whole, 0, int((ttl - whole) * 1e9), 0),
-                    *_NO_ATTRIBUTES,
+                    *NO_ATTRIBUTES,
                 )
             )
         else:
@@ -182,7 +190,7 @@ class KernelFront:
         whole = int(ttl)
         self._write(
             protocol.ATTR_REPLY.pack(
-                *(protocol.ATTR_REPLY.size, 0, unique, whole, int((ttl - whole) * 1e9), 0), *_attr(attributes)
+                *(protocol.ATTR_REPLY.size, 0, unique, whole, int((ttl - whole) * 1e9), 0), *attr(attributes)
             )
         )
 
@@ -203,6 +211,9 @@ class KernelFront:
         flags, _ = protocol.OPEN_IN.unpack_from(body)
         if self._zero_open:
             self._session.error(unique, errno.ENOSYS)  # said once, no OPEN and no RELEASE comes any more
+            return
+        if flags & WRITING and self._writing is not None:
+            self._writing.open(unique, nodeid, pid, flags)
             return
         opened = self._fs.open_now(nodeid, flags, pid)
         if opened is None:
@@ -294,6 +305,8 @@ class KernelFront:
     def _release(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_release += 1
         fh, *_ = protocol.RELEASE_IN.unpack_from(body)
+        if self._writing is not None:
+            self._writing.released(fh)
         try:
             self._session.error(unique, 0)
         finally:
@@ -316,10 +329,10 @@ class KernelFront:
                 self._fs.releasedir(dh)
 
     def _readdir(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
-        self._list(unique, Op.READDIR, body, _dirent)
+        self._list(unique, Op.READDIR, body, dirent)
 
     def _readdirplus(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
-        self._list(unique, Op.READDIRPLUS, body, _direntplus)
+        self._list(unique, Op.READDIRPLUS, body, direntplus)
 
     def _list(self, unique: int, opcode: int, body: memoryview, pack: Callable[[Entry], bytes]) -> None:
         self._metrics.fuse_readdir += 1
@@ -356,7 +369,7 @@ class KernelFront:
     def _getxattr(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_other += 1
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
-        name = _name(body[protocol.GETXATTR_IN.size :])
+        name = name_of(body[protocol.GETXATTR_IN.size :])
         if name.startswith(OURS):
             self._session.wait(
                 *(unique, Op.GETXATTR, lambda: self._fs.getxattr(nodeid, name)),
@@ -404,56 +417,3 @@ class KernelFront:
     def _read_only(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_other += 1
         self._session.error(unique, errno.EROFS)
-
-
-def _name(body: memoryview) -> bytes:
-    name, nul, _ = bytes(body).partition(b"\0")
-    if not nul or not name:
-        raise Malformed("a name without an end")
-    return name
-
-
-_NO_ATTRIBUTES = (0,) * 16
-_U64 = (1 << 64) - 1  # times before 1970 are negative
-
-
-def _attr(attributes: Attributes) -> tuple[int, ...]:
-    seconds, nanoseconds = divmod(attributes.mtime_ns, 1_000_000_000)
-    size = attributes.size
-    return (
-        *(attributes.ino, size, -(-size // 512), *(seconds & _U64,) * 3),
-        *(
-            nanoseconds,
-            nanoseconds,
-            nanoseconds,
-            attributes.mode,
-            attributes.nlink,
-            attributes.uid,
-            attributes.gid,
-        ),
-        *(0, 1 << 20 if stat.S_ISREG(attributes.mode) else 4096, 0),
-    )
-
-
-def _entry(attributes: Attributes, ttl: float) -> tuple[int, ...]:
-    whole = int(ttl)
-    rest = int((ttl - whole) * 1e9)
-    return (attributes.ino, 0, whole, whole, rest, rest, *_attr(attributes))
-
-
-def _dirent(entry: Entry) -> bytes:
-    attributes, name = entry.attributes, entry.name
-    head = protocol.DIRENT.pack(attributes.ino, entry.next_offset, len(name), attributes.mode >> 12)
-    return head + name.ljust(-(-len(name) // 8) * 8, b"\0")
-
-
-def _direntplus(entry: Entry) -> bytes:
-    attributes, name = entry.attributes, entry.name
-    head = protocol.DIRENTPLUS.pack(
-        *_entry(attributes, entry.ttl), attributes.ino, entry.next_offset, len(name), attributes.mode >> 12
-    )
-    return head + name.ljust(-(-len(name) // 8) * 8, b"\0")
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number

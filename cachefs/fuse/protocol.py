@@ -65,6 +65,7 @@ class Init(IntFlag):
     """Capabilities. The upper half travels in a word of its own (`flags2`), announced by INIT_EXT."""
 
     ASYNC_READ = 1 << 0
+    ATOMIC_O_TRUNC = 1 << 3
     BIG_WRITES = 1 << 5
     DO_READDIRPLUS = 1 << 13
     READDIRPLUS_AUTO = 1 << 14
@@ -72,8 +73,23 @@ class Init(IntFlag):
     NO_OPEN_SUPPORT = 1 << 17
     PARALLEL_DIROPS = 1 << 18
     MAX_PAGES = 1 << 22
+    HANDLE_KILLPRIV_V2 = 1 << 28
     INIT_EXT = 1 << 30
     PASSTHROUGH = 1 << 37
+
+
+class Setattr(IntFlag):
+    """What of a SETATTR counts."""
+
+    MODE = 1 << 0
+    UID = 1 << 1
+    GID = 1 << 2
+    SIZE = 1 << 3
+    ATIME = 1 << 4
+    MTIME = 1 << 5
+    FH = 1 << 6
+    ATIME_NOW = 1 << 7
+    MTIME_NOW = 1 << 8
 
 
 class Opened(IntFlag):
@@ -94,6 +110,17 @@ READ_IN = Struct("=QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags,
 RELEASE_IN = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
 GETXATTR_IN = Struct("=II")  # size, padding; then the name
 INTERRUPT_IN = Struct("=Q")  # unique of the request that is not wanted any more
+CREATE_IN = Struct("=IIII")  # flags, mode (the umask is taken off), umask, open_flags; then the name
+MKNOD_IN = Struct("=IIII")  # mode, rdev, umask, padding; then the name
+MKDIR_IN = Struct("=II")  # mode, umask; then the name
+RENAME_IN = Struct("=Q")  # the new directory; then the old and the new name
+RENAME2_IN = Struct("=QII")  # the new directory, flags, padding; then the old and the new name
+WRITE_IN = Struct("=QQIIQII")  # fh, offset, size, write_flags, lock_owner, flags, padding; then the bytes
+FLUSH_IN = Struct("=QIIQ")  # fh, unused, padding, lock_owner
+FSYNC_IN = Struct("=QII")  # fh, fsync_flags, padding
+FALLOCATE_IN = Struct("=QQQII")  # fh, offset, length, mode, padding
+SETATTR_IN = Struct("=IIQQQQQQIIIIIIII")
+"""valid, padding, fh, size, lock_owner, atime, mtime, ctime, their nanoseconds, mode, unused, uid, gid, unused"""
 
 # -- bodies of replies -----------------------------------------------------------------------------
 
@@ -110,6 +137,8 @@ ENTRY = "QQQQII" + ATTR
 ENTRY_REPLY = Struct("=IiQ" + ENTRY)
 ATTR_REPLY = Struct("=IiQ" + "QII" + ATTR)  # attr_valid, its nanoseconds, padding
 OPEN_REPLY = Struct("=IiQ" + "QIi")  # fh, open_flags, backing_id
+CREATE_REPLY = Struct("=IiQ" + ENTRY + "QIi")  # the entry, and how it is opened
+WRITE_REPLY = Struct("=IiQ" + "II")  # size, padding
 XATTR_SIZE_REPLY = Struct("=IiQ" + "II")  # size, padding
 STATFS_REPLY = Struct("=IiQ" + "QQQQQIIII24x")
 """blocks, bfree, bavail, files, ffree, bsize, namelen, frsize, padding"""

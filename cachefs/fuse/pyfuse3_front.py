@@ -25,11 +25,14 @@ from cachefs.mountinfo import mount_at
 log = logging.getLogger(__name__)
 
 
-class Pyfuse3Front(pyfuse3.Operations):
-    """`deadline_s` bounds every operation that has to wait."""
+class Pyfuse3Base(pyfuse3.Operations):
+    """What both kinds of mount have in common. `deadline_s` bounds every operation that has to wait."""
 
     name = "pyfuse3"
     max_background = 0
+    mount_options: frozenset[str] = frozenset()
+    most_tasks = 256
+    """128 background reads (see tuning.py) and as many others may wait at a time."""
 
     enable_writeback_cache = False
     supports_dot_lookup = False
@@ -50,7 +53,7 @@ class Pyfuse3Front(pyfuse3.Operations):
     def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
         """Mount; the kernel's questions are answered once `serve` runs. Raises `MountError`."""
         options = set(pyfuse3.default_options)
-        options |= {f"fsname={name}", "subtype=cachefs", "default_permissions", "ro"}
+        options |= {f"fsname={name}", "subtype=cachefs", "default_permissions", *self.mount_options}
         if allow_other:
             options.add("allow_other")
         try:
@@ -65,8 +68,7 @@ class Pyfuse3Front(pyfuse3.Operations):
         self._on_ready()
 
     async def serve(self) -> None:
-        # 128 background reads (see tuning.py) and as many others may wait at a time.
-        await pyfuse3.main(min_tasks=1, max_tasks=256)
+        await pyfuse3.main(min_tasks=1, max_tasks=self.most_tasks)
         self._number = ""
 
     def close(self) -> None:
@@ -105,7 +107,7 @@ class Pyfuse3Front(pyfuse3.Operations):
                     found = await self._fs.lookup(parent_inode, name)
             attributes, ttl = found
             if attributes is not None:
-                return _entry(attributes, ttl)
+                return entry_of(attributes, ttl)
         except Exception as exc:
             self._fail("lookup", exc)
         if not ttl:
@@ -122,7 +124,7 @@ class Pyfuse3Front(pyfuse3.Operations):
             if found is None:
                 with trio.fail_after(self._deadline_s):
                     found = await self._fs.getattr(inode)
-            return _entry(*found)
+            return entry_of(*found)
         except Exception as exc:
             self._fail("getattr", exc)
 
@@ -161,7 +163,7 @@ class Pyfuse3Front(pyfuse3.Operations):
                 entries = await self._fs.readdir(fh, start_id, self._page + 4)
             fitted = 0
             for entry in entries:
-                shown = _entry(entry.attributes, entry.ttl)
+                shown = entry_of(entry.attributes, entry.ttl)
                 if not pyfuse3.readdir_reply(token, entry.name, shown, entry.next_offset):
                     break
                 fitted += 1
@@ -205,19 +207,12 @@ class Pyfuse3Front(pyfuse3.Operations):
         metrics.fuse_read_bytes += len(data)
         return data
 
-    async def flush(self, fh: int) -> None:
-        # Answered once, this stops the kernel from sending FLUSH at all; a read-only mount has nothing to report.
-        raise pyfuse3.FUSEError(errno.ENOSYS)
-
     async def release(self, fh: int) -> None:
         self._metrics.fuse_release += 1
         try:
             self._fs.release(fh)
         except Exception:
             log.exception("release")
-
-    async def fsync(self, fh: int, datasync: bool) -> None:
-        return
 
     # -- extended attributes -----------------------------------------------------------------------
 
@@ -238,17 +233,6 @@ class Pyfuse3Front(pyfuse3.Operations):
         except Exception as exc:
             self._fail("listxattr", exc)
 
-    # -- everything that would change something ----------------------------------------------------
-
-    async def _read_only(self, *_: Any, **__: Any) -> NoReturn:
-        self._metrics.fuse_other += 1
-        raise pyfuse3.FUSEError(errno.EROFS)
-
-    # The kernel refuses these by itself, the mount being read-only.
-    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = create = write = setxattr = (
-        removexattr
-    ) = _read_only
-
     async def access(self, inode: int, mode: int, ctx: Any) -> bool:
         return True  # the kernel checks the mode bits (default_permissions)
 
@@ -261,7 +245,28 @@ class Pyfuse3Front(pyfuse3.Operations):
         raise pyfuse3.FUSEError(tell(operation, exc, self._metrics, self._deadline_s)) from exc
 
 
-def _entry(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
+class Pyfuse3Front(Pyfuse3Base):
+    """A mount that cannot be written: the kernel refuses all of this by itself."""
+
+    mount_options = frozenset({"ro"})
+
+    async def flush(self, fh: int) -> None:
+        # Answered once, this stops the kernel from sending FLUSH at all; a read-only mount has nothing to report.
+        raise pyfuse3.FUSEError(errno.ENOSYS)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        return
+
+    async def _read_only(self, *_: Any, **__: Any) -> NoReturn:
+        self._metrics.fuse_other += 1
+        raise pyfuse3.FUSEError(errno.EROFS)
+
+    setattr = mknod = mkdir = unlink = rmdir = symlink = rename = link = create = write = setxattr = (
+        removexattr
+    ) = _read_only
+
+
+def entry_of(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
     entry = pyfuse3.EntryAttributes()
     entry.st_ino = attributes.ino
     entry.st_mode = attributes.mode

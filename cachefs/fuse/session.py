@@ -1,14 +1,15 @@
 """The loop over /dev/fuse: one request after the other, answered at once or in a task of its own.
 
 No request is understood here: `handlers` maps an operation to who answers it, with (unique, nodeid, pid, arguments). What
-has to wait becomes a task, so that the loop goes on. While requests come closely, the loop looks for the next one instead
-of going to sleep; the other tasks get their turn in between.
+has to wait becomes a task, so that the loop goes on; what changes something is then carried out to its end. While requests
+come closely, the loop looks for the next one instead of going to sleep; the other tasks get their turn in between.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import struct
 import time
@@ -34,6 +35,10 @@ MOST_WAITING = 4096
 """Requests that may wait for a store at a time, a few KiB each; then nothing is read until one is done, signals included.
 Guessed: the kernel sends 128 read-aheads, and each other one has a thread of an application waiting for it."""
 
+MOST_KEPT = 128
+"""Writes of more than a copy that may wait for a store or a disk at a time, 1 MiB each; then the same. Guessed: as many as
+the kernel writes back of mapped files at once."""
+
 CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
 """While requests come closer than the first, how long to look for the next one before going to sleep. Measured: waking a
 thread that sleeps on another processor takes 20 to 40 µs, which is all that a small file's open costs otherwise."""
@@ -56,13 +61,13 @@ class Malformed(ValueError):
 
 
 class _Waiting:
-    """A request that has to wait."""
+    """A request that has to wait. Without a scope, it goes on when nobody waits for it any more."""
 
     __slots__ = ("interrupted", "scope", "thread")
 
-    def __init__(self, seconds: float, thread: int) -> None:
+    def __init__(self, thread: int, scope: trio.CancelScope | None) -> None:
         self.thread = thread
-        self.scope = trio.CancelScope(deadline=trio.current_time() + seconds)
+        self.scope = scope
         self.interrupted = False
 
 
@@ -79,6 +84,7 @@ class Session:
         self._waiting: dict[int, _Waiting] = {}
         self._signalled: set[int] = set()
         self._thread = 0  # who sent the request that is being handled
+        self.user = (0, 0)  # and for which user and group
         self._fewer = trio.Event()
         # Looking again takes a processor: with only one, it is the one that the next request would come from.
         self._eager = len(os.sched_getaffinity(0)) > 1
@@ -92,7 +98,7 @@ class Session:
                 await trio.lowlevel.wait_readable(self._device.fd)
                 while (more := self._answer()) is True:
                     await trio.lowlevel.checkpoint()
-                    while len(self._waiting) >= MOST_WAITING:
+                    while self._crowded():
                         self._fewer = trio.Event()
                         await self._fewer.wait()
                 if more is None:
@@ -113,21 +119,25 @@ class Session:
                 self._gap_s += (min(gap, 1e-3) - self._gap_s) / 8
                 handle(request)
                 self._answered_at = now = clock()
-                if now - begun > SLICE_S or len(self._waiting) >= MOST_WAITING:
+                if now - begun > SLICE_S or self._crowded():
                     return True
             elif self._waiting or not self._eager or self._gap_s > CLOSE_S or gap > LOOK_AGAIN_S:
                 return False
             elif now - begun > SLICE_S:
                 return True
 
+    def _crowded(self) -> bool:
+        return len(self._waiting) >= MOST_WAITING or self._device.kept >= MOST_KEPT
+
     def handle(self, request: memoryview) -> None:
         """Answer one request, now or in a task. Whatever the bytes are, it returns."""
         if len(request) < _HEADER:
             log.warning("a request of %d bytes: ignored", len(request))
             return
-        length, opcode, unique, nodeid, _, _, pid, _, _ = protocol.IN_HEADER.unpack_from(request)
+        length, opcode, unique, nodeid, uid, gid, pid, _, _ = protocol.IN_HEADER.unpack_from(request)
         handler = self._handlers.get(opcode)
         self._thread = pid
+        self.user = uid, gid
         try:
             if length != len(request):
                 self._fail(unique, opcode, Malformed(f"{len(request)} bytes that say they are {length}"))
@@ -159,22 +169,43 @@ class Session:
             log.warning("the kernel does not take an answer: %s", failure)
 
     def wait(
-        self, unique: int, opcode: int, answer: Callable[[], Awaitable[T]], reply: Callable[[int, T], None]
+        self,
+        unique: int,
+        opcode: int,
+        answer: Callable[[], Awaitable[T]],
+        reply: Callable[[int, T], object],
+        *,
+        patient: bool = False,
     ) -> None:
-        """Find the answer in a task of its own."""
-        waiting = self._waiting[unique] = _Waiting(self._deadline_s, self._thread)
-        self._nursery.start_soon(self._finish, unique, opcode, waiting, answer, reply)
+        """Find the answer in a task of its own; `patient`, however long that takes."""
+        deadline = math.inf if patient else trio.current_time() + self._deadline_s
+        scope = trio.CancelScope(deadline=deadline)
+        waiting = self._waiting[unique] = _Waiting(self._thread, scope)
+        self._nursery.start_soon(self._finish, unique, opcode, waiting, scope, answer, reply)
+
+    def change(
+        self,
+        unique: int,
+        opcode: int,
+        work: Callable[[], Awaitable[T]],
+        reply: Callable[[int, T], object],
+    ) -> None:
+        """The same for what must not be left half done: a signal ends the wait, and the work goes on. It has no deadline, as
+        each of its requests to the store has one. `reply` is called in any case, and finds out whether anybody listens."""
+        waiting = self._waiting[unique] = _Waiting(self._thread, None)
+        self._nursery.start_soon(self._carry_out, unique, opcode, waiting, work, reply)
 
     async def _finish(
         self,
         unique: int,
         opcode: int,
         waiting: _Waiting,
+        scope: trio.CancelScope,
         answer: Callable[[], Awaitable[T]],
-        reply: Callable[[int, T], None],
+        reply: Callable[[int, T], object],
     ) -> None:
         try:
-            with waiting.scope:
+            with scope:
                 found = await answer()
                 # No checkpoint up to the reply: what was opened is either told of or never opened.
                 reply(unique, found)
@@ -185,6 +216,25 @@ class Session:
                 self._fail(unique, opcode, trio.TooSlowError())
         except Exception as exc:
             self._fail(unique, opcode, exc)
+        finally:
+            self._waiting.pop(unique, None)
+            self._fewer.set()
+
+    async def _carry_out(
+        self,
+        unique: int,
+        opcode: int,
+        waiting: _Waiting,
+        work: Callable[[], Awaitable[T]],
+        reply: Callable[[int, T], object],
+    ) -> None:
+        try:
+            reply(unique, await work())
+        except Exception as exc:
+            if waiting.interrupted:
+                log.debug("%s, of which nobody hears: %s", Op(opcode).name.lower(), exc)
+            else:
+                self._fail(unique, opcode, exc)
         finally:
             self._waiting.pop(unique, None)
             self._fewer.set()
@@ -206,7 +256,10 @@ class Session:
     def _give_up(self, unique: int) -> bool:
         """End the request if the one who waits for it is at its end; whether that was so."""
         waiting = self._waiting[unique]
-        if signals.ends(waiting.thread):
+        if not waiting.interrupted and signals.ends(waiting.thread):
             waiting.interrupted = True
-            waiting.scope.cancel()
+            if waiting.scope is None:
+                self.error(unique, errno.EINTR)
+            else:
+                waiting.scope.cancel()
         return waiting.interrupted

@@ -69,7 +69,10 @@ class Machine:
                 if self in machine.open:
                     machine.open.remove(self)
 
-        def connect(name: str, *, allow_other: bool, stack_depth: int) -> tuple[Device, Negotiated]:
+        def connect(
+            name: str, *, allow_other: bool, stack_depth: int, writable: bool = False
+        ) -> tuple[Device, Negotiated]:
+            assert not writable
             machine.depths.append(stack_depth)
             no = machine.connects(stack_depth)
             if no is not None:

@@ -9,7 +9,7 @@ from struct import Struct
 import pytest
 
 from cachefs.fuse import protocol
-from cachefs.fuse.protocol import Init, Op, Opened
+from cachefs.fuse.protocol import Init, Op, Opened, Setattr
 
 UAPI = Path("/usr/include/linux/fuse.h")
 
@@ -27,11 +27,23 @@ SIZES: list[tuple[str, Struct, int]] = [
     ("fuse_release_in", protocol.RELEASE_IN, 24),
     ("fuse_getxattr_in", protocol.GETXATTR_IN, 8),
     ("fuse_interrupt_in", protocol.INTERRUPT_IN, 8),
+    ("fuse_create_in", protocol.CREATE_IN, 16),
+    ("fuse_mknod_in", protocol.MKNOD_IN, 16),
+    ("fuse_mkdir_in", protocol.MKDIR_IN, 8),
+    ("fuse_rename_in", protocol.RENAME_IN, 8),
+    ("fuse_rename2_in", protocol.RENAME2_IN, 16),
+    ("fuse_write_in", protocol.WRITE_IN, 40),
+    ("fuse_flush_in", protocol.FLUSH_IN, 24),
+    ("fuse_fsync_in", protocol.FSYNC_IN, 16),
+    ("fuse_fallocate_in", protocol.FALLOCATE_IN, 32),
+    ("fuse_setattr_in", protocol.SETATTR_IN, 88),
     ("fuse_attr", Struct("=" + protocol.ATTR), 88),
     ("fuse_entry_out", Struct("=" + protocol.ENTRY), 128),
     ("fuse_entry_out, answered", protocol.ENTRY_REPLY, OUT + 128),
     ("fuse_attr_out, answered", protocol.ATTR_REPLY, OUT + 104),
     ("fuse_open_out, answered", protocol.OPEN_REPLY, OUT + 16),
+    ("fuse_entry_out and fuse_open_out", protocol.CREATE_REPLY, OUT + 144),
+    ("fuse_write_out, answered", protocol.WRITE_REPLY, OUT + 8),
     ("fuse_getxattr_out, answered", protocol.XATTR_SIZE_REPLY, OUT + 8),
     ("fuse_statfs_out, answered", protocol.STATFS_REPLY, OUT + 80),
     ("fuse_dirent", protocol.DIRENT, 24),
@@ -96,8 +108,12 @@ def test_operations_are_the_kernels(header: str) -> None:
     assert all(ours == number for ours, number in compared.values()), compared
 
 
-@pytest.mark.parametrize(("ours", "prefix", "least"), [(Init, "FUSE_", 8), (Opened, "FOPEN_", 3)])
-def test_flags_are_the_kernels(header: str, ours: type[Init] | type[Opened], prefix: str, least: int) -> None:
+@pytest.mark.parametrize(
+    ("ours", "prefix", "least"), [(Init, "FUSE_", 8), (Opened, "FOPEN_", 3), (Setattr, "FATTR_", 9)]
+)
+def test_flags_are_the_kernels(
+    header: str, ours: type[Init] | type[Opened] | type[Setattr], prefix: str, least: int
+) -> None:
     theirs = _numbers(header, prefix)
     compared = {flag.name: (int(flag), theirs[flag.name]) for flag in ours if flag.name in theirs}
     assert len(compared) >= least

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from cachefs.fs import Attributes, Entry
-from cachefs.fuse import kernel_front, protocol
+from cachefs.fuse import kernel_front, packing, protocol
 from cachefs.fuse.protocol import Op, Opened
 from tests.fs.bucket import MTIME, Bucket, Bytes
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, Reply, kernel, opened, read_in, release_in
@@ -126,7 +126,7 @@ async def test_attributes() -> None:
     ],
 )
 def test_times(mtime_ns: int, seconds: int, nanoseconds: int) -> None:
-    shown = kernel_front._attr(Attributes(7, stat.S_IFREG | 0o444, 1, 1, mtime_ns, 1, 1))
+    shown = packing.attr(Attributes(7, stat.S_IFREG | 0o444, 1, 1, mtime_ns, 1, 1))
     packed = protocol.ATTR_REPLY.pack(protocol.ATTR_REPLY.size, 0, 2, 0, 0, 0, *shown)
     times = protocol.ATTR_REPLY.unpack(packed)[9:15]
     assert times == (*(seconds % 2**64,) * 3, *(nanoseconds,) * 3)
@@ -299,7 +299,7 @@ async def test_offsets_nobody_gave_out(plus: bool) -> None:
 def test_one_entry(name: bytes, plus: bool) -> None:
     """Names are bytes here, whatever the filesystem lets through."""
     attributes = Attributes(77, stat.S_IFREG | 0o444, 1, 5, MTIME, 1, 1)
-    packed = (kernel_front._direntplus if plus else kernel_front._dirent)(Entry(name, attributes, 99, 1.5))
+    packed = (packing.direntplus if plus else packing.dirent)(Entry(name, attributes, 99, 1.5))
     assert len(packed) % 8 == 0
     assert listed(packed, plus) == [Shown(name, 77, 99, 8, 5 if plus else 0)]
 

@@ -1,0 +1,84 @@
+"""Which close of a file is the last one: the one that has to bring what was written to the store.
+
+The kernel says FLUSH whenever a descriptor goes: at close(2), but also when a shell has duplicated one, and when a child
+that was forked meanwhile ends or becomes another program. A checkpoint must not become visible half written because the
+training process started a subprocess. What the kernel does not say is whether other descriptors are left, so the one who
+opened the file is looked at: as long as it has one to write to the file, this was not its last close.
+
+Wrong guesses are made in one direction: who cannot be seen (ended, or of another PID namespace) has no descriptor left, and
+a file that is open for writing more than once is brought to the store at every close.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
+_FIELD = re.compile(r"^(flags|ino):\s*(\d+)$", re.MULTILINE)
+_TGID = re.compile(r"^Tgid:\s*(\d+)$", re.MULTILINE)
+
+
+class Writers:
+    """The handles that are open for writing, and who opened them."""
+
+    def __init__(self) -> None:
+        self._opened: dict[int, tuple[int, int]] = {}  # handle → (inode, process)
+        self._count: dict[int, int] = {}  # inode → handles
+
+    def __contains__(self, fh: int) -> bool:
+        return fh in self._opened
+
+    def opened(self, fh: int, inode: int, thread: int) -> None:
+        self._opened[fh] = inode, _process_of(thread)
+        self._count[inode] = self._count.get(inode, 0) + 1
+
+    def released(self, fh: int) -> None:
+        found = self._opened.pop(fh, None)
+        if found is not None:
+            inode, _ = found
+            self._count[inode] -= 1
+            if not self._count[inode]:
+                del self._count[inode]
+
+    def last(self, fh: int) -> bool:
+        """Whether a descriptor of this handle that goes was its last one."""
+        if fh not in self._opened:
+            return True
+        inode, process = self._opened[fh]
+        return self._count[inode] > 1 or not _has_open(process, inode)
+
+
+def _process_of(thread: int) -> int:
+    """The process that a thread belongs to, which may outlive it; 0 when it cannot be seen."""
+    try:
+        with open(f"/proc/{thread}/status") as status:
+            found = _TGID.search(status.read())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _has_open(process: int, inode: int) -> bool:
+    """Whether a process has a descriptor to write to an inode. Asks nothing of the mount itself."""
+    if not process:
+        return False
+    place = f"/proc/{process}"
+    try:
+        numbers = os.listdir(f"{place}/fd")
+    except OSError:
+        return False
+    for number in reversed(numbers):  # the latest are the likeliest
+        try:
+            if os.readlink(f"{place}/fd/{number}").startswith(_NOT_FILES):
+                continue
+            with open(f"{place}/fdinfo/{number}") as info:
+                found = dict(_FIELD.findall(info.read()))
+        except OSError:
+            continue
+        if (
+            int(found.get("ino", 0)) == inode
+            and int(found.get("flags", "0"), 8) & os.O_ACCMODE != os.O_RDONLY
+        ):
+            return True
+    return False

@@ -1,0 +1,168 @@
+"""pyfuse3's handlers of a mount that can be written.
+
+No deadline here: each request to the store has one, and whatever must not be left half done is not given up. libfuse hands
+no INTERRUPT on, so who waits for a close waits until it has been decided.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from typing import Any, NoReturn
+
+import pyfuse3
+
+from cachefs.fuse.closing import Writers
+from cachefs.fuse.kernel_writing import WRITING
+from cachefs.fuse.pyfuse3_front import Pyfuse3Base, entry_of
+
+
+class WritablePyfuse3Front(Pyfuse3Base):
+    _fs: Any
+    most_tasks = 1024
+    """As many files may be on their way to the store while somebody waits for their close. Guessed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._writers = Writers()
+
+    # -- handles -----------------------------------------------------------------------------------
+
+    async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
+        if not flags & WRITING:
+            return await super().open(inode, flags, ctx)
+        self._metrics.fuse_open += 1
+        try:
+            fh, keep, _ = await self._fs.open(inode, flags, ctx.pid)
+        except Exception as exc:
+            self._fail("open", exc)
+        self._writers.opened(fh, inode, ctx.pid)
+        return pyfuse3.FileInfo(fh=fh, keep_cache=keep)
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        self._metrics.fuse_create += 1
+        try:
+            attributes, ttl, (fh, keep, _) = await self._fs.create(
+                parent_inode, name, flags, mode, ctx.pid, ctx.uid, ctx.gid
+            )
+        except Exception as exc:
+            self._fail("create", exc)
+        self._writers.opened(fh, attributes.ino, ctx.pid)
+        return pyfuse3.FileInfo(fh=fh, keep_cache=keep), entry_of(attributes, ttl)
+
+    async def release(self, fh: int) -> None:
+        self._writers.released(fh)
+        await super().release(fh)
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        self._metrics.fuse_write += 1
+        try:
+            size: int = await self._fs.write(fh, off, buf)
+        except Exception as exc:
+            self._fail("write", exc)
+        self._metrics.fuse_write_bytes += size
+        return size
+
+    async def flush(self, fh: int) -> None:
+        if fh not in self._writers:
+            self._metrics.fuse_other += (
+                1  # libfuse's binding cannot say that closes of readers are of no interest
+            )
+            return
+        self._metrics.fuse_flush += 1
+        try:
+            if self._writers.last(fh):
+                await self._fs.flush(fh)
+        except Exception as exc:
+            self._fail("flush", exc)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        self._metrics.fuse_flush += 1
+        try:
+            await self._fs.fsync(fh)
+        except Exception as exc:
+            self._fail("fsync", exc)
+
+    # -- names and attributes ----------------------------------------------------------------------
+
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Any
+    ) -> pyfuse3.EntryAttributes:
+        self._metrics.fuse_create += 1
+        if not stat.S_ISREG(mode):
+            raise pyfuse3.FUSEError(errno.EPERM)  # pipes, sockets, devices
+        try:
+            return entry_of(*await self._fs.mknod(parent_inode, name, mode, ctx.uid, ctx.gid))
+        except Exception as exc:
+            self._fail("mknod", exc)
+
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
+        self._metrics.fuse_change += 1
+        try:
+            return entry_of(*await self._fs.mkdir(parent_inode, name, mode))
+        except Exception as exc:
+            self._fail("mkdir", exc)
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: Any) -> None:
+        self._metrics.fuse_change += 1
+        try:
+            await self._fs.unlink(parent_inode, name)
+        except Exception as exc:
+            self._fail("unlink", exc)
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: Any) -> None:
+        self._metrics.fuse_change += 1
+        try:
+            await self._fs.rmdir(parent_inode, name)
+        except Exception as exc:
+            self._fail("rmdir", exc)
+
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: Any,
+    ) -> None:
+        self._metrics.fuse_change += 1
+        try:
+            await self._fs.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        except Exception as exc:
+            self._fail("rename", exc)
+
+    async def setattr(
+        self, inode: int, attr: pyfuse3.EntryAttributes, fields: Any, fh: int | None, ctx: Any
+    ) -> pyfuse3.EntryAttributes:
+        self._metrics.fuse_change += 1
+        try:
+            found = await self._fs.setattr(
+                inode,
+                size=attr.st_size if fields.update_size else None,
+                mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+                uid=attr.st_uid if fields.update_uid else None,
+                gid=attr.st_gid if fields.update_gid else None,
+                mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+                fh=fh,
+            )
+        except Exception as exc:
+            self._fail("setattr", exc)
+        return entry_of(*found)
+
+    # -- what there is not -------------------------------------------------------------------------
+
+    async def _not_permitted(self, *_: Any, **__: Any) -> NoReturn:
+        self._metrics.fuse_other += 1
+        raise pyfuse3.FUSEError(errno.EPERM)
+
+    async def _unknown(self, *_: Any, **__: Any) -> NoReturn:
+        self._metrics.fuse_other += 1
+        raise pyfuse3.FUSEError(errno.ENOSYS)  # said once: the kernel does not ask again
+
+    symlink = link = _not_permitted
+    setxattr = removexattr = _unknown
