@@ -153,13 +153,8 @@ def cli() -> None:
 @click.option(
     "-o", "o", multiple=True, metavar="K=V,…", help="The options above as in fstab, dashes or underscores."
 )
-@click.option(
-    "--ro", "--read-only", "ro", is_flag=True, help="Accepted: this version always mounts read-only."
-)
 @click.pass_context
-def mount(
-    ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], ro: bool, **options: Any
-) -> int:
+def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **options: Any) -> int:
     """Show what is in SOURCE as files below MOUNTPOINT.
 
     Returns once the mount answers, or says why it does not. SOURCE is s3://bucket/prefix, az://container,
@@ -242,7 +237,7 @@ def _serve(config: Config, ready: Any) -> int:
                 f"cannot write the log {config.log_file}: {exc.strerror}: choose another --log-file"
             ) from exc
         logs.setup(config.log_level, config.log_format)  # the parent has found another place for stderr
-    for note in mounting.check(config):
+    for note in mounting.check(config, leave_dead=True):
         log.warning("%s", note)
     from cachefs import daemon
 

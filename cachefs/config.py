@@ -52,8 +52,9 @@ Verify = Literal["full", "first", "none"]
 Eviction = Literal["auto", "epoch", "lru"]
 FrontName = Literal["auto", "pyfuse3", "kernel"]
 Client = Literal["auto", "obstore", "fsspec"]
+OnConflict = Literal["overwrite", "fail"]
 
-GROUPS = ("Cache", "Freshness", "Source", "Permissions", "Transfer", "Peers", "Running")
+GROUPS = ("Cache", "Writing", "Freshness", "Source", "Permissions", "Transfer", "Peers", "Running")
 """Headings of the help text, in its order."""
 
 METADATA_TTL = {"strict": 0.0, "default": 60.0, "immutable": FOREVER}
@@ -149,6 +150,48 @@ class Config:
         "How much may be pinned: 100G, or a share of the cache.",
         value=Size(percent=50.0),
         default="50%",
+    )
+
+    read_only: bool = option(
+        SWITCH,
+        "Writing",
+        "Refuse every change. Reading small files again and again is faster so.",
+        default="yes",
+        flags=("--ro",),
+        derive=lambda _: True,
+    )
+    writeback: bool = option(
+        SWITCH,
+        "Writing",
+        "A file is safe on this node's disk when close or fsync returns, and goes to the store after that. Without, it is "
+        "in the store when they return.",
+        value=False,
+    )
+    upload_delay: float = option(
+        DURATION,
+        "Writing",
+        "With --writeback, how long a closed file waits: a name that is replaced or removed until then costs no upload.",
+        value=1.0,
+        default="1s",
+    )
+    upload_limit: int = option(
+        RATE, "Writing", "Most bytes a second to the store: 200M. 0 is no limit.", value=0, default="0"
+    )
+    on_conflict: OnConflict = option(
+        choice("overwrite", "fail"),
+        "Writing",
+        "What happens to a file that somebody else has changed at the store since it was opened here: the last close wins, "
+        "or it fails.",
+        value="overwrite",
+        default="overwrite",
+    )
+    flush_deadline: float = option(
+        DURATION,
+        "Writing",
+        "How long unmounting waits for files on their way to the store. What is left with --writeback is sent by the next "
+        "mount of this cache.",
+        value=60.0,
+        default="60s",
     )
 
     consistency: Consistency = option(

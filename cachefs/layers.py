@@ -26,7 +26,7 @@ ENV_PREFIX = "CACHEFS_"
 
 GENERIC_OPTIONS = frozenset(
     """
-    ro defaults auto noauto nofail _netdev user nouser users owner group dev nodev suid nosuid exec
+    defaults auto noauto nofail _netdev user nouser users owner group dev nodev suid nosuid exec
     noexec atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime lazytime
     nolazytime sync async dirsync iversion noiversion mand nomand silent loud default_permissions
     """.split()  # noqa: SIM905 (forty words read better than forty strings)
@@ -94,6 +94,8 @@ def _check_zero_open(values: Mapping[str, Any]) -> None:
         raise ConfigError(
             "--zero-open opens files without looking whether they changed: add --consistency immutable if they never do"
         )
+    if values.get("read_only") is False:
+        raise ConfigError("--zero-open is for what never changes: mount it with --read-only")
     if values.get("front") == "pyfuse3":
         raise ConfigError("--zero-open needs --front kernel or auto: pyfuse3 cannot do it")
 
@@ -128,8 +130,9 @@ def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
         name, equals, value = option.partition("=")
         if name.lower().startswith("x-") or name.replace("-", "_") in GENERIC_OPTIONS or name == "comment":
             continue
-        if name == "rw":
-            raise ConfigError("-o rw: this version mounts read-only: leave rw out, or write ro")
+        if name == "rw" and not equals:
+            given["read_only"] = ("false", "-o rw")
+            continue
         known = _known(name, "-o", _EVERYWHERE)
         if not equals and _row(known).metavar:
             raise ConfigError(f"-o {name}: needs a value: write -o {name}={_row(known).metavar}")

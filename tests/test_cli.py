@@ -62,7 +62,7 @@ def test_help_teaches() -> None:
     text = run("mount", "--help").output
     for item, row in rows():
         assert f"--{option_name(item, row).replace('_', '-')}" in text
-    for heading in ("Cache:", "Freshness:", "Source:", "Permissions:", "Transfer:", "Running:"):
+    for heading in ("Cache:", "Writing:", "Freshness:", "Source:", "Permissions:", "Transfer:", "Running:"):
         assert f"\n{heading}\n" in text
     assert "cachefs mount --anonymous s3://bucket /mnt/data" in text
     assert "--no-sign-request" in text
@@ -78,7 +78,7 @@ def test_version() -> None:
     [
         (["mount", "s3://b", "/mnt", "--cache-siz", "1G"], 2, "--cache-size"),
         (["mount", "s3://b", "/mnt", "--cache-size", "12X"], 2, "--cache-size: '12X' is not a size"),
-        (["mount", "s3://b", "/mnt", "-o", "rw"], 2, "read-only"),
+        (["mount", "s3://b", "/mnt", "-o", "zero_open,consistency=immutable,rw"], 2, "--read-only"),
         (["mount", "s3://b", "/mnt", "extra"], 2, "too many arguments from 'extra' on"),
         (["mount", "s3://b"], 2, "no MOUNTPOINT"),
         (["mount", "/mnt"], 2, "no SOURCE"),

@@ -271,7 +271,8 @@ def test_refused_sources(tmp_path: Path, tables: str, words: str) -> None:
         ("concurrency=0", "'0' is not a number from 1 up"),
         ("uid=no-such-user", "not a user of this machine"),
         ("allow_other=maybe", "'maybe' is neither yes nor no"),
-        ("rw", "read-only"),
+        ("rw=1", "unknown option 'rw'"),
+        ("zero_open,consistency=immutable,rw", "mount it with --read-only"),
         ("cache_sise=1G", "unknown option 'cache_sise': did you mean cache_size?"),
         ("cache_size", "needs a value: write -o cache_size=SIZE"),
         ("endpoint_url=minio:9000", "not a URL"),
@@ -490,3 +491,27 @@ def test_memory_limit_v1_in_a_container(tmp_path: Path) -> None:
 def test_memory_limit_without_groups(tmp_path: Path) -> None:
     assert machine(tmp_path, "", "", {}) == 8 << 20
     assert memory_limit(tmp_path / "nothing") > 0
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def test_read_only_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("read_only = false\nwriteback = true\nupload_limit = '50M'\n")
+    assert load("ro").read_only
+    assert load("read_only").read_only
+    assert not load("rw").read_only
+    assert not load(read_only=False).read_only
+    assert not load(environ={"CACHEFS_READ_ONLY": "no"}).read_only
+    config = load(config=str(file))
+    assert (config.read_only, config.writeback, config.upload_limit) == (False, True, 50 << 20)
+    assert load("ro", config=str(file)).read_only
+    assert not load("ro", read_only=False).read_only  # the command line wins
+    assert not load("ro,rw").read_only  # as mount(8) has it: the last one
+    assert load("rw,ro").read_only
+
+
+def test_what_never_changes_is_not_written() -> None:
+    assert load("zero_open,consistency=immutable").read_only
+    assert load("zero_open,consistency=immutable,ro").read_only
