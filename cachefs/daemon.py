@@ -293,6 +293,8 @@ class Daemon:
 
     def _mount(self, nursery: trio.Nursery) -> fronts.Front:
         config = self._config
+        for line in mounting.clear(config):
+            log.warning("%s", line)
         try:
             self._front = fronts.choose(
                 *(config, self._title(), [tier.path for tier in self._store.tiers if self._store.lends]),

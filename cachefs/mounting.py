@@ -63,11 +63,15 @@ def is_dead(answer: os.stat_result | OSError) -> bool:
     return isinstance(answer, OSError) and answer.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def check(config: Config) -> list[str]:
+def check(config: Config, *, leave_dead: bool = False) -> list[str]:
     """Raise `MountError` for whatever would make this mount fail or hang. A dead mount left at the mountpoint
-    is taken away; the lines returned say so, for the log."""
-    notes = _clear_mountpoint(config.mountpoint)
-    _check_directory(config)
+    is taken away; the lines returned say so, for the log.
+
+    With `leave_dead` it stays until `clear` is called, so that those who read go on getting an error, and not an empty
+    directory, until the new mount is about to be there."""
+    notes: list[str] = []
+    if not (leave_dead and is_dead(probe(config.mountpoint))):
+        notes = clear(config)
     _check_overlap(config)
     _check_peers(config)
     _check_fuse()
@@ -75,6 +79,17 @@ def check(config: Config) -> list[str]:
         _check_capability()
     else:
         _check_user(config)
+    return notes
+
+
+def clear(config: Config) -> list[str]:
+    """Take dead mounts away from the mountpoint, and look at what is below; lines for the log. Raises `MountError`."""
+    notes = _clear_mountpoint(config.mountpoint)
+    _check_directory(config)
+    if os.getuid() != 0 and not os.access(config.mountpoint, os.W_OK):
+        raise MountError(
+            f"{config.mountpoint} is not writable by this user, who may therefore not mount there: chown it"
+        )
     return notes
 
 
@@ -174,10 +189,6 @@ def _check_capability() -> None:
 def _check_user(config: Config) -> None:
     if shutil.which("fusermount3") is None:
         raise MountError("fusermount3 is missing: apt-get install fuse3")
-    if not os.access(config.mountpoint, os.W_OK):
-        raise MountError(
-            f"{config.mountpoint} is not writable by this user, who may therefore not mount there: chown it"
-        )
     if config.allow_other and not _user_allow_other():
         raise MountError(
             f"--allow-other needs the line user_allow_other in {FUSE_CONF}: add it, or mount as root"
