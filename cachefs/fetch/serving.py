@@ -46,17 +46,13 @@ class Serving:
 
     async def have(self, request: BlockRequest, peer: str) -> list[bool]:
         self._origin_of(request.object)
-        obj = self._store.object(request.object)
-        obj.refs += 1
-        try:
-            held = []
-            for block in range(request.start_block, request.stop_block):
-                held.append(self._store.has(obj, block))
-                if len(held) % LOOKED_AT_ONCE == 0:
-                    await trio.lowlevel.checkpoint()
-            return held
-        finally:
-            self._store.release(obj)
+        held: list[bool] = []
+        for block in range(request.start_block, request.stop_block):
+            if len(held) % LOOKED_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+                obj = self._store.look(request.object)
+            held.append(self._store.has(obj, block))
+        return held
 
     def fetch(self, reply: Reply, blocks: range) -> None:
         """Have them on their way. Raises `NotShared`, `Busy`."""
@@ -71,6 +67,8 @@ class Serving:
     def _origin_of(self, version: ObjectId) -> Origin:
         for origin, directory in self._origins:
             if origin.source == version.source and version.key.startswith(directory):
+                if any(part in ("", ".", "..") for part in version.key.split("/")):
+                    break  # no mount shows such a key, and some stores would follow it
                 return origin
         raise NotShared("this node does not show that object")
 

@@ -1,10 +1,10 @@
 """Who may ask, and whom to believe: a shared key, or certificates, or both.
 
-**Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is the
-sender's random session followed by a counter, so that remembering what was seen is one number and a window of bits per
-sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is good for `WINDOW_S` around the
-receiver's clock, once. A restart forgets what was seen: until `WINDOW_S` later, an old request could be played again, and
-its answer would tell the listener what it has heard before.
+**Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is a random
+session of the sender with this receiver, followed by a counter, so that remembering what was seen is one number and a
+window of bits per sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is good for
+`WINDOW_S` around the receiver's clock, once. A restart forgets what was seen: until `WINDOW_S` later, an old request could
+be played again, and its answer would tell the listener what it has heard before.
 
 Replies are *sealed*: an HMAC over the request's nonce, the status, the length and, but for blocks, the body. In a body of
 blocks each checksum is followed by an HMAC over nonce, block and checksum, so a block is known to come from a node with
@@ -24,7 +24,7 @@ import itertools
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -108,19 +108,27 @@ class Signed(NamedTuple):
 
 
 class Signer:
-    """Signs what one process asks. Thread-safe."""
+    """Signs what one process asks. Each host has a session of its own: what is asked of the others meanwhile must not move
+    the window of the one that is late."""
 
     def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
         self.key = key
         self._clock = clock
-        self._session = os.urandom(SESSION_BYTES)
-        self._counter = itertools.count(1)
+        self._sessions: dict[str, tuple[bytes, Iterator[int]]] = {}
 
     def sign(self, method: str, target: str, host: str) -> Signed:
-        nonce = self._session + next(self._counter).to_bytes(8, "big")
+        found = self._sessions.get(host)
+        if found is None:
+            found = self._sessions[host] = (os.urandom(SESSION_BYTES), itertools.count(1))
+        session, counter = found
+        nonce = session + next(counter).to_bytes(8, "big")
         when = str(int(self._clock()))
         mac = self.key.request_mac(method, target, host, when, nonce)
         return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Seals(self.key, nonce))
+
+    def forget(self, host: str) -> None:
+        """A member that left."""
+        self._sessions.pop(host, None)
 
 
 @dataclass(slots=True)
@@ -215,14 +223,15 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
 
 def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
     """Raises `ConfigError` for a place that strangers can reach when nothing would keep them out."""
-    if key is None and tls is None and not _is_loopback(host):
+    if key is None and tls is None and not is_loopback(host):
         raise ConfigError(
             f"peers would listen on {host or 'every address'} for anybody: "
             "give them a key or certificates, or listen on 127.0.0.1"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine is reached there, as far as the name itself tells."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:

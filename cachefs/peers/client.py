@@ -10,16 +10,18 @@ idle: what to do without the peer is for the caller to decide.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import trio
 
 from cachefs.metrics import Metrics
-from cachefs.peers.auth import Seals, Signer
+from cachefs.peers.auth import Seals, Signer, is_loopback
 from cachefs.peers.connection import WORKING, Connection, Head, Steps
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.receiving import Delivery, Receiver, drive, ready, small_body
@@ -54,6 +56,9 @@ CONNECTIONS_PER_PEER = 16
 IDLE_S = 30.0
 """How long a connection is kept unused. Derived: half of what a server allows (`Limits.idle_s`)."""
 
+RESOLVERS = 4
+"""Threads that may hang in a resolver, apart from the daemon's others: who finds none in time does without the peer."""
+
 MAX_IDLE = 256
 """Connections kept unused, to all peers: descriptors are what a thousand peers would use up."""
 
@@ -67,7 +72,7 @@ class _Peer:
 
     def __init__(self) -> None:
         self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
-        self.where: tuple[int, tuple[object, ...]] | None = None  # resolved; None before, and after it failed
+        self.where: list[str] = []  # its IP addresses; none before they were looked up, and after it failed
         self.idle: deque[tuple[float, Connection]] = deque()  # by when they were used last
 
     def take(self, now: float) -> Connection | None:
@@ -94,9 +99,12 @@ class Client:
         tls: ssl.SSLContext | None = None,
         stats: PeerTable | None = None,
         metrics: Metrics | None = None,
+        getaddrinfo: Callable[..., list[Any]] = socket.getaddrinfo,
     ) -> None:
         self._signer = signer
         self._tls = tls
+        self._getaddrinfo = getaddrinfo
+        self._resolvers = trio.CapacityLimiter(RESOLVERS)
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
         self._peers: dict[Address, _Peer] = {}
@@ -121,7 +129,6 @@ class Client:
         Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised
         unchanged. `sink_waits=False` says that its `write` never waits for a disk: then little is written on the trio
         thread."""
-        self._metrics.peer_requests += 1
         delivery = Delivery(sink)
 
         async def receive(connection: Connection, head: Head, seals: Seals | None) -> None:
@@ -186,7 +193,7 @@ class Client:
     def host_of(self, address: Address) -> str:
         """The IP address behind it, as last resolved; its name before that."""
         peer = self._peers.get(address)
-        return str(peer.where[1][0]) if peer is not None and peer.where is not None else address.host
+        return peer.where[0] if peer is not None and peer.where else address.host
 
     def forget(self, address: Address) -> None:
         """A member that left: its connections and counters go."""
@@ -194,6 +201,8 @@ class Client:
         if peer is not None:
             peer.drop_idle()
         self._stats.forget(str(address))
+        if self._signer is not None:
+            self._signer.forget(str(address))
 
     def close(self) -> None:
         """Close what is idle. Requests under way are their tasks' to cancel."""
@@ -216,7 +225,9 @@ class Client:
     ) -> tuple[float, T]:
         """(seconds to the first sign of life, what `receive` makes of the body) of a reply with status 200."""
         stats = self._stats.of(str(address))
-        stats.requests += request is not None
+        if request is not None:
+            stats.requests += 1
+            self._metrics.peer_requests += 1
         try:
             target = path if request is None else request.target(path)
             peer = self._peers.setdefault(address, _Peer())
@@ -288,20 +299,10 @@ class Client:
     ) -> Connection:
         try:
             with trio.fail_after(connect_s):
-                if peer.where is None:
-                    found = await trio.socket.getaddrinfo(
-                        address.host, address.port, type=trio.socket.SOCK_STREAM
-                    )
-                    peer.where = (found[0][0], found[0][4])
-                family, where = peer.where
-                sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
-                try:
-                    await sock.connect(where)
-                except BaseException:
-                    sock.close()
-                    raise
+                peer.where = peer.where or await self._resolve(address.host)
+                sock = await self._reach(address, peer)
         except (OSError, UnicodeError, trio.TooSlowError) as exc:
-            peer.where = None  # perhaps the name has another address now
+            peer.where = []  # perhaps the name has another address now
             said = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
@@ -315,6 +316,37 @@ class Client:
             connection.close()
             raise
         return connection
+
+    async def _resolve(self, host: str) -> list[str]:
+        try:
+            return [str(ipaddress.ip_address(host))]
+        except ValueError:
+            ask = partial(self._getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        found = await trio.to_thread.run_sync(ask, limiter=self._resolvers, abandon_on_cancel=True)
+        return list(dict.fromkeys(str(where[0]) for *_, where in found))
+
+    async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
+        """A connection to the first of its IP addresses that takes one; that is the only one from then on."""
+        failure = OSError("it has no address")
+        for ip in peer.where:
+            if self._signer is None and self._tls is None and not is_loopback(ip):
+                raise PeerFailed(
+                    "refused", f"{address}: without a key or certificates, only this machine is believed"
+                )
+            family = trio.socket.AF_INET6 if ":" in ip else trio.socket.AF_INET
+            sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
+            try:
+                await sock.connect((ip, address.port))
+            except OSError as exc:
+                sock.close()
+                failure = exc
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                peer.where = [ip]
+                return sock
+        raise failure
 
     def _keep(self, address: Address, peer: _Peer, connection: Connection) -> None:
         if self._peers.get(address) is not peer:  # forgotten meanwhile

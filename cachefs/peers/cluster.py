@@ -12,25 +12,36 @@ A node never asks another one in order to answer: one hop, and no circles.
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import trio
 
 from cachefs.names import ObjectId
 from cachefs.peers.client import TOTAL_S, Client
-from cachefs.peers.health import Health
+from cachefs.peers.health import LONGEST_DEADLINE_S, Health
 from cachefs.peers.membership import Member, Membership
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.stats import PeerTable
-from cachefs.peers.wire import BlockRequest
+from cachefs.peers.wire import BlockRequest, Kind
+
+log = logging.getLogger(__name__)
 
 ASKED = 2
 """Members asked for one range before the store. Guessed: with two that fail, something is wrong with more than a node."""
 
+HASTE = ASKED + 1
+"""A peer that says that it works may do so for this part of a reader's time, so that the store is asked within it, too: the
+peer may be cut off from the store, and we are not."""
+
 HEIRS = 2
 """Members behind the replicas that may stand in. Derived from `ASKED`: the owner and its heir may both be gone."""
+
+
+ANSWERS: Collection[Kind] = ("not_here", "busy", "changed")
+"""Of a peer that is well."""
 
 
 class Asked(NamedTuple):
@@ -42,7 +53,7 @@ class Asked(NamedTuple):
 
 class Cluster:
     """This node among the members. `replicas` of them keep an extent; `serves` says whether this node is one of them;
-    `working_s` is how long a peer may take that goes on saying that it works. On the trio thread only."""
+    `deadline_s` is how long a reader waits in all. On the trio thread only."""
 
     def __init__(
         self,
@@ -54,7 +65,7 @@ class Cluster:
         block_size: int,
         replicas: int = 1,
         serves: bool = True,
-        working_s: float = TOTAL_S,
+        deadline_s: float = TOTAL_S,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self.membership = membership
@@ -64,7 +75,7 @@ class Cluster:
         self._client = client
         self._rng = rng
         self._block_size = block_size
-        self._working_s = working_s
+        self._deadline_s = deadline_s
         self._now = clock
         self._health: dict[str, Health] = {}
         self._known: dict[str, Member] = {}
@@ -122,12 +133,14 @@ class Cluster:
                 request,
                 sink,
                 deadline_s=health.read_deadline(),
-                working_s=self._working_s,
+                working_s=self._deadline_s / HASTE,
                 sink_waits=sink_waits,
             )
         except PeerFailed as exc:
-            self._judge(health, exc, sent_at)
+            self._judge(member.name, health, exc, sent_at)
             raise
+        if health.state == "dead":
+            log.info("peer %s is back", member.name)
         health.succeeded(first_s)
 
     def failed_since(self, asked: Asked, moment: float) -> bool:
@@ -137,7 +150,7 @@ class Cluster:
     async def bring(self, member: Member, version: ObjectId, start: int, stop: int) -> None:
         """Have the owner fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""
         await self._client.bring(
-            member.address, self._request(version, start, stop, 0), working_s=self._working_s
+            member.address, self._request(version, start, stop, 0), working_s=self._deadline_s
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:
@@ -153,14 +166,17 @@ class Cluster:
         size = self._block_size
         return BlockRequest(version, start // size, -(-stop // size), size, rank)
 
-    def _judge(self, health: Health, exc: PeerFailed, sent_at: float) -> None:
-        now = self._now()
-        if exc.kind == "timeout":
-            health.slow(sent_at, now)
-        elif exc.kind in ("not_here", "busy", "changed"):
-            health.succeeded(now - sent_at)  # an answer
+    def _judge(self, name: str, health: Health, exc: PeerFailed, sent_at: float) -> None:
+        now, before = self._now(), health.state
+        late = now - sent_at > LONGEST_DEADLINE_S
+        if exc.kind == "timeout" or (late and exc.kind in ANSWERS):
+            health.slow(sent_at, now)  # also a no that takes so long: perhaps it has lost the store
+        elif exc.kind in ANSWERS:
+            health.succeeded(now - sent_at)
         elif not (exc.kind == "reset" and exc.delivered):  # that may be a pause; the next request will tell
             health.failed(sent_at, now)
+        if health.state == "dead" != before:
+            log.warning("peer %s is left alone for a while: %s", name, exc)
 
     def _of(self, name: str) -> Health:
         found = self._health.get(name)

@@ -159,7 +159,7 @@ class Connection:
 
     def quiet(self) -> bool:
         """Whether nothing has come beyond the body, neither bytes nor an end: then another request may follow."""
-        if self._early:
+        if self._early or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
             return False
         try:
             socket.socket.recv(self._socket, 1, socket.MSG_PEEK)  # below TLS, where silence is silence

@@ -86,7 +86,7 @@ class PeerNode:
             block_size=config.block_size,
             replicas=config.replicas,
             serves=listen is not None,
-            working_s=config.deadline_s,
+            deadline_s=config.deadline_s,
         )
         self._membership.on_change = self._changed
 

@@ -124,7 +124,8 @@ async def nodes(
     block: int = BLOCK,
     **more: Any,
 ) -> AsyncIterator[Nodes]:
-    """They know each other. `more`: of each `Fetcher` (readahead), or the store's loop (background)."""
+    """They know each other. `more`: of each `Fetcher` (readahead), the store's loop (background), how long readers wait
+    (deadline_s)."""
     origin = ScriptedOrigin()
     origin.source, origin.prefix = SOURCE, ""  # type: ignore[attr-defined]
     found = Nodes()
@@ -158,6 +159,7 @@ async def _node(
     *,
     readahead: int = 0,
     background: bool = False,
+    deadline_s: float = 90.0,
 ) -> Node:
     metrics, stats, rng = Metrics(), PeerTable(), random.Random(number)
     opened = open_store(
@@ -168,7 +170,9 @@ async def _node(
     hello = Hello(f"node-{number}", VERSION, "group", "sources", 1.0)
     client = Client(stats=stats, metrics=metrics)
     membership = Membership(Told(), hello)
-    cluster = Cluster(membership, client, stats, rng, block_size=block, replicas=replicas, working_s=30.0)
+    cluster = Cluster(
+        membership, client, stats, rng, block_size=block, replicas=replicas, deadline_s=deadline_s
+    )
     upstream = Upstream(metrics, cluster)
     fetcher = Fetcher(opened.store, nursery, metrics, max_readahead=readahead, upstream=upstream)
     node = Node(opened, fetcher, origin, metrics)

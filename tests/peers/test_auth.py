@@ -97,6 +97,17 @@ def test_one_that_is_too_far_behind_is_refused_unseen() -> None:
         verifier.verify(*ASKED, signed[0])
 
 
+def test_what_is_asked_of_other_nodes_does_not_make_a_request_too_late() -> None:
+    signer, verifier, _ = pair()
+    late = signer.sign(*ASKED).authorization
+    for _ in range(2 * auth.REORDERED_AT_MOST):
+        signer.sign(*ASKED[:2], "node-2:7000")
+    verifier.verify(*ASKED, signer.sign(*ASKED).authorization)
+    verifier.verify(*ASKED, late)
+    signer.forget(ASKED[2])
+    verifier.verify(*ASKED, signer.sign(*ASKED).authorization)
+
+
 def test_senders_are_forgotten_once_their_requests_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "MAX_SESSIONS", 3)
     clock = Clock()

@@ -16,7 +16,7 @@ from cachefs.names import ObjectId
 from cachefs.peers.membership import Sighting
 from cachefs.peers.protocol import Busy, NotShared, PeerFailed
 from cachefs.peers.wire import BlockRequest
-from tests.fetch.scripted import SOURCE, content, in_trio
+from tests.fetch.scripted import SOURCE, ScriptedOrigin, content, in_trio
 from tests.peers.nodes import Node, in_time, nodes
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, cache_files, until
 
@@ -181,6 +181,33 @@ async def test_a_slow_store_is_asked_once_however_long_it_takes(cache_dir: Path)
         assert all(row["state"] == "healthy" for node in cluster for row in node.cluster.status())
 
 
+@pytest.mark.parametrize("after_s", [4.0, 1000.0])
+@in_time(rate=4)
+async def test_an_owner_that_has_lost_the_store_is_not_waited_for_to_the_end(
+    cache_dir: Path, caplog: pytest.LogCaptureFixture, after_s: float
+) -> None:
+    class Lost(ScriptedOrigin):
+        source, prefix = SOURCE, ""
+
+        async def read(self, *_: object, **__: object) -> None:
+            await trio.sleep(after_s)
+            raise errors.OriginFailed("gave up")
+
+    async with nodes(cache_dir, 2, deadline_s=18.0) as cluster:
+        owner, reader = cluster
+        files = [content(number, BLOCK) for number in range(4)]
+        ids = [cluster.put_owned_by(owner, f"file{n}-", data) for n, data in enumerate(files)]
+        owner.serving._origins = [(Lost(), "")]  # type: ignore[list-item]
+        waits = []
+        for object_id, data in zip(ids, files, strict=True):
+            begun = trio.current_time()
+            await read_all(reader, object_id, data)
+            waits.append(trio.current_time() - begun)
+        assert max(waits) < 8, "the store is asked while the reader still waits"
+        assert sorted(waits)[1] < 2, "and the owner is left alone then"
+        assert [get.key for get in cluster.origin.gets] == [object_id.key for object_id in ids]
+
+
 @in_trio
 async def test_a_replaced_object_is_told_as_such(cache_dir: Path) -> None:
     async with nodes(cache_dir) as cluster:
@@ -211,6 +238,9 @@ async def test_what_is_not_shown_here_is_not_given(cache_dir: Path) -> None:
             ObjectId(SOURCE, "other/key", "e", 100),
             ObjectId(SOURCE, "data", "e", 100),
             ObjectId("s3://another", "data/key", "e", 100),
+            ObjectId(SOURCE, "data/../other/key", "e", 100),
+            ObjectId(SOURCE, "data/./key", "e", 100),
+            ObjectId(SOURCE, "data//key", "e", 100),
         ]
         for object_id in wrong:
             request = BlockRequest(object_id, 0, 1, BLOCK)

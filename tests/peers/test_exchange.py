@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 import pytest
 import trio
@@ -349,11 +350,17 @@ async def test_nobody_there() -> None:
         address = Address(*gone.getsockname())
     metrics = Metrics()
     client = Client(metrics=metrics)
+    wanted = asking(ObjectId("s", "k", "e", 5))
     for where in (address, Address("no such name.invalid", 1)):
-        with pytest.raises(PeerFailed) as caught:
-            await client.read(where, asking(ObjectId("s", "k", "e", 5)), Kept(), deadline_s=5)
-        assert caught.value.kind == "connect"
-    assert metrics.peer_failures == 2
+        for ask in (
+            partial(client.read, where, wanted, Kept(), deadline_s=5),
+            partial(client.bring, where, wanted),
+            partial(client.have, where, wanted),
+        ):
+            with pytest.raises(PeerFailed) as caught:
+                await ask()
+            assert caught.value.kind == "connect"
+    assert metrics.peer_failures == metrics.peer_requests == 6
     client.close()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,9 @@ from cachefs.errors import ConfigError
 from cachefs.peers.auth import Signer, Verifier, check_listen, client_tls, server_tls
 from cachefs.peers.client import Client
 from cachefs.peers.protocol import PeerFailed
+from cachefs.peers.wire import Address
 from tests.peers.exchange import (
+    HELLO,
     KEY,
     KIB,
     MIB,
@@ -113,6 +118,29 @@ async def test_a_server_of_another_ca_is_not_believed(cluster: Cluster, stranger
         with pytest.raises(PeerFailed):
             await client.read(address, asking(version), sink, deadline_s=5)
     assert shelf.opened == 0
+    client.close()
+
+
+@in_trio
+async def test_what_follows_a_reply_in_one_record_is_not_taken_for_the_next(cluster: Cluster) -> None:
+    asked = 0
+
+    async def answer(stream: trio.SSLStream[trio.SocketStream]) -> None:
+        nonlocal asked
+        with suppress(trio.BrokenResourceError):  # the client hangs up without TLS's goodbye
+            while await stream.receive_some():
+                asked += 1
+                said = HELLO.pack() if asked == 1 else replace(HELLO, node="another").pack()
+                reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said)
+                await stream.send_all(reply * 2)
+
+    client = Client(tls=cluster.client())
+    async with trio.open_nursery() as nursery:
+        listener = (await trio.open_ssl_over_tcp_listeners(0, cluster.server(), host="127.0.0.1"))[0]
+        nursery.start_soon(partial(trio.serve_listeners, answer, [listener]))
+        address = Address(*listener.transport_listener.socket.getsockname())
+        assert [(await client.hello(address)).node for _ in range(2)] == [HELLO.node, "another"]
+        nursery.cancel_scope.cancel()
     client.close()
 
 
