@@ -9,7 +9,8 @@ never passes a tier's limit, because room is reserved before bytes come; copies 
 a file that was lent to the kernel is never changed, only unlinked.
 A crash may lose the last second of bookkeeping, never make a wrong byte readable.
 
-Who may call: `fetch` (reading, filling, lending), `daemon` (opening, closing, status).
+Who may call: `fetch` (reading, filling, lending), `upload` (files that were written here), `daemon` (opening, closing,
+status).
 """
 
 from cachefs.store.backing import Backing

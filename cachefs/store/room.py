@@ -58,11 +58,14 @@ class Room:
         self._metrics = metrics
         self.on_leaving: Callable[[CachedObject, Tier], None] = lambda obj, tier: None
 
-    def make(self, tier: Tier, need: int, *, evict: Evict, older_than: int | None = None) -> bool:
+    def make(
+        self, tier: Tier, need: int, *, evict: Evict, older_than: int | None = None, here: int = 0
+    ) -> bool:
         """Whether `need` bytes fit now, after evicting what may go, if it was last used before the clock `older_than`. It
-        gives up after some victims: who comes next goes on, and nobody waits for the eviction of thousands of files."""
+        gives up after some victims: who comes next goes on, and nobody waits for the eviction of thousands of files.
+        `here` of them lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
-            limit = tier.limit_bytes()
+            limit = tier.limit_bytes(here)
             if tier.used_bytes + need <= limit:
                 return True
             if evict is Evict.NOTHING or need > limit:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
 
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Backing, Lending
 from cachefs.store.catalog import Catalog
 from cachefs.store.datasets import Course, Datasets
@@ -93,6 +95,7 @@ class Store:
         self.pins = Pins(self._catalog, self.room, tiers, block_size)
         self._heap = Heap()
         self._filling = Filling(self._catalog, self.room, self._moves, self._heap, tiers, block_size, metrics)
+        self._adopting = Adopting(self._catalog, self.room, tiers, block_size, metrics)
         self._threads = trio.CapacityLimiter(READ_THREADS)
 
     @property
@@ -380,6 +383,18 @@ class Store:
     def end_fill(self, obj: CachedObject, fill: Fill) -> None:
         """The transfer is over, whole or not: settle what landed, give back what did not."""
         self._filling.end(obj, fill)
+
+    async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+        """The whole content of the version is the file at `path`, on the SSD tier's file system, and nobody writes it any
+        more: it becomes the version's cache file, verified, so it can be read and lent at once. Who has it open may go on
+        reading. False: it still is at `path`, and the caller's to remove, for there is no such tier or no room for it, the
+        version is (being) cached already, the file has another size, is being written, or cannot be read or sealed."""
+        return await self._adopting.adopt(object_id, path)
+
+    async def make_room(self, wanted: int) -> bool:
+        """Evict until the SSD tier's disk has `wanted` bytes more than is kept free, for files that are being written there.
+        False when nothing more can go. The room is nobody's until it is used."""
+        return await self._adopting.make_room(wanted)
 
     # -- lending whole files to the kernel (see backing.py) ----------------------------------------
 

@@ -113,19 +113,29 @@ class Tier:
 
     # -- what it may take --------------------------------------------------------------------------
 
-    def limit_bytes(self) -> int:
-        """The cap now: what was asked for, or less when the disk has less to give."""
-        now = self._clock()
-        if now >= self._free_read_again_at:
-            self._free_read_again_at = now + (FREE_SPACE_EVERY_S if self.blocking else FREE_MEMORY_EVERY_S)
-            try:
-                stats = os.statvfs(self.path)
-                self._free_bytes = stats.f_bavail * stats.f_frsize
-            except OSError as exc:
-                self.failed(exc)  # and go on with the last reading
-            self._used_at_reading = self.used_bytes
+    def limit_bytes(self, here: int = 0) -> int:
+        """The cap now: what was asked for, or less when the disk has less to give. `here` are bytes that lie on its disk
+        already and are about to be the tier's."""
+        if self._clock() >= self._free_read_again_at:
+            self._read_free()
         # What this tier took since the reading came out of the same free space.
-        return max(0, min(self.cap_bytes, self._used_at_reading + self._free_bytes - self._keep_free_bytes))
+        room = self._used_at_reading + here + self._free_bytes - self._keep_free_bytes
+        return max(0, min(self.cap_bytes, room))
+
+    def spare_bytes(self) -> int:
+        """What the disk has now beyond what is kept free, for whoever writes there; below 0 when it has less."""
+        self._read_free()
+        return self._free_bytes - self._keep_free_bytes
+
+    def _read_free(self) -> None:
+        every = FREE_SPACE_EVERY_S if self.blocking else FREE_MEMORY_EVERY_S
+        self._free_read_again_at = self._clock() + every
+        try:
+            stats = os.statvfs(self.path)
+            self._free_bytes = stats.f_bavail * stats.f_frsize
+        except OSError as exc:
+            self.failed(exc)  # and go on with the last reading
+        self._used_at_reading = self.used_bytes
 
     def full(self) -> None:
         """The disk said ENOSPC: believe at once that there is no more than what is used now."""
@@ -170,6 +180,11 @@ class Tier:
         self.used_bytes += count
         self.unlisted_bytes += count
 
+    def takes_over(self, count: int, here: int) -> None:
+        """The same for bytes of which the disk has `here` already: these come out of no free space."""
+        self.reserve(count)
+        self._used_at_reading += here
+
     def landed(self, count: int) -> None:
         """Reserved bytes have come: a row speaks of them."""
         self.unlisted_bytes -= count
@@ -206,10 +221,29 @@ class Tier:
             return os.open(
                 path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             )  # sealed, or remounted after an error
+        self._make_folder(path)
+        return os.open(path, flags | os.O_CREAT, 0o600)
+
+    def _make_folder(self, path: Path) -> None:
+        """For a file that is to come."""
         if self._mounted and not os.path.ismount(self.path):
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))  # what is below has no cap of ours
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags | os.O_CREAT, 0o600)
+
+    def take(self, file: Path, digest: bytes) -> bool:
+        """A file of the same file system becomes the version's, sealed, in place of whatever is there. False where a file
+        cannot be sealed; then, and when it raises OSError, it is where it was."""
+        path = self.file_path(digest)
+        self._make_folder(path)
+        os.rename(file, path)
+        try:
+            os.chmod(path, SEALED)
+            if is_sealed(os.lstat(path)):
+                return True
+        except OSError as exc:
+            log.debug("the %s tier keeps no modes: %s", self.name, exc)
+        os.rename(path, file)
+        return False
 
     def seal(self, digest: bytes, size: int) -> int:
         """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that

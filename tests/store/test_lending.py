@@ -787,7 +787,7 @@ OPERATIONS = st.lists(
             # Twice what the others only work on.
             [
                 *["read", "lend", "give"] * 2,
-                *["drop", "spill", "prepare", "split", "flush", "stop", "kill", "damage"],
+                *["drop", "spill", "prepare", "split", "adopt", "flush", "stop", "kill", "damage"],
             ]
         ),
         st.integers(0, 11),
@@ -878,6 +878,13 @@ async def life(
                 lent = front.lend(ids[i], data[i])
                 assert lent is not None
                 store.give_back(lent)
+        elif name == "adopt":
+            path = store.tiers[1].path / "written"
+            path.write_bytes(data[i])
+            if await store.adopt(ids[i], path):
+                lent = front.lend(ids[i], data[i])
+                assert lent is not None
+                users.append(lent)
         elif name == "flush":
             await store.flush()
         await lab.quiet()

@@ -1,0 +1,220 @@
+"""What was written here: a whole file that lies on the SSD tier's disk becomes the cached version, as it is.
+
+Nothing is copied: its blocks are hashed, room is accounted for, and then, in one step of the trio thread, the file is
+renamed to the version's place and its rows exist. Whoever wrote it may still have it open and read from it, so it is sealed
+as if it had been lent: no block of it is ever punched out. It goes whole, and its readers keep what they have open.
+
+It is as young as what was used now, but no use: it belongs to no dataset until somebody reads it. Otherwise a checkpoint
+beside a data set would be kept for an epoch as if this one had yet to come to it.
+
+A crash before the index has heard of it leaves a file without rows, which the scrub removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from pathlib import Path
+
+import trio
+import xxhash
+
+from cachefs.metrics import Metrics
+from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
+from cachefs.store.catalog import Catalog
+from cachefs.store.room import VICTIMS_AT_ONCE, Evict, Room
+from cachefs.store.tier import SSD, Tier, allocated
+from cachefs.store.versions import CachedObject
+
+log = logging.getLogger(__name__)
+
+NO_DATASET = 0
+"""Of what nobody has read yet. Datasets are hashes, and one of four billion is this."""
+
+HASHED_AT_ONCE = 2
+"""Files being hashed at a time, each a thread. Guessed: one does some GB/s, as fast as anything is written."""
+
+ZEROS = bytes(1 << 20)
+
+
+class Adopting:
+    """Into the SSD tier of `tiers`, if there is one."""
+
+    def __init__(
+        self, catalog: Catalog, room: Room, tiers: list[Tier], block_size: int, metrics: Metrics
+    ) -> None:
+        self._catalog = catalog
+        self._room = room
+        self._tier = next((tier for tier in tiers if tier.number == SSD), None)
+        self._block_size = block_size
+        self._metrics = metrics
+        self._threads = trio.CapacityLimiter(HASHED_AT_ONCE)
+
+    # -- adopting ----------------------------------------------------------------------------------
+
+    async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+        """See `Store.adopt`."""
+        tier = self._tier
+        if tier is None or not tier.writable():
+            return False
+        obj = self._catalog.object(object_id)
+        if self._in_the_way(obj, tier):
+            return False
+        obj.refs += 1
+        try:
+            return await self._adopt(obj, tier, path)
+        except OSError as exc:
+            log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
+            self._metrics.tier_errors += 1
+            tier.failed(exc)
+            return False
+        finally:
+            obj.refs -= 1
+            if not obj.in_use():
+                obj.close_files()
+
+    def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
+        """Whether the tier has all of the version already, or somebody is bringing or using parts of it."""
+        copies = self._catalog.copies(obj, tier.number)
+        if obj.flights or tier.number in obj.leaving or any(copy.pins or copy.arriving for copy in copies):
+            return True
+        verified = sum(copy.verified.bit_count() for copy in copies)
+        return 0 < verified == block_count(obj.id.size, self._block_size)
+
+    async def _adopt(self, obj: CachedObject, tier: Tier, path: Path) -> bool:
+        size, status = obj.id.size, os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            return False
+        if status.st_dev != os.stat(tier.path).st_dev:
+            return False
+        if not size:
+            os.unlink(path)  # there is nothing to keep
+            return True
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            blocks = range(block_count(size, self._block_size))
+            lengths = [block_length(block, size, self._block_size) for block in blocks]
+            need, here = sum(map(allocated, lengths)), status.st_blocks * 512
+            if not await self._fits(tier, need, here):
+                return False
+            tier.takes_over(need, here)
+            try:
+                await self._fill_holes(fd, size)
+                before = os.fstat(fd)
+                checksums = await self._checksums(fd, lengths)
+                after = os.fstat(fd)
+            finally:
+                tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
+            written = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
+            if written or after.st_size != size or self._in_the_way(obj, tier):
+                return False
+            return self._put(obj, tier, path, checksums)
+        finally:
+            os.close(fd)
+
+    def _put(self, obj: CachedObject, tier: Tier, path: Path, checksums: list[int]) -> bool:
+        """The file, and rows for all of it, in place of the blocks that the tier had. What RAM has stays: it is the same,
+        and costs nothing to drop."""
+        for copy in self._catalog.copies(obj, tier.number):
+            if obj.copies.get((tier.number, copy.extent)) is copy:  # else it went with another one
+                self._room.drop(obj, copy, copy.bitmap)
+        fd = obj.fds.pop(tier.number, None)
+        if fd is not None:
+            os.close(fd)
+        if not tier.take(path, obj.id.digest):
+            return False
+        obj.sealed.add(tier.number)
+        for first in range(0, len(checksums), BLOCKS_PER_EXTENT):
+            found = checksums[first : first + BLOCKS_PER_EXTENT]
+            bits = (1 << len(found)) - 1
+            extent = first // BLOCKS_PER_EXTENT
+            copy = self._catalog.create(obj, tier.number, extent, obj.id.size, NO_DATASET)
+            copy.checksums[: len(found)] = found
+            self._room.reserve(copy, bits)
+            self._room.land(copy, bits, bits)
+            self._catalog.touch(copy)
+            copy.used = 0  # its first reader is a use, however soon he comes
+        if tier.errors_in_a_row:
+            tier.worked()
+        self._metrics.admitted_blocks += len(checksums)
+        self._metrics.adopted_versions += 1
+        return True
+
+    async def _fits(self, tier: Tier, need: int, here: int) -> bool:
+        """Make room for `need` bytes, of which the disk has `here` already, some victims at a time."""
+        while True:
+            used = tier.used_bytes
+            if self._room.make(tier, need, evict=Evict.ANY, here=here):
+                return True
+            if tier.used_bytes >= used:
+                return False
+            await trio.lowlevel.checkpoint()
+
+    async def _fill_holes(self, fd: int, size: int) -> None:
+        """A hole counts nothing on the disk, and to the scrub it is a block that is gone: so zeros are written there."""
+        at = 0
+        step = BLOCKS_PER_EXTENT * self._block_size
+        while at < size and (at := os.lseek(fd, at, os.SEEK_HOLE)) < size:
+            stop = min(size, at + step)
+            await trio.to_thread.run_sync(_write_zeros, fd, at, stop, limiter=self._threads)
+            at = stop
+
+    async def _checksums(self, fd: int, lengths: list[int]) -> list[int]:
+        """Of all blocks, an extent at a time: it can be cancelled between, and others have their turn."""
+        found: list[int] = []
+        while len(found) < len(lengths):
+            some = lengths[len(found) : len(found) + BLOCKS_PER_EXTENT]
+            start = len(found) * self._block_size
+            found += await trio.to_thread.run_sync(_hash, fd, start, some, limiter=self._threads)
+        return found
+
+    # -- room for what is being written ------------------------------------------------------------
+
+    async def make_room(self, wanted: int) -> bool:
+        """See `Store.make_room`."""
+        tier = self._tier
+        if tier is None:
+            return False
+        # Counted, not looked at again: some file systems free what was unlinked a little later.
+        goal = tier.used_bytes - (wanted - tier.spare_bytes())
+        victims = 0
+        while tier.used_bytes > goal:
+            victim = self._catalog.victim(tier.number)
+            if victim is None:
+                return False
+            obj, copy = victim
+            self._metrics.evicted_blocks += self._room.drop(obj, copy, copy.bitmap)
+            victims += 1
+            if victims % VICTIMS_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        return True
+
+
+def _write_zeros(fd: int, start: int, stop: int) -> None:
+    """Worker thread: into the holes of a range."""
+    while start < stop:
+        try:
+            data = os.lseek(fd, start, os.SEEK_DATA)
+        except OSError as exc:
+            if exc.errno != errno.ENXIO:
+                raise
+            data = stop  # a hole up to the end
+        end = min(data, stop)
+        while start < end:
+            start += os.pwrite(fd, ZEROS[: end - start], start)
+        if start < stop:
+            start = os.lseek(fd, start, os.SEEK_HOLE)
+
+
+def _hash(fd: int, start: int, lengths: list[int]) -> list[int]:
+    """Worker thread: xxh3_64 of blocks that lie one behind another. OSError when the file ends before."""
+    buffer = memoryview(bytearray(max(lengths)))
+    found = []
+    for length in lengths:
+        if os.preadv(fd, [buffer[:length]], start) != length:
+            raise OSError(errno.EIO, "short read")
+        found.append(xxhash.xxh3_64_intdigest(buffer[:length]))
+        start += length
+    return found

@@ -1,0 +1,692 @@
+"""Files that were written here become cached versions as they are: read and lent at once, accounted for, never wrong."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.names import ObjectId
+from cachefs.store import adopting, backing, scrub
+from cachefs.store.tier import RAM, SSD
+from tests.conftest import ROOT
+from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.store.lab import BLOCK, EXTENT, MIB, PAGE, Lab, as_kill_leaves_it, cache_files, flip_bit, running
+from tests.store.test_lending import Front, kill, spread
+
+LARGE = 5 * EXTENT + 5
+"""Too large to be fetched whole for a look at it."""
+
+SIZES = [1, 4097, BLOCK, BLOCK + 1, 3 * BLOCK - 1, EXTENT, EXTENT + 5, 2 * EXTENT]
+
+
+def draft(lab: Lab, data: bytes, name: str = "draft") -> Path:
+    """A file as the upload room leaves it."""
+    staging = lab.store.tiers[-1].path / "staging" if lab.store.tiers else lab.opened.state_dir / "staging"
+    staging.mkdir(exist_ok=True)
+    path = staging / name
+    path.write_bytes(data)
+    path.chmod(0o600)
+    return path
+
+
+async def adopt(lab: Lab, object_id: ObjectId, name: str = "draft") -> bool:
+    """What the store has been given before."""
+    data = lab.origin.objects[object_id.key][1]
+    return await lab.store.adopt(object_id, draft(lab, data, name))
+
+
+def whole(size: int) -> list[int]:
+    """Bitmaps of the extents of a version."""
+    blocks = -(-size // BLOCK)
+    return [(1 << min(16, blocks - first)) - 1 for first in range(0, blocks, 16)]
+
+
+# -- what adopting gives -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("ram", [0, 8 * MIB])
+@in_trio
+async def test_what_was_adopted_is_lent_and_read_at_once(
+    cache_dir: Path, ram: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ram=ram) as lab:
+        data = content(1, size)
+        object_id = lab.origin.put("k", data)
+        path = draft(lab, data)
+        inode = path.stat().st_ino
+        assert await lab.store.adopt(object_id, path)
+        assert not path.exists()
+        monkeypatch.setattr(backing, "_checksums", None)  # nobody looks at the bytes once more
+        front = Front(lab)
+        lent = front.lend(object_id, data)
+        assert lent is not None and lent.tier.number == SSD
+        front.check()
+        file = lent.tier.file_path(object_id.digest)
+        assert (file.stat().st_ino, stat.S_IMODE(file.stat().st_mode)) == (inode, 0o400)
+        assert bytes(lab.store.read_now(lab.store.object(object_id), 0, size) or b"") == data
+        lab.store.give_back(lent)
+        assert await lab.read(object_id) == data
+        assert lab.store.cached_bytes(object_id) == size
+        assert not lab.origin.gets
+        assert lab.metrics.adopted_versions == 1
+        assert lab.metrics.admitted_blocks == -(-size // BLOCK)
+        lab.check_accounts()
+        assert lent.tier.unlisted_bytes == 0
+    async with running(cache_dir, lab.origin) as lab:
+        assert await lab.read(object_id) == data
+        assert not lab.origin.gets and lab.metrics.checksum_failures == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_of_an_empty_file_nothing_is_kept(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", b"")
+        path = draft(lab, b"")
+        assert await lab.store.adopt(object_id, path)
+        assert not path.exists() and cache_files(cache_dir) == [] and lab.used() == 0
+
+
+@pytest.mark.parametrize("where", ["begin", "middle", "end", "all", "a page", "preallocated"])
+@in_trio
+async def test_holes_take_their_place_on_the_disk(cache_dir: Path, where: str) -> None:
+    size = 2 * EXTENT + 3 * BLOCK + 77
+    async with running(cache_dir) as lab:
+        path = draft(lab, b"")
+        full = bytearray(content(1, size))
+        holes = {
+            "begin": (0, EXTENT + 2 * BLOCK),
+            "middle": (BLOCK + PAGE, 2 * EXTENT),
+            "end": (EXTENT, size),
+            "a page": (5 * PAGE, 6 * PAGE),
+        }.get(where, (0, size))
+        full[slice(*holes)] = bytes(holes[1] - holes[0])
+        with path.open("wb") as file:
+            os.truncate(path, size)
+            for start, stop in ((0, holes[0]), (holes[1], size)):
+                os.pwrite(file.fileno(), full[start:stop], start)
+            if where == "preallocated":
+                os.posix_fallocate(file.fileno(), 0, size)
+        if where != "preallocated":
+            assert path.stat().st_blocks * 512 < size, "there are holes"
+        object_id = lab.origin.put("k", bytes(full))
+        assert await lab.store.adopt(object_id, path)
+        assert lab.used() == -(-size // PAGE) * PAGE
+        lab.check_accounts()
+        assert await lab.read(object_id) == full
+        await lab.store.flush()
+        await scrub(lab.store)
+        assert lab.store.cached_bytes(object_id) == size, "to the scrub nothing is missing"
+        assert not lab.origin.gets
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@in_trio
+async def test_who_checks_every_read_checks_these(cache_dir: Path, bad: bool) -> None:
+    async with running(cache_dir, verify="full") as lab:
+        data = content(1, EXTENT + 5)
+        object_id = lab.origin.put("k", data)
+        assert await adopt(lab, object_id)
+        if bad:
+            path = lab.store.tiers[-1].file_path(object_id.digest)
+            path.chmod(0o600)
+            flip_bit(path, random.Random(1))
+        assert await lab.read(object_id) == data
+        assert (lab.metrics.checksum_failures, bool(lab.origin.gets)) == (bad, bad)
+
+
+# -- what it does not take -----------------------------------------------------------------------------
+
+
+def fail(number: int) -> Callable[..., Any]:
+    def failing(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+REFUSED = {
+    **dict.fromkeys(["longer", "shorter", "a link", "a directory", "elsewhere", "no room", "pinned"], 0),
+    **dict.fromkeys(["no tier", "tier down", "whole", "no modes"], 0),
+    **dict.fromkeys(["gone", "unreadable", "rename fails"], 1),
+}
+"""Why → whether the tier has failed at something."""
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@in_trio
+async def test_what_cannot_be_adopted_is_left_alone(
+    cache_dir: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssd = {"no tier": 0, "no room": EXTENT, "pinned": 3 * EXTENT}.get(why, 64 * MIB)
+    async with running(cache_dir, ssd=ssd) as lab:
+        data = content(1, EXTENT + 5)
+        object_id = lab.origin.put("k", data)
+        path = draft(lab, data + b"x" if why == "longer" else data[:-1] if why == "shorter" else data)
+        if why == "a link":
+            path = path.rename(path.with_name("other"))
+            path.with_name("draft").symlink_to(path)
+            path = path.with_name("draft")
+        elif why == "a directory":
+            path = path.parent
+        elif why == "elsewhere":
+            with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+                file.write(data)
+            path = Path(file.name)
+        elif why == "gone":
+            path.unlink()
+        elif why == "whole":
+            await lab.read(object_id)
+            await lab.quiet()
+        elif why == "pinned":
+            other = lab.origin.put("other", content(2, 2 * EXTENT))
+            await lab.read(other)
+            await lab.quiet()
+            lab.store.pins.budget = lab.store.pins.budget.__class__(percent=100.0)
+            lab.store.pin(lab.store.object(other))
+        elif why == "tier down":
+            lab.store.tiers[0].failed(OSError(errno.EIO, "dying"))
+        elif why == "no modes":
+            monkeypatch.setattr(os, "chmod", fail(errno.EPERM))
+        elif why == "unreadable":
+            monkeypatch.setattr(os, "preadv", fail(errno.EIO))
+        elif why == "rename fails":
+            monkeypatch.setattr(os, "rename", fail(errno.EIO))
+        used, files, fds = lab.used(), cache_files(cache_dir), len(os.listdir("/proc/self/fd"))
+        before = path.lstat() if path.exists() else None
+        assert not await lab.store.adopt(object_id, path)
+        monkeypatch.undo()
+        if before is not None:
+            after = path.lstat()
+            assert (after.st_ino, after.st_mode, after.st_size) == (
+                before.st_ino,
+                before.st_mode,
+                before.st_size,
+            )
+        assert (lab.used(), cache_files(cache_dir)) == (used, files)
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert lab.metrics.tier_errors == REFUSED[why]
+        assert lab.metrics.evicted_blocks == lab.metrics.adopted_versions == 0
+        lab.check_accounts()
+        assert all(tier.unlisted_bytes == 0 for tier in lab.store.tiers)
+        assert await lab.read(object_id) == data
+        if why == "elsewhere":
+            path.unlink()
+
+
+@in_trio
+async def test_a_file_that_is_written_meanwhile_is_not_adopted(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        path = draft(lab, data)
+        hashing = adopting._hash
+
+        def write_then_hash(fd: int, start: int, lengths: list[int]) -> list[int]:
+            if start:
+                time.sleep(0.02)  # as coarse as a file system's clock may be
+                with path.open("r+b") as file:
+                    file.write(b"changed")
+            return hashing(fd, start, lengths)
+
+        monkeypatch.setattr(adopting, "_hash", write_then_hash)
+        assert not await lab.store.adopt(object_id, path)
+        assert path.exists() and lab.used() == 0 and lab.metrics.tier_errors == 0
+        assert await lab.read(object_id) == data
+
+
+@in_trio
+async def test_a_version_on_its_way_here_is_left_to_who_brings_it(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        data = content(1, 4 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        hold = lab.origin.hold("k", 3 * BLOCK + 10)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lab.read, object_id)
+            await hold.reached.wait()
+            assert not await adopt(lab, object_id)
+            hold.release.set()
+        await lab.quiet()
+        lab.check_accounts()
+        assert await adopt(lab, object_id), "RAM alone is no reason against it"
+        lab.check_accounts()
+
+
+@in_trio
+async def test_of_two_files_of_one_version_one_is_adopted(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        paths = [draft(lab, data, name) for name in ("a", "b")]
+        said: list[bool] = []
+
+        async def one(path: Path) -> None:
+            said.append(await lab.store.adopt(object_id, path))
+
+        async with trio.open_nursery() as nursery:
+            for path in paths:
+                nursery.start_soon(one, path)
+        assert sorted(said) == [False, True]
+        assert [path.exists() for path in paths].count(True) == 1
+        lab.check_accounts()
+        assert await lab.read(object_id) == data and not lab.origin.gets
+
+
+@in_trio
+async def test_a_cancelled_adoption_gives_its_room_back(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 8 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        path = draft(lab, data)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await lab.store.adopt(object_id, path)
+        assert scope.cancelled_caught
+        assert path.read_bytes() == data
+        assert lab.used() == lab.store.tiers[0].unlisted_bytes == 0
+        assert not lab.store.object(object_id).in_use()
+
+
+# -- what was here of the version ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["ssd", "ram", "both", "borrowed"])
+@in_trio
+async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str) -> None:
+    async with running(cache_dir, ram=8 * MIB if tier in ("ram", "both") else 0) as lab:
+        data = content(1, LARGE)
+        object_id = lab.origin.put("k", data)
+        obj = lab.store.object(object_id)
+        if tier == "borrowed":
+            fill = lab.store.begin_fill(obj, 16, 18, borrowed=True)
+            assert fill is not None
+            fill.write(data[EXTENT : EXTENT + 2 * BLOCK])
+            lab.store.end_fill(obj, fill)
+        else:
+            await lab.read(object_id, BLOCK, 3 * BLOCK)
+            await lab.read(object_id, EXTENT + BLOCK, BLOCK)
+        await lab.quiet()
+        if tier == "both":
+            assert lab.store._moves is not None
+            for copy in lab.store._catalog.copies(obj, RAM):
+                assert await lab.store._moves.move(obj, copy, lab.store.tiers[1], True)  # type: ignore[arg-type]
+        asked = len(lab.origin.gets)
+        reader = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
+        assert await adopt(lab, object_id)
+        assert spread(lab, object_id, SSD) == whole(len(data))
+        assert not any(copy.key in lab.store._catalog.borrowed for copy in obj.on(lab.store.tiers[-1]))
+        lab.check_accounts()
+        assert await lab.read_open(reader, 0, len(data)) == data
+        lab.fetcher.close(reader)
+        assert len(lab.origin.gets) == asked
+        lent = Front(lab).lend(object_id, data)
+        assert lent is not None and lent.tier.number == SSD
+        await lab.store.flush()
+        assert lab.store._catalog._loaded == sum(map(bool, obj.copies.values()))
+
+
+@in_trio
+async def test_parts_that_somebody_reads_are_not_torn(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, LARGE)
+        object_id = lab.origin.put("k", data)
+        await lab.read(object_id, 0, BLOCK)
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        shared = lab.store.share(obj, 0)
+        assert shared is not None
+        assert not await adopt(lab, object_id)
+        assert os.pread(shared.fd, shared.length, shared.offset) == data[:BLOCK]
+        lab.store.unshare(obj, shared)
+        lab.check_accounts()
+        assert await adopt(lab, object_id)
+
+
+@in_trio
+async def test_what_ram_lends_goes_on_being_lent(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        front = Front(lab)
+        data = content(1, EXTENT + 5)
+        object_id = lab.origin.put("k", data)
+        await lab.read(object_id)
+        await lab.quiet()
+        lent = front.lend(object_id, data)
+        assert lent is not None and lent.tier.number == RAM
+        assert await adopt(lab, object_id)
+        front.check()
+        lab.check_accounts()
+        assert front.lend(object_id) is lent
+        lab.store.give_back(lent)
+        lab.store.give_back(lent)
+        ram = lent.tier
+        for copy in lab.store._catalog.copies(lent.object, RAM):
+            lab.store.room.drop(lent.object, copy, copy.bitmap)
+        assert front.retired == [lent] and not ram.used_bytes
+        again = front.lend(object_id, data)
+        assert again is not None and again.tier.number == SSD
+        assert len(lab.origin.gets) <= 2
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@in_trio
+async def test_what_an_earlier_daemon_left_unchecked_is_superseded(cache_dir: Path, sealed: bool) -> None:
+    origin = ScriptedOrigin()
+    data = content(1, EXTENT + 5)
+    object_id = origin.put("k", data)
+    async with running(cache_dir, origin) as lab:
+        await lab.read(object_id)
+        await lab.quiet()
+        if sealed:
+            assert Front(lab).lend(object_id)
+    asked = len(origin.gets)
+    async with running(cache_dir, origin) as lab:
+        mapping = None
+        if sealed:
+            with lab.store.tiers[0].file_path(object_id.digest).open("rb") as file:
+                mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        assert Front(lab).lend(object_id) is None
+        assert await adopt(lab, object_id)
+        assert Front(lab).lend(object_id, data)
+        assert mapping is None or bytes(mapping) == data
+        lab.check_accounts()
+    assert len(origin.gets) == asked
+
+
+@in_trio
+async def test_a_pinned_version_stays_pinned(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, LARGE)
+        object_id = lab.origin.put("k", data)
+        await lab.read(object_id, 0, BLOCK)
+        await lab.quiet()
+        lab.store.pin(lab.store.object(object_id))
+        assert await adopt(lab, object_id)
+        assert lab.store.pinned_bytes == lab.used()
+        assert lab.store.evict(lab.store.object(object_id)) == 0
+        await lab.store.flush()
+        lab.store.unpin(lab.store.object(object_id))
+        assert lab.store.pinned_bytes == 0
+        assert lab.store.evict(lab.store.object(object_id)) == -(-len(data) // PAGE) * PAGE
+        lab.check_accounts()
+        assert lab.used() == 0
+
+
+# -- room ----------------------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_what_was_used_longest_ago_makes_room_and_the_cap_holds(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=6 * EXTENT) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, EXTENT)) for i in range(6)]
+        for object_id in ids:
+            await lab.read(object_id)
+            await lab.quiet()
+        await lab.store.flush()
+        new = lab.origin.put("new", content("new", 2 * EXTENT))
+        assert await adopt(lab, new)
+        assert [lab.store.cached_bytes(i) > 0 for i in (*ids, new)] == [False] * 2 + [True] * 5
+        assert lab.metrics.evicted_blocks == 32
+        lab.check_accounts()
+
+
+@in_trio
+async def test_an_evicted_file_leaves_its_readers_what_they_have(cache_dir: Path) -> None:
+    """Who wrote it still has it open: it goes whole, and no byte of it changes."""
+    async with running(cache_dir, ssd=5 * EXTENT) as lab:
+        data = content("mine", 2 * EXTENT + 100)
+        mine = lab.origin.put("mine", data)
+        path = draft(lab, data)
+        with path.open("rb") as own:
+            assert await lab.store.adopt(mine, path)
+            await lab.store.flush()
+            for i in range(5):
+                await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
+                await lab.quiet()
+                lab.check_accounts()
+            assert lab.store.cached_bytes(mine) == 0
+            assert own.read() == data
+        assert await lab.read(mine) == data
+
+
+class Disk:
+    """What statvfs says of a disk of `size` bytes, of which all files below a directory take their part."""
+
+    def __init__(self, place: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self.size = place, size
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=self.free, f_frsize=1))
+
+    @property
+    def free(self) -> int:
+        return self.size - sum(
+            os.lstat(os.path.join(folder, name)).st_blocks * 512
+            for folder, _, names in os.walk(self.place)
+            for name in names
+            if {"objects", "staging"} & set(Path(folder).parts)
+        )
+
+
+@in_trio
+async def test_bytes_that_the_disk_has_already_displace_nothing(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(cache_dir, 12 * EXTENT, monkeypatch)
+    async with running(cache_dir, ssd=64 * EXTENT, keep_free=2 * EXTENT) as lab:
+        ids = [lab.origin.put(f"k{i}", content(i, EXTENT)) for i in range(6)]
+        for object_id in ids:
+            await lab.read(object_id)
+            await lab.quiet()
+        data = content("new", 4 * EXTENT)
+        new = lab.origin.put("new", data)
+        path = draft(lab, data)
+        assert disk.free == 2 * EXTENT, "not a byte to spare"
+        lab.store.tiers[0]._free_read_again_at = 0
+        assert await lab.store.adopt(new, path)
+        assert lab.metrics.evicted_blocks == 0
+        assert lab.store.tiers[0].limit_bytes() == lab.used() == 10 * EXTENT
+        lab.store.tiers[0]._free_read_again_at = 0
+        assert lab.store.tiers[0].limit_bytes() == 10 * EXTENT
+        lab.check_accounts()
+
+
+@pytest.mark.parametrize("wanted, goes", [(0, 0), (1, 1), (EXTENT, 1), (3 * EXTENT, 3), (99 * EXTENT, 6)])
+@in_trio
+async def test_room_is_made_for_what_is_written(
+    cache_dir: Path, wanted: int, goes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(cache_dir, 8 * EXTENT, monkeypatch)
+    async with running(cache_dir, ssd=64 * EXTENT, keep_free=2 * EXTENT) as lab:
+        for i in range(6):
+            await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
+            await lab.quiet()
+        assert await lab.store.make_room(wanted) == (goes < 6)
+        assert lab.metrics.evicted_blocks == 16 * goes
+        assert disk.free - 2 * EXTENT == goes * EXTENT
+        assert await lab.store.make_room(wanted) == (goes < 6)
+        assert lab.metrics.evicted_blocks == 16 * goes, "there was room by now"
+        lab.check_accounts()
+
+
+@in_trio
+async def test_more_room_than_asked_for_is_not_made_where_bytes_are_freed_later(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ssd=64 * EXTENT, keep_free=2 * EXTENT) as lab:
+        for i in range(6):
+            await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
+            await lab.quiet()
+        frozen = SimpleNamespace(f_bavail=2 * EXTENT, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda _: frozen)
+        assert await lab.store.make_room(2 * EXTENT)
+        assert lab.metrics.evicted_blocks == 32
+
+
+@in_trio
+async def test_without_a_disk_there_is_no_room_to_make(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=0, ram=8 * MIB) as lab:
+        await lab.read(lab.origin.put("k", content(1, EXTENT)))
+        await lab.quiet()
+        assert not await lab.store.make_room(1)
+        assert not await adopt(lab, lab.origin.put("new", b"x"))
+        assert lab.metrics.evicted_blocks == 0
+
+
+# -- epochs --------------------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_a_checkpoint_beside_a_dataset_is_no_part_of_it(cache_dir: Path) -> None:
+    """Not even one in its directory, though everything there is protected for an epoch once it was used."""
+    async with running(cache_dir, ssd=64 * EXTENT) as lab:
+        ids = [lab.origin.put(f"train/{i:03d}", content(i, BLOCK)) for i in range(64)]
+        checkpoint = lab.origin.put("train/checkpoint", content("c", 2 * EXTENT))
+        catalog = lab.store._catalog
+        rng = random.Random(1)
+        for epoch in range(3):
+            for object_id in rng.sample(ids, len(ids)):
+                await lab.read(object_id)
+            await lab.quiet()
+            await lab.store.flush()
+            if epoch == 1:
+                before = lab.store.eviction_status()
+                assert await adopt(lab, checkpoint)
+                assert lab.store.eviction_status() == before
+        (known,) = lab.store.eviction_status()["datasets"]
+        assert known["mode"] == "epoch" and known["footprint_bytes"] == 64 * BLOCK
+        for object_id in rng.sample(ids, 10):  # the next epoch: what it has not had is kept
+            await lab.read(object_id)
+        kept = [catalog.kept(c) for i in ids for c in catalog.copies(catalog.object(i), SSD)]
+        assert sum(kept) == 54
+        copies = catalog.copies(catalog.object(checkpoint), SSD)
+        assert len(copies) == 2 and not any(map(catalog.kept, copies))
+        await lab.read(checkpoint)
+        assert {copy.dataset for copy in copies} == {lab.store.datasets(checkpoint)}, "now it was used"
+
+
+# -- the end of the daemon -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@in_trio
+async def test_a_kill_right_after_costs_the_file_at_most(cache_dir: Path, flushed: bool) -> None:
+    data = content(1, 2 * EXTENT + 5)
+    origin = ScriptedOrigin()
+    object_id = origin.put("k", data)
+    async with running(cache_dir, origin) as lab:
+        await lab.read(origin.put("other", content(2, EXTENT)))
+        await lab.quiet()
+        await lab.store.flush()
+        assert await adopt(lab, object_id)
+        if flushed:
+            await lab.store.flush()
+        copy = as_kill_leaves_it(cache_dir, cache_dir.with_name("cache-killed"))
+        kill(lab)
+    asked = len(origin.gets)
+    async with running(copy, origin) as lab:
+        assert not lab.store.was_clean
+        await scrub(lab.store)
+        assert lab.store.cached_bytes(object_id) == flushed * len(data)
+        lab.check_accounts()
+        assert len(cache_files(copy)) == 1 + flushed
+        assert await lab.read(object_id) == data
+        assert (len(origin.gets) == asked) == flushed
+        assert lab.metrics.checksum_failures == 0
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import trio
+from tests.store.test_adopting import writer
+trio.run(writer, Path(sys.argv[1]), int(sys.argv[2]))
+"""
+
+COUNT = 24
+
+
+def versions() -> tuple[ScriptedOrigin, list[ObjectId], list[bytes]]:
+    origin = ScriptedOrigin()
+    sizes = [1, 5 * BLOCK + 1, EXTENT, EXTENT + BLOCK]
+    data = [content(f"version{i}", sizes[i % len(sizes)]) for i in range(COUNT)]
+    return origin, [origin.put(f"k{i}", d) for i, d in enumerate(data)], data
+
+
+async def writer(place: Path, seed: int) -> None:
+    """The child: adopts and reads at random in a cache that is too small, until it is killed."""
+    rng = random.Random(seed)
+    origin, ids, data = versions()
+    async with running(place, origin, ssd=8 * MIB, ram=2 * MIB, background=True) as lab:
+        names = itertools.count()
+
+        async def adopter() -> None:
+            while True:
+                i = rng.randrange(COUNT)
+                path = draft(lab, data[i], str(next(names)))
+                if not await lab.store.adopt(ids[i], path):
+                    path.unlink()
+
+        async def reader() -> None:
+            while True:
+                i = rng.randrange(COUNT)
+                assert await lab.read(ids[i]) == data[i]
+
+        async def flusher() -> None:
+            while True:
+                await trio.sleep(0.02)
+                await lab.store.flush()
+
+        async with trio.open_nursery() as nursery:
+            for task in (adopter, adopter, reader, reader, flusher):
+                nursery.start_soon(task)
+            print("ready", flush=True)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_never_make_a_wrong_byte_of_what_was_adopted(cache_dir: Path, kills: int) -> None:
+    rng = random.Random(kills)
+    for number in range(kills):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(cache_dir), str(number)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == "ready\n", child.stderr.read()[-3000:]
+        time.sleep(rng.uniform(0.02, 0.5))
+        child.send_signal(signal.SIGKILL)
+        _, errors = child.communicate()
+        assert child.returncode == -signal.SIGKILL, errors[-3000:]
+        look(cache_dir, ("first", "none", "full")[number % 3])
+
+
+@in_trio
+async def look(cache_dir: Path, verify: str) -> None:
+    origin, ids, data = versions()
+    async with running(cache_dir, origin, ssd=8 * MIB, ram=2 * MIB, verify=verify) as lab:
+        await scrub(lab.store)
+        lab.check_accounts()
+        for object_id, d in zip(ids, data, strict=True):
+            assert await lab.read(object_id) == d
+        assert lab.metrics.checksum_failures == 0
+        await lab.quiet()
+        lab.check_accounts()
