@@ -195,20 +195,11 @@ def complete_upload(exchange: Exchange) -> None:
             parts.append(part)
     digests = b"".join(bytes.fromhex(etag) for _, etag in wanted)
     tag = hashlib.md5(digests, usedforsecurity=False).hexdigest()
-    stored = warehouse.store((piece for part in parts for piece in _pieces(part)), upload.headers)
-    stored = replace(stored, etag=f'"{tag}-{len(parts)}"')
+    stored = warehouse.join(parts, f'"{tag}-{len(parts)}"', upload.headers)
     _commit(exchange, stored)
     _forget(exchange)
     names = leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("ETag", stored.etag)
     exchange.reply(200, XML, markup.document("CompleteMultipartUploadResult", *names))
-
-
-def _pieces(stored: Stored) -> Iterator[bytes]:
-    opened = stored.body.opened()
-    try:
-        yield from opened.pieces(stored.size)
-    finally:
-        opened.close()
 
 
 def _forget(exchange: Exchange) -> None:
