@@ -32,6 +32,7 @@ from cachefs.options import (
     DERIVED,
     DURATION,
     GROUP,
+    LISTEN,
     MODE,
     PATH,
     RATE,
@@ -395,6 +396,13 @@ class Config:
         derive=lambda config: None if config.foreground else config.cache_dir / "cachefs.log",
     )
 
+    metrics: str | None = option(
+        LISTEN,
+        "Running",
+        "Show metrics for Prometheus at /metrics, /healthz, /readyz, and a page for people at /. A PORT alone is for this "
+        "machine; any other address needs no password either.",
+        value=None,
+    )
     print_config: bool = field(
         default=False,
         compare=False,

@@ -45,6 +45,7 @@ from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
 from cachefs.store import SHM, Backing, Opened, open_store, scrub
 from cachefs.warming import Jobs
+from cachefs.watching import Endpoint, Watch, open_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,8 @@ class Daemon:
         self._stopped_by = "umount"
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
+        self._watch = Watch(metrics, self._status, config.mountpoint)
+        self._endpoint: Endpoint | None = None
 
     async def main(self) -> int:
         # Open until the very end: a second signal must not end the process while RAM is being saved.
@@ -172,6 +175,8 @@ class Daemon:
             try:
                 await self._open_origins()
                 await self._open_peers()
+                if self._config.metrics is not None:
+                    self._endpoint = await open_endpoint(self._config.metrics)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
                     await self._serve(nursery)
@@ -261,11 +266,18 @@ class Daemon:
             names = {id(volume.origin): volume.name for volume in volumes}
             self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
+            if self._endpoint is not None:
+                log.info("metrics at http://%s/metrics", self._endpoint.address)
+                if self._endpoint.warning:
+                    log.warning("%s", self._endpoint.warning)
+                nursery.start_soon(self._keep, partial(self._endpoint.serve, self._watch.pages()), "metrics")
+                nursery.start_soon(self._keep, self._watch.run, "samples of the metrics")
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await front.serve()
         finally:
+            self._watch.ready = False
             if peers is not None:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
@@ -338,6 +350,7 @@ class Daemon:
         for line in self._tuning:
             log.info("%s", line)
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
+        self._watch.ready = True
         self._on_ready()
         await self._notifier.attend(self._config.mountpoint, self._title())
 
@@ -422,8 +435,10 @@ class Daemon:
             "warnings": [
                 *self._opened.warnings,
                 *([self._store.index_error] if self._store.index_error else []),
+                *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
             ],
             "memory_bytes": _resident_bytes(),
+            "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),
         }
 

@@ -1,18 +1,20 @@
-"""One table of counters: name, unit, meaning.
+"""One table of everything that is measured: name, unit, meaning.
 
 A counter is a plain integer attribute, so that counting costs one dictionary operation on the hot path. They are only
-changed from the trio thread; worker threads report back instead.
+changed from the trio thread; worker threads report back instead. What is not counted but looked up when somebody asks
+(how full a tier is, who waits) has a row in `SERIES`. What is known by name is in the `ledger` that every room gets with
+the counters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from cachefs.ledger import Ledger
 
 
 def _counter(unit: str, meaning: str) -> Any:
-    from dataclasses import field
-
     return field(default=0, metadata={"unit": unit, "meaning": meaning})
 
 
@@ -53,8 +55,13 @@ class Metrics:
     origin_retries: int = _counter("requests", "attempts repeated after a transient failure")
     origin_throttled: int = _counter("replies", "503/429 replies")
     origin_errors: int = _counter("requests", "requests that failed for good")
+    # What is written here.
+    uploaded_files: int = _counter("files", "files whose new content reached the store")
+    upload_failures: int = _counter("attempts", "uploads of files that failed and are tried again")
     # Other nodes.
-    peer_requests: int = _counter("requests", "blocks asked of other nodes, asked after, or to be brought there")
+    peer_requests: int = _counter(
+        "requests", "blocks asked of other nodes, asked after, or to be brought there"
+    )
     peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
     peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
     peer_hits: int = _counter("blocks", "blocks that came from another node instead of the store")
@@ -65,7 +72,16 @@ class Metrics:
     # The cache.
     ram_hits: int = _counter("blocks", "blocks read from the RAM tier")
     ssd_hits: int = _counter("blocks", "blocks read from the SSD tier")
-    misses: int = _counter("blocks", "blocks a reader had to wait for")
+    heap_hits: int = _counter("blocks", "blocks read from memory because no tier could take them")
+    misses: int = _counter(
+        "blocks", "blocks a reader had to wait for, for one of the six reasons that follow"
+    )
+    misses_cold: int = _counter("blocks", "never here, as far as is remembered")
+    misses_evicted: int = _counter("blocks", "evicted before they were read again")
+    misses_changed: int = _counter("blocks", "of files of which an older version was here")
+    misses_damaged: int = _counter("blocks", "dropped because their checksum or their disk failed")
+    misses_passed: int = _counter("blocks", "not kept the last time because no tier could take them")
+    misses_late: int = _counter("blocks", "on their way already, fetched ahead, but not here yet")
     prefetched: int = _counter("blocks", "blocks fetched ahead of any reader")
     prefetched_late: int = _counter(
         "blocks", "blocks fetched ahead that a reader had to wait for all the same"
@@ -73,6 +89,11 @@ class Metrics:
     admitted_blocks: int = _counter("blocks", "blocks written to a tier")
     bypassed_blocks: int = _counter(
         "blocks", "blocks served without being cached because no tier could take them"
+    )
+    admitted_bytes: int = _counter("bytes", "of what the store or other nodes sent: written to a tier")
+    bypassed_bytes: int = _counter("bytes", "of that: served without being cached")
+    discarded_bytes: int = _counter(
+        "bytes", "of that: parts of blocks whose transfer ended before they were whole"
     )
     evicted_blocks: int = _counter("blocks", "blocks removed to make room")
     spilled_blocks: int = _counter("blocks", "blocks moved from RAM to SSD")
@@ -94,11 +115,76 @@ class Metrics:
     objects_changed: int = _counter("events", "open files whose object was replaced at the origin (ESTALE)")
     hidden_names: int = _counter("names", "keys that no path can name, left out of listings")
 
+    ledger: Ledger = field(default_factory=Ledger)
+    """Requests, waits and misses by name."""
+
     def as_dict(self) -> dict[str, int]:
         """Name → value, in the order of the table."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name, _, _ in self.table()}
 
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
         """(name, unit, meaning) rows, for documentation and exporters."""
-        return [(f.name, f.metadata["unit"], f.metadata["meaning"]) for f in fields(cls)]
+        return [(f.name, f.metadata["unit"], f.metadata["meaning"]) for f in fields(cls) if f.metadata]
+
+
+class Series(NamedTuple):
+    """A row for what is looked up. `kind` is Prometheus' word: gauge, counter or histogram."""
+
+    name: str
+    kind: str
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+SERIES = (
+    Series("info", "gauge", "", "always 1: which daemon this is", ("version", "front", "mountpoint")),
+    Series("up_seconds", "gauge", "seconds", "since the daemon started"),
+    Series("ready", "gauge", "", "1 once the mount answers, 0 before and while it stops"),
+    Series("memory_bytes", "gauge", "bytes", "resident memory of the daemon, the RAM tier not included"),
+    Series("open_files", "gauge", "files", "open through the mount"),
+    Series("names", "gauge", "names", "known names of files and directories"),
+    Series("warnings", "gauge", "warnings", "what cachefs status warns of"),
+    Series("tier_used_bytes", "gauge", "bytes", "what a tier holds", ("tier",)),
+    Series("tier_limit_bytes", "gauge", "bytes", "what a tier may hold now", ("tier",)),
+    Series("tier_blocks", "gauge", "blocks", "blocks in a tier", ("tier",)),
+    Series("pinned_bytes", "gauge", "bytes", "what is pinned"),
+    Series(
+        "origin_concurrency",
+        "gauge",
+        "requests",
+        "requests that may be in flight to a store now",
+        ("source",),
+    ),
+    Series("origin_in_flight", "gauge", "requests", "requests in flight, by class", ("source", "class")),
+    Series(
+        "origin_waiting", "gauge", "requests", "requests that wait for a slot, by class", ("source", "class")
+    ),
+    Series("origin_throughput_bytes", "gauge", "bytes a second", "what a store sends now", ("source",)),
+    Series("prefetch_in_flight", "gauge", "files", "files being fetched ahead"),
+    Series("prefetch_unused_bytes", "gauge", "bytes", "fetched ahead and not opened yet"),
+    Series("uploads_pending", "gauge", "files", "written here and not in the store yet"),
+    Series("uploads_pending_bytes", "gauge", "bytes", "the bytes of those"),
+    Series("peer_members", "gauge", "nodes", "other members of the group, by state", ("state",)),
+    Series("peer_bytes", "counter", "bytes", "blocks from (in) and to (out) a peer", ("peer", "direction")),
+    Series("peer_latency_seconds", "gauge", "seconds", "mean time until a peer's reply begins", ("peer",)),
+    Series("jobs_running", "gauge", "jobs", "cachefs warm, pin, … that run"),
+    Series("dataset_requests", "counter", "requests", "requests to the store", ("dataset", "request")),
+    Series(
+        "dataset_bytes",
+        "counter",
+        "bytes",
+        "bytes from (in) and to (out) the store",
+        ("dataset", "direction"),
+    ),
+    Series("reads_waiting", "gauge", "reads", "reads that wait now"),
+    Series("read_blocked_seconds", "counter", "seconds", "time in which at least one read waited"),
+    Series(
+        "read_waited_seconds", "counter", "seconds", "time that reads waited, added up, by what for", ("on",)
+    ),
+    Series(
+        "read_wait_seconds", "histogram", "seconds", "how long reads took that could not be answered at once"
+    ),
+)
+"""What exporters add to the counters. Names are without the prefix `cachefs_`."""

@@ -110,6 +110,13 @@ def _parse_group(text: str) -> int:
         raise ValueError("not a group of this machine: write a number or a group name") from None
 
 
+def _parse_listen(text: str) -> str:
+    host, _, port = text.strip().rpartition(":")
+    if not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535 or re.search(r"[^\w.:\[\]-]", host):
+        raise ValueError("not HOST:PORT: write it like 127.0.0.1:9400, or 9400 for this machine alone")
+    return f"{host or '127.0.0.1'}:{port}"
+
+
 def _kind(
     metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
 ) -> Callable[..., Row]:
@@ -129,6 +136,7 @@ COUNT = _kind("N", _parse_count)
 WEIGHT = _kind("N", _parse_weight)
 TEXT = _kind("TEXT", _parse_text)
 URL = _kind("URL", _parse_url)
+LISTEN = _kind("HOST:PORT", _parse_listen)
 PATH = _kind("PATH", _parse_path, str)
 USER = _kind("USER", _parse_user)
 GROUP = _kind("GROUP", _parse_group)

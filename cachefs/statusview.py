@@ -52,6 +52,8 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"job {job['id']}", _job(job)
     if "front" in status and "front_reason" in status:
         yield "front", f"{status['front']}: {status['front_reason']}"
+    if status.get("endpoint"):
+        yield "metrics", f"http://{status['endpoint']}/"
     for line in status.get("tuning") or []:
         yield "tuning", str(line)
     for line in status.get("warnings") or []:

@@ -17,12 +17,12 @@ PACKAGE = Path(cachefs.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 RANK = {
-    **dict.fromkeys(("__init__", "names", "errors", "metrics"), 0),
+    **dict.fromkeys(("__init__", "names", "errors", "metrics", "ledger"), 0),
     # Leaves of plain knowledge about the machine and the configuration.
     **dict.fromkeys(("units", "cgroup", "mountinfo", "logs"), 1),
     **dict.fromkeys(("config", "layers", "options", "sources", "database"), 1),
     **dict.fromkeys(("origin", "store", "peers"), 2),
-    "fetch": 3,
+    **dict.fromkeys(("fetch", "upload"), 3),
     "fs": 4,
     **dict.fromkeys(("prefetch", "fuse"), 5),
     **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking", "simulate"), 6),
@@ -30,6 +30,7 @@ RANK = {
     **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
     "cli_peers": 7,
     "notify": 6,
+    "watching": 6,
     **dict.fromkeys(("cli_usage", "statusview", "__main__"), 7),
 }
 """Room → floor. Imports go to the own room or to a lower floor; between rooms of one floor only where SIDEWAYS says."""
@@ -40,6 +41,7 @@ SIDEWAYS = {0, 1, 6, 7}
 NEVER = {
     "fs": {"fuse", "store", "daemon"},
     "store": {"origin", "fetch", "fs"},
+    "upload": {"fs", "fuse"},
     "origin": {"store", "fetch", "fs"},
     "peers": {"origin", "store", "fetch", "fs"},
 }
@@ -52,7 +54,9 @@ FENCES = {
         ("origin/",),
     ),
     **dict.fromkeys(("click", "rich"), ("cli", "options.py", "statusview.py")),
-    **dict.fromkeys(("h11", "ssl"), ("peers/",)),
+    "h11": ("peers/", "watching/"),
+    "ssl": ("peers/",),
+    "prometheus_client": ("watching/",),
     "asyncio": (),
 }
 """Third-party package → where in cachefs/ it may be imported."""

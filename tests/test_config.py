@@ -126,6 +126,7 @@ def test_every_option_in_every_layer(tmp_path: Path) -> None:
     """One row is enough: argv, -o, environment and file all accept what --print-config shows."""
     given = {"endpoint_url": "http://minio:9000", "region": "r", "profile": "p", "peers": "dns:nodes:7070"}
     given |= {"peer_listen": "[::1]:7070", "peer_key_file": "/k", "etcd_ca": "/e"}
+    given |= {"metrics": "127.0.0.1:9400"}
     given |= {"peer_cert": "/c", "peer_cert_key": "/p", "peer_ca": "/a"}
     shown = tomllib.loads(layers.dump(load(**given)))
     file = tmp_path / "c.toml"
@@ -149,6 +150,13 @@ def test_switches() -> None:
     assert not load("allow_other", allow_other=False).allow_other
     assert load(environ={"CACHEFS_ANONYMOUS": "1"}).sources[0].anonymous
     assert not load(environ={"CACHEFS_ANONYMOUS": ""}).sources[0].anonymous
+
+
+def test_where_metrics_are_shown() -> None:
+    assert load(metrics="9400").metrics == load(metrics=":9400").metrics == "127.0.0.1:9400"
+    assert load(metrics="[::]:9400").metrics == "[::]:9400"
+    for wrong in ("localhost", "a b:1", "host:65536", "http://host:1"):
+        assert "HOST:PORT" in refusal(metrics=wrong)
 
 
 def test_fstab_options() -> None:

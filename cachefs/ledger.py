@@ -1,0 +1,406 @@
+"""What is remembered by name beside the counters: whom the store was asked for, who waited for what, why blocks were missed.
+
+Counters say how much, these say who and which. All of it is noted where something waits anyway (a request to the store, a
+read that could not be answered at once), so a warm read pays nothing, and reads that the kernel answers by itself are not
+seen. Every table is bounded: what falls out of one is added to a row of its own, or forgotten where only the latest counts.
+Only changed from the trio thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cachefs.names import ObjectId
+
+OTHERS = "…"
+"""The row of what has no row of its own."""
+
+DATASETS = 64
+"""Rows of datasets. Borrowed from the store's: a source with more first components has classes there, and not datasets."""
+
+PROCESSES = 512
+"""Rows of processes, about 1 KiB each. Guessed: those of a node's jobs, and their loaders'."""
+
+THREADS = 4096
+"""Threads whose process is known. Guessed."""
+
+THREAD_S = 10.0
+"""How long a thread's number is believed to be that process's. Guessed: numbers come again after minutes at the earliest."""
+
+REMEMBERED = 16_384
+"""Extents whose last miss, or whose end, is remembered; versions that were fetched. About 3 MB each. Guessed."""
+
+SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
+"""A wait from which on a read may be among the slowest, how many of those are kept, and for how long. Guessed."""
+
+STORE, PEER, DISK = "store", "peer", "disk"
+WAITED_FOR = (STORE, PEER, DISK)
+"""What a read waits for: bytes from the store, from another node, or from this node's own tiers."""
+
+REASONS = {
+    "cold": "nobody has had it here, as far as is remembered",
+    "evicted": "it was here and went, to make room or by cachefs evict",
+    "changed": "another version of the file was here",
+    "damaged": "it was here, and its checksum or its disk failed",
+    "passed": "it was read before, and no tier had room for it",
+    "late": "it was on its way already, fetched ahead, and had not come yet",
+}
+"""Why a reader had to wait for a block. The counters `misses_…` are these."""
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histogram of waits."""
+
+Account = Counter[str]
+"""Requests and bytes of one dataset or process, under the names of the counters (`origin_get`, `origin_bytes`, …)."""
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class Requests:
+    """For which dataset the store was asked. A dataset is a first path component below the mounted prefix."""
+
+    def __init__(self) -> None:
+        self.datasets: dict[str, Account] = {}
+
+    def account(self, prefix: str, key: str) -> Account:
+        """Of the dataset that a key (or the prefix of a listing) belongs to."""
+        first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
+        name = prefix + first if slash else prefix
+        found = self.datasets.get(name)
+        if found is None:
+            if len(self.datasets) >= DATASETS:
+                name = OTHERS
+            found = self.datasets.setdefault(name, Account())
+        return found
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """Which process a thread belongs to. `started` tells it from an earlier one of the same number."""
+
+    pid: int
+    started: int
+    parent: int
+    name: str
+
+
+NOBODY = Identity(0, 0, 0, "?")
+"""The kernel itself, or a process that this daemon's namespace does not show."""
+
+
+def identify(thread: int) -> Identity:
+    """As /proc says; `NOBODY` when it does not."""
+    try:
+        lines = Path(f"/proc/{thread}/status").read_text().splitlines()
+        pid = next(int(line.split()[1]) for line in lines if line.startswith("Tgid:"))
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        name, after = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
+        return Identity(pid, int(after[19]), int(after[1]), name)
+    except (OSError, ValueError, IndexError, StopIteration):
+        return NOBODY
+
+
+class Process:
+    """One process that waited. `waited` are seconds summed over its reads, `blocked_s` seconds in which at least one of them
+    waited; `account` is what was asked of the store for its reads."""
+
+    __slots__ = (
+        "_blocked_since",
+        "account",
+        "blocked_s",
+        "bytes",
+        "identity",
+        "reads",
+        "since",
+        "waited",
+        "waiting",
+    )
+
+    def __init__(self, identity: Identity, now: float) -> None:
+        self.identity = identity
+        self.since = now
+        self.account = Account()
+        self.reads = self.bytes = self.waiting = 0
+        self.waited = dict.fromkeys(WAITED_FOR, 0.0)
+        self.blocked_s = 0.0
+        self._blocked_since = 0.0
+
+    def began(self, now: float) -> None:
+        if not self.waiting:
+            self._blocked_since = now
+        self.waiting += 1
+
+    def ended(self, now: float) -> None:
+        self.waiting -= 1
+        if not self.waiting:
+            self.blocked_s += now - self._blocked_since
+
+    def blocked_until(self, now: float) -> float:
+        """Including the time that it is blocked now."""
+        return self.blocked_s + (now - self._blocked_since if self.waiting else 0.0)
+
+    def add(self, other: Process) -> None:
+        """The totals of a process that is forgotten."""
+        self.account += other.account
+        self.reads += other.reads
+        self.bytes += other.bytes
+        self.blocked_s += other.blocked_s
+        for what in WAITED_FOR:
+            self.waited[what] += other.waited[what]
+
+
+class Wait:
+    """One read that waits. `end` is called whatever becomes of it."""
+
+    __slots__ = ("_clock", "_marked", "began", "object", "offset", "on", "process", "shares")
+
+    def __init__(
+        self, process: Process, object_id: ObjectId, offset: int, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
+        self.process = process
+        self.object = object_id
+        self.offset = offset
+        self.began = self._marked = clock()
+        self.on = DISK
+        self.shares = dict.fromkeys(WAITED_FOR, 0.0)
+
+    def now_for(self, what: str, since: float | None = None) -> None:
+        """From now on (or already since then) it waits for that."""
+        at = self._clock() if since is None else max(since, self._marked)
+        self.shares[self.on] += at - self._marked
+        self._marked = at
+        self.on = what
+
+
+class SlowRead(NamedTuple):
+    seconds: float
+    number: int
+    """Tells those of equal length apart."""
+    at: float
+    key: str
+    offset: int
+    on: str
+    process: Identity
+
+
+class Waits:
+    """Who waited in reads, for how long and for what. Seconds of `clock`."""
+
+    def __init__(self, clock: Callable[[], float], look: Callable[[int], Identity]) -> None:
+        self._clock = clock
+        self._look = look
+        self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
+        self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
+        self._numbers = count()
+        self._slow: list[SlowRead] = []
+        self.under_way: set[Wait] = set()
+        self.everybody = Process(Identity(0, 0, 0, "all"), clock())
+        self.buckets = [0] * (len(BUCKETS_S) + 1)
+
+    def process(self, thread: int) -> Process:
+        """The row of the process that a thread belongs to."""
+        now = self._clock()
+        known = self._threads.get(thread)
+        if known is not None and now < known[0]:
+            return known[1]
+        identity = self._look(thread) if thread else NOBODY
+        process = self._row(identity, now)
+        self._threads[thread] = now + THREAD_S, process
+        self._threads.move_to_end(thread)
+        if len(self._threads) > THREADS:
+            self._threads.popitem(last=False)
+        return process
+
+    def _row(self, identity: Identity, now: float) -> Process:
+        key = identity.pid, identity.started
+        process = self._processes.get(key)
+        if process is None:
+            if len(self._processes) >= PROCESSES:
+                self._forget_one(now)
+            process = self._processes[key] = Process(identity, now)
+        process.identity = identity  # its name may have changed
+        self._processes.move_to_end(key)
+        return process
+
+    def _forget_one(self, now: float) -> None:
+        """Of those that do not wait now, the one that has not been seen for longest."""
+        rest = self._processes.setdefault((-1, 0), Process(Identity(-1, 0, 0, OTHERS), now))
+        for key, process in self._processes.items():
+            if not process.waiting and process is not rest:
+                rest.add(process)
+                del self._processes[key]
+                self._threads.clear()  # some may lead to it
+                break
+
+    def begin(self, thread: int, object_id: ObjectId, offset: int) -> Wait:
+        """A read of that thread cannot be answered at once."""
+        wait = Wait(self.process(thread), object_id, offset, self._clock)
+        wait.process.began(wait.began)
+        self.everybody.began(wait.began)
+        self.under_way.add(wait)
+        return wait
+
+    def end(self, wait: Wait, count: int) -> None:
+        """It was answered with `count` bytes, or failed."""
+        self.under_way.discard(wait)
+        wait.now_for(wait.on)
+        now = self._clock()
+        seconds = now - wait.began
+        for process in (wait.process, self.everybody):
+            process.ended(now)
+            process.reads += 1
+            process.bytes += count
+            for what, share in wait.shares.items():
+                process.waited[what] += share
+        self.buckets[next((i for i, bound in enumerate(BUCKETS_S) if seconds <= bound), -1)] += 1
+        if seconds >= SLOW_S and (len(self._slow) < SLOWEST or seconds > self._slow[0].seconds):
+            on = max(WAITED_FOR, key=wait.shares.__getitem__)
+            self._keep(
+                SlowRead(
+                    *(seconds, next(self._numbers), now, wait.object.key, wait.offset, on),
+                    wait.process.identity,
+                )
+            )
+
+    def _keep(self, read: SlowRead) -> None:
+        if len(self._slow) >= SLOWEST:
+            fresh = self._fresh(read.at)
+            if len(fresh) < len(self._slow):
+                self._slow = fresh
+                heapq.heapify(self._slow)
+        if len(self._slow) >= SLOWEST:
+            heapq.heapreplace(self._slow, read)
+        else:
+            heapq.heappush(self._slow, read)
+
+    def _fresh(self, now: float) -> list[SlowRead]:
+        return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
+
+    # What others see: plain values, times as seconds before now.
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Those that have waited, the latest first."""
+        now = self._clock()
+        return [_shown(process, now) for process in reversed(self._processes.values())]
+
+    def totals(self) -> dict[str, Any]:
+        """All processes together: `blocked_s` are seconds in which anybody waited."""
+        return _shown(self.everybody, self._clock())
+
+    def slowest(self) -> list[dict[str, Any]]:
+        """The slowest reads of the last quarter of an hour, the slowest first."""
+        now = self._clock()
+        return [
+            {
+                **{"seconds": read.seconds, "ago_s": now - read.at, "key": read.key, "offset": read.offset},
+                **{"on": read.on, "pid": read.process.pid, "name": read.process.name},
+            }
+            for read in sorted(self._fresh(now), reverse=True)
+        ]
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """The reads that wait now, the longest first."""
+        now = self._clock()
+        return [
+            {
+                **{"seconds": now - wait.began, "key": wait.object.key, "offset": wait.offset, "on": wait.on},
+                **{"pid": wait.process.identity.pid, "name": wait.process.identity.name},
+            }
+            for wait in sorted(self.under_way, key=lambda wait: wait.began)
+        ]
+
+
+def _shown(process: Process, now: float) -> dict[str, Any]:
+    identity = process.identity
+    return {
+        **{"pid": identity.pid, "parent": identity.parent, "name": identity.name},
+        **{"seen_s": now - process.since, "waiting": process.waiting, "reads": process.reads},
+        **{"bytes": process.bytes, "blocked_s": process.blocked_until(now), "waited_s": dict(process.waited)},
+        "requests": dict(process.account),
+    }
+
+
+# -- misses ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Miss:
+    """The last time that somebody had to wait for blocks of an extent. `at` is the time of day; `way` says where they were
+    asked for, in that order."""
+
+    at: float
+    reason: str
+    way: list[str] = field(default_factory=list)
+
+
+class Misses:
+    """Why blocks were not here when somebody wanted them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._gone: OrderedDict[tuple[bytes, int], str] = OrderedDict()
+        self._last: OrderedDict[tuple[bytes, int], Miss] = OrderedDict()
+        self._versions: OrderedDict[int, bytes] = OrderedDict()
+
+    def gone(self, digest: bytes, extent: int, reason: str) -> None:
+        """Blocks of an extent are not here any more."""
+        _put(self._gone, (digest, extent), reason)
+
+    def fetched(self, object_id: ObjectId) -> None:
+        """A version is on its way here."""
+        _put(self._versions, hash((object_id.source, object_id.key)), object_id.digest)
+
+    def missed(self, object_id: ObjectId, extent: int, *, late: bool) -> str:
+        """A reader has to wait for blocks of that extent; the reason."""
+        place = object_id.digest, extent
+        reason = self._gone.pop(place, "late" if late else "")
+        if not reason:
+            before = self._versions.get(hash((object_id.source, object_id.key)))
+            reason = "cold" if before in (None, object_id.digest) else "changed"
+        _put(self._last, place, Miss(self._clock(), reason))
+        return reason
+
+    def asked(self, digest: bytes, extent: int, way: str) -> None:
+        """Where blocks that are being waited for were asked for, and what came of it."""
+        miss = self._last.get((digest, extent))
+        if miss is not None and len(miss.way) < 8:
+            miss.way.append(way)
+
+    def last(self, digest: bytes, extents: int) -> Iterator[tuple[int, Miss]]:
+        """Of a version with that many extents, those that were missed."""
+        for extent in range(extents):
+            miss = self._last.get((digest, extent))
+            if miss is not None:
+                yield extent, miss
+
+
+def _put(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > REMEMBERED:
+        table.popitem(last=False)
+
+
+class Ledger:
+    """The three of them. `clock` is monotonic, `time_of_day` is for people."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        time_of_day: Callable[[], float] = time.time,
+        look: Callable[[int], Identity] = identify,
+    ) -> None:
+        self.requests = Requests()
+        self.waits = Waits(clock, look)
+        self.misses = Misses(time_of_day)
