@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 """There, a test that lacks something of its machine fails: everything is installed."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what runs in the background so, and all processes of the tests would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if str(ROOT) not in sys.path:  # so that `tests.store.lab` and `bench.lab` import however pytest was started
     sys.path.insert(0, str(ROOT))

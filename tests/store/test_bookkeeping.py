@@ -135,6 +135,7 @@ async def test_large_versions_are_not_remembered(cache_dir: Path) -> None:
         large, fits = (lab.origin.put(str(n), content(n, n)) for n in (size, size - 16 * 4096))
         for object_id in (large, fits):
             await lab.read(object_id)
+            await lab.quiet()  # the last block exists for all once its transfer has ended
             assert lends(lab, object_id)
         await forget_all(lab)
         assert [lends(lab, large), lends(lab, fits)] == [False, True]

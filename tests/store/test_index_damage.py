@@ -146,7 +146,7 @@ def run_trials(trials: list[tuple[str, Callable[[], str]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stopped", "count"), [("clean", 10), ("killed", 10), pytest.param("killed", 200, marks=pytest.mark.slow)]
+    ("stopped", "count"), [("clean", 10), ("killed", 10), pytest.param("killed", 50, marks=pytest.mark.slow)]
 )
 def test_random_bit_flips_in_the_index(
     warm: tuple[Path, Path], tmp_path: Path, stopped: str, count: int
@@ -165,7 +165,7 @@ def test_random_bit_flips_in_the_index(
     run_trials(trials)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_bit_flips_in_live_pages_of_the_index(
     warm: tuple[Path, Path], tmp_path: Path, count: int
 ) -> None:
