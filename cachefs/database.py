@@ -2,7 +2,7 @@
 
 Idea: what the tables mean belongs to the rooms that own them; what a database can suffer belongs here. A damaged
 database is never repaired and never believed: it is dropped with one line in the log, because everything in it can be
-learnt again.
+learnt again. Only a `precious` one (the journal of uploads) cannot: that is refused and left as it is.
 
 How damage is noticed, without scanning a healthy database at start: a clean close leaves the xxh3 of the file beside
 it, so the next open compares one hash (a gigabyte a second and more). After an unclean stop there is no such hash, and a
@@ -61,13 +61,22 @@ class Database:
     """A set of ordered tables in one LMDB environment. Keys are at most 511 bytes."""
 
     def __init__(
-        self, path: Path, tables: Sequence[str], *, version: str, fsync: bool, refuge: Path | None = None
+        self,
+        path: Path,
+        tables: Sequence[str],
+        *,
+        version: str,
+        fsync: bool,
+        refuge: Path | None = None,
+        precious: bool = False,
     ) -> None:
         """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
 
         `version` names the format of the rows; a database of another version is dropped. When a write fails and there is
-        a `refuge` (a directory that must not exist yet), the database goes on there until it is closed."""
+        a `refuge` (a directory that must not exist yet), the database goes on there until it is closed. A `precious` one is
+        never dropped: `CacheUnusable` then, and nothing is changed."""
         self.path = path
+        self._precious = precious
         self._refuge = refuge
         self._names = tuple(tables)
         self.dropped: str | None = None
@@ -87,6 +96,8 @@ class Database:
             reason = self._damage()
             if reason:
                 self._drop(reason)
+            if precious and not (path / "data.mdb").exists():
+                self._create_whole()
             try:
                 self._open(tables)
             except (lmdb.Error, OSError) as exc:
@@ -104,6 +115,16 @@ class Database:
 
     def _open(self, tables: Sequence[str]) -> None:
         self._opened = _open_tables(self.path, tables, fsync=self._fsync)
+
+    def _create_whole(self) -> None:
+        """A kill in the middle must not leave what looks like damage."""
+        fresh = self.path / "fresh"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        _open_tables(fresh, self._names, fsync=True)[0].close()
+        _write_mark(self.path / "version", self._version)
+        (fresh / "data.mdb").replace(self.path / "data.mdb")
+        shutil.rmtree(fresh, ignore_errors=True)
 
     def _damage(self) -> str | None:
         """Why what lies at `path` must not be believed, or None."""
@@ -123,6 +144,12 @@ class Database:
         return _rewrite(self.path, self._names, fsync=self._fsync)
 
     def _drop(self, reason: str) -> None:
+        if self._precious:
+            os.close(self._lock_fd)
+            raise CacheUnusable(
+                f"the database in {self.path} cannot be read ({reason}), and nothing else knows what is in it: "
+                "move the directory away to begin without"
+            )
         self.dropped = reason
         log.warning("dropping the database in %s: %s; it will be learnt again", self.path, reason)
         for name in ("data.mdb", "lock.mdb", "version", "clean", "dirty"):

@@ -1,0 +1,273 @@
+"""A draft: the new content of one file on its way to the store.
+
+Its bytes are in a staging file. Who writes finds it as a file of its own: one writer at a time, readers beside. What is
+being made an object is not changed meanwhile: a writer who comes to such bytes waits for an upload that somebody waits
+for, and breaks off one that nobody does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+import trio
+
+from cachefs.errors import CachefsError, NoRoom, TooLarge
+from cachefs.origin import ObjectInfo, Origin, Upload
+from cachefs.upload.parts import Parts
+from cachefs.upload.sending import Sender
+from cachefs.upload.staging import Buffer, StagingFile
+
+
+class Attempt:
+    """One upload of what the draft held at `generation`: its first `frozen` bytes, which are not to be changed until it is
+    `done`."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.scope = trio.CancelScope()
+        self.error: CachefsError | None = None
+        self.waiters = 0
+        self.frozen = 0
+        self.generation = -1
+
+
+class Owner(Protocol):
+    """What a draft asks of `Uploads`."""
+
+    async def keep(self, draft: Draft) -> None:
+        """Its row in the journal says what is true now."""
+
+    async def orphaned(self, draft: Draft, upload: Upload) -> None:
+        """Nobody will complete this upload."""
+
+    async def admit(self, draft: Draft, count: int) -> None:
+        """Return when as many bytes may be written. `NoRoom` when the disk stays full."""
+
+    async def more_room(self, draft: Draft, count: int) -> bool:
+        """The disk was full after all: whether it is worth another attempt."""
+
+    def wrote(self, draft: Draft) -> None:
+        """Its content has changed."""
+
+    async def renew(self, draft: Draft) -> StagingFile:
+        """A new staging file for it, with its content: the cache has the old one."""
+
+
+class Draft:
+    """Made by `Uploads` only, and used from the trio thread.
+
+    `size` is in bytes; `mtime_ns` is the time of the last write, or what somebody set. `attrs` is the filesystem's to fill
+    and comes back after a crash. `handles` are its open users. `failure` is why the last upload failed, until one
+    succeeds."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        name: str,
+        origin: Origin,
+        key: str,
+        file: StagingFile,
+        size: int,
+        *,
+        base: str | None,
+        mtime_ns: int,
+        attrs: Mapping[str, Any],
+    ) -> None:
+        self.id = name
+        self.origin, self.key = origin, key
+        self.mtime_ns = mtime_ns
+        self.attrs = dict(attrs)
+        self.handles = 0
+        self.failure: CachefsError | None = None
+        # The room's own.
+        self.file = file
+        self.parts = Parts(origin.limits, size)
+        self.sender = Sender(origin, key, self.parts, file, self)
+        self.base = base  # the etag of the version that it replaces
+        self.generation, self.synced = 0, -1  # its content now; as it is surely on the disk
+        self.attempt: Attempt | None = None
+        self.acknowledged = self.adopted = self.discarded = self.told = self.unsure = False
+        self.due, self.failures = math.inf, 0
+        self.lock = trio.Lock()  # its content
+        self.turn = trio.Lock()  # its name
+        self.row_turn = trio.Lock()  # its row in the journal
+        self.has_row = False
+        self.upload_state: dict[str, Any] | None = None
+        self._owner = owner
+        self._at_store: tuple[int, ObjectInfo] | None = None
+
+    @property
+    def size(self) -> int:
+        return self.parts.size
+
+    @property
+    def dirty(self) -> bool:
+        """Whether it holds something that the store does not have."""
+        return self._at_store is None or self._at_store[0] != self.generation
+
+    @property
+    def committed(self) -> ObjectInfo | None:
+        """The version of the store that has exactly this content; None while dirty."""
+        return None if self.dirty or self._at_store is None else self._at_store[1]
+
+    @property
+    def stored(self) -> ObjectInfo | None:
+        """The last version that it made, of whatever content."""
+        return self._at_store[1] if self._at_store is not None else None
+
+    def has(self, generation: int) -> bool:
+        """Whether the store has had what it held then, or later."""
+        return self._at_store is not None and self._at_store[0] >= generation
+
+    def forget_stored(self) -> None:
+        """Nothing of it is at the store any more."""
+        self._at_store = None
+        self.unsure = False
+
+    def moved(self, origin: Origin, key: str) -> None:
+        """It is on its way to another key. Nothing of it is under way."""
+        self.origin, self.key = origin, key
+        self.sender = Sender(origin, key, self.parts, self.file, self)
+        self.upload_state = None
+
+    def row(self) -> dict[str, Any]:
+        """What the journal keeps of it."""
+        return {
+            "source": self.origin.source,
+            "key": self.key,
+            "file": self.file.path.name,
+            "acknowledged": self.acknowledged,
+            "base": self.base,
+            "size": self.size,
+            "mtime_ns": self.mtime_ns,
+            "attrs": self.attrs,
+            "upload": self.upload_state,
+        }
+
+    def stored_as(self, generation: int, info: ObjectInfo) -> None:
+        self._at_store = (generation, info)
+
+    # -- content -----------------------------------------------------------------------------------
+
+    def read_now(self, offset: int, size: int) -> Buffer | None:
+        """The bytes, clipped to the content; None: use `read`."""
+        count = min(size, self.size - offset)
+        return self.file.read_now(offset, count) if count > 0 else b""
+
+    async def read(self, offset: int, size: int) -> Buffer:
+        """The bytes, clipped to the content."""
+        count = min(size, self.size - offset)
+        return await self.file.read(offset, count) if count > 0 else b""
+
+    async def write(self, offset: int, data: Buffer) -> None:
+        """Raises `NoRoom` when the disk stays full, `TooLarge` beyond what the store takes. Waits while too much is
+        unsent. `data` must not change until this has returned."""
+        async with self.lock:
+            await self._write(offset, data)
+
+    async def append(self, data: Buffer) -> int:
+        """The same at the end, wherever that is by then; returns the offset."""
+        async with self.lock:
+            offset = self.size
+            await self._write(offset, data)
+            return offset
+
+    async def truncate(self, size: int) -> None:
+        """The content ends at `size`; what is new of it is zeros."""
+        async with self.lock:
+            self._within_limits(size)
+            if size == self.size:
+                return
+            await self._may_change(min(size, self.size))
+            await self.file.truncate(size)
+            self.parts.resized(size)
+            self._changed()
+
+    async def allocate(self, offset: int, length: int) -> None:
+        """Room on the disk for [offset, offset + length); the content grows by zeros to its end."""
+        async with self.lock:
+            end = offset + length
+            self._within_limits(end)
+            await self._may_change(self.size)
+            await self._owner.admit(self, length)
+            await self._with_room(length, lambda: self.file.allocate(offset, length))
+            if end > self.size:
+                self.parts.resized(end)
+                self._changed()
+
+    async def _write(self, offset: int, data: Buffer) -> None:
+        count, before = len(data), self.size
+        if not count:
+            return
+        self._within_limits(offset + count)
+        await self._may_change(min(offset, before))
+        await self._owner.admit(self, count)
+        try:
+            await self._with_room(count, lambda: self.file.write(offset, data))
+        except CachefsError:
+            # Nobody knows how much of it was written.
+            await self.file.truncate(before)
+            if offset < before:
+                self.parts.wrote(offset, min(count, before - offset))
+                self._changed()
+            raise
+        self.parts.wrote(offset, count)
+        self._changed()
+
+    async def _with_room(self, count: int, change: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await change()
+        except NoRoom:
+            if not await self._owner.more_room(self, count):
+                raise
+            await change()
+
+    async def _may_change(self, offset: int) -> None:
+        """Return when bytes from `offset` on may be changed."""
+        while (attempt := self.attempt) is not None and offset < attempt.frozen:
+            if not attempt.waiters and not self.sender.final:
+                attempt.scope.cancel()
+            await attempt.done.wait()
+        if self.adopted:
+            await self._move(await self._owner.renew(self))
+
+    async def _move(self, file: StagingFile) -> None:
+        old, self.file = self.file, file
+        self.sender.file = file
+        self.adopted = False
+        if self.handles:
+            file.take()
+            old.give_back()
+
+    def _changed(self) -> None:
+        self.generation += 1
+        self._owner.wrote(self)
+
+    def _within_limits(self, size: int) -> None:
+        if size > self.origin.limits.largest_object:
+            raise TooLarge(
+                f"{self.origin.name(self.key)}: the store takes {self.origin.limits.largest_object} bytes at most"
+            )
+
+    # -- for its sender ----------------------------------------------------------------------------
+
+    async def begun(self, upload: Upload) -> None:
+        self.upload_state = upload.state()
+        await self._owner.keep(self)
+
+    async def orphaned(self, upload: Upload) -> None:
+        await self._owner.orphaned(self, upload)
+
+    # -- users -------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        if not self.handles:
+            self.file.take()
+        self.handles += 1
+
+    def release(self) -> None:
+        self.handles -= 1
+        if not self.handles:
+            self.file.give_back()

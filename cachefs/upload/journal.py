@@ -1,0 +1,66 @@
+"""What of the uploads must survive this process: one row a draft, in a database that is written through.
+
+Rows that are written at the same time share one transaction, so many small files cost the disk one wait. A journal is no
+cache: one that is damaged is never emptied, but refused with the name of its directory, because the files beside it may
+be the only copy of somebody's work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.database import Database
+
+FORMAT = "journal-1"
+DRAFTS, ORPHANS, NOTES = "drafts", "orphans", "notes"
+"""Drafts by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves."""
+
+
+class _Batch:
+    """Rows that wait for one transaction, and what became of it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, bytes], bytes | None] = {}
+        self.done = False
+        self.error: Exception | None = None
+
+
+class Journal:
+    """Rows are JSON objects. What `write` has returned for is on the disk."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
+        self._database = Database(
+            directory, (DRAFTS, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
+        )
+        self._next = _Batch()
+        self._turn = trio.Lock()
+
+    def rows(self, table: str) -> dict[str, dict[str, Any]]:
+        """All rows of a table, as they were before this start; later ones are their owners' to know."""
+        return {key.decode(): json.loads(value) for key, value in self._database.scan(table)}
+
+    async def write(self, table: str, key: str, row: Mapping[str, Any] | None) -> None:
+        """Put a row, or remove it. Raises `NoRoom`, `CacheUnusable`."""
+        batch = self._next
+        batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
+        with trio.CancelScope(shield=True):  # others rely on whoever comes first
+            async with self._turn:
+                if not batch.done:
+                    self._next = _Batch()
+                    puts = [(where, name, value) for (where, name), value in batch.rows.items()]
+                    try:
+                        await trio.to_thread.run_sync(self._database.write, puts)
+                    except Exception as exc:
+                        batch.error = exc
+                    batch.done = True
+        if batch.error is not None:
+            raise batch.error
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,87 @@
+"""How much may be written and not be at the store: what makes a writer wait, and what a full disk is to him.
+
+Two bounds. Of one file, `UNSENT` bytes may wait for their turn on the wire, where they are sent while the file is written:
+beyond that the writer goes as fast as the store. Of the disk, `keep_free` bytes stay free: the cache gives way first, then
+the writer waits for other files to be uploaded and given to the cache, which can evict them; if that does not help, it is
+`NoRoom` to this writer and nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from cachefs.errors import NoRoom
+from cachefs.names import ObjectId
+from cachefs.upload.draft import Draft
+
+UNSENT = 512 << 20
+"""Guessed: seconds of a fast store, and less than what a node has of page cache."""
+
+WAIT_S = 30.0
+"""Guessed: as long as programs wait for a slow disk without somebody looking."""
+
+LOOK_S = 0.25
+"""How often is looked whether there is room now. Guessed."""
+
+LOOK_BYTES = 16 << 20
+"""The disk is asked anew after as many bytes, or `LOOK_S`. Guessed: asking takes microseconds."""
+
+
+class Cache(Protocol):
+    """What the room asks of the store of blocks."""
+
+    async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
+        """Take the file as the whole content of a version; False: it is still there, and whose it was."""
+
+    async def make_room(self, wanted: int) -> bool:
+        """Evict so that the disk gets freer."""
+
+
+class StagingRoom:
+    """The disk that the staging files lie on. `hopeful` says whether uploads are on their way that will free some."""
+
+    def __init__(
+        self, directory: Path, keep_free_bytes: int, cache: Cache | None, hopeful: Callable[[Draft], bool]
+    ) -> None:
+        self._directory = directory
+        self._keep_free = keep_free_bytes
+        self._cache = cache
+        self._hopeful = hopeful
+        self._free = 0
+        self._asked_at = float("-inf")
+        self._since = 0
+
+    def free_bytes(self) -> int:
+        """What may be written now."""
+        now = trio.current_time()
+        if now - self._asked_at >= LOOK_S or self._since >= LOOK_BYTES:
+            disk = os.statvfs(self._directory)
+            self._free = disk.f_bavail * disk.f_frsize - self._keep_free
+            self._asked_at, self._since = now, 0
+        return self._free - self._since
+
+    async def admit(self, draft: Draft, count: int) -> None:
+        """Return when `count` bytes may be written. Raises `NoRoom`."""
+        parts, sender = draft.parts, draft.sender
+        while parts.under_way and parts.waiting_bytes > UNSENT and sender.failed is None:
+            await sender.landed()
+        if self.free_bytes() < count and not await self.more(draft, count):
+            raise NoRoom(f"the disk of {self._directory} has no room for what is written")
+        self._since += count
+
+    async def more(self, draft: Draft, count: int) -> bool:
+        """Have the cache make room, then wait for uploads. Whether there is room now."""
+        until = trio.current_time() + WAIT_S
+        while True:
+            gives_way = self._cache is not None and await self._cache.make_room(count)
+            self._asked_at = float("-inf")
+            if self.free_bytes() >= count:
+                return True
+            if not (gives_way or self._hopeful(draft)) or trio.current_time() >= until:
+                return False
+            await trio.sleep(LOOK_S)

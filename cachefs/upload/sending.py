@@ -1,0 +1,248 @@
+"""The way of one draft to one key: parts while it is written, the rest at the commit, or all in one request.
+
+A commit that finds no part sent puts a small file whole: one request. A larger one goes in parts, several at a time. What
+the store has forgotten (`NoSuchUpload`) is begun anew, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+from trio.to_thread import run_sync as in_thread
+
+from cachefs.errors import CachefsError, NoSuchUpload
+from cachefs.origin import FileRange, ObjectInfo, Origin, Part, Turn, Upload
+from cachefs.origin.writes import each
+from cachefs.upload.parts import Parts, Piece
+from cachefs.upload.staging import StagingFile
+
+log = logging.getLogger(__name__)
+
+PUT_BYTES = 16 << 20
+"""Up to this size a file that nothing was sent of goes in one request. Derived: at 100 MB/s a connection and 20 ms a
+round trip, two parts at once and the requests around them take as long."""
+
+HASHED = 1 << 20
+"""Read at once for a digest."""
+
+AT_ONCE = 16
+"""Parts of one draft in flight. Derived: 128 MiB hide a round trip of 100 ms at 1 GB/s; the gate bounds all drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the object is to replace: the version `if_match`, or nothing with `if_absent`; whatever there is without."""
+
+    if_match: str | None = None
+    if_absent: bool = False
+
+
+class Keeper(Protocol):
+    """Who remembers over a crash that something is at the store."""
+
+    async def begun(self, upload: Upload) -> None:
+        """There is an upload, and no part of it yet."""
+
+    async def orphaned(self, upload: Upload) -> None:
+        """It could not be aborted now."""
+
+
+class Sender:
+    """`final` is True while the outcome of a commit is out of our hands; `failed` is why no part is sent early any more."""
+
+    def __init__(self, origin: Origin, key: str, parts: Parts, file: StagingFile, keeper: Keeper) -> None:
+        self.origin, self.key, self.parts, self.file = origin, key, parts, file
+        self.failed: CachefsError | None = None
+        self.final = False
+        self.background = True
+        self.upload: Upload | None = None
+        self._keeper = keeper
+        self._finishing = self._stopped = False
+        self._found: dict[int, Part] | None = {}  # of an earlier run; None: not looked at yet
+        self._beginning = trio.Lock()
+        self._slots = trio.CapacityLimiter(AT_ONCE)
+        self._early: dict[int, trio.CancelScope] = {}
+        self._turns: set[Turn] = set()
+        self._landing = trio.lowlevel.ParkingLot()
+
+    # While the file is written.
+
+    def push(self, nursery: trio.Nursery) -> None:
+        """Send what is ready, as many parts as may be in flight. A failure ends this until the commit, which tells it."""
+        if self._finishing or self._stopped or self.failed is not None:
+            return
+        while len(self._early) < AT_ONCE and (piece := self.parts.ready()):
+            self.parts.begin(piece)
+            self._early[piece.number] = scope = trio.CancelScope()
+            nursery.start_soon(self._send_early, piece, scope, nursery)
+
+    async def _send_early(self, piece: Piece, scope: trio.CancelScope, nursery: trio.Nursery) -> None:
+        try:
+            with scope:
+                await self._send(piece)
+        except CachefsError as exc:
+            if self.parts.is_current(piece):  # else the file was cut, or rewritten under it
+                self.failed = exc
+                log.info("%s; trying again at the commit", exc)
+        finally:
+            del self._early[piece.number]
+            self._landing.unpark_all()
+            self.push(nursery)
+
+    async def landed(self) -> None:
+        """Return when the next part has ended, one way or the other."""
+        await self._landing.park()
+
+    async def break_off(self) -> None:
+        """Nothing is under way afterwards, nor sent early any more. Parts that have landed stay."""
+        self._stopped = True
+        for scope in self._early.values():
+            scope.cancel()
+        while self.parts.under_way or self._early:
+            await self._landing.park()
+
+    def resume(self, upload: Upload) -> None:
+        """Go on with what an earlier run has begun. Parts that hold what the file holds are not sent again."""
+        self.upload, self._found = upload, None
+
+    # At the commit.
+
+    def promote(self) -> None:
+        """Somebody waits for it now."""
+        self.background = False
+        for turn in self._turns:
+            turn.promote()
+
+    async def finish(self, pieces: list[Piece], size: int, terms: Terms) -> ObjectInfo:
+        """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
+        raised; more may follow them. Raises what `Origin.put` and `Upload` raise."""
+        self.failed, self._finishing = None, True
+        try:
+            try:
+                return await self._finish(pieces, size, terms)
+            except NoSuchUpload as exc:
+                log.info("%s; beginning anew", exc)
+                await self._forget()
+                return await self._finish(pieces, size, terms)
+        finally:
+            self._finishing = self.final = False
+
+    async def abandon(self) -> None:
+        """Nothing is under way, and no upload is left at the store that nobody knows of."""
+        await self.break_off()
+        upload, self.upload, self._found = self.upload, None, {}
+        self.parts.forget()
+        if upload is not None:
+            try:
+                await upload.abort()
+            except CachefsError as exc:
+                log.info("%s; trying again later", exc)
+                await self._keeper.orphaned(upload)
+
+    async def _finish(self, pieces: list[Piece], size: int, terms: Terms) -> ObjectInfo:
+        parts = self.parts
+        if not pieces:
+            await self.abandon()
+            self._stopped = False
+        small = size <= PUT_BYTES or not self.origin.limits.most_parts
+        if small and self.upload is None and not parts.under_way:
+            self.final = True
+            with self._turn() as turn, self.file.used() as fd:
+                return await self.origin.put(
+                    *(self.key, FileRange(fd), size),
+                    if_match=terms.if_match,
+                    if_absent=terms.if_absent,
+                    turn=turn,
+                )
+        if self._found is None and self.upload is not None:
+            self._found = await self.upload.parts()
+        while True:
+            missing = parts.missing(pieces)
+            if missing:
+                await each(self._send_begun, missing, AT_ONCE)
+            elif parts.under_way:
+                await self._landing.park()
+            else:
+                break
+        upload = self.upload
+        assert upload is not None
+        etags = {piece.number: upload.known[piece.number].etag for piece in pieces}
+        self.final = True
+        info = await upload.complete(etags, if_match=terms.if_match, if_absent=terms.if_absent)
+        self.upload = None
+        parts.forget()
+        return info
+
+    async def _send_begun(self, piece: Piece) -> None:
+        self.parts.begin(piece)
+        await self._send(piece)
+
+    async def _send(self, piece: Piece) -> None:
+        """`piece` is under way, and is no more afterwards."""
+        upload, landed = None, False
+        try:
+            async with self._slots:
+                upload = await self._open_upload()
+                with self._turn() as turn, self.file.used() as fd:
+                    length = piece.stop - piece.start
+                    found = self._found.pop(piece.number, None) if self._found else None
+                    if found is None or not await in_thread(same, found, fd, piece.start, length):
+                        await upload.part(piece.number, fd, piece.start, length, turn=turn)
+                landed = upload is self.upload
+        finally:
+            self.parts.ended(piece, landed=landed)
+            self._landing.unpark_all()
+
+    async def _open_upload(self) -> Upload:
+        async with self._beginning:
+            if self.upload is None:
+                if self.failed is not None:
+                    raise self.failed  # just now, and who else sends early does not ask again
+                with trio.CancelScope(
+                    shield=True
+                ):  # it ends within the origin's deadline, and nobody else knows of it
+                    await self._begin()
+            assert self.upload is not None
+            return self.upload
+
+    async def _begin(self) -> None:
+        upload = await self.origin.begin_upload(self.key)
+        try:
+            await self._keeper.begun(upload)
+        except CachefsError:
+            await upload.abort()
+            raise
+        self.upload = upload
+
+    async def _forget(self) -> None:
+        await self.break_off()
+        self._stopped = False
+        self.upload, self._found = None, {}
+        self.parts.forget()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Turn]:
+        turn = Turn(self.background)
+        self._turns.add(turn)
+        try:
+            yield turn
+        finally:
+            self._turns.discard(turn)
+
+
+def same(part: Part, fd: int, start: int, length: int) -> bool:
+    """Whether the store's part holds these bytes: its etag is their MD5, as S3 has it. Elsewhere nobody knows."""
+    wanted = part.etag.strip('"').lower()
+    if part.size != length or len(wanted) != 32:
+        return False
+    digest = hashlib.md5(usedforsecurity=False)
+    for at in range(start, start + length, HASHED):
+        digest.update(os.pread(fd, min(HASHED, start + length - at), at))
+    return digest.hexdigest() == wanted

@@ -1,0 +1,443 @@
+"""All drafts of this node: begun by a write, brought to the store by a commit, kept until the store has them.
+
+Durable: a commit is an upload. With `writeback` it only makes sure of the bytes and of a row in the journal, and the upload
+follows by itself. Without, a draft has a row only while something of it would have to be cleared away after a crash (an
+upload in parts), or kept (its upload failed, and the writer was told so).
+
+In the end the staging file becomes the version's file in the cache, so what was written here is warm here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import trio
+
+from cachefs.errors import CachefsError, OriginFailed
+from cachefs.metrics import Metrics
+from cachefs.names import ObjectId
+from cachefs.origin import ObjectInfo, Origin, Upload
+from cachefs.origin.writes import each
+from cachefs.upload import recovery
+from cachefs.upload.draft import Draft
+from cachefs.upload.journal import NOTES, Journal
+from cachefs.upload.queue import Queue, in_vain
+from cachefs.upload.records import Records
+from cachefs.upload.room import Cache, StagingRoom
+from cachefs.upload.sending import Terms
+from cachefs.upload.staging import THREADS, Buffer, StagingFile, prepare
+
+log = logging.getLogger(__name__)
+
+FLUSHED_AT_ONCE = 64
+"""Drafts that one `flush` waits for at a time. Derived from the usual concurrency of a store."""
+
+GIVING_UP_S = 3.0
+"""How long a stop may take for each file that is being written. Guessed."""
+
+SHOWN = 20
+"""Drafts that `status` tells one by one. Guessed: a screen."""
+
+Take = Callable[[Buffer], Awaitable[None]]
+Bring = Callable[[Origin, ObjectId, int, Take], Awaitable[None]]
+"""(origin, version, count, take): hand the first `count` bytes of a version to `take`, in order."""
+
+OnConflict = Literal["overwrite", "fail"]
+
+
+class Uploads:
+    """`bring` reads what a draft begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
+    version that the store has from now on, before those who waited for it; `on_settled` that a draft's content is the
+    cache's or the store's alone, and the draft is not to be used any more: until then it can be opened.
+
+    Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        staging_dir: Path,
+        origins: Iterable[Origin],
+        store: Cache | None,
+        metrics: Metrics,
+        *,
+        nursery: trio.Nursery,
+        bring: Bring,
+        writeback: bool = False,
+        upload_delay_s: float = 1.0,
+        on_conflict: OnConflict = "overwrite",
+        keep_free_bytes: int = 0,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.on_committed: Callable[[Draft, ObjectInfo], None] = lambda draft, info: None
+        self.on_settled: Callable[[Draft], None] = lambda draft: None
+        self._staging = staging_dir
+        self._store = store
+        self._metrics = metrics
+        self._bring = bring
+        self._writeback = writeback
+        self._delay_s = upload_delay_s
+        self._conditional = on_conflict == "fail"
+        self._now_ns = now_ns
+        self._threads = trio.CapacityLimiter(THREADS)
+        prepare(staging_dir)
+        self.journal = Journal(state_dir / "journal")
+        self._records = Records(self.journal, list(origins))
+        self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
+        self._queue = Queue(nursery, self._terms, self._stored, self._failed, self._settle, upload_delay_s)
+        self._drafts: dict[str, Draft] = {}
+        self._numbers = itertools.count()
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    async def begin(
+        self,
+        origin: Origin,
+        key: str,
+        *,
+        base: ObjectId | None = None,
+        upto: int | None = None,
+        mtime_ns: int | None = None,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> Draft:
+        """A draft for `key`, dirty, with the content of `base` (its first `upto` bytes) or none. `base` is also what the
+        draft may replace where conflicts are failures; None: nothing.
+
+        Raises `NoRoom`, `CacheUnusable`, and what reading `base` does; nothing is left then."""
+        name = uuid4().hex
+        count = 0 if base is None else base.size if upto is None else min(upto, base.size)
+        draft = Draft(
+            self,
+            name,
+            origin,
+            key,
+            self._file(name),
+            count,
+            base=None if base is None else base.etag,
+            mtime_ns=self._now_ns() if mtime_ns is None else mtime_ns,
+            attrs=attrs or {},
+        )
+        await trio.to_thread.run_sync(draft.file.create, limiter=self._threads)
+        try:
+            if base is not None and count:
+                await self._fill(draft, base, count)
+        except BaseException:
+            draft.file.remove()
+            raise
+        finally:
+            draft.file.give_back()
+        self._drafts[name] = draft
+        return draft
+
+    def open(self, draft: Draft) -> None:
+        """One user more, reader or writer."""
+        draft.open()
+
+    def release(self, draft: Draft) -> None:
+        """One user less. Behind the last one a dirty draft goes to the store by itself."""
+        draft.release()
+        if draft.handles:
+            return
+        if draft.discarded:
+            self._drafts.pop(draft.id, None)
+        elif not draft.dirty:
+            self._queue.nursery.start_soon(self._settle, draft)
+        elif draft.attempt is None and draft.due == math.inf:
+            self._queue.nursery.start_soon(self._after_release, draft)
+
+    async def _after_release(self, draft: Draft) -> None:
+        if self._writeback:
+            try:
+                await self._records.acknowledge(draft)
+            except CachefsError as exc:
+                log.warning("%s", exc)
+        self._queue.plan(draft, self._delay_s if self._writeback else 0.0)
+
+    async def commit(self, draft: Draft) -> None:
+        """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store. Raises what failed:
+        the draft stays pending then, and is tried again by itself. With writeback, the failure of an upload since the last
+        commit is raised, once."""
+        if draft.discarded or not draft.dirty:
+            return
+        if not self._writeback:
+            await self._queue.upload(draft)
+            return
+        await self._records.acknowledge(draft)
+        if draft.attempt is None and draft.due == math.inf and draft.dirty:
+            self._queue.plan(draft, self._delay_s)
+        if draft.failure is not None and not draft.told:
+            draft.told = True
+            raise type(draft.failure)(*draft.failure.args) from draft.failure
+
+    async def rename(self, draft: Draft, origin: Origin, key: str, *, base: str | None = None) -> None:
+        """Its content goes to `key` (of the same store), and nothing that it made is left where it was going. `base` is the
+        etag of what it is to replace there. Free as long as nothing of it is at the store; else one copy and one deletion.
+
+        Raises what these do, and then it has its old name."""
+        async with draft.turn:
+            await self._queue.halt(draft)
+            if draft.discarded:
+                return
+            before = draft.origin, draft.key, draft.base
+            stored = draft.stored
+            if not draft.dirty and stored is not None:
+                info = await origin.copy(draft.key, key, size=stored.size, etag=stored.etag)
+                await origin.delete(draft.key)
+                draft.moved(origin, key)
+                draft.base = info.etag
+                draft.stored_as(draft.generation, info)
+                self.on_committed(draft, info)
+                return
+            await draft.sender.abandon()
+            draft.moved(origin, key)
+            draft.base = base
+            left_behind = stored is not None or draft.unsure
+            if left_behind:
+                await self._records.acknowledge(draft)  # what it made goes, so what it holds must stay
+            if draft.has_row:
+                await self._records.keep(draft)
+            if not self._writeback:
+                draft.sender.push(self._queue.nursery)
+            if left_behind:
+                try:
+                    await before[0].delete(before[1])
+                except CachefsError:
+                    draft.moved(*before[:2])
+                    draft.base = before[2]
+                    await self._records.keep(draft)
+                    raise
+                draft.forget_stored()
+
+    async def discard(self, draft: Draft, *, replaced: bool = False) -> None:
+        """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
+        `replaced` by another, what an upload under way may just have made is deleted at the store."""
+        stored = draft.stored
+        draft.discarded = True
+        async with draft.turn:
+            await self._queue.halt(draft)
+            await draft.sender.abandon()
+            await self._records.forget(draft)
+            async with draft.lock:  # not while the cache is taking the file
+                if not draft.adopted:
+                    draft.file.remove()
+            if not draft.handles:
+                self._drafts.pop(draft.id, None)
+            if not replaced and (draft.unsure or draft.stored is not stored):
+                await draft.origin.delete(draft.key)
+
+    def pending(self) -> list[Draft]:
+        """All that the store does not have as it is."""
+        return [draft for draft in self._drafts.values() if draft.dirty and not draft.discarded]
+
+    async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
+        """Keep a JSON object over a crash, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
+        await self.journal.write(NOTES, name, row)
+
+    def notes(self) -> dict[str, dict[str, Any]]:
+        """What an earlier run has noted and not removed."""
+        return self.journal.rows(NOTES)
+
+    # -- what drafts ask (Owner) -------------------------------------------------------------------
+
+    async def admit(self, draft: Draft, count: int) -> None:
+        await self._room.admit(draft, count)
+
+    async def more_room(self, draft: Draft, count: int) -> bool:
+        return await self._room.more(draft, count)
+
+    def wrote(self, draft: Draft) -> None:
+        draft.mtime_ns = self._now_ns()
+        if not self._writeback and not draft.discarded:
+            draft.sender.push(self._queue.nursery)
+
+    async def renew(self, draft: Draft) -> StagingFile:
+        file = self._file(f"{draft.id}.{next(self._numbers)}")
+        await trio.to_thread.run_sync(file.create, limiter=self._threads)
+        try:
+            await draft.file.copy_to(file, draft.size)
+        except BaseException:
+            file.remove()
+            raise
+        finally:
+            file.give_back()
+        return file
+
+    async def keep(self, draft: Draft) -> None:
+        await self._records.keep(draft)
+
+    async def orphaned(self, draft: Draft, upload: Upload) -> None:
+        await self._records.orphaned(draft.origin.source, upload.key, upload.state())
+
+    def _hopeful(self, draft: Draft) -> bool:
+        return any(other is not draft and other.attempt is not None for other in self._drafts.values())
+
+    # -- what the queue tells ----------------------------------------------------------------------
+
+    def _terms(self, draft: Draft) -> Terms:
+        if not self._conditional:
+            return Terms()
+        return Terms(if_match=draft.base, if_absent=draft.base is None)
+
+    async def _stored(self, draft: Draft, generation: int, info: ObjectInfo) -> None:
+        draft.stored_as(generation, info)
+        draft.base = info.etag
+        draft.failure = None
+        draft.failures, draft.unsure, draft.told = 0, False, False
+        self._metrics.uploaded_files += 1
+        self.on_committed(draft, info)
+        if not draft.dirty:
+            await self._records.forget(draft)
+
+    async def _failed(self, draft: Draft, error: CachefsError) -> None:
+        draft.failure, draft.told = error, False
+        self._metrics.upload_failures += 1
+        try:
+            await self._records.acknowledge(draft)
+        except CachefsError as exc:
+            log.warning("%s: %s", draft.origin.name(draft.key), exc)
+
+    async def _settle(self, draft: Draft) -> None:
+        """Nobody uses it and the store has it: the cache gets the file."""
+        async with draft.lock:
+            info = draft.committed
+            if draft.handles or info is None or self._drafts.get(draft.id) is not draft:
+                return
+            if self._store is not None and draft.size and not draft.adopted:
+                with draft.file.used():
+                    version = ObjectId(draft.origin.source, draft.key, info.etag, info.size)
+                    draft.adopted = await self._store.adopt(version, draft.file.path)
+            if draft.handles or draft.dirty or draft.discarded:
+                return  # the last of those who have come meanwhile does the rest
+            if not draft.adopted:
+                draft.file.remove()
+            del self._drafts[draft.id]
+        self.on_settled(draft)
+
+    # -- the life of the room ----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Uploads that are due, and what is to be cleared away, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._records.run)
+            await self._queue.run()
+
+    async def flush(
+        self, under: Callable[[Draft], bool] | None = None, deadline_s: float = math.inf
+    ) -> list[Draft]:
+        """Wait until the store has all that was acknowledged or closed (of those that `under` chooses); returns what it has
+        not. Without a deadline each is tried once, with one until then, except where it would be in vain."""
+        chosen = [draft for draft in self.pending() if draft.acknowledged or not draft.handles]
+        chosen = [draft for draft in chosen if under is None or under(draft)]
+
+        async def one(draft: Draft) -> None:
+            while True:
+                try:
+                    return await self._queue.upload(draft)
+                except CachefsError as exc:
+                    if deadline_s == math.inf or in_vain(exc):
+                        return None
+                await trio.sleep_until(min(draft.due, trio.current_time() + 1))
+
+        with trio.move_on_after(deadline_s):
+            await each(one, chosen, FLUSHED_AT_ONCE)
+        return [draft for draft in chosen if draft.dirty and not draft.discarded]
+
+    async def recover(self) -> list[Draft]:
+        """What an earlier run has left: call once, before anything else. Acknowledged drafts are pending again, and are
+        returned; the rest is cleared away, where the store has a part of it in the background."""
+        found = await recovery.look(self._records, self._staging, self._revive)
+        for draft in found:
+            self._drafts[draft.id] = draft
+            self._queue.plan(draft, self._delay_s)
+        return found
+
+    def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> Draft:
+        file = StagingFile(self._staging / row["file"], self._threads)
+        draft = Draft(
+            self,
+            name,
+            origin,
+            row["key"],
+            file,
+            file.path.stat().st_size,
+            base=row["base"],
+            mtime_ns=row["mtime_ns"],
+            attrs=row["attrs"],
+        )
+        draft.has_row = draft.acknowledged = True
+        draft.synced = draft.generation
+        if row["upload"] is not None:
+            draft.sender.resume(origin.resume_upload(row["key"], row["upload"]))
+        return draft
+
+    async def aclose(self, deadline_s: float) -> list[Draft]:
+        """Upload what can be uploaded until the deadline; returns what is left for the next run. What is being written and
+        was never acknowledged is given up. Works also when the nursery it was made with has been cancelled."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                self._queue.nursery = nursery
+                left = await self.flush(deadline_s=deadline_s)
+                for draft in self.pending():
+                    with trio.move_on_after(GIVING_UP_S):
+                        await self._give_up(draft)
+                nursery.cancel_scope.cancel()
+            await trio.to_thread.run_sync(self.journal.close)
+        return left
+
+    async def _give_up(self, draft: Draft) -> None:
+        if draft.acknowledged or not draft.handles:
+            await self._queue.halt(draft)
+            await self._records.acknowledge(draft)
+        else:
+            log.warning("%s was being written and is given up", draft.origin.name(draft.key))
+            await self.discard(draft, replaced=True)
+
+    def status(self) -> dict[str, Any]:
+        """For `cachefs status`: plain values, of the longest pending drafts first."""
+        pending = sorted(self.pending(), key=lambda draft: draft.mtime_ns)
+        failed = [draft for draft in pending if draft.failure is not None]
+        return {
+            "writeback": self._writeback,
+            "pending": len(pending),
+            "pending_bytes": sum(draft.size for draft in pending),
+            "uploading": sum(draft.attempt is not None for draft in pending),
+            "failed": len(failed),
+            "last_error": str(failed[-1].failure) if failed else "",
+            "oldest_s": max(0.0, (self._now_ns() - pending[0].mtime_ns) / 1e9) if pending else 0.0,
+            "drafts": [
+                {
+                    "source": draft.origin.source,
+                    "key": draft.key,
+                    "size": draft.size,
+                    "sent": draft.parts.sent_bytes,
+                    "open": draft.handles,
+                    "acknowledged": draft.acknowledged,
+                    "uploading": draft.attempt is not None,
+                    "error": str(draft.failure or ""),
+                }
+                for draft in pending[:SHOWN]
+            ],
+        }
+
+    def _file(self, name: str) -> StagingFile:
+        return StagingFile(self._staging / name, self._threads)
+
+    async def _fill(self, draft: Draft, base: ObjectId, count: int) -> None:
+        at = 0
+
+        async def take(data: Buffer) -> None:
+            nonlocal at
+            data = memoryview(data)[: count - at]
+            await self._room.admit(draft, len(data))
+            await draft.file.write(at, data)
+            at += len(data)
+
+        await self._bring(draft.origin, base, count, take)
+        if at != count:
+            raise OriginFailed(f"{draft.origin.name(base.key)}: only {at} of {count} bytes came")

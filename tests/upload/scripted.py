@@ -1,0 +1,326 @@
+"""A store that does as it is told, where drafts go: holds requests back, fails, loses replies, and counts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+import trio.testing
+
+from cachefs.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
+from cachefs.metrics import Metrics
+from cachefs.names import ObjectId
+from cachefs.origin import Limits, ObjectInfo, Part
+from cachefs.upload import Draft, Uploads
+
+SOURCE = "scripted://bucket"
+KIB, MIB = 1 << 10, 1 << 20
+PART = 64 * KIB
+
+
+class SmallLimits(Limits):
+    """A store of small parts, so that tests have many: 64 KiB each, up to a mebibyte, then larger ones."""
+
+    def part_size(self, sent: int) -> int:
+        return max(PART, sent // (16 * PART) * PART)
+
+
+LIMITS = SmallLimits(1 << 30, 1 << 30, 1, 1 << 30, 1000, 1 << 30)
+
+
+def in_trio(function: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """An async test on a clock that jumps when nothing happens; a hang is a failure."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def guarded() -> None:
+            with trio.CancelScope() as scope:
+                token = trio.lowlevel.current_trio_token()
+                watchdog = threading.Timer(60, lambda: token.run_sync_soon(scope.cancel))
+                watchdog.start()
+                try:
+                    await function(*args, **kwargs)
+                finally:
+                    watchdog.cancel()
+            assert not scope.cancelled_caught, "it hangs"
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", trio.TrioDeprecationWarning)
+            # Threads are no reason for the clock to wait: so it jumps only when they have had time to end.
+            clock = trio.testing.MockClock(autojump_threshold=0.02)
+            trio.run(guarded, strict_exception_groups=False, clock=clock)
+
+    return run
+
+
+@dataclass
+class Rule:
+    """The next `times` requests of `kind` (of `key`) wait for `release`, or fail; `lost`: after they took effect."""
+
+    kind: str
+    error: Callable[[], Exception] | None = None
+    times: int = 1
+    key: str | None = None
+    lost: bool = False
+    reached: trio.Event = field(default_factory=trio.Event)
+    release: trio.Event | None = None
+
+
+class ScriptedStore:
+    """Stands in for `cachefs.origin.Origin`, without its patience."""
+
+    can_write = True
+
+    def __init__(self, limits: Limits = LIMITS, source: str = SOURCE) -> None:
+        self.source, self.prefix, self.limits = source, "", limits
+        self.objects: dict[str, tuple[str, bytes]] = {}
+        self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
+        self.counts: Counter[str] = Counter()
+        self.rules: list[Rule] = []
+        self.in_flight = self.most_in_flight = 0
+        self.latency_s = 0.0
+        self.seen: dict[str, list[bytes]] = {}  # every content a key ever showed
+        self._numbers = itertools.count(1)
+
+    def name(self, key: str) -> str:
+        return f"{self.source}/{key}"
+
+    def show(self, key: str, data: bytes) -> ObjectInfo:
+        etag = f'"{hashlib.md5(data).hexdigest()}-{next(self._numbers)}"'
+        self.objects[key] = (etag, data)
+        self.seen.setdefault(key, []).append(data)
+        return ObjectInfo(key, len(data), next(self._numbers), etag)
+
+    def version(self, key: str) -> ObjectId:
+        etag, data = self.objects[key]
+        return ObjectId(self.source, key, etag, len(data))
+
+    def content(self, key: str) -> bytes:
+        return self.objects[key][1]
+
+    def hold(self, kind: str, **how: Any) -> Rule:
+        self.rules.append(Rule(kind, release=trio.Event(), **how))
+        return self.rules[-1]
+
+    def fail(self, kind: str, error: Callable[[], Exception], **how: Any) -> Rule:
+        self.rules.append(Rule(kind, error, **how))
+        return self.rules[-1]
+
+    @asynccontextmanager
+    async def request(self, kind: str, key: str) -> AsyncIterator[None]:
+        self.counts[kind] += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        rule = next((r for r in self.rules if r.kind == kind and r.key in (None, key)), None)
+        try:
+            await trio.sleep(self.latency_s)
+            if rule is not None:
+                rule.times -= 1
+                if not rule.times:
+                    self.rules.remove(rule)
+                rule.reached.set()
+                if rule.release is not None:
+                    await rule.release.wait()
+                if rule.error is not None and not rule.lost:
+                    raise rule.error()
+            yield
+            if rule is not None and rule.error is not None and rule.lost:
+                raise rule.error()
+        finally:
+            self.in_flight -= 1
+
+    def _check(self, key: str, if_match: str | None, if_absent: bool) -> None:
+        there = self.objects.get(key)
+        if (if_absent and there) or (if_match and (there is None or there[0] != if_match)):
+            raise Conflict(key)
+
+    async def put(
+        self,
+        key: str,
+        source: Any,
+        size: int,
+        *,
+        if_match: str | None = None,
+        if_absent: bool = False,
+        turn: Any = None,
+    ) -> ObjectInfo:
+        async with self.request("put", key):
+            self._check(key, if_match, if_absent)
+            data = source.read(0, size)
+            assert len(data) == size
+            info = self.show(key, data)
+        return info
+
+    async def begin_upload(self, key: str) -> ScriptedUpload:
+        async with self.request("begin", key):
+            name = f"upload{next(self._numbers)}"
+            self.uploads[name] = (key, {})
+        return ScriptedUpload(self, key, name)
+
+    def resume_upload(self, key: str, state: Any) -> ScriptedUpload:
+        return ScriptedUpload(self, key, state["id"])
+
+    async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
+        async with self.request("copy", key):
+            if key not in self.objects:
+                raise NotFound(key)
+            if etag not in (None, self.objects[key][0]):
+                raise ObjectChanged(key)
+            return self.show(to, self.objects[key][1])
+
+    async def delete(self, key: str) -> None:
+        async with self.request("delete", key):
+            self.objects.pop(key, None)
+
+    async def head(self, key: str) -> ObjectInfo:
+        async with self.request("head", key):
+            etag, data = self.objects[key]
+            return ObjectInfo(key, len(data), 0, etag)
+
+
+class ScriptedUpload:
+    def __init__(self, store: ScriptedStore, key: str, name: str) -> None:
+        self.store, self.key, self.id = store, key, name
+        self.known: dict[int, Part] = {}
+
+    def state(self) -> dict[str, Any]:
+        return {"id": self.id, "stamp": "", "content_type": None, "parts": {}}
+
+    def _parts(self) -> dict[int, bytes]:
+        if self.id not in self.store.uploads:
+            raise NoSuchUpload(self.id)
+        return self.store.uploads[self.id][1]
+
+    async def part(self, number: int, fd: int, offset: int, length: int, *, turn: Any = None) -> str:
+        async with self.store.request("part", self.key):
+            data = os.pread(fd, length, offset)
+            if len(data) != length:
+                raise CachefsError("the source of a write is shorter than was said")
+            self._parts()[number] = data
+        etag = f'"{hashlib.md5(data).hexdigest()}"'
+        self.known[number] = Part(etag, length)
+        return etag
+
+    async def parts(self) -> dict[int, Part]:
+        async with self.store.request("parts", self.key):
+            held = self._parts()
+        self.known = {n: Part(f'"{hashlib.md5(d).hexdigest()}"', len(d)) for n, d in held.items()}
+        return self.known
+
+    async def complete(
+        self, parts: dict[int, str], *, if_match: str | None = None, if_absent: bool = False
+    ) -> ObjectInfo:
+        async with self.store.request("complete", self.key):
+            held = self._parts()
+            self.store._check(self.key, if_match, if_absent)
+            for number, etag in parts.items():
+                assert etag == f'"{hashlib.md5(held[number]).hexdigest()}"'
+            info = self.store.show(self.key, b"".join(held[n] for n in sorted(parts)))
+            del self.store.uploads[self.id]
+        return info
+
+    async def abort(self) -> None:
+        async with self.store.request("abort", self.key):
+            self.store.uploads.pop(self.id, None)
+
+
+class Room:
+    """A cache beside it: takes files, or not."""
+
+    def __init__(self, adopts: bool = True) -> None:
+        self.adopts = adopts
+        self.adopted: dict[ObjectId, bytes] = {}
+        self.asked: list[int] = []
+
+    async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+        await trio.lowlevel.checkpoint()
+        if self.adopts:
+            self.adopted[object_id] = path.read_bytes()  # noqa: ASYNC240
+            path.rename(path.with_suffix(".adopted"))  # noqa: ASYNC240
+        return self.adopts
+
+    async def make_room(self, wanted: int) -> bool:
+        self.asked.append(wanted)
+        return False
+
+
+class Desk:
+    """What a test holds in its hand."""
+
+    def __init__(self, uploads: Uploads, store: Any, cache: Room, metrics: Metrics, path: Path) -> None:
+        self.uploads, self.store, self.cache, self.metrics = uploads, store, cache, metrics
+        self.staging, self.state = path / "staging", path / "state"
+        self.told: list[tuple[str, ObjectInfo]] = []
+        self.settled: list[str] = []
+        uploads.on_committed = lambda draft, info: self.told.append((draft.key, info))
+        uploads.on_settled = lambda draft: self.settled.append(draft.key)
+
+    async def create(self, key: str = "k", data: bytes = b"", **how: Any) -> Draft:
+        """An open draft with this content."""
+        draft = await self.uploads.begin(self.store, key, **how)
+        self.uploads.open(draft)
+        if data:
+            await draft.write(0, data)
+        return draft
+
+    async def close(self, draft: Draft) -> None:
+        """As close(2) and what follows."""
+        try:
+            await self.uploads.commit(draft)
+        finally:
+            self.uploads.release(draft)
+
+    async def save(self, key: str, data: bytes, **how: Any) -> Draft:
+        draft = await self.create(key, data, **how)
+        await self.close(draft)
+        return draft
+
+    async def quiet(self) -> None:
+        """Until nothing happens any more by itself (but what time brings)."""
+        for _ in range(3):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
+    def files(self) -> list[str]:
+        return sorted(p.name for p in self.staging.iterdir() if p.suffix != ".adopted")
+
+
+@asynccontextmanager
+async def desk(
+    path: Path, store: Any = None, cache: Room | None = None, recover: bool = True, **how: Any
+) -> AsyncIterator[Desk]:
+    """A room over `store`, until this ends; then its journal is closed and all else is as a kill would leave it."""
+    store = store or ScriptedStore()
+    cache = cache or Room()
+    metrics = Metrics()
+
+    async def bring(origin: Any, base: ObjectId, count: int, take: Any) -> None:
+        assert origin.objects[base.key][0] == base.etag
+        for at in range(0, count, 10_000):
+            await take(origin.objects[base.key][1][at : at + 10_000])
+
+    async with trio.open_nursery() as nursery:
+        uploads = Uploads(
+            *(path / "state", path / "staging", [store], cache, metrics),
+            nursery=nursery,
+            bring=how.pop("bring", bring),
+            **how,
+        )
+        try:
+            if recover:
+                await uploads.recover()
+                nursery.start_soon(uploads.run)
+            yield Desk(uploads, store, cache, metrics, path)
+        finally:
+            nursery.cancel_scope.cancel()
+            uploads.journal.close()
