@@ -8,7 +8,20 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench import change, cluster, cold, epochs, fronts, passthrough, peers, prefetching, ring, tree, warm
+from bench import (
+    change,
+    cluster,
+    cold,
+    epochs,
+    fronts,
+    passthrough,
+    peers,
+    prefetching,
+    ring,
+    tree,
+    warm,
+    writing,
+)
 from bench.harness import SCENARIOS, keep, run, show
 from bench.workspace import Workspace
 
@@ -34,6 +47,12 @@ ORDER = (
     "front-requests",
     "training",
     "training-cold",
+    "save-durable",
+    "save-writeback",
+    "save-again",
+    "save-replace",
+    "save-memory",
+    "save-small",
     "ls",
     "ten-readers",
     "overwrite",
@@ -50,7 +69,7 @@ ORDER = (
 )
 """As the table has them."""
 
-MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, tree, change, ring, peers, cluster)
+MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, writing, tree, change, ring, peers, cluster)
 """Importing them is what registers the scenarios."""
 
 

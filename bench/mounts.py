@@ -277,6 +277,19 @@ class Rclone(Foreground):
         return [*mount, *store, *cache, "--use-server-modtime", "--read-only"]
 
 
+class RcloneWriting(Rclone):
+    """`rclone mount` with the least of its caches that random writes need. What is closed is uploaded at once: by default
+    it waits for five seconds."""
+
+    name = "rclone mount, writes"
+
+    def command(self) -> list[str]:
+        command = [
+            word if word != "full" else "writes" for word in super().command() if word != "--read-only"
+        ]
+        return [*command, "--vfs-write-back", "0s"]
+
+
 class S3fs(Foreground):
     """Debian's s3fs with its disk cache."""
 

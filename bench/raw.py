@@ -8,10 +8,13 @@ than this; the figures say how much.
 from __future__ import annotations
 
 import mmap
+import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import obstore
+import urllib3
 from obstore.store import S3Store
 
 from bench.lab.client import LabStore
@@ -77,3 +80,60 @@ class RawClient:
             return sum(len(chunk) for chunk in reply.stream(min_chunk_size=CHUNK))
 
         return share(parts, in_flight, read)
+
+
+UPLOADED_PART = 8 << 20
+PARTS_IN_FLIGHT = 16
+"""As many and as large as cachefs sends them."""
+
+
+class RawWriter:
+    """Writes into one bucket, from memory: what the store takes of a program that knows beforehand what it will send. Over
+    the HTTP client that cachefs writes with; unsigned, for the lab store asks nobody who he is."""
+
+    def __init__(self, lab: LabStore, bucket: str) -> None:
+        self._url = f"{lab.endpoint}/{bucket}"
+        self._pool = urllib3.PoolManager(maxsize=PARTS_IN_FLIGHT)
+
+    def large(self, key: str, size: int, part: Callable[[int, int], bytes]) -> Reading:
+        """One object in parts, several at a time; `part` gives the bytes [start, stop)."""
+        begun = time.perf_counter()
+        url = f"{self._url}/{key}"
+        reply = self._send("POST", f"{url}?uploads=")
+        (name,) = re.findall("<UploadId>(.*?)</UploadId>", reply.data.decode())
+
+        def send(number: int) -> str:
+            start = (number - 1) * UPLOADED_PART
+            body = part(start, min(size, start + UPLOADED_PART))
+            etag = self._send("PUT", f"{url}?partNumber={number}&uploadId={name}", body).headers["etag"]
+            return f"<Part><PartNumber>{number}</PartNumber><ETag>{etag}</ETag></Part>"
+
+        with ThreadPoolExecutor(PARTS_IN_FLIGHT) as pool:
+            rows = "".join(pool.map(send, range(1, -(-size // UPLOADED_PART) + 1)))
+        body = f"<CompleteMultipartUpload>{rows}</CompleteMultipartUpload>".encode()
+        self._send("POST", f"{url}?uploadId={name}", body)
+        return Reading(size, 1, time.perf_counter() - begun)
+
+    def small(self, keys: list[str], data: Callable[[str], bytes], in_flight: int = IN_FLIGHT) -> Reading:
+        """Whole objects, so many at a time."""
+
+        def put(key: str) -> int:
+            body = data(key)
+            self._send("PUT", f"{self._url}/{key}", body)
+            return len(body)
+
+        return share(keys, in_flight, put)
+
+    def reading(self, key: str) -> Callable[[int], bytes]:
+        """What the store has under the key: a function that returns the next bytes, so many unless it ends before."""
+        return self._send("GET", f"{self._url}/{key}", preload_content=False).read
+
+    def missing(self, key: str) -> bool:
+        """Whether the store has nothing under the key."""
+        return self._pool.request("HEAD", f"{self._url}/{key}").status == 404
+
+    def _send(self, method: str, url: str, body: bytes = b"", **how: bool) -> urllib3.BaseHTTPResponse:
+        reply = self._pool.request(method, url, body=body, retries=False, **how)
+        if reply.status != 200:
+            raise OSError(f"{method} {url}: {reply.status}")
+        return reply

@@ -35,6 +35,10 @@ class Scale:
     shared: int = 256 << 20
     small_files: int = 1000
     small_size: int = 100_000
+    saved: int = 1 << 30
+    saved_long: int = 4 << 30
+    saved_files: int = 1000
+    saved_size: int = 10_000
     names: int = 10_000
     first_bytes: int = 12
     epoch_files: int = 4000
@@ -60,6 +64,10 @@ TINY = Scale(
     shared=24 << 20,
     small_files=50,
     small_size=20_000,
+    saved=40 << 20,
+    saved_long=96 << 20,
+    saved_files=40,
+    saved_size=10_000,
     names=2500,
     first_bytes=2,
     epoch_files=200,
@@ -78,12 +86,18 @@ TINY = Scale(
 
 @dataclass
 class Traffic:
-    """What the store was asked for."""
+    """What the store was asked for. `made` are the objects that bytes were sent for, in one request or in `parts`;
+    `received`, these bytes."""
 
     get: int = 0
     head: int = 0
     list: int = 0
     bytes: int = 0
+    made: int = 0
+    copied: int = 0
+    deleted: int = 0
+    parts: int = 0
+    received: int = 0
 
 
 class Workspace:
@@ -96,7 +110,7 @@ class Workspace:
         self.disk = Path(tempfile.mkdtemp(prefix="cachefs-bench-"))
         scale = self.scale
         need = 2 * (scale.cold + scale.warm + scale.epoch_files * scale.epoch_size)
-        need += scale.shards * scale.shard
+        need += scale.shards * scale.shard + 2 * scale.saved_long
         roomy = SHM.is_dir() and shutil.disk_usage(SHM).free > need
         self._memory = Path(tempfile.mkdtemp(prefix="cachefs-bench-", dir=SHM if roomy else self.disk))
         self._trees = self._memory / "trees"
@@ -187,6 +201,10 @@ class Workspace:
         requests = counters["requests"]
         seen.get, seen.head, seen.list = (requests.get(kind, 0) for kind in ("get", "head", "list"))
         seen.bytes = counters["bytes_sent"].get("get", 0)
+        seen.made = requests.get("put", 0) + requests.get("complete_upload", 0)
+        seen.copied, seen.parts = requests.get("copy", 0), requests.get("upload_part", 0)
+        seen.deleted = requests.get("delete", 0) + requests.get("delete_many", 0)
+        seen.received = sum(counters["bytes_received"].get(kind, 0) for kind in ("put", "upload_part"))
 
     def quiet(self) -> None:
         """Wait until nothing has been asked for a moment: readahead may still be coming in."""

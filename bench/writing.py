@@ -1,0 +1,405 @@
+"""Files that are saved: how near to a program that only uploads, or only writes to the disk, a save through the mount comes,
+what it asks of the store, and what it takes of memory.
+
+Where close returns when the store has the file (the default), the raw client is the measure: the same bytes from memory, as
+many parts at a time. Where it returns when the disk has it (`--writeback`), the cache's own disk is: write and fsync. The
+store's part is measured until it has the file, for rclone too, whose close returns before that.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import readers
+from bench.harness import Result, Series, interleave, number, scenario
+from bench.mounts import OWN, Cachefs, Mount, RcloneWriting, Unavailable
+from bench.raw import IN_FLIGHT, RawWriter
+from bench.workspace import SpareMemory, Workspace, can_drop_caches, drop_caches
+
+MIB = 1 << 20
+BANDWIDTH = 100e6
+LONG_BANDWIDTH = 400e6
+"""Of the long save, which then takes ten seconds."""
+
+SAVED, NAME = "saved", "model.bin"
+RAW, EXT4, RCLONE = "raw client", "ext4", RcloneWriting.name
+REPLACED = 64 * MIB
+MOST_MEMORY_MB = 256
+FLAT_MB = 16
+"""By how much the second half of a long save may need more than the first. Guessed: far less than any part of the file."""
+
+UPLOADED_S = 120.0
+
+
+# -- what is written -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _noise() -> bytes:
+    return random.Random("writing").randbytes(MIB - 64)
+
+
+def block(index: int) -> bytes:
+    """A MiB of the file; no two are the same."""
+    return f"{index}".encode().ljust(64) + _noise()
+
+
+def content(start: int, stop: int) -> bytes:
+    """Bytes of the file, from one full MiB to another."""
+    return b"".join(map(block, range(start // MIB, stop // MIB)))
+
+
+def small(path: str | Path) -> bytes:
+    """What a small file holds, by its name."""
+    return Path(path).name.encode().ljust(64) + _noise()[:9936]
+
+
+def save(path: Path, size: int, *, sync: bool = False) -> float:
+    """MB/s of a file that is written, a MiB a call, and closed."""
+    begun = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for index in range(size // MIB):
+            _write(fd, block(index))
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return size / (time.perf_counter() - begun) / 1e6
+
+
+def save_small(path: str) -> int:
+    data = small(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        _write(fd, data)
+    finally:
+        os.close(fd)
+    return len(data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def differs(read: Callable[[int], bytes], size: int) -> str:
+    """Where what `read` gives (of the next bytes so many) is not the file; "" if it is."""
+    for index in range(size // MIB):
+        if read(MIB) != block(index):
+            return f"byte {index * MIB} and on are others"
+    return "it is longer" if read(1) else ""
+
+
+def differs_at(path: Path, size: int) -> str:
+    with path.open("rb", buffering=0) as file:
+        return differs(lambda count: file.read(count) or b"", size)
+
+
+def differs_in_store(work: Workspace, key: str, size: int) -> str:
+    return differs(RawWriter(work.lab, SAVED).reading(key), size)
+
+
+# -- where to --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(work: Workspace, *options: str) -> Iterator[Cachefs]:
+    work.lab.bucket(SAVED)
+    with Cachefs(work.disk, work.lab, SAVED, "-o", "rw", *options) as mount:
+        if os.statvfs(mount.path).f_flag & os.ST_RDONLY:
+            raise Unavailable("this cachefs mounts read-only")
+        yield mount
+
+
+@contextmanager
+def rclone(work: Workspace) -> Iterator[Mount]:
+    work.lab.bucket(SAVED)
+    with RcloneWriting(work.disk, work.lab, SAVED) as mount:
+        yield mount
+
+
+def flush(mount: Cachefs) -> None:
+    """Wait until the store has all of it."""
+    said = mount.command("flush", str(mount.path))
+    if said.returncode:
+        raise RuntimeError(f"cachefs flush: {said.stderr.strip()}")
+
+
+def until_made(work: Workspace, count: int) -> None:
+    """Wait until the store has made that many objects since its counters were reset."""
+    until = time.monotonic() + UPLOADED_S
+    while time.monotonic() < until:
+        counters = work.lab.counters()
+        requests = counters["requests"]
+        if requests.get("put", 0) + requests.get("complete_upload", 0) >= count and not counters["in_flight"]:
+            return
+        time.sleep(0.005)
+    raise TimeoutError(f"the store has not got {count} objects within {UPLOADED_S:.0f} s")
+
+
+def beside(work: Workspace, measure: Callable[[], float], series: Series, result: Result) -> None:
+    """rclone's turn, once, in the same series."""
+    if not work.scale.others:
+        return
+    own = interleave(1, {RCLONE: measure}, result, what="", unit="")
+    result.series.remove(own)
+    series.values.update(own.values)
+    if RCLONE in own.values:
+        result.demand(f"{series.what}: rate / {RCLONE}", series.ratio(OWN, RCLONE), "≥", 1)
+
+
+def saved_whole(result: Result, what: str, difference: str) -> None:
+    result.demand(f"{what}: objects that are not what was written", int(bool(difference)), "=", 0)
+    if difference:
+        result.note(f"{what}: {difference}")
+
+
+# -- scenarios -------------------------------------------------------------------------------------------
+
+
+@scenario("save-durable", rounds=2)
+def save_durable(work: Workspace, rounds: int) -> Result:
+    """A large file, in the store when close returns, beside a parallel upload from memory."""
+    result = Result()
+    size = work.scale.saved
+    work.lab.bucket(SAVED)
+    raw = RawWriter(work.lab, SAVED)
+    sent: list[float] = []
+    made: list[float] = []
+
+    def cachefs() -> float:
+        with mounted(work) as mount, work.traffic() as seen:
+            rate = save(mount.path / NAME, size)
+        sent.append(seen.received / size)
+        made.append(seen.made)
+        return rate
+
+    def other() -> float:
+        with rclone(work) as mount:
+            work.quiet()
+            work.lab.reset()
+            begun = time.perf_counter()
+            save(mount.path / "other.bin", size)
+            until_made(work, 1)
+            return size / (time.perf_counter() - begun) / 1e6
+
+    contenders = {RAW: lambda: raw.large("raw.bin", size, content).mb_per_s, OWN: cachefs}
+    with work.shaped(BANDWIDTH):
+        what = "large file saved, in the store, 20 ms and 100 MB/s"
+        series = interleave(rounds, contenders, result, what=what, unit="MB/s")
+        if OWN not in series.values:
+            return result
+        result.demand("durable save: rate / raw client, 16 parts in flight", series.ratio(OWN, RAW), "≥", 0.9)
+        beside(work, other, series, result)
+    result.demand("durable save: bytes sent to the store / size", max(sent), "=", 1)
+    result.demand("durable save: objects made", max(made), "=", 1)
+    saved_whole(result, "durable save", differs_in_store(work, NAME, size))
+    for key in (NAME, "raw.bin", "other.bin"):
+        work.lab.delete(SAVED, key)
+    return result
+
+
+@scenario("save-writeback", rounds=3)
+def save_writeback(work: Workspace, rounds: int) -> Result:
+    """A large file with --writeback, on the disk when fsync and close return, beside a plain file on that disk."""
+    result = Result()
+    size = work.scale.saved
+    differences: list[str] = []
+
+    def ext4() -> float:
+        path = work.disk / "plain.bin"
+        with spare.free():
+            os.sync()
+            rate = save(path, size, sync=True)
+        path.unlink()
+        return rate
+
+    def cachefs() -> float:
+        with mounted(work, "--writeback") as mount:
+            with spare.free():
+                os.sync()
+                rate = save(mount.path / NAME, size, sync=True)
+            if not differences:
+                flush(mount)
+                differences.append(differs_in_store(work, NAME, size))
+            return rate
+
+    def other() -> float:
+        with rclone(work) as mount, spare.free():
+            os.sync()
+            return save(mount.path / "other.bin", size, sync=True)
+
+    with SpareMemory(size + (64 << 20)) as spare:
+        what = "large file saved, on the disk, written, fsynced and closed"
+        series = interleave(rounds, {EXT4: ext4, OWN: cachefs}, result, what=what, unit="MB/s")
+        if OWN not in series.values:
+            return result
+        result.demand("writeback save: rate / ext4 of the cache's disk", series.ratio(OWN, EXT4), "≥", 0.85)
+        beside(work, other, series, result)
+    saved_whole(result, "writeback save", differences[0])
+    for key in (NAME, "other.bin"):
+        work.lab.delete(SAVED, key)
+    return result
+
+
+@scenario("save-again")
+def save_again(work: Workspace, rounds: int) -> Result:
+    """What was just saved is read back, through the daemon and not from the kernel's page cache."""
+    result = Result()
+    size = work.scale.saved
+    dropping = work.scale.drops and can_drop_caches()
+    if not dropping:
+        result.note("the kernel's page cache was not dropped")
+
+    def look(mount: Cachefs, when: str) -> None:
+        if dropping:
+            drop_caches()
+        with work.traffic() as seen:
+            difference = differs_at(mount.path / NAME, size)
+        result.demand(f"read back {when}: GETs", seen.get, "=", 0)
+        saved_whole(result, f"read back {when}", difference)
+
+    with mounted(work) as mount:
+        save(mount.path / NAME, size)
+        look(mount, "after a durable save")
+    with mounted(work, "--writeback", "--upload-delay", "3s") as mount:
+        save(mount.path / NAME, size)
+        look(mount, "before the upload")
+        flush(mount)
+        look(mount, "after the upload")
+    work.lab.delete(SAVED, NAME)
+    return result
+
+
+@scenario("save-replace")
+def save_replace(work: Workspace, rounds: int) -> Result:
+    """A file is written under another name and renamed over the old one, as programs save: what it costs at the store."""
+    result = Result()
+    size = min(work.scale.saved, REPLACED)
+    ways: dict[str, Sequence[str]] = {"writeback": ("--writeback",), "durable": ()}
+    for way, options in ways.items():
+        work.lab.put(SAVED, NAME, b"the old one")
+        with mounted(work, *options) as mount, work.traffic() as seen:
+            temporary = mount.path / f"{NAME}.tmp"
+            save(temporary, size)
+            temporary.rename(mount.path / NAME)
+            if options:
+                flush(mount)
+        what = f"temporary file renamed over the old one, {way}"
+        result.demand(f"{what}: objects made", seen.made, "=", 1)
+        result.demand(f"{what}: copies", seen.copied, "≤", 0 if options else 1)
+        result.demand(f"{what}: bytes sent / size", seen.received / size, "=", 1)
+        result.note(
+            f"{way}: {seen.parts} parts, {seen.deleted} deletions, {seen.head} HEADs, {seen.list} LISTs"
+        )
+        saved_whole(result, what, differs_in_store(work, NAME, size))
+        gone = RawWriter(work.lab, SAVED).missing(f"{NAME}.tmp")
+        result.demand(f"{what}: temporary names left at the store", int(not gone), "=", 0)
+    work.lab.delete(SAVED, NAME)
+    return result
+
+
+@scenario("save-memory")
+def save_memory(work: Workspace, rounds: int) -> Result:
+    """The daemon's own memory while a very large file is saved through it."""
+    result = Result()
+    size = work.scale.saved_long
+    with work.shaped(LONG_BANDWIDTH), mounted(work) as mount:
+        idle = mount.memory().private
+        with watching(lambda: mount.memory().private) as seen:
+            rate = save(mount.path / NAME, size)
+    result.note(f"{number(size / 1e9)} GB at {number(rate)} MB/s; idle {number(idle / 1e6)} MB")
+    half = len(seen) // 2
+    halves = [max(seen[:half]) / 1e6, max(seen[half:]) / 1e6]
+    result.series.append(
+        Series("most memory while saving", "MB", {"first half": halves[:1], "second": halves[1:]})
+    )
+    result.demand("long save: resident memory of the daemon's own, MB", max(halves), "≤", MOST_MEMORY_MB)
+    result.demand(
+        "long save: growth from its first to its second half, MB", halves[1] - halves[0], "≤", FLAT_MB
+    )
+    work.lab.delete(SAVED, NAME)
+    return result
+
+
+@contextmanager
+def watching(look: Callable[[], int]) -> Iterator[list[int]]:
+    """What is seen every 20 ms while the block runs; two values at least."""
+    seen = [look()]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            seen.append(look())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+        seen.append(look())
+
+
+@scenario("save-small", rounds=3)
+def save_small_files(work: Workspace, rounds: int) -> Result:
+    """Many small files by 8 writers, each in the store when its close returns."""
+    result = Result()
+    count = work.scale.saved_files
+    work.lab.bucket(SAVED)
+    raw = RawWriter(work.lab, SAVED)
+    turns = itertools.count()
+    made: list[float] = []
+    asked: list[float] = []
+
+    def names(kind: str) -> list[str]:
+        turn = next(turns)
+        return [f"{kind}-{turn}-{n:06d}.bin" for n in range(count)]
+
+    def share(mount: Mount, keys: list[str]) -> readers.Reading:
+        return readers.share([f"{mount.path}/{key}" for key in keys], IN_FLIGHT, save_small)
+
+    def cachefs() -> float:
+        keys = names("mine")
+        with mounted(work) as mount, work.traffic() as seen:
+            rate = share(mount, keys).files_per_s
+        made.append(seen.made / count)
+        asked.append((seen.head + seen.list) / count)
+        wrong = [key for key in keys[:: max(1, count // 20)] if raw.reading(key)(MIB) != small(key)]
+        if wrong:
+            raise RuntimeError(f"not what was written: {wrong}")
+        return rate
+
+    def other() -> float:
+        keys = names("other")
+        with rclone(work) as mount:
+            work.quiet()
+            work.lab.reset()
+            begun = time.perf_counter()
+            share(mount, keys)
+            until_made(work, count)
+            return count / (time.perf_counter() - begun)
+
+    contenders: dict[str, Any] = {RAW: lambda: raw.small(names("raw"), small).files_per_s, OWN: cachefs}
+    with work.shaped(BANDWIDTH):
+        what = "small files saved, in the store, 8 writers, 20 ms and 100 MB/s"
+        series = interleave(rounds, contenders, result, what=what, unit="files/s")
+        if OWN not in series.values:
+            return result
+        result.demand("small durable saves: rate / raw client, 8 in flight", series.ratio(OWN, RAW), "≥", 0.7)
+        beside(work, other, series, result)
+    result.demand("small durable saves: objects made a file", max(made), "=", 1)
+    result.note(f"HEADs and LISTs a file: {number(max(asked))}")
+    return result
