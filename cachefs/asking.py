@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ from cachefs.config import control_path, runtime_dir
 from cachefs.errors import MountError
 from cachefs.mountinfo import mount_at, mounts
 from cachefs.mounting import canonical, is_dead, probe
+from cachefs.units import about_bytes, printable
 
 POLL_S = 0.25
+
+FLUSH_STEP_S = 1.0
+"""How long the daemon waits for uploads before it says how far it is. Guessed."""
 
 
 def sockets(mountpoint: Path) -> Iterator[Path]:
@@ -92,6 +96,29 @@ def refresh(path: Path) -> str:
     mountpoint, relative = mount_of(path)
     ask(mountpoint, "refresh", 60.0, path=relative)
     return f"{canonical(path)}: looking again"
+
+
+def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:
+    """Wait until what was written at and below a path (relative to its mount) is in the store; what is not, once the
+    deadline is over or all the rest was refused. `show` is given what is left, now and then."""
+    until = time.monotonic() + deadline_s
+    while True:
+        left: dict[str, Any] = ask(
+            mountpoint,
+            "flush",
+            FLUSH_STEP_S + 10.0,
+            path=relative,
+            seconds=max(min(FLUSH_STEP_S, until - time.monotonic()), 0.0),
+        )
+        if not left["files"] or left["in_vain"] == left["files"] or time.monotonic() >= until:
+            return left
+        show(left)
+
+
+def describe(left: Mapping[str, Any]) -> str:
+    """What `flush` says is not in the store, and why."""
+    why = "".join(f": {printable(failure['path'])}: {failure['error']}" for failure in left["failures"][:1])
+    return f"{left['files']:,} files ({about_bytes(left['bytes'])}) are not in the store{why}"
 
 
 def start_job(

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import click
 
-from cachefs import __version__, cli_cache, cli_peers, cli_reading, cli_simulate, cli_usage
+from cachefs import __version__, cli_cache, cli_peers, cli_reading, cli_simulate, cli_usage, cli_writing
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -254,15 +254,19 @@ def _serve(config: Config, ready: Any) -> int:
 @cli.command(short_help="Take a mount away and wait for its daemon.")
 @click.argument("mountpoint", type=click.Path(path_type=Path))
 @click.option("--lazy", "-l", is_flag=True, help="Detach now, whoever still uses it.")
-def umount(mountpoint: Path, lazy: bool) -> None:
+@click.option("--flush", is_flag=True, help="Only if everything that was written is in the store.")
+def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
     """Unmount MOUNTPOINT and wait until its daemon has saved its cache and ended.
+
+    What was written is uploaded first, for at most --flush-deadline of the mount (60s); what is not in the store by then is
+    said, and stays in the cache directory for the next mount. --flush waits as long as it takes.
 
     A mount that is in use is not taken away: the processes that hold it are named. --lazy detaches it from
     the tree at once; its daemon ends with its last user. A mount whose daemon has died is cleaned up.
     """
     from cachefs.unmounting import unmount
 
-    click.echo(unmount(mountpoint, lazy=lazy), err=True)
+    click.echo(unmount(mountpoint, lazy=lazy, flush=flush, show=cli_writing.show_left), err=True)
 
 
 @cli.command(short_help="What mounts are doing.")
@@ -297,8 +301,9 @@ def refresh(path: Path) -> None:
     click.echo(asking.refresh(path), err=True)
 
 
-for command in (*cli_cache.COMMANDS, *cli_usage.COMMANDS, *cli_peers.COMMANDS, *cli_reading.COMMANDS):
-    cli.add_command(command)
+for room in (cli_cache, cli_writing, cli_usage, cli_peers, cli_reading):
+    for command in room.COMMANDS:
+        cli.add_command(command)
 
 
 @cli.command(short_help="Print the version.")

@@ -45,6 +45,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for tier in status.get("tiers") or []:
         yield str(tier.get("name", "tier")), _tier(tier)
     yield from _counts(status.get("metrics") or {})
+    yield from _writing(status.get("uploads") or {}, status.get("metrics") or {})
     yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
     yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
     yield from _peers(status.get("peers") or {}, status.get("metrics") or {})
@@ -122,6 +123,33 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
         ),
     )
+
+
+def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def count(name: str) -> int:
+        return int(metrics.get(name, 0))
+
+    if not uploads:
+        return
+    if count("fuse_write") or count("origin_bytes_sent"):
+        yield (
+            "written",
+            (
+                f"{size(count('fuse_write_bytes'))} by programs, {size(count('origin_bytes_sent'))} sent in "
+                f"{count('origin_put'):,} PUT, {count('origin_put_part'):,} parts; "
+                f"{count('origin_copy'):,} COPY, {count('origin_delete'):,} DELETE"
+            ),
+        )
+    if uploads.get("pending"):
+        failed = uploads.get("failed")
+        trouble = f", {failed:,} of them failed: {uploads.get('last_error')}" if failed else ""
+        yield (
+            "uploading",
+            (
+                f"{uploads['pending']:,} files, {size(uploads['pending_bytes'])}, for "
+                f"{duration(uploads.get('oldest_s', 0))}{trouble}"
+            ),
+        )
 
 
 def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

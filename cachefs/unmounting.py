@@ -1,7 +1,8 @@
 """Taking a mount away and seeing its daemon off.
 
-Clean means: the kernel has let go, and the process has written out its index and exited, so that the next
-mount of the same cache can start. A dead or hanging daemon must not stand in the way of that.
+Clean means: what was written is in the store, the kernel has let go, and the process has written out its index and exited,
+so that the next mount of the same cache can start. A dead or hanging daemon must not stand in the way of that, nor a store
+that does not answer: then what is left stays in the cache directory, and that is said.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import errno
 import os
 import select
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from cachefs import control
+from cachefs import asking, control
 from cachefs.config import control_path
 from cachefs.errors import MountError
 from cachefs.mountinfo import Mount, mount_at
 from cachefs.mounting import canonical, detach, holders, is_dead, probe
+from cachefs.units import FOREVER
+
+Show = Callable[[Any], None]
 
 EXIT_DEADLINE_S = 30.0
 """For the daemon to finish after its mount has gone. Guessed: closing the index takes well under a second a
 gigabyte."""
 
 
-def unmount(path: Path, *, lazy: bool = False) -> str:
-    """Unmount the cachefs at `path`; returns one line about what was done. Raises `MountError`."""
+def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show = lambda left: None) -> str:
+    """Unmount the cachefs at `path`; returns one line about what was done. With `flush` only if all that was written is in
+    the store. `show` is given what is left to upload, now and then. Raises `MountError`."""
     path = canonical(path)
     mount = mount_at(path)
     if mount is None:
@@ -37,6 +44,7 @@ def unmount(path: Path, *, lazy: bool = False) -> str:
     hangs = isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT
     if hangs and not lazy:
         raise MountError(f"{path} does not answer: cachefs umount --lazy {path}")
+    left = None if hangs or (lazy and not flush) else _brought_to_the_store(path, flush, show)
     daemon = None if hangs or lazy else _daemon(path)
     try:
         _detach(mount, lazy=lazy)
@@ -45,7 +53,29 @@ def unmount(path: Path, *, lazy: bool = False) -> str:
     finally:
         if daemon is not None:
             os.close(daemon)
-    return f"{path}: detached; its daemon ends when the last user has gone" if lazy else f"{path}: unmounted"
+    if lazy:
+        return f"{path}: detached; its daemon ends when the last user has gone"
+    return f"{path}: unmounted{f', but {left}' if left else ''}"
+
+
+def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
+    """Wait for what was written; None when the store has it, else a line that says what it has not. Raises `MountError` if
+    that must not be."""
+    try:
+        uploads = asking.status_of(path).get("uploads")
+        if not uploads or not uploads["pending"]:
+            return None
+        deadline_s = FOREVER if must else float(uploads["flush_deadline"])
+        left = asking.flush(path, "", deadline_s, show)
+    except (control.ControlError, MountError) as exc:
+        if must:
+            raise MountError(f"{path}: nobody says what is not in the store yet: {exc}") from exc
+        return None
+    if not left["files"]:
+        return None
+    if must:
+        raise MountError(f"{path} is not unmounted: {asking.describe(left)}")
+    return f"{asking.describe(left)}; the next mount of this cache that can be written sends them"
 
 
 def _detach(mount: Mount, *, lazy: bool) -> None:

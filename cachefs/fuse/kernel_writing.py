@@ -173,7 +173,10 @@ class WritingHandlers:
         self._metrics.fuse_change += 1
         mode, _ = protocol.MKDIR_IN.unpack_from(body)
         name = name_of(body[protocol.MKDIR_IN.size :])
-        self.session.change(unique, Op.MKDIR, lambda: self._fs.mkdir(nodeid, name, mode), self._entered)
+        uid, gid = self.session.user
+        self.session.change(
+            *(unique, Op.MKDIR, lambda: self._fs.mkdir(nodeid, name, mode, uid, gid)), self._entered
+        )
 
     def _entered(self, unique: int, made: tuple[Attributes, float]) -> None:
         reply = protocol.ENTRY_REPLY

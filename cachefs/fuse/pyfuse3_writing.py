@@ -103,7 +103,7 @@ class WritablePyfuse3Front(Pyfuse3Base):
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         self._metrics.fuse_change += 1
         try:
-            return entry_of(*await self._fs.mkdir(parent_inode, name, mode))
+            return entry_of(*await self._fs.mkdir(parent_inode, name, mode, ctx.uid, ctx.gid))
         except Exception as exc:
             self._fail("mkdir", exc)
 

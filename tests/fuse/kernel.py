@@ -44,8 +44,8 @@ class Reply(NamedTuple):
 class Line(Device):
     """A device without ioctls. Nobody waits for the requests in `deaf`; `gone` is an unmount."""
 
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd)
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
+        super().__init__(fd, writable=writable)
         self.deaf: set[int] = set()
         self.broken: set[int] = set()
         self.gone = False
@@ -253,9 +253,10 @@ async def kernel(
     keep_listings: bool = False,
     flags: int = int(WANTED),
     on_ready: Callable[[], None] = lambda: None,
+    writes_to: Any = None,
     **options: Any,
 ) -> AsyncIterator[Kernel]:
-    """A front that is being served, over a filesystem over a bucket."""
+    """A front that is being served, over a filesystem over a bucket. `writes_to` takes its place, and can be written."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(False)
@@ -263,7 +264,7 @@ async def kernel(
             socket.SOL_SOCKET, SO_SNDBUFFORCE if os.geteuid() == 0 else socket.SO_SNDBUF, SEND_BUFFER
         )
     near, far = ends
-    line = Line(far.detach())
+    line = Line(far.detach(), writable=writes_to is not None)
     origin: Any = bucket
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
@@ -277,9 +278,10 @@ async def kernel(
         asking = Kernel(near, line, fs, shelf, metrics)
         agreed = Negotiated(protocol.MINOR, protocol.Init(flags))
         asking.front = KernelFront(
-            *(fs, metrics, DEADLINE_S, on_ready, line, agreed),
+            *(writes_to or fs, metrics, DEADLINE_S, on_ready, line, agreed),
             zero_open=zero_open,
             keep_listings=keep_listings,
+            writable=writes_to is not None,
         )
 
         def lend(backing: Any) -> bool:

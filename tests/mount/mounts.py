@@ -127,6 +127,7 @@ class Mount:
             "ram": "64M",
             "keep_free": "64M",
             "timeout": 5,
+            "read_only": True,  # requests are counted, and a mount that can be written has more of them
             "log_file": self.log_file,
             **options,
         }
@@ -138,6 +139,8 @@ class Mount:
     def arguments(self, **more: Any) -> list[str]:
         words = ["mount"]
         for name, value in {**self.options, **more}.items():
+            if name == "read_only" and value is False:
+                words.append("--no-read-only")
             if value is None or value is False:
                 continue
             words.append("--" + name.replace("_", "-"))

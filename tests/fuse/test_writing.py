@@ -1,0 +1,462 @@
+"""What the kernel asks of a mount that can be written, and what it is answered: over a filesystem that only notes it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs import errors
+from cachefs.fs import Attributes
+from cachefs.fuse import kernel_writing, protocol, session
+from cachefs.fuse.device import MAX_WRITE
+from cachefs.fuse.protocol import Op, Opened, Setattr
+from tests.fs.bucket import Bucket
+from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
+from tests.fuse.test_waiting import interrupt
+
+NEW = Attributes(77, stat.S_IFREG | 0o644, 1, 5, 1_500_000_000_123_456_789, 1000, 1000)
+DIRECTORY = 5
+ENTRY_BYTES = 128
+
+
+class Noted:
+    """A filesystem. `calls` is what it was asked; each call raises what is in `fails`, and waits for `gate` first."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: dict[str, Exception] = {}
+        self.gate: trio.Event | None = None
+        self.finished: list[str] = []
+        self.released: list[int] = []
+        self.keep = False
+
+    async def _note(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments))
+        if self.gate is not None:
+            await self.gate.wait()
+        if name in self.fails:
+            raise self.fails[name]
+        self.finished.append(name)
+
+    async def open(self, ino: int, flags: int, pid: int) -> tuple[int, bool, int]:
+        await self._note("open", ino, flags, pid)
+        return 9, self.keep, 0
+
+    async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, bool, int]]:
+        await self._note("create", *arguments)
+        return NEW, 1.5, (9, self.keep, 0)
+
+    async def mknod(self, *arguments: Any) -> tuple[Attributes, float]:
+        await self._note("mknod", *arguments)
+        return NEW, 1.5
+
+    async def mkdir(self, *arguments: Any) -> tuple[Attributes, float]:
+        await self._note("mkdir", *arguments)
+        return NEW, 1.5
+
+    async def write(self, fh: int, offset: int, data: bytes | memoryview) -> int:
+        await self._note("write", fh, offset, len(data))
+        self.calls[-1] = ("write", fh, offset, bytes(data))  # as it is once there is time for it
+        return len(data)
+
+    async def setattr(self, ino: int, **wanted: Any) -> tuple[Attributes, float]:
+        await self._note("setattr", ino, {k: v for k, v in wanted.items() if v is not None})
+        return NEW, 1.5
+
+    async def flush(self, fh: int) -> None:
+        await self._note("flush", fh)
+
+    async def fsync(self, fh: int) -> None:
+        await self._note("fsync", fh)
+
+    async def fallocate(self, *arguments: int) -> None:
+        await self._note("fallocate", *arguments)
+
+    async def unlink(self, *arguments: Any) -> None:
+        await self._note("unlink", *arguments)
+
+    async def rmdir(self, *arguments: Any) -> None:
+        await self._note("rmdir", *arguments)
+
+    async def rename(self, *arguments: Any) -> None:
+        await self._note("rename", *arguments)
+
+    def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, bool, int]:
+        self.calls.append(("open_now", ino, flags, pid))
+        return 8, True, 0
+
+    def release(self, fh: int) -> None:
+        self.released.append(fh)
+
+
+def create_in(name: bytes, flags: int = os.O_WRONLY | os.O_CREAT, mode: int = 0o100644) -> bytes:
+    return protocol.CREATE_IN.pack(flags, mode, 0o22, 0) + name + b"\0"
+
+
+def write_in(fh: int, offset: int, data: bytes, size: int | None = None) -> bytes:
+    return protocol.WRITE_IN.pack(fh, offset, len(data) if size is None else size, 0, 0, 0, 0) + data
+
+
+def flush_in(fh: int) -> bytes:
+    return protocol.FLUSH_IN.pack(fh, 0, 0, 0)
+
+
+def open_in(flags: int) -> bytes:
+    return protocol.OPEN_IN.pack(flags, 0)
+
+
+def setattr_in(valid: int, **values: int) -> bytes:
+    names = (
+        *("valid", "padding", "fh", "size", "lock_owner", "atime", "mtime", "ctime"),
+        *("atimensec", "mtimensec", "ctimensec", "mode", "unused4", "uid", "gid", "unused5"),
+    )
+    return protocol.SETATTR_IN.pack(*({"valid": valid, **values}.get(name, 0) for name in names))
+
+
+def writing(fs: Noted) -> Any:
+    return kernel(Bucket([]), writes_to=fs)
+
+
+# -- each request and what it becomes ----------------------------------------------------------------
+
+DONE = b""
+CASES: dict[str, tuple[int, bytes, tuple[Any, ...]]] = {
+    "unlink": (Op.UNLINK, b"old\0", ("unlink", DIRECTORY, b"old")),
+    "rmdir": (Op.RMDIR, b"old\0", ("rmdir", DIRECTORY, b"old")),
+    "rename": (
+        Op.RENAME,
+        protocol.RENAME_IN.pack(6) + b"old\0new\0",
+        ("rename", DIRECTORY, b"old", 6, b"new", 0),
+    ),
+    "rename2": (
+        Op.RENAME2,
+        protocol.RENAME2_IN.pack(6, 1, 0) + b"o\0n\0",
+        ("rename", DIRECTORY, b"o", 6, b"n", 1),
+    ),
+    "fallocate": (
+        Op.FALLOCATE,
+        protocol.FALLOCATE_IN.pack(9, 100, 50, 1, 0),
+        ("fallocate", 9, 1, 100, 50),
+    ),
+    "flush": (Op.FLUSH, flush_in(9), ("flush", 9)),
+    "fsync": (Op.FSYNC, protocol.FSYNC_IN.pack(9, 1, 0), ("fsync", 9)),
+    "mkdir": (
+        Op.MKDIR,
+        protocol.MKDIR_IN.pack(0o755, 0o22) + b"d\0",
+        ("mkdir", DIRECTORY, b"d", 0o755, 1000, 1000),
+    ),
+    "mknod": (
+        Op.MKNOD,
+        protocol.MKNOD_IN.pack(0o100600, 0, 0o22, 0) + b"f\0",
+        ("mknod", DIRECTORY, b"f", 0o100600, 1000, 1000),
+    ),
+    "create": (
+        Op.CREATE,
+        create_in(b"f"),
+        ("create", DIRECTORY, b"f", os.O_WRONLY | os.O_CREAT, 0o100644, PID, 1000, 1000),
+    ),
+    "open": (Op.OPEN, open_in(os.O_RDWR | os.O_APPEND), ("open", DIRECTORY, os.O_RDWR | os.O_APPEND, PID)),
+    "truncate at open": (
+        Op.OPEN,
+        open_in(os.O_RDONLY | os.O_TRUNC),
+        ("open", DIRECTORY, os.O_RDONLY | os.O_TRUNC, PID),
+    ),
+    "write": (Op.WRITE, write_in(9, 1 << 40, b"bytes"), ("write", 9, 1 << 40, b"bytes")),
+    "truncate": (
+        Op.SETATTR,
+        setattr_in(Setattr.SIZE | Setattr.FH, size=3, fh=9),
+        ("setattr", DIRECTORY, {"size": 3, "fh": 9}),
+    ),
+    "chmod": (Op.SETATTR, setattr_in(Setattr.MODE, mode=0o100640), ("setattr", DIRECTORY, {"mode": 0o640})),
+    "chown": (
+        Op.SETATTR,
+        setattr_in(Setattr.UID | Setattr.GID, uid=0, gid=5),
+        ("setattr", DIRECTORY, {"uid": 0, "gid": 5}),
+    ),
+    "utimes": (
+        Op.SETATTR,
+        setattr_in(Setattr.ATIME | Setattr.MTIME, atime=1, mtime=3, mtimensec=7),
+        ("setattr", DIRECTORY, {"mtime_ns": 3_000_000_007}),
+    ),
+    "a time before 1970": (
+        Op.SETATTR,
+        setattr_in(Setattr.MTIME, mtime=(1 << 64) - 1, mtimensec=5),
+        ("setattr", DIRECTORY, {"mtime_ns": -999_999_995}),
+    ),
+    "a time of the last use alone": (
+        Op.SETATTR,
+        setattr_in(Setattr.ATIME, atime=1),
+        ("setattr", DIRECTORY, {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_requests(case: tuple[int, bytes, tuple[Any, ...]]) -> None:
+    opcode, body, expected = case
+    fs = Noted()
+    async with writing(fs) as asking:
+        reply = await asking.ask(opcode, DIRECTORY, body)
+        assert not reply.error
+        assert fs.calls == [expected]
+        if opcode in (Op.MKDIR, Op.MKNOD):
+            assert int.from_bytes(reply.body[:8], "little") == NEW.ino
+            assert len(reply.body) == ENTRY_BYTES
+        elif opcode == Op.CREATE:
+            assert int.from_bytes(reply.body[:8], "little") == NEW.ino
+            assert len(reply.body) == ENTRY_BYTES + 16
+            assert reply.body[ENTRY_BYTES] == 9
+        elif opcode == Op.OPEN:
+            assert opened(reply) == (9, 0, 0)
+        elif opcode == Op.WRITE:
+            assert reply.body == (5).to_bytes(8, "little")
+        elif opcode == Op.SETATTR:
+            assert len(reply.body) == 104
+        else:
+            assert reply.body == b""
+        assert asking.metrics.fuse_other == 0
+        assert asking.metrics.fuse_errors == 0
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_every_failure_is_an_errno(case: tuple[int, bytes, tuple[Any, ...]]) -> None:
+    opcode, body, expected = case
+    fs = Noted()
+    async with writing(fs) as asking:
+        for failure, number in (
+            (errors.NoRoom("full"), errno.ENOSPC),
+            (errors.OriginFailed("down"), errno.EIO),
+            (errors.NotEmpty("names"), errno.ENOTEMPTY),
+            (RuntimeError("ours"), errno.EIO),
+        ):
+            fs.fails[expected[0]] = failure
+            assert (await asking.ask(opcode, DIRECTORY, body)).error == number
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_cut_off_requests_are_refused(case: tuple[int, bytes, tuple[Any, ...]]) -> None:
+    opcode, body, _ = case
+    fs = Noted()
+    async with writing(fs) as asking:
+        for length in range(len(body) - 1):
+            if opcode == Op.FLUSH and length >= protocol.FLUSH_IN.size:
+                continue
+            assert (await asking.ask(opcode, DIRECTORY, body[:length])).error == errno.EINVAL
+        assert fs.calls == []
+
+
+@pytest.mark.parametrize(
+    ("opcode", "number"),
+    [
+        (Op.SYMLINK, errno.EPERM),
+        (Op.LINK, errno.EPERM),
+        (Op.COPY_FILE_RANGE, errno.ENOSYS),
+        (Op.TMPFILE, errno.ENOSYS),
+        (Op.SETXATTR, errno.ENOSYS),
+        (Op.REMOVEXATTR, errno.ENOSYS),
+        (46, errno.ENOSYS),  # LSEEK
+    ],
+)
+async def test_what_there_is_not(opcode: int, number: int) -> None:
+    async with writing(fs := Noted()) as asking:
+        assert (await asking.ask(opcode, DIRECTORY, bytes(64))).error == number
+        assert fs.calls == []
+
+
+async def test_special_files_are_refused() -> None:
+    async with writing(fs := Noted()) as asking:
+        for kind in (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK):
+            body = protocol.MKNOD_IN.pack(kind | 0o600, 0, 0, 0) + b"f\0"
+            assert (await asking.ask(Op.MKNOD, DIRECTORY, body)).error == errno.EPERM
+        assert fs.calls == []
+
+
+async def test_now_is_the_daemons() -> None:
+    async with writing(fs := Noted()) as asking:
+        before = time.time_ns()
+        valid = Setattr.ATIME | Setattr.MTIME | Setattr.ATIME_NOW | Setattr.MTIME_NOW
+        await asking.ask(Op.SETATTR, DIRECTORY, setattr_in(valid, mtime=5))
+        assert before <= fs.calls[0][2]["mtime_ns"] <= time.time_ns()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_writers_are_told_of_closes_and_readers_are_not(keep: bool) -> None:
+    async with writing(fs := Noted()) as asking:
+        fs.keep = keep
+        kept = int(Opened.KEEP_CACHE) if keep else 0
+        assert opened(await asking.ask(Op.OPEN, 7, open_in(os.O_WRONLY)))[1] == kept
+        assert (
+            opened(await asking.ask(Op.OPEN, 7, open_in(os.O_RDONLY)))[1]
+            == Opened.NOFLUSH | Opened.KEEP_CACHE
+        )
+        made = await asking.ask(Op.CREATE, DIRECTORY, create_in(b"f"))
+        assert int.from_bytes(made.body[ENTRY_BYTES + 8 : ENTRY_BYTES + 12], "little") == kept
+
+
+async def test_counters() -> None:
+    async with writing(Noted()) as asking:
+        for opcode, body, _ in CASES.values():
+            await asking.ask(opcode, DIRECTORY, body)
+        metrics = asking.metrics
+        assert (metrics.fuse_open, metrics.fuse_create, metrics.fuse_flush) == (2, 2, 2)
+        assert (metrics.fuse_write, metrics.fuse_write_bytes) == (1, 5)
+        assert metrics.fuse_change == 12
+        assert metrics.fuse_other == 0
+
+
+# -- bytes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, kernel_writing.COPIED, kernel_writing.COPIED + 1, MAX_WRITE])
+async def test_bytes_of_a_write_that_waits_are_not_those_of_the_next(size: int) -> None:
+    fs = Noted()
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        first = asking.send(Op.WRITE, 7, write_in(9, 0, b"a" * size))
+        second = asking.send(Op.WRITE, 7, write_in(9, size, b"b" * size))
+        await asking.idle()
+        assert len(fs.calls) == 2
+        asking.send(Op.LOOKUP, DIRECTORY, b"x" * 200 + b"\0")
+        fs.gate.set()
+        for sent in (first, second):
+            assert (await asking.reply(sent)).body == size.to_bytes(8, "little")
+        assert asking.line.kept == 0
+
+
+async def test_buffers_are_used_again() -> None:
+    async with writing(Noted()) as asking:
+        for number in range(30):
+            data = bytes([number]) * MAX_WRITE
+            assert not (await asking.ask(Op.WRITE, 7, write_in(9, 0, data))).error
+        assert asking.line.kept == 0
+        assert len(asking.line._spare) <= 2
+
+
+async def test_a_write_of_another_length_than_it_says() -> None:
+    async with writing(fs := Noted()) as asking:
+        for size in (0, 4, 6, 1 << 31):
+            assert (await asking.ask(Op.WRITE, 7, write_in(9, 0, b"bytes", size))).error == errno.EINVAL
+        assert fs.calls == []
+
+
+async def test_writes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MOST_KEPT", 3)
+    fs = Noted()
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        sent = [asking.send(Op.WRITE, 7, write_in(9, 0, bytes(100_000))) for _ in range(5)]
+        await asking.idle()
+        assert len(fs.calls) == 3
+        fs.gate.set()
+        for unique in sent:
+            assert not (await asking.reply(unique)).error
+
+
+# -- who waits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+async def test_no_deadline_but_the_stores(case: tuple[int, bytes, tuple[Any, ...]]) -> None:
+    opcode, body, _ = case
+    fs = Noted()
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        sent = asking.send(opcode, DIRECTORY, body)
+        await trio.sleep(50 * DEADLINE_S)
+        asking.drain()
+        assert sent not in asking.replies
+        fs.gate.set()
+        assert not (await asking.reply(sent)).error
+
+
+@pytest.mark.parametrize("name", ["unlink", "rename", "write", "create", "mkdir", "truncate"])
+async def test_a_signal_ends_the_wait_and_not_the_change(name: str) -> None:
+    opcode, body, expected = CASES[name]
+    fs = Noted()
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        sent = asking.send(opcode, DIRECTORY, body)
+        await asking.idle()
+        for _ in range(2):
+            interrupt(asking, sent)
+        assert (await asking.reply(sent)).error == errno.EINTR
+        asking.line.deaf.add(sent)  # the kernel knows of it no more
+        fs.gate.set()
+        await asking.idle()
+        assert fs.finished == [expected[0]]
+        assert fs.released == ([9] if name == "create" else [])
+        assert len(asking.replies[sent]) == 1
+
+
+@pytest.mark.parametrize("name", ["flush", "fsync"])
+async def test_a_signal_ends_the_wait_for_an_upload(name: str) -> None:
+    opcode, body, _ = CASES[name]
+    fs = Noted()
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        sent = asking.send(opcode, DIRECTORY, body)
+        await asking.idle()
+        interrupt(asking, sent)
+        assert (await asking.reply(sent)).error == errno.EINTR
+        assert fs.finished == []
+
+
+async def test_a_change_that_fails_when_nobody_waits_is_no_failure() -> None:
+    fs = Noted()
+    fs.fails["unlink"] = errors.OriginFailed("down")
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        sent = asking.send(Op.UNLINK, DIRECTORY, b"f\0")
+        await asking.idle()
+        interrupt(asking, sent)
+        await asking.reply(sent)
+        fs.gate.set()
+        await asking.idle()
+        assert len(asking.replies[sent]) == 1
+        assert asking.metrics.fuse_errors == 0
+
+
+@pytest.mark.parametrize("name", ["create", "open"])
+async def test_what_nobody_hears_of_is_not_left_open(name: str) -> None:
+    opcode, body, _ = CASES[name]
+    fs = Noted()
+    async with writing(fs) as asking:
+        sent = 1 << 40
+        asking.line.deaf.add(sent)
+        asking.send(opcode, DIRECTORY, body, unique=sent)
+        await asking.idle()
+        assert fs.released == [9]
+
+
+# -- which close is the last -------------------------------------------------------------------------
+
+
+async def flushes(asking: Kernel, fs: Noted) -> int:
+    fs.calls.clear()
+    assert not (await asking.ask(Op.FLUSH, 7, flush_in(9))).error
+    return len(fs.calls)
+
+
+async def test_only_the_last_close_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def still(process: int, inode: int) -> bool:
+        return (process, inode) == (4712, 7)
+
+    monkeypatch.setattr("cachefs.fuse.closing._process_of", lambda thread: thread + 1)
+    monkeypatch.setattr("cachefs.fuse.closing._has_open", still)
+    async with writing(fs := Noted()) as asking:
+        assert await flushes(asking, fs) == 1  # nobody knows who opened it
+        await asking.ask(Op.OPEN, 7, open_in(os.O_WRONLY))
+        assert await flushes(asking, fs) == 0
+        assert not (await asking.ask(Op.FSYNC, 7, protocol.FSYNC_IN.pack(9, 0, 0))).error
+        assert fs.calls == [("fsync", 9)]  # who asks for it gets it
+        monkeypatch.setattr("cachefs.fuse.closing._has_open", lambda process, inode: False)
+        assert await flushes(asking, fs) == 1
+        monkeypatch.setattr("cachefs.fuse.closing._has_open", still)
+        await asking.ask(Op.RELEASE, 7, release_in(9))
+        assert await flushes(asking, fs) == 1
