@@ -14,7 +14,8 @@ so that an open never rests on an answer from before it began.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
 
@@ -24,6 +25,12 @@ REMEMBERED = 65_536
 BURST_S = 0.1
 """How long ago an answer may have come to belong to the same system call. The kernel's requests for one are less than a
 millisecond apart; a loaded daemon may be a hundred times slower. Longer, and directories would outlive their last key."""
+
+
+class Held(Protocol):
+    """A file whose content is being written here."""
+
+    def found(self, now: float) -> Found: ...
 
 
 class Beliefs:
@@ -41,6 +48,8 @@ class Beliefs:
         self._arrived: dict[int, float] = {}  # when the answer came; kept only for bursts
         self._stale: dict[int, float] = {}
         self._absent: dict[tuple[int, bytes], float] = {}
+        # By directory number and name. What is written here is true, whatever a listing says.
+        self.held: Mapping[tuple[int, bytes], Held] = {}
 
     def horizon(self, since: float, now: float) -> float:
         """The oldest knowledge that a request which began at `since` may use."""
@@ -64,6 +73,8 @@ class Beliefs:
 
     def decide(self, directory: Directory, name: bytes, since: float, now: float) -> Found | float | None:
         """What is believed of a name: found; absent, for so many seconds; or None, when one has to look."""
+        if self.held and (held := self.held.get((directory.number, name))) is not None:
+            return held.found(now)
         as_dir, as_file = self._tree.find(directory, name)
         cover = self.coverage(directory, name)
         horizon = since if since < now - self.ttl else now - self.ttl
@@ -99,6 +110,8 @@ class Beliefs:
         """A name that exists by an answer of this burst: one about that very name, or a listing. A directory exists, too,
         when something below it does."""
         now = self._clock()
+        if self.held and (held := self.held.get((directory.number, name))) is not None:
+            return held.found(now)
         cover = self.coverage(directory, name) if listings else None
         if cover is not None and cover[1] < now - self._burst:
             cover = None

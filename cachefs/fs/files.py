@@ -8,6 +8,12 @@ name is shown under its own number again, and the first open tells the kernel to
 Another law is the kernel's own: all handles that are open under one number are served in one way, either from its page
 cache or from a file of ours that it was lent (`Backing`; all of them share that one). So the first handle decides.
 
+What is written here is a version, too, from its first change to the moment when the store has it (`cachefs.fs.overlay`): all
+handles under the number turn to it together. A file that is lent cannot turn, so who wants to write it gets an alias.
+
+A file that was moved keeps its number as long as the mount lives, since the kernel goes on using it: the number of its new
+path is shown as that one.
+
 An alias leads back to its file through a table in memory. What falls out of that table, and an alias whose version is not
 the current one any more, is answered with `ObjectChanged`: ESTALE makes the kernel walk the path again, asking for each
 name, and then it finds the number that is right.
@@ -22,6 +28,7 @@ from cachefs.errors import NotFound, ObjectChanged
 from cachefs.fs.inodes import FIRST_ALIAS, alias_of, next_alias
 
 if TYPE_CHECKING:
+    from cachefs.fs.overlay import Node
     from cachefs.fs.reader import Backing, Reader
     from cachefs.names import ObjectId
     from cachefs.origin import Origin
@@ -40,6 +47,12 @@ ALIASES_REMEMBERED = 16_384
 """Aliases, about 300 bytes each. Guessed: more than the files that change while they are open. Beyond it the oldest are
 looked up anew; a handle that is still open under one can be read, but not looked at (fstat)."""
 
+
+NUMBERS_KEPT = 16_384
+"""Moved files that keep their numbers, about 200 bytes each. Guessed; beyond it the oldest are looked up anew."""
+
+NOWHERE = 0
+"""Where a number leads that was kept for a file which is gone. No path has it."""
 
 LARGE = 4 << 20
 """Opens of larger files are always told: each costs more than the telling. Borrowed from what is fetched in one GET."""
@@ -60,11 +73,28 @@ class _EveryFile:
 EVERY_FILE: Container[bytes] = _EveryFile()
 
 
+DRAFT = -1
+"""The size of a handle that reads a draft: so every read of it looks like one behind the end, and others pay nothing."""
+
+
 class FileHandle:
     """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias. `backing` is what the
-    kernel reads it from by itself, if it does."""
+    kernel reads it from by itself, if it does. `node` is there when it is open for writing, or reads what is written."""
 
-    __slots__ = ("backing", "counted", "ino", "object", "opened", "pid", "size", "stable", "superseded")
+    __slots__ = (
+        "backing",
+        "counted",
+        "former",
+        "ino",
+        "node",
+        "object",
+        "opened",
+        "pid",
+        "size",
+        "stable",
+        "superseded",
+        "writes",
+    )
 
     def __init__(
         self, ino: int, stable: int, obj: ObjectId, opened: Any, pid: int, backing: Backing | None
@@ -78,10 +108,13 @@ class FileHandle:
         self.backing = backing
         self.superseded = False
         self.counted = False
+        self.node: Node | None = None
+        self.writes = False
+        self.former: list[Any] = []  # what it read under names its file does not have any more
 
 
 class OpenFiles:
-    def __init__(self, reader: Reader, clock: Callable[[], float]) -> None:
+    def __init__(self, reader: Reader, clock: Callable[[], float], moved: dict[int, int]) -> None:
         self.on_lend: LendHook | None = None
         # Who wants to hear of opens; and the digests of small lent files, the fast path, whose opens are worth a call.
         self.on_open: OpenHook | None = None
@@ -95,6 +128,9 @@ class OpenFiles:
         self._under_alias: dict[int, list[FileHandle]] = {}  # by the number of the path
         self._aliases: dict[int, tuple[int, str, int]] = {}  # alias → (number of the path, etag, size)
         self._changed: dict[int, float] = {}  # until when an open makes the kernel drop its pages
+        self._moved = moved  # number that the kernel uses → number of the path
+        self._owns: dict[int, int] = {}  # the other way round
+        self._apart: set[int] = set()  # to be written, while they are lent
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -107,21 +143,26 @@ class OpenFiles:
     def stable(self, ino: int) -> int:
         """The number of the path that is shown as `ino`. Raises `ObjectChanged` for an alias that is forgotten."""
         if ino < FIRST_ALIAS:
-            return ino
+            return self._moved.get(ino, ino)
         try:
             return self._aliases[ino][0]
         except KeyError:
             raise ObjectChanged(f"alias {ino} is forgotten") from None
 
+    def own(self, stable: int) -> int:
+        """The number that a path has in this mount, but for aliases."""
+        return self._owns.get(stable, stable)
+
     def shown(self, stable: int, etag: str, size: int) -> int:
         """The number under which this version of a file is shown."""
-        if not (self.unopened and stable in self._changed):
-            others = self._by_ino.get(stable)
+        own = self._owns.get(stable, stable)
+        if not (self.unopened and own in self._changed):
+            others = self._by_ino.get(own)
             if others is None:
-                return stable
+                return own
             held = others[0].object
-            if held.etag == etag and held.size == size:
-                return stable
+            if held.etag == etag and held.size == size and own not in self._apart:
+                return own
         wanted = (stable, etag, size)
         alias = alias_of(*wanted)
         while (found := self._aliases.get(alias)) is not None and found != wanted:
@@ -136,10 +177,44 @@ class OpenFiles:
         """Whether `ino` may stand for this version of its file."""
         if ino >= FIRST_ALIAS:
             return self._aliases.get(ino, (0, "", -1))[1:] == (etag, size)
-        if self.unopened and ino in self._changed:
+        if (self.unopened and ino in self._changed) or ino in self._owns:
             return False
         others = self._by_ino.get(ino)
         return others is None or (others[0].object.etag, others[0].object.size) == (etag, size)
+
+    def moved(self, stable: int, to: int) -> int | None:
+        """The file (or directory) of one path is at another now, and keeps its number. Returns a number that was kept until
+        now and is not any more: the kernel has to forget it."""
+        own = self._owns.pop(stable, stable)
+        self.removed(to)
+        self._moved.pop(own, None)
+        aside = self._under_alias.pop(stable, [])
+        for handle in (*self._by_ino.get(own, ()), *aside):
+            handle.stable = to
+            if handle.ino in self._aliases:
+                self._aliases[handle.ino] = (to, *self._aliases[handle.ino][1:])
+        if aside:
+            self._under_alias.setdefault(to, []).extend(aside)
+        if own == to:
+            return None
+        self._moved[own], self._owns[to] = to, own
+        if len(self._moved) <= NUMBERS_KEPT:
+            return None
+        oldest = next(iter(self._moved))
+        if self._owns.pop(self._moved.pop(oldest), None) is None:
+            return None
+        self.note_change(oldest)
+        return oldest
+
+    def removed(self, stable: int) -> None:
+        """Nothing is at this path any more: whatever comes there has another number than the kernel knew."""
+        own = self._owns.pop(stable, None)
+        if own is not None:
+            self._moved[own] = NOWHERE
+
+    def under(self, ino: int) -> list[FileHandle]:
+        """The handles that are open under this number."""
+        return list(self._by_ino.get(ino, ()))
 
     def held(self, ino: int) -> bool:
         """Whether handles are open under this very number: then its pages are of their version, and right."""
@@ -152,9 +227,11 @@ class OpenFiles:
 
     # -- handles -----------------------------------------------------------------------------------
 
-    def open(self, ino: int, origin: Origin, obj: ObjectId, pid: int) -> tuple[int, bool, int]:
+    def open(
+        self, ino: int, origin: Origin, obj: ObjectId, pid: int, *, writes: bool = False
+    ) -> tuple[int, bool, int]:
         """A handle, whether pages the kernel has of this inode are of this version, and the kernel's number of the file it
-        is to read instead of asking (0: none).
+        is to read instead of asking (0: none). What is opened for writing is not lent.
 
         Pages cannot be older than the mount, and every change since is noted, so "not noted" means they are. Raises
         `ObjectChanged` when handles of another version are open under this number."""
@@ -162,34 +239,63 @@ class OpenFiles:
         if others is not None and others[0].object is not obj and others[0].object != obj:
             self.note_change(ino)
             raise ObjectChanged(f"{obj.key} is open in an older version: look it up again")
-        stable = ino if ino < FIRST_ALIAS else self.stable(ino)
-        keep = True
-        if self._changed and not self.unopened and (until := self._changed.get(ino)) is not None:
-            now = self._clock()
-            if until == NOT_OPENED:
-                self._changed[ino] = now + SETTLED_S
-            elif now > until:
-                del self._changed[ino]
-            keep = now > until
+        if writes and others is not None and others[0].backing is not None:
+            self._apart.add(ino)
+            raise ObjectChanged(f"{obj.key} is lent to the kernel: look it up again to write it")
+        keep = self._keep(ino)
         opened = self._reader.open(origin, obj)
         backing = None
-        if self.on_lend is not None:
+        if self.on_lend is not None and not writes and not (self._apart and self._is_apart(ino)):
             backing = self._lend(opened) if others is None else self._lend_again(others[0])
-        handle = FileHandle(ino, stable, obj, opened, pid, backing)
-        if others is None:
-            self._by_ino[ino] = [handle]
-        else:
-            others.append(handle)
-        if stable != ino:
-            self.supersede(stable, obj.etag, obj.size)
-            self.note_change(stable)
-            self._under_alias.setdefault(stable, []).append(handle)
-        fh = self._next
-        self._next = fh + 1
-        self._handles[fh] = handle
+        fh = self._add(FileHandle(ino, self.stable(ino), obj, opened, pid, backing))
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
+
+    def _is_apart(self, ino: int) -> bool:
+        return self.own(self.stable(ino)) in self._apart
+
+    def open_draft(self, ino: int, version: ObjectId, pid: int) -> tuple[int, bool, int]:
+        """A handle of what is being written here, which the overlay attaches."""
+        others = self._by_ino.get(ino)
+        if others is not None and others[0].object != version:
+            raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
+        keep = self._keep(ino)
+        return self._add(FileHandle(ino, self.stable(ino), version, None, pid, None)), keep, 0
+
+    def _keep(self, ino: int) -> bool:
+        """Whether pages that the kernel has under this number are of the version that is current now."""
+        if not self._changed or self.unopened or (until := self._changed.get(ino)) is None:
+            return True
+        now = self._clock()
+        if until == NOT_OPENED:
+            self._changed[ino] = now + SETTLED_S
+        elif now > until:
+            del self._changed[ino]
+        return now > until
+
+    def _add(self, handle: FileHandle) -> int:
+        others = self._by_ino.get(handle.ino)
+        if others is None:
+            self._by_ino[handle.ino] = [handle]
+        else:
+            others.append(handle)
+        if handle.ino >= FIRST_ALIAS:
+            obj = handle.object
+            self.supersede(handle.stable, obj.etag, obj.size)
+            self.note_change(handle.stable)
+            self._under_alias.setdefault(handle.stable, []).append(handle)
+        fh = self._next
+        self._next = fh + 1
+        self._handles[fh] = handle
+        return fh
+
+    def turn(self, ino: int, version: ObjectId) -> None:
+        """The handles under this number are of another version from now on, and so is the alias, if it is one."""
+        if ino in self._aliases:
+            self._aliases[ino] = (self._aliases[ino][0], version.etag, version.size)
+        for handle in self._by_ino.get(ino, ()):
+            handle.object = version
 
     def _lend(self, opened: Any) -> Backing | None:
         backing = self._reader.lend_now(opened)
@@ -214,28 +320,35 @@ class OpenFiles:
 
     def supersede(self, stable: int, etag: str, size: int) -> None:
         """This is the current version of a file: handles of others are at their end."""
-        for handles in (self._by_ino.get(stable, ()), self._under_alias.get(stable, ())):
+        for handles in (self._by_ino.get(self.own(stable), ()), self._under_alias.get(stable, ())):
             for handle in handles:
                 if handle.object.etag != etag or handle.object.size != size:
                     handle.superseded = True
 
     def note_change(self, ino: int) -> None:
         """The kernel may have pages of an older version."""
+        ino = self.own(ino)
         self._changed.pop(ino, None)
         self._changed[ino] = NOT_OPENED
         if len(self._changed) > CHANGES_REMEMBERED:
             del self._changed[next(iter(self._changed))]
 
-    def release(self, fh: int) -> None:
+    def release(self, fh: int) -> FileHandle | None:
+        """The handle that this was, if it was one."""
         handle = self._handles.pop(fh, None)
         if handle is None:
-            return
+            return None
         _remove(self._by_ino, handle.ino, handle)
         if handle.ino >= FIRST_ALIAS:
             _remove(self._under_alias, handle.stable, handle)
         if handle.backing is not None:
             self._reader.give_back(handle.backing)
-        self._reader.close(handle.opened)
+        if handle.ino not in self._by_ino:
+            self._apart.discard(handle.ino)
+        for opened in (handle.opened, *handle.former):
+            if opened is not None:
+                self._reader.close(opened)
+        return handle
 
     def close(self) -> None:
         for fh in list(self._handles):

@@ -18,20 +18,24 @@ from typing import Any
 import trio
 
 from cachefs.database import Database
-from cachefs.errors import CachefsError, IsADirectory, NameTooLong, NotFound, ObjectChanged, ReadOnly
+from cachefs.errors import CachefsError, IsADirectory, NotFound, ObjectChanged, ReadOnly
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, Attributes, Entry, Options, Space
 from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import FileHandle, LendHook, OpenFiles, OpenHook
+from cachefs.fs.files import DRAFT, FileHandle, LendHook, OpenFiles, OpenHook
 from cachefs.fs.inodes import FIRST_ALIAS, ROOT
-from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in, nameable
+from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in
 from cachefs.fs.listing import Lister
 from cachefs.fs.looking import Looker
 from cachefs.fs.reader import Buffer, Reader
-from cachefs.fs.rows import Row
-from cachefs.fs.survey import Survey, components, object_of
-from cachefs.fs.tree import Directory, Found, Tree, Volume, inode_of
+from cachefs.fs.refreshing import Refreshing
+from cachefs.fs.rows import PINNED, Row
+from cachefs.fs.survey import Survey, object_of
+from cachefs.fs.tree import Directory, Found, Tree, Volume
+from cachefs.fs.writer import Draft, Writer
+from cachefs.fs.writes import Writes
+from cachefs.fs.writing import Writing
 from cachefs.fs.xattrs import NoAttribute
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
@@ -50,7 +54,7 @@ Opened = tuple[int, bool, int]
 itself (0: none, and then reads are ours)."""
 
 
-class FileSystem:
+class FileSystem(Writes):
     """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch."""
 
     def __init__(
@@ -61,12 +65,12 @@ class FileSystem:
         options: Options,
         metrics: Metrics,
         clock: Callable[[], float] = time.time,
+        writer: Writer | None = None,
     ) -> None:
         self.on_invalidate: InvalidateHook = _nobody_listens
         self.told: Callable[[], Awaitable[None]] = (
             trio.lowlevel.checkpoint
         )  # waits until the kernel was told everything that it had to be told so far
-        self.refreshed = False  # ever: listings that the kernel keeps may be out of date
         self._options = options
         self._metrics = metrics
         self._clock = clock
@@ -81,8 +85,15 @@ class FileSystem:
         self._lister = Lister(self._tree, self._beliefs, metrics, clock, self._changed)
         self._looker = Looker(self._tree, self._beliefs, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
-        self._files = OpenFiles(reader, clock)
+        self._files = OpenFiles(reader, clock, self._tree.moved)
         self.survey = Survey(self._tree, self._beliefs, self._looker, self._directories, self._locate)
+        self._refreshing = Refreshing(
+            *(self._tree, self._beliefs, self._lister, self._forget_warm, self._tell, lambda: self.told())
+        )
+        self._writing = None
+        if writer is not None:
+            parts = (self._tree, self._beliefs, self._looker, self._lister, self._files)
+            self._writing = Writing(*parts, writer, options, clock, self._forget_warm)
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
         # What lately opened files are, and until when that is believed. Dropped whole on any news.
@@ -114,6 +125,11 @@ class FileSystem:
         self._files.read_through(reader)
         return before
 
+    @property
+    def refreshed(self) -> bool:
+        """Ever: listings that the kernel keeps may be out of date."""
+        return self._refreshing.ever
+
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
@@ -121,6 +137,8 @@ class FileSystem:
         version that is not the current one."""
         if ino == ROOT:
             return self._root()
+        if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
+            return orphan
         directory, mark = self._locate(ino)
         name = name_in(mark)
         found = self._looker.now(directory, name)
@@ -141,12 +159,14 @@ class FileSystem:
         """The same, looking where necessary."""
         if ino == ROOT:
             return self._root()
+        if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
+            return orphan
         directory, mark = self._locate(ino)
         return self._known(ino, await self._looker.look(directory, name_in(mark)))
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
-        directory = self._tree.directory(parent)
+        directory = self._directory(parent)
         found = self._looker.now(directory, name)
         if self._strict:
             # A listing that has just shown a file will do, but then its open has to ask: what the last walk was told is old.
@@ -193,9 +213,18 @@ class FileSystem:
         except NotFound:
             raise self._gone(ino) from None
 
+    def _directory(self, ino: int) -> Directory:
+        if self._writing is None:
+            return self._tree.directory(ino)
+        try:
+            return self._tree.directory(ino)
+        except NotFound:
+            raise self._gone(ino) from None
+
     def _gone(self, ino: int) -> CachefsError:
         """Nothing is there any more: ESTALE to its readers; who comes by the name finds out that it is missing."""
-        if self._files.held(ino):
+        if self._files.held(ino) or self._writing is not None:
+            # Where names move, a number may be an older one of something that is still there.
             return ObjectChanged(f"inode {ino} was removed while it was open")
         return NotFound(f"inode {ino} is gone")
 
@@ -212,9 +241,15 @@ class FileSystem:
 
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         """What is shown of a name: the number may be an alias."""
-        return self._attributes(ino if is_dir else self._files.shown(ino, row.etag, row.size), is_dir, row)
+        if is_dir:
+            return self._attributes(self._files.own(ino), True, row)
+        if row.generation == PINNED and self._writing is not None:
+            return self._writing.attributes(row)
+        return self._attributes(self._files.shown(ino, row.etag, row.size), False, row)
 
     def _attributes(self, ino: int, is_dir: bool, row: Row) -> Attributes:
+        if self._writing is not None:
+            return self._writing.shape(ino, is_dir, row)
         options = self._options
         if is_dir:
             return Attributes(ino, self._dir_mode, 2, DIRECTORY_SIZE, row.mtime_ns, options.uid, options.gid)
@@ -223,7 +258,7 @@ class FileSystem:
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, ino: int) -> int:
-        handle = DirectoryHandle(self._tree.directory(ino))
+        handle = DirectoryHandle(self._directory(ino))
         number = self._next_directory
         self._next_directory += 1
         self._open_directories[number] = handle
@@ -245,7 +280,9 @@ class FileSystem:
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         """See `Opened`. Raises `ObjectChanged` when the current version is shown under another number."""
         if flags & _WRITING:
-            raise ReadOnly("the mount is read-only")
+            if self._writing is None:
+                raise ReadOnly("the mount is read-only")
+            return None
         if ino == ROOT:
             raise IsADirectory("the root is a directory")
         if self._options.revalidate_at_open:
@@ -276,6 +313,8 @@ class FileSystem:
             found = await self._looker.look(directory, name)
         if isinstance(found, Found) and before is not None and before.known and before.size != found.row.size:
             raise ObjectChanged(f"inode {ino} has another size now: the kernel has to hear of it first")
+        if flags & _WRITING and self._writing is not None:
+            return await self._writing.open(directory, mark, ino, self._check(ino, found), flags, pid)
         return self._open(directory, mark, ino, found, pid)
 
     def _open(self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int) -> Opened:
@@ -283,6 +322,10 @@ class FileSystem:
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         assert directory.origin is not None
+        if self._writing is not None:
+            written = self._writing.open_reader(directory, mark, ino, found.row, pid)
+            if written is not None:
+                return written
         obj = object_of(directory, mark, found.row)
         opened = self._files.open(ino, directory.origin, obj, pid)
         if len(self._warm) >= WARM_OPENS:
@@ -293,35 +336,44 @@ class FileSystem:
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
         """Bytes, clipped to the object; None when `read` has to be awaited."""
         handle = self._files.get(fh)
-        size = min(size, handle.size - offset)
-        if size <= 0:
-            return b""
+        count = min(size, handle.size - offset)
+        if count <= 0:
+            return b"" if handle.size != DRAFT else self._draft(handle).read_now(offset, size)
         if handle.superseded:
             raise self._lost(handle)
         try:
-            return self._reader.read_now(handle.opened, offset, size, handle.pid)
+            return self._reader.read_now(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
             raise self._lost(handle) from exc
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
         """Bytes, clipped to the object. `ObjectChanged` as soon as and as long as the version is not the current one."""
         handle = self._files.get(fh)
-        size = min(size, handle.size - offset)
-        if size <= 0:
-            return b""
+        count = min(size, handle.size - offset)
+        if count <= 0:
+            return b"" if handle.size != DRAFT else await self._draft(handle).read(offset, size)
         if handle.superseded:
             raise self._lost(handle)
         try:
-            data = await self._reader.read(handle.opened, offset, size, handle.pid)
+            data = await self._reader.read(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
             raise self._lost(handle) from exc
         if handle.superseded:
             raise self._lost(handle)
         return data
 
+    def _draft(self, handle: FileHandle) -> Draft:
+        if handle.superseded:
+            raise self._lost(handle)
+        assert handle.node is not None and handle.node.draft is not None
+        return handle.node.draft
+
     def release(self, fh: int) -> None:
-        """Never raises."""
-        self._files.release(fh)
+        """Never raises, never waits. The last one who wrote a file begins its upload, if nothing else did."""
+        if self._writing is None:
+            self._files.release(fh)
+        else:
+            self._writing.release(fh)
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
         """The version a handle reads is gone: nothing known of the inode is believed, until somebody has looked."""
@@ -347,10 +399,10 @@ class FileSystem:
         asked of a mount that cannot be written, from inside a container that has nothing but the mount."""
         if name == xattrs.REFRESH:
             if ino == ROOT:
-                await self._refresh_directory(self._tree.root)
+                await self._refreshing.directory(self._tree.root)
             else:
                 directory, mark = self._locate(ino)
-                await self._refresh(directory, mark, self._files.stable(ino))
+                await self._refreshing.name(directory, mark, self._files.stable(ino))
             await self.told()
             return b"looking again"
         if not name.startswith(xattrs.PREFIX) or name not in self.listxattr(ino):
@@ -382,63 +434,11 @@ class FileSystem:
     async def refresh(self, path: str = "") -> None:
         """Look again at `path` (relative to the mount) and everything below, at the next use. Makes no request; the kernel
         knows when this returns."""
-        await self._refresh_path(path)
+        await self._refreshing.path(path)
         await self.told()
 
-    async def _refresh_path(self, path: str) -> None:
-        directory = self._tree.root
-        names = components(path)
-        for index, name in enumerate(names):
-            if len(name) > MAX_NAME:
-                raise NameTooLong(f"a name of {len(name)} bytes")
-            if not nameable(name):
-                raise NotFound(f"no such path: {path}")
-            as_dir, as_file = self._tree.find(directory, name)
-            if as_dir is None or index == len(names) - 1:
-                if as_dir is not None:
-                    ino = inode_of(directory, name, as_dir)
-                    await self._refresh(directory, name + b"/", ino)
-                elif as_file is not None:
-                    await self._refresh(directory, name, inode_of(directory, name, as_file))
-                else:
-                    # Not known: what may be believed is its absence, and that hangs on the listing here.
-                    self._beliefs.forget_answers()
-                    await self._disbelieve(directory)
-                    self.on_invalidate(0, directory.ino, name)
-                return
-            directory = self._tree.directory(inode_of(directory, name, as_dir))
-        await self._refresh_directory(directory)
-
-    async def _refresh(self, directory: Directory, mark: bytes, ino: int) -> None:
+    def _forget_warm(self) -> None:
         self._warm.clear()
-        if directory.origin is not None:
-            self._beliefs.doubt(ino)
-        if mark.endswith(b"/"):
-            await self._refresh_directory(self._tree.directory(ino))
-        else:
-            self._tell(directory, ino, mark)
-
-    async def _disbelieve(self, directory: Directory) -> None:
-        self._warm.clear()
-        self.refreshed = True
-        self._lister.cancel(directory)
-        puts = self._tree.refresh(directory)
-        async with self._tree.writing:
-            await trio.to_thread.run_sync(self._tree.database.write, puts)
-
-    async def _refresh_directory(self, directory: Directory) -> None:
-        """One number says that nothing from before counts, however much lies below; the kernel has to be told the names
-        right below, which take what is under them along."""
-        self._beliefs.forget_answers()
-        await self._disbelieve(directory)
-        after: bytes | None = b""
-        while after is not None:
-            rows = self._tree.scan(directory, after, 1000)
-            for mark, row in rows:
-                name = name_in(mark)
-                self._tell(directory, inode_of(directory, name, row), name)
-            after = rows[-1][0] if len(rows) == 1000 else None
-            await self.told()
 
     def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
         """What is written about a name has just changed: it is another version, another kind, or gone."""
@@ -463,7 +463,9 @@ class FileSystem:
     def _tell(self, directory: Directory, ino: int, name: bytes) -> None:
         """The kernel is to look at a name again. Pages of a number that is open are of the version that is open: their
         readers may keep them."""
-        self.on_invalidate(0 if self._files.held(ino) else ino, directory.ino, name)
+        own = self._files.own(ino)
+        parent = self._files.own(directory.ino)
+        self.on_invalidate(0 if self._files.held(own) else own, parent, name)
 
     # -- the whole ---------------------------------------------------------------------------------
 

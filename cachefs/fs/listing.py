@@ -26,7 +26,7 @@ from cachefs.fs.pages import erase, number_written, sweep, write_names
 from cachefs.fs.rows import encode
 from cachefs.fs.tree import Directory, Tree
 from cachefs.metrics import Metrics
-from cachefs.origin.protocol import ListPage
+from cachefs.origin.protocol import ListPage, ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
@@ -218,7 +218,7 @@ class Lister:
         """Fetch and write one page. Returns whether names of earlier listings are to be swept now."""
         origin = directory.origin
         assert origin is not None
-        asked_at = self._clock()
+        asked_at, changes = self._clock(), self._tree.changes
         try:
             listed = await origin.list_page(directory.prefix, token=listing.token, limit=PAGE)
         except NotFound as exc:
@@ -233,14 +233,18 @@ class Lister:
         async with self._tree.writing:
             if directory.listing is not listing:
                 return False
+            if page.marker is not None:
+                directory.marked = True
             extra = self._marker(directory, page)
+            entries = self._news(directory, page, changes)
             written = await trio.to_thread.run_sync(
                 write_names,
                 self._tree.database,
                 directory,
-                page.entries,
+                entries,
                 listing.generation,
                 [*extra, directory.state()],
+                self._tree.moved,
             )
             now = self._clock()
             self._count_hidden(directory, listing, page, written.conflicts)
@@ -266,6 +270,15 @@ class Lister:
         listing.next_turn()
         return done and current and listing.leftovers
 
+    async def is_empty(self, directory: Directory) -> None:
+        """It was just made, with a marker: that is as good as a listing which showed nothing else."""
+        self.cancel(directory)
+        directory.marked = True
+        directory.generation += 1
+        directory.complete, directory.listed_epoch = directory.generation, self._tree.epoch
+        directory.listed_at, directory.hidden = self._clock(), 0
+        await self._write_state(directory)
+
     async def _write_state(self, directory: Directory) -> None:
         async with self._tree.writing:
             await trio.to_thread.run_sync(self._tree.database.write, [directory.state()])
@@ -284,6 +297,19 @@ class Lister:
                 "%s lists its keys out of order: listings wait for their end", directory.origin.source
             )
             raise OriginFailed(f"listing {directory.prefix!r}: the store does not keep the order it claims")
+
+    def _news(self, directory: Directory, page: Page, changes: int) -> list[tuple[bytes, ObjectInfo | None]]:
+        """The entries of a page without those names of which this node knows better: what is being written here, and what
+        was changed after the page was asked for."""
+        held, tree = self._beliefs.held, self._tree
+        if not held and tree.changes == changes:
+            return page.entries
+        return [
+            (mark, info)
+            for mark, info in page.entries
+            if (directory.number, name := name_in(mark)) not in held
+            and not tree.changed_since(directory, name, changes)
+        ]
 
     def _marker(self, directory: Directory, page: Page) -> list[Put]:
         """A marker object tells when the directory was made: its row in the parent shows it."""
@@ -320,9 +346,10 @@ class Lister:
             for ino, mark in gone:
                 self._on_change(directory, ino, name_in(mark))
                 if mark.endswith(b"/"):
-                    await self._erase(ino)
+                    await self.erase(ino)
 
-    async def _erase(self, ino: int) -> None:
+    async def erase(self, ino: int) -> None:
+        """Forget a directory that is gone, and all that was known to be below it."""
         number = number_written(self._tree.database, ino)
         doomed = [] if number is None else [number]
         while doomed:

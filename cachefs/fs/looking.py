@@ -153,7 +153,9 @@ class Looker:
         if text is None or origin is None:
             return self._beliefs.negative_ttl
         while True:
-            asked_at, epoch = self._clock(), self._tree.epoch
+            asked_at, epoch, changes = self._clock(), self._tree.epoch, self._tree.changes
+            if (held := self._beliefs.held.get((directory.number, name))) is not None:
+                return held.found(asked_at)
             before = self._tree.find(directory, name)
             cover = self._beliefs.coverage(directory, name)
             as_dir, as_file = before
@@ -165,7 +167,7 @@ class Looker:
                 # A listing showed the file but has not come to where a directory of its name would be: ask for both, once.
                 as_file = None
             said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
-            if await self._write(directory, name, said, before):
+            if await self._write(directory, name, said, before, changes):
                 break
         row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
         ino = None if row is None else inode_of(directory, name, row)
@@ -181,17 +183,20 @@ class Looker:
         name: bytes,
         said: ObjectInfo | bool,
         before: tuple[Row | None, Row | None],
+        changes: int,
     ) -> bool:
         """Write an answer down. False when the name was written meanwhile: the question was another one then."""
         async with self._tree.writing:
             if self._tree.find(directory, name) != before:
+                return False
+            if self._tree.changed_since(directory, name, changes):
                 return False
             cover = self._beliefs.coverage(directory, name)
             generation = cover[0] if cover else 0
             if _is_written(said, *before, generation):
                 return True
             written = await trio.to_thread.run_sync(
-                write_answer, self._tree.database, directory, name, said, generation
+                write_answer, self._tree.database, directory, name, said, generation, self._tree.moved
             )
         for ino, changed in written.changed:
             self._on_change(directory, ino, changed)

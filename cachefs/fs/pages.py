@@ -6,13 +6,14 @@ in between; what it finds out besides is returned, for the trio thread to act on
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cachefs.database import Database, Put
 from cachefs.fs.inodes import join, low_of, next_low, next_number, number_of
 from cachefs.fs.keys import mark_of_directory, name_in
-from cachefs.fs.rows import Row, decode, encode, generation_of
+from cachefs.fs.rows import PINNED, Row, decode, encode, generation_of
 from cachefs.fs.tree import Directory, end_of, inode_key, inode_of
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ def write_names(
     entries: list[tuple[bytes, ObjectInfo | None]],
     generation: int,
     extra: list[Put],
+    reserved: Container[int] = (),
 ) -> Written:
-    """Write (mark, object) `entries` as seen by listing `generation`; the object is None for directories."""
+    """Write (mark, object) `entries` as seen by listing `generation`; the object is None for directories. No new name gets
+    a number that is `reserved`."""
     written = Written()
     puts: list[Put] = list(extra)
     names = [name_in(mark) for mark, _ in entries]
@@ -52,7 +55,7 @@ def write_names(
         ],
     )
     unknown = [name for name, old, twin in zip(names, before, twins, strict=True) if not old and not twin]
-    lows = _allocate(database, directory, unknown)
+    lows = _allocate(database, directory, unknown, reserved)
     files_here: set[bytes] = set()
     for (mark, info), name, old_data, twin_data in zip(entries, names, before, twins, strict=True):
         old = decode(old_data) if old_data else None
@@ -86,7 +89,9 @@ def write_names(
     return written
 
 
-def _allocate(database: Database, directory: Directory, names: list[bytes]) -> dict[bytes, int | None]:
+def _allocate(
+    database: Database, directory: Directory, names: list[bytes], reserved: Container[int]
+) -> dict[bytes, int | None]:
     """A lower inode part for each new name; None where it is the hash itself, which is nearly always."""
     wanted = {name: low_of(name) for name in dict.fromkeys(names)}
     keys = [inode_key(join(directory.number, low)) for low in wanted.values()]
@@ -94,7 +99,11 @@ def _allocate(database: Database, directory: Directory, names: list[bytes]) -> d
     taken: set[int] = set()
     for (name, first), holder in zip(wanted.items(), database.get_many("inodes", keys), strict=True):
         low = first
-        while low in taken or (holder is not None and name_in(holder) != name):
+        while (
+            low in taken
+            or (holder is not None and name_in(holder) != name)
+            or join(directory.number, low) in reserved
+        ):
             low = next_low(low)
             holder = database.get("inodes", inode_key(join(directory.number, low)))
         taken.add(low)
@@ -108,19 +117,20 @@ def write_answer(
     name: bytes,
     answer: ObjectInfo | bool,
     generation: int,
+    reserved: Container[int] = (),
+    also: Sequence[Put] = (),
 ) -> Written:
     """Write what was said of one name: an object, True for a directory, False for neither."""
-    extra: list[Put] = [directory.state()]
+    extra: list[Put] = [directory.state(), *also]
     as_dir, as_file = database.get_many(
         "names", (directory.key + mark_of_directory(name), directory.key + name)
     )
     if answer is True:
         entries: list[tuple[bytes, ObjectInfo | None]] = [(mark_of_directory(name), None)]
-        generation = max(generation, decode(as_dir).generation) if as_dir else generation
-        return write_names(database, directory, entries, generation, extra)
+        generation = _newer(generation, as_dir)
+        return write_names(database, directory, entries, generation, extra, reserved)
     if answer is not False:
-        if as_file:
-            generation = max(generation, decode(as_file).generation)
+        generation = _newer(generation, as_file)
         if as_dir:
             # It was a directory and is a file now: the row goes, the number stays with the name.
             old = decode(as_dir)
@@ -133,7 +143,7 @@ def write_answer(
             ]
             database.write(extra)
             return Written([ino], [(ino, name)])
-        return write_names(database, directory, [(name, answer)], generation, extra)
+        return write_names(database, directory, [(name, answer)], generation, extra, reserved)
     written = Written()
     for mark, data in ((mark_of_directory(name), as_dir), (name, as_file)):
         if data:
@@ -142,6 +152,41 @@ def write_answer(
             written.changed.append((ino, name))
     database.write(extra)
     return written
+
+
+def _newer(generation: int, data: bytes | None) -> int:
+    """The newer one of two listings: `generation`, and that which showed the row, if there is one."""
+    shown = generation if data is None else generation_of(data)
+    return generation if shown == PINNED else max(generation, shown)
+
+
+def pin(
+    database: Database,
+    directory: Directory,
+    name: bytes,
+    mtime_ns: int,
+    etag: str,
+    reserved: Container[int],
+) -> tuple[int, Row]:
+    """A file is being written under this name: its number, and its row, which no listing changes or sweeps until it is
+    written anew."""
+    as_dir, as_file = database.get_many(
+        "names", (directory.key + mark_of_directory(name), directory.key + name)
+    )
+    hint = as_dir or as_file
+    low = decode(hint).low if hint else _allocate(database, directory, [name], reserved)[name]
+    row = Row(PINNED, mtime_ns, 0, etag, low, False)
+    ino = inode_of(directory, name, row)
+    database.write(
+        [
+            directory.state(),
+            ("names", directory.key + mark_of_directory(name), None),
+            ("names", directory.key + name, encode(row)),
+            ("inodes", inode_key(ino), name),
+            ("local", directory.key + name, b""),
+        ]
+    )
+    return ino, row
 
 
 def sweep(

@@ -28,13 +28,17 @@ _MD5 = re.compile(r'"([0-9a-f]{32})"')
 _PARTS = re.compile(r'"([0-9a-f]{32})-([1-9][0-9]{0,4})"')  # a multipart upload: digest and number of parts
 SECOND = 1_000_000_000
 
+PINNED = 0xFFFFFFFF
+"""The generation of a name whose content is being written here: newer than any listing, so each shows it and none sweeps
+it."""
+
 
 class Row(NamedTuple):
     """What is known of one name.
 
     `generation` is the listing of its directory that last showed it. `low` is the lower part of the inode number where
     that is not simply the hash of the name. Not `known`: the listing did not tell size and etag; they are those of the
-    version that was known before, if any was. Directories have size 0 and no etag."""
+    version that was known before, if any was. Nor is a draft known. Directories have size 0 and no etag."""
 
     generation: int
     mtime_ns: int

@@ -5,7 +5,8 @@ listing it came from. No Python object is kept per name: a million names cost di
 for directories in use, and exactly one for each.
 
 Tables: ``names`` directory number + mark → row; ``inodes`` inode number → mark (the directory is part of the number);
-``directories`` number → state of its listing; ``state`` whatever concerns all.
+``directories`` number → state of its listing; ``state`` whatever concerns all; ``local`` the keys of `names` that are being
+written here; ``kept`` what was set here of files and directories (`cachefs.fs.kept`).
 
 A file row beside a directory row of the same name is hidden: the directory wins, and owns the inode number.
 
@@ -27,7 +28,7 @@ from cachefs.database import Database, Put
 from cachefs.errors import ConfigError, NotADirectory, NotFound
 from cachefs.fs.inodes import LOW_BITS, ROOT, join, low_of, next_number, number_of
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
-from cachefs.fs.rows import Row, decode, encode
+from cachefs.fs.rows import PINNED, Row, decode, encode
 
 if TYPE_CHECKING:
     from cachefs.fs.listing import Listing
@@ -35,12 +36,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TABLES = ("names", "inodes", "directories", "state")
-FORMAT = "names 1"
+TABLES = ("names", "inodes", "directories", "state", "local", "kept")
+FORMAT = "names 2"
 """Name of the tables' format, for `Database`."""
 
 KEPT_DIRECTORIES = 4096
 """Directories remembered as objects (about 500 bytes each); others are read again when asked for. Guessed."""
+
+CHANGES_REMEMBERED = 16_384
+"""Names that were changed here lately, about 150 bytes each. Guessed: more than change while one page is on its way."""
 
 ALWAYS = 0xFFFFFFFF
 
@@ -82,6 +86,7 @@ class Directory:
         "listed_epoch",
         "listing",
         "mark",
+        "marked",
         "number",
         "origin",
         "parent",
@@ -109,6 +114,7 @@ class Directory:
         self.refreshed = 0  # the epoch in which somebody asked to look again at everything below
         self.hidden = 0
         self.listing: Listing | None = None
+        self.marked = False  # whether it is known that the store has a marker of it
         self.stale_asks = 0
         self.stale_since = 0.0
         self.warned = False
@@ -155,7 +161,11 @@ class Tree:
         self._by_number: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._kept: dict[int, Directory] = {}
         self._volumes: dict[bytes, Origin] = {}
+        self.changes = 0  # made here so far
+        self._changed: dict[tuple[int, bytes], int] = {}
+        self.moved: dict[int, int] = {}  # number whose name was moved away → number of the path it is at now
         self._check_fingerprint(volumes)
+        self._forget_drafts()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
         self.root = Directory(ROOT, 0, None, b"", only, _prefix_of(only) if only else "")
@@ -174,6 +184,21 @@ class Tree:
                 log.info("other sources than last time: forgetting the names that were known")
             everything = [(table, b"", b"\xff" * 8) for table in TABLES]
             self.database.write([("state", _FINGERPRINT, fingerprint)], everything)
+
+    def _forget_drafts(self) -> None:
+        """What was being written when the last daemon died: what is at the store under these names is not known."""
+        while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
+            puts: list[Put] = []
+            for key, _ in rows:
+                data, state = self.database.get("names", key), self.database.get("directories", key[:4])
+                puts.append(("local", key, None))
+                if data is not None and decode(data).generation == PINNED:
+                    name, low = key[4:], decode(data).low
+                    ino = join(int.from_bytes(key[:4], "big"), low_of(name) if low is None else low)
+                    puts += [("names", key, None), ("inodes", inode_key(ino), None)]
+                if state is not None:
+                    puts.append(("directories", key[:4], _unlisted(state)))
+            self.database.write(puts)
 
     def _write_volumes(self, volumes: Sequence[Volume]) -> None:
         """The root is the list of volumes: always listed, always fresh."""
@@ -199,6 +224,8 @@ class Tree:
         found = self._by_ino.get(ino)
         if found is not None:
             return found
+        ino = self.moved.get(ino, ino)
+        found = self._by_ino.get(ino)
         chain: list[tuple[int, bytes]] = []
         while found is None:
             mark = self._mark(ino)
@@ -213,6 +240,7 @@ class Tree:
 
     def locate(self, ino: int) -> tuple[Directory, bytes]:
         """Where an inode (not the root) is: its directory and its mark there. Raises `NotFound`."""
+        ino = self.moved.get(ino, ino)
         mark = self._mark(ino)
         directory = self._by_number.get(ino >> LOW_BITS)
         return directory or self.directory(self._owner(ino >> LOW_BITS)), mark
@@ -283,8 +311,28 @@ class Tree:
         directory.refreshed = self.epoch
         return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
 
+    def tops(self) -> list[Directory]:
+        """The directories that are mounted."""
+        if self.root.origin is not None:
+            return [self.root]
+        return [self.directory(join(0, low_of(name))) for name in self._volumes]
+
     def in_use(self) -> list[Directory]:
         return list(self._by_number.values())
+
+    # -- changes made here ---------------------------------------------------------------------------
+
+    def note_change(self, directory: Directory, name: bytes) -> None:
+        """A change of this name is done: what was asked for before must not undo it."""
+        self.changes += 1
+        self._changed.pop((directory.number, name), None)
+        self._changed[directory.number, name] = self.changes
+        if len(self._changed) > CHANGES_REMEMBERED:
+            del self._changed[next(iter(self._changed))]
+
+    def changed_since(self, directory: Directory, name: bytes, changes: int) -> bool:
+        """Whether it was changed here after the first `changes` changes."""
+        return self.changes != changes and self._changed.get((directory.number, name), 0) > changes
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -312,6 +360,12 @@ class Tree:
 
     def mark_at(self, directory: Directory, low: int) -> bytes | None:
         return self.database.get("inodes", inode_key(join(directory.number, low)))
+
+
+def _unlisted(state: bytes) -> bytes:
+    """The state of a directory whose last listing does not count any more."""
+    ino, generation, _, _, listed_epoch, refreshed, hidden = _STATE.unpack(state)
+    return _STATE.pack(ino, generation, 0, 0.0, listed_epoch, refreshed, hidden)
 
 
 def inode_of(directory: Directory, name: bytes, row: Row) -> int:

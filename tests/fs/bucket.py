@@ -11,6 +11,7 @@ import trio
 from cachefs.errors import CachefsError, NotFound, ObjectChanged
 from cachefs.names import ObjectId
 from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.origin.writing import S3
 
 MTIME = 1_700_000_000 * 10**9
 
@@ -33,15 +34,19 @@ class Bucket:
         self.objects: dict[str, ObjectInfo] = {}
         self.lists: list[tuple[str, str | None, int]] = []
         self.heads: list[str] = []
+        self.can_write = False
+        self.written: dict[str, bytes] = {}  # by etag: the content of what is not made of its etag
         self.before: Callable[[str, str], CachefsError | None] = lambda kind, key: None
         self.tells_sizes = True
         self.ordered = True
         for key in keys:
-            self.put(key)
+            self.set(key)
 
-    def put(self, key: str, size: int | None = None, version: int = 0, mtime_ns: int = MTIME) -> None:
+    def set(self, key: str, size: int | None = None, version: int = 0, mtime_ns: int = MTIME) -> None:
         size = (0 if key.endswith("/") else 10) if size is None else size
         self.objects[key] = ObjectInfo(key, size, mtime_ns, etag_of(f"{key} {size} {version}"))
+
+    put = set
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -95,8 +100,84 @@ class Bucket:
             raise failure
 
 
+class WritableBucket(Bucket):
+    """The same, which takes writes. `set` is somebody else's hand, `put` is what `Origin` has."""
+
+    limits = S3
+
+    def __init__(self, keys: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(keys, **kwargs)
+        self.can_write = True
+        self.puts: list[str] = []
+        self.copies: list[tuple[str, str]] = []
+        self.deletes: list[str] = []
+        self.version = 0
+
+    @property
+    def writes(self) -> tuple[int, int, int]:
+        """(PUT, COPY, DELETE) since the last `reset`."""
+        return len(self.puts), len(self.copies), len(self.deletes)
+
+    def reset(self) -> None:
+        super().reset()
+        self.puts.clear()
+        self.copies.clear()
+        self.deletes.clear()
+
+    def content(self, key: str) -> bytes:
+        info = self.objects[key]
+        return content_of(self, ObjectId(self.source, key, info.etag, info.size))
+
+    async def put(  # type: ignore[override]
+        self, key: str, source: Any, size: int, **terms: Any
+    ) -> ObjectInfo:
+        self.puts.append(key)
+        await trio.sleep(self.delay)
+        self._strike("put", key)
+        return self._made(key, source.read(0, size))
+
+    def _made(self, key: str, data: bytes) -> ObjectInfo:
+        self.version += 1
+        etag = etag_of(f"{self.version} {data!r}")
+        self.written[etag] = data
+        self.objects[key] = ObjectInfo(key, len(data), MTIME + self.version, etag)
+        return self.objects[key]
+
+    async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
+        self.copies.append((key, to))
+        await trio.sleep(self.delay)
+        self._strike("copy", key)
+        if key not in self.objects:
+            raise NotFound(key)
+        if etag not in (None, self.objects[key].etag):
+            raise ObjectChanged(key)
+        return self._made(to, self.content(key))
+
+    async def delete(self, key: str) -> None:
+        self.deletes.append(key)
+        await trio.sleep(self.delay)
+        self._strike("delete", key)
+        self.objects.pop(key, None)
+
+    async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
+        kept: dict[str, CachefsError] = {}
+        for key in list(keys):
+            try:
+                await self.delete(key)
+            except CachefsError as exc:
+                kept[key] = exc
+        return kept
+
+
+def content_of(bucket: Bucket | None, obj: ObjectId) -> bytes:
+    data = bucket.written.get(obj.etag) if bucket is not None else None
+    return Bytes.content(obj) if data is None else data
+
+
 class Bytes:
-    """A `Reader` whose objects are made of their own etag; warm once read."""
+    """A `Reader` whose objects are made of their own etag, or what was written; warm once read."""
+
+    lends = False
 
     def __init__(self, bucket: Bucket | None = None) -> None:
         self.bucket = bucket
@@ -119,7 +200,7 @@ class Bytes:
         assert 0 <= offset < opened.size and offset + size <= opened.size
         if opened not in self.warm:
             return None
-        return self.content(opened)[offset : offset + size]
+        return content_of(self.bucket, opened)[offset : offset + size]
 
     async def read(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes:
         await trio.lowlevel.checkpoint()
@@ -130,7 +211,7 @@ class Bytes:
             if now.etag != opened.etag:
                 raise ObjectChanged(opened.key)
         self.warm.add(opened)
-        return self.content(opened)[offset : offset + size]
+        return content_of(self.bucket, opened)[offset : offset + size]
 
     def cached_bytes(self, obj: ObjectId) -> int:
         return obj.size if obj in self.warm else 0

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from cachefs.database import Database
-from cachefs.errors import ObjectChanged
+from cachefs.errors import AlreadyExists, NotFound, ObjectChanged
 from cachefs.fs import FORMAT, TABLES, Attributes, Entry, FileSystem, Options, Volume
 from cachefs.metrics import Metrics
 from tests.fs.bucket import Bucket, Bytes
@@ -34,13 +34,15 @@ class Clock:
 
 
 class Mount:
-    def __init__(self, path: Path, volumes: Sequence[Volume], options: Options, clock: Clock) -> None:
+    def __init__(
+        self, path: Path, volumes: Sequence[Volume], options: Options, clock: Clock, writer: Any = None
+    ) -> None:
         self.metrics = Metrics()
         self.clock = clock
         origin: Any = volumes[0].origin
         self.bytes = Bytes(origin)
         self.database = Database(path, TABLES, version=FORMAT, fsync=False)
-        self.fs = FileSystem(volumes, self.database, self.bytes, options, self.metrics, clock)
+        self.fs = FileSystem(volumes, self.database, self.bytes, options, self.metrics, clock, writer)
         self.invalidated: list[tuple[int, int, bytes]] = []
         self.fs.on_invalidate = lambda ino, parent, name: self.invalidated.append((ino, parent, name))
 
@@ -88,6 +90,63 @@ class Mount:
         finally:
             self.fs.release(fh)
 
+    async def parent(self, path: str) -> tuple[int, bytes]:
+        above, _, name = path.rpartition("/")
+        return (await self.ino(above) if above else ROOT), os.fsencode(name)
+
+    async def open(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+        """open(2): a lookup, then a create or an open, walked once more after ESTALE."""
+        for attempt in (1, 2):
+            try:
+                parent, name = await self.parent(path)
+                found = await self.stat(path)
+                if found is None and flags & os.O_CREAT:
+                    _, _, opened = await self.fs.create(parent, name, flags, mode, 1, 1000, 1000)
+                    return opened[0]
+                if found is None:
+                    raise NotFound(path)
+                if flags & os.O_EXCL:
+                    raise AlreadyExists(path)
+                now = self.fs.open_now(found.ino, flags, 1)
+                return (now or await self.fs.open(found.ino, flags, 1))[0]
+            except ObjectChanged:
+                if attempt == 2:
+                    raise
+        raise AssertionError
+
+    async def close_file(self, fh: int) -> None:
+        """close(2) of the last descriptor."""
+        try:
+            await self.fs.flush(fh)
+        finally:
+            self.fs.release(fh)
+
+    async def write(
+        self, path: str, data: bytes, flags: int = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, at: int = 0
+    ) -> None:
+        fh = await self.open(path, flags)
+        try:
+            if data:
+                assert await self.fs.write(fh, at, data) == len(data)
+        finally:
+            await self.close_file(fh)
+
+    async def pread(self, fh: int, offset: int = 0, size: int = 1 << 20) -> bytes:
+        now = self.fs.read_now(fh, offset, size)
+        return bytes(await self.fs.read(fh, offset, size) if now is None else now)
+
+    async def mkdir(self, path: str, mode: int = 0o755) -> int:
+        return (await self.fs.mkdir(*await self.parent(path), mode, 1000, 1000))[0].ino
+
+    async def unlink(self, path: str) -> None:
+        await self.fs.unlink(*await self.parent(path))
+
+    async def rmdir(self, path: str) -> None:
+        await self.fs.rmdir(*await self.parent(path))
+
+    async def rename(self, path: str, to: str, flags: int = 0) -> None:
+        await self.fs.rename(*await self.parent(path), *await self.parent(to), flags)
+
     async def walk(self, ino: int = ROOT, above: bytes = b"") -> dict[bytes, int | None]:
         """path → size, or None for a directory; every entry is looked up too."""
         tree: dict[bytes, int | None] = {}
@@ -110,6 +169,7 @@ async def mounted(
     path: Path | None = None,
     clock: Clock | None = None,
     volumes: Sequence[Volume] | None = None,
+    writer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Mount]:
     origin: Any = bucket
@@ -119,6 +179,7 @@ async def mounted(
             volumes or [Volume("", origin)],
             Options(uid=1000, gid=1000, **options),
             clock or Clock(),
+            writer,
         )
         try:
             yield mount

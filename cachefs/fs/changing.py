@@ -1,0 +1,129 @@
+"""Names that come, go and move: at the store first, then here, as the store's answer would be written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachefs.errors import (
+    AlreadyExists,
+    IsADirectory,
+    NotADirectory,
+    NotEmpty,
+    NotFound,
+    NotPermitted,
+    Unsupported,
+)
+from cachefs.fs.drafts import writable
+from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.tree import Directory, Found
+from cachefs.origin.writing import InMemory
+
+if TYPE_CHECKING:
+    from cachefs.fs.files import OpenFiles
+    from cachefs.fs.kept import Kept
+    from cachefs.fs.listing import Lister
+    from cachefs.fs.looking import Looker
+    from cachefs.fs.overlay import Overlay
+    from cachefs.fs.tree import Tree
+    from cachefs.fs.writer import Writer
+    from cachefs.origin import Origin
+
+
+class Changing:
+    def __init__(
+        self,
+        tree: Tree,
+        looker: Looker,
+        lister: Lister,
+        files: OpenFiles,
+        overlay: Overlay,
+        kept: Kept,
+        writer: Writer,
+    ) -> None:
+        self._tree = tree
+        self._looker = looker
+        self._lister = lister
+        self._files = files
+        self._overlay = overlay
+        self._kept = kept
+        self._writer = writer
+
+    async def recover(self) -> None:
+        """Finish the renames that a daemon died in."""
+
+    # -- directories -------------------------------------------------------------------------------
+
+    async def mkdir(self, directory: Directory, name: bytes) -> Found:
+        """The new directory, of which it is known that nothing is in it."""
+        origin = writable(directory)
+        if isinstance(await self._looker.look(directory, name), Found):
+            raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
+        await origin.put(directory.prefix + name.decode() + "/", InMemory(b""), 0)
+        ino = await self._overlay.is_directory(directory, name)
+        made = self._tree.directory(ino)
+        await self._lister.is_empty(made)
+        row = self._tree.row(directory, mark_of_directory(name))
+        assert row is not None
+        return Found(ino, True, row, 0.0)
+
+    async def rmdir(self, directory: Directory, name: bytes) -> None:
+        origin = writable(directory)
+        found = await self._found(directory, name)
+        if not found.is_dir:
+            raise NotADirectory(f"{directory.prefix}{name.decode()} is a file")
+        inside = self._tree.directory(found.ino)
+        if inside.is_top:
+            raise NotPermitted(f"{name.decode()} is a source of the mount")
+        await self._must_be_empty(origin, inside)
+        await origin.delete(inside.prefix)
+        await self._overlay.gone(directory, name)
+        await self._lister.erase(found.ino)
+
+    async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
+        """By what is written here and by the store's own word. Hidden keys count."""
+        if self._overlay.below(directory):
+            raise NotEmpty(f"{directory.prefix} has files in it")
+        page = await origin.list_page(directory.prefix, limit=2)
+        if page.prefixes or any(info.key != directory.prefix for info in page.objects):
+            raise NotEmpty(f"{directory.prefix} has something in it")
+
+    # -- files -------------------------------------------------------------------------------------
+
+    async def unlink(self, directory: Directory, name: bytes) -> None:
+        origin = writable(directory)
+        found = await self._found(directory, name)
+        if found.is_dir:
+            raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
+        node = self._overlay.at(directory, name)
+        if node is None or node.stored:
+            await self._mark_last(origin, directory, name)
+        if node is not None:
+            async with node.lock:
+                await self._overlay.remove(node, replaced=False)
+        if node is None or node.stored:
+            await origin.delete(directory.prefix + name.decode())
+        await self._overlay.gone(directory, name)
+        self._kept.put(found.ino, "", {})
+
+    async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
+        """A directory that exists by its last key alone gets a marker before that goes: it must not vanish from under
+        those who work in it, here or on other nodes. One PUT, and only then."""
+        if directory.is_top or directory.marked:
+            return
+        rows = self._tree.scan(directory, b"", 2)
+        if all(mark == name for mark, _ in rows):
+            await origin.put(directory.prefix, InMemory(b""), 0)
+            directory.marked = True
+
+    async def _found(self, directory: Directory, name: bytes) -> Found:
+        found = await self._looker.look(directory, name)
+        if not isinstance(found, Found):
+            raise NotFound(f"no such name in {directory.prefix}")
+        return found
+
+    # -- renaming ----------------------------------------------------------------------------------
+
+    async def rename(
+        self, directory: Directory, name: bytes, to: Directory, newname: bytes, flags: int
+    ) -> None:
+        raise Unsupported("not yet")

@@ -1,0 +1,241 @@
+"""Writing the content of files: from open for writing, or create, to the moment when the store has it.
+
+Opening a file for writing costs nothing and begins nothing, unless it is emptied: its draft begins with the first change,
+with the content of the version that is open. From then on who has it open on this node reads the draft, under the same
+inode number, so that the pages the kernel has are right all along. `close` and `fsync` wait for what the upload room
+promises (`Writer.commit`); when nobody writes any more and the store has it, it is a file like any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cachefs.errors import (
+    BadHandle,
+    CachefsError,
+    Invalid,
+    NameTooLong,
+    NotPermitted,
+    ObjectChanged,
+    ReadOnly,
+    Unsupported,
+)
+from cachefs.fs.keys import MAX_NAME, nameable, text_of
+from cachefs.fs.overlay import Node, Overlay
+from cachefs.fs.reader import Buffer
+from cachefs.fs.tree import Directory
+
+if TYPE_CHECKING:
+    from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.writer import Draft, Writer
+    from cachefs.names import ObjectId
+    from cachefs.origin import Origin
+
+Opened = tuple[int, bool, int]
+
+
+class Drafts:
+    """`clock` is seconds since the epoch."""
+
+    def __init__(
+        self, overlay: Overlay, files: OpenFiles, writer: Writer, clock: Callable[[], float]
+    ) -> None:
+        self._overlay = overlay
+        self._files = files
+        self._writer = writer
+        self._clock = clock
+        writer.on_committed = overlay.committed
+        writer.on_settled = overlay.settled
+
+    # -- opening -------------------------------------------------------------------------------------
+
+    async def create(self, directory: Directory, name: bytes, attrs: dict[str, Any]) -> Node:
+        """A new, empty file, where there is nothing. It reaches the store when it is closed."""
+        writable(directory)
+        check_name(name)
+        node = Node(directory, name, 0, 0, stored=False)
+        node.attrs = attrs
+        await self._give(node, None)
+        await self._overlay.hold(node)
+        return node
+
+    async def open(
+        self, directory: Directory, name: bytes, ino: int, obj: ObjectId, flags: int, pid: int
+    ) -> Opened:
+        """A handle to write a file that has the version `obj`. Raises `ObjectChanged` when the kernel has to come back
+        with another number."""
+        writable(directory)
+        node = self._overlay.nodes.get(ino) or self._overlay.at(directory, name)
+        if node is None:
+            opened = self._files.open(ino, writable(directory), obj, pid, writes=True)
+            node = Node(directory, name, self._files.stable(ino), ino, stored=True)
+        elif node.draft is not None:
+            opened = self._open_draft(node, ino, pid)
+        else:
+            opened = self._files.open(ino, node.origin, obj, pid, writes=True)
+        handle = self._files.get(opened[0])
+        handle.node, handle.writes = node, True
+        node.writers += 1
+        self._overlay.add(node)
+        if flags & os.O_TRUNC:
+            try:
+                await self._empty(node, obj)
+            except BaseException:
+                self.release(opened[0])
+                raise
+        return opened
+
+    def open_reader(self, node: Node, ino: int, pid: int) -> Opened:
+        """A handle to read what is being written."""
+        return self._open_draft(node, ino, pid)
+
+    def open_writer(self, node: Node, pid: int) -> Opened:
+        """A handle to write a file that was just created."""
+        opened = self._open_draft(node, node.ino, pid)
+        self._files.get(opened[0]).writes = True
+        node.writers += 1
+        return opened
+
+    def _open_draft(self, node: Node, ino: int, pid: int) -> Opened:
+        if ino != self._overlay.number(node):
+            raise ObjectChanged(f"{node.key} is open under another number: look it up again")
+        node.ino = ino
+        opened = self._files.open_draft(ino, self._overlay.version(node), pid)
+        self._overlay.attach(self._files.get(opened[0]), node)
+        return opened
+
+    def release(self, fh: int) -> None:
+        """Never raises, never waits."""
+        handle = self._files.release(fh)
+        if handle is None or handle.node is None:
+            return
+        node = handle.node
+        if handle.writes:
+            node.writers -= 1
+        self._overlay.leave(handle, node)
+
+    # -- changing ------------------------------------------------------------------------------------
+
+    async def write(self, fh: int, offset: int, data: Buffer) -> int:
+        node, draft = await self._draft_of(fh)
+        await draft.write(offset, data)
+        node.attrs.pop("mtime_ns", None)
+        return len(data)
+
+    async def allocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+        if mode:
+            raise Unsupported(f"fallocate mode {mode:#x}: only room behind what is there can be made")
+        if offset < 0 or length <= 0:
+            raise Invalid(f"nothing to allocate: {length} bytes at {offset}")
+        _, draft = await self._draft_of(fh)
+        await draft.allocate(offset, length)
+
+    async def truncate(self, directory: Directory, name: bytes, ino: int, obj: ObjectId, size: int) -> None:
+        """Of a file that nobody need have open: then it is at the store, or as good as, when this returns."""
+        fh, _, _ = await self.open(directory, name, ino, obj, os.O_WRONLY, 0)
+        node = self._files.get(fh).node
+        assert node is not None
+        alone = node.writers == 1
+        try:
+            await self.truncate_open(fh, size)
+            if alone:
+                await self._commit(node)
+        finally:
+            self.release(fh)
+
+    async def truncate_open(self, fh: int, size: int) -> None:
+        node, draft = await self._draft_of(fh, upto=size)
+        await draft.truncate(size)
+        node.attrs.pop("mtime_ns", None)
+
+    async def _draft_of(self, fh: int, upto: int | None = None) -> tuple[Node, Draft]:
+        """The draft that a handle writes, begun if it was not: with the first `upto` bytes of what the file is."""
+        handle = self._files.get(fh)
+        node = handle.node
+        if node is None or not handle.writes:
+            raise BadHandle("the file is not open for writing")
+        if not node.held and not (node.removed and node.draft is not None):
+            await self._begin(node, handle, upto)
+        assert node.draft is not None
+        return node, node.draft
+
+    async def _begin(self, node: Node, handle: FileHandle, upto: int | None) -> None:
+        """The first change of a file that is open."""
+        async with node.lock:
+            if node.held:
+                return
+            if handle.superseded or node.removed:
+                raise ObjectChanged(f"{node.key} was replaced or removed while it was open")
+            if node.draft is None:
+                await self._give(node, handle.object, upto)
+            await self._overlay.hold(node)
+
+    async def _empty(self, node: Node, base: ObjectId) -> None:
+        async with node.lock:
+            if node.draft is None:
+                await self._give(node, base, 0)
+            else:
+                await node.draft.truncate(0)
+                node.attrs.pop("mtime_ns", None)
+            if not node.held:
+                await self._overlay.hold(node)
+
+    async def _give(self, node: Node, base: ObjectId | None, upto: int | None = None) -> None:
+        draft = await self._writer.begin(
+            node.origin, node.key, base=base, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
+        )
+        self._overlay.give(node, draft)
+
+    def _now_ns(self) -> int:
+        return round(self._clock() * 1e9)
+
+    # -- promising -----------------------------------------------------------------------------------
+
+    async def flush(self, fh: int) -> None:
+        """For close(2): of a handle that writes, what the upload room promises of a commit."""
+        handle = self._files.get(fh)
+        if handle.writes and handle.node is not None:
+            await self._commit(handle.node)
+
+    async def fsync(self, fh: int) -> None:
+        node = self._files.get(fh).node
+        if node is not None:
+            await self._commit(node)
+
+    async def _commit(self, node: Node) -> None:
+        if node.draft is not None and not node.removed:
+            try:
+                await self._writer.commit(node.draft)
+            except CachefsError:
+                if not node.removed:
+                    raise
+
+    async def recover(self, find: Callable[[Origin, str], Any]) -> None:
+        """Show the drafts of an earlier daemon. `find` gives the directory and the name of a key, made if they must be."""
+        for draft in self._writer.pending():
+            if self._overlay.of_draft(draft) is not None:
+                continue
+            directory, name = await find(draft.origin, draft.key)
+            node = Node(directory, name, 0, 0, stored=True)
+            self._overlay.give(node, draft)
+            await self._overlay.hold(node)
+
+
+def writable(directory: Directory) -> Origin:
+    """The store of what is in a directory. Raises `NotPermitted` where there is none, `ReadOnly` where it takes nothing."""
+    origin = directory.origin
+    if origin is None:
+        raise NotPermitted("the list of sources is not a directory of any of them")
+    if not origin.can_write:
+        raise ReadOnly(f"{origin.source} can only be read")
+    return origin
+
+
+def check_name(name: bytes) -> None:
+    """Whether a key can have this name."""
+    if len(name) > MAX_NAME:
+        raise NameTooLong(f"a name of {len(name)} bytes")
+    if not nameable(name) or text_of(name) is None:
+        raise Invalid("no key can have this name: keys are UTF-8")

@@ -1,0 +1,303 @@
+"""What this node knows better than the store: files that are being written here, and names that were changed here.
+
+A *node* is one file that somebody has open for writing, or whose draft the store does not have yet. It is *held* from its
+first change until the store has it and nobody writes any more: its name shows the draft then, whatever a listing says,
+under one inode number and in one version of its own, which handles and aliases take for an etag. Held rows belong to the
+overlay: pages and answers leave them alone, so they may be written without the lock of the tree.
+
+What is done at the store is written down here as an answer of the store would be: `gone`, `is_file`, `is_directory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from cachefs.fs.files import DRAFT
+from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.pages import pin, write_answer
+from cachefs.fs.rows import Row, encode
+from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.names import ObjectId
+
+if TYPE_CHECKING:
+    from cachefs.fs.beliefs import Beliefs
+    from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.writer import Draft, Writer
+    from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
+
+
+DRAFT_ETAG = "draft "
+"""What the version of a draft begins with, in place of an etag; no store's etag is like that."""
+
+
+class Node:
+    """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
+    its name. A node that was `removed` has no name any more, only handles. `settled` says that its draft is not to be opened
+    any more: the version is in the cache, or only at the store."""
+
+    __slots__ = (
+        "attrs",
+        "directory",
+        "draft",
+        "held",
+        "ino",
+        "lock",
+        "name",
+        "removed",
+        "row",
+        "settled",
+        "stable",
+        "stored",
+        "writers",
+    )
+
+    def __init__(self, directory: Directory, name: bytes, stable: int, ino: int, *, stored: bool) -> None:
+        self.directory = directory
+        self.name = name
+        self.stable = stable
+        self.ino = ino
+        self.stored = stored
+        self.draft: Draft | None = None
+        self.row = _NO_ROW
+        self.held = False
+        self.removed = False
+        self.settled = True
+        self.writers = 0
+        self.attrs: dict[str, Any] = {}
+        self.lock = trio.Lock()
+
+    @property
+    def origin(self) -> Origin:
+        assert self.directory.origin is not None
+        return self.directory.origin
+
+    @property
+    def key(self) -> str:
+        return self.directory.prefix + self.name.decode()
+
+    def found(self, now: float) -> Found:
+        return Found(self.stable, False, self.row, now)
+
+
+class Overlay:
+    def __init__(
+        self, tree: Tree, beliefs: Beliefs, files: OpenFiles, writer: Writer, clock: Callable[[], float]
+    ) -> None:
+        self._tree = tree
+        self._beliefs = beliefs
+        self._files = files
+        self._writer = writer
+        self._clock = clock
+        self.held: dict[tuple[int, bytes], Node] = {}
+        self.nodes: dict[int, Node] = {}  # by number: those that are open
+        self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
+        self._by_draft: dict[str, Node] = {}
+        self.on_stored: Callable[[Node, ObjectInfo], None] = lambda node, info: None
+        self.on_change: Callable[[], None] = lambda: None
+        beliefs.held = self.held
+
+    def at(self, directory: Directory, name: bytes) -> Node | None:
+        """The node of a name, held or only open."""
+        return self._places.get((directory.number, name))
+
+    def of_row(self, row: Row) -> Node:
+        """The node that a row of the overlay is of."""
+        return self._by_draft[row.etag.removeprefix(DRAFT_ETAG)]
+
+    def of_draft(self, draft: Draft) -> Node | None:
+        return self._by_draft.get(draft.id)
+
+    def below(self, directory: Directory) -> list[Node]:
+        """The nodes in a directory and in those below it."""
+        return [node for node in self._places.values() if _is_below(node.directory, directory)]
+
+    # -- the life of a node ------------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        """It is open, or will be held."""
+        self._places[node.directory.number, node.name] = node
+        if node.ino:
+            self.nodes[node.ino] = node
+
+    def give(self, node: Node, draft: Draft) -> None:
+        node.draft, node.attrs, node.settled = draft, draft.attrs, False
+        self._by_draft[draft.id] = node
+        self.add(node)
+
+    async def hold(self, node: Node) -> None:
+        """From now on its name shows its draft, and all handles under its number read that."""
+        assert node.draft is not None
+        with trio.CancelScope(shield=True):
+            async with self._tree.writing:
+                node.stable, node.row = await trio.to_thread.run_sync(
+                    pin,
+                    self._tree.database,
+                    node.directory,
+                    node.name,
+                    node.draft.mtime_ns,
+                    DRAFT_ETAG + node.draft.id,
+                    self._tree.moved,
+                )
+                node.held = True
+                self.held[node.directory.number, node.name] = node
+                self._tree.note_change(node.directory, node.name)
+        self.on_change()
+        self._files.turn(self.number(node), self.version(node))
+        for handle in self._files.under(node.ino):
+            self.attach(handle, node)
+
+    def number(self, node: Node) -> int:
+        """The number that it is shown under: the same one as long as it is open."""
+        if node.ino not in self.nodes:
+            version = self.version(node)
+            node.ino = self._files.shown(node.stable, version.etag, version.size)
+        return node.ino
+
+    def version(self, node: Node) -> ObjectId:
+        """What its handles are of: the draft while it is held, then what the store made of it."""
+        info = None if node.held or node.draft is None else node.draft.committed
+        etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
+        return ObjectId(node.origin.source, node.key, etag, size)
+
+    def fresh(self, directory: Directory, name: bytes, row: Row) -> Node | None:
+        """Where to read a version that the store has just got, as long as the cache does not have it."""
+        node = self.at(directory, name)
+        if node is None or node.settled or node.draft is None or (info := node.draft.committed) is None:
+            return None
+        return node if (info.etag, info.size) == (row.etag, row.size) else None
+
+    def attach(self, handle: FileHandle, node: Node) -> None:
+        """A handle reads the draft from now on."""
+        assert node.draft is not None
+        self.nodes[node.ino] = handle.node = node
+        if handle.size != DRAFT:
+            handle.size = DRAFT
+            self._writer.open(node.draft)
+
+    def committed(self, draft: Draft, info: ObjectInfo) -> None:
+        """The store has it. Its name stays held while somebody writes, who may change it again."""
+        node = self._by_draft.get(draft.id)
+        if node is not None and not node.removed:
+            node.stored = True
+            self._settle(node)
+
+    def settled(self, draft: Draft) -> None:
+        """It is not to be opened any more."""
+        node = self._by_draft.pop(draft.id, None)
+        if node is not None:
+            node.settled = True
+            self._forget(node)
+
+    def leave(self, handle: FileHandle, node: Node) -> None:
+        """One of its handles was closed."""
+        if not self._files.held(node.ino) and self.nodes.get(node.ino) is node:
+            del self.nodes[node.ino]
+        if not node.removed:
+            self._settle(node)
+        if handle.size == DRAFT and node.draft is not None:
+            self._writer.release(node.draft)
+        self._forget(node)
+
+    def _settle(self, node: Node) -> None:
+        draft = node.draft
+        if not node.held or node.writers or draft is None or draft.dirty or draft.committed is None:
+            return
+        info, row = draft.committed, node.row
+        new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, row.low)
+        key = node.directory.key + node.name
+        self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
+        self._let_go(node)
+        self._beliefs.note_answer(node.directory, node.name, node.stable, self._clock())
+        self._files.turn(node.ino, self.version(node))
+        self._files.supersede(node.stable, info.etag, info.size)
+        self.on_stored(node, info)
+        self._forget(node)
+
+    def _let_go(self, node: Node) -> None:
+        node.held = False
+        del self.held[node.directory.number, node.name]
+        self._tree.note_change(node.directory, node.name)
+
+    def _forget(self, node: Node) -> None:
+        """Nobody needs it any more, if that is so."""
+        if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
+            return
+        if self._places.get((node.directory.number, node.name)) is node:
+            del self._places[node.directory.number, node.name]
+        if node.draft is not None:
+            self._by_draft.pop(node.draft.id, None)
+
+    async def remove(self, node: Node, *, replaced: bool) -> None:
+        """Its name goes: nothing of it is uploaded, and who has it open goes on with it alone. The name itself is there until
+        `gone` or another answer is written."""
+        node.removed = True
+        if node.draft is not None:
+            await self._writer.discard(node.draft, replaced=replaced)
+
+    def _give_up(self, directory: Directory, name: bytes) -> None:
+        node = self._places.get((directory.number, name))
+        if node is not None and node.removed:
+            if node.held:
+                self._let_go(node)
+            del self._places[directory.number, name]
+            self._forget(node)
+
+    # -- what was done at the store ------------------------------------------------------------------
+
+    async def gone(self, directory: Directory, name: bytes) -> None:
+        """There is nothing under this name."""
+        await self._write(directory, name, False)
+
+    async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> int:
+        """The object has this version. Returns its number."""
+        return await self._write(directory, name, info)
+
+    async def is_directory(self, directory: Directory, name: bytes) -> int:
+        return await self._write(directory, name, True)
+
+    async def _write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
+        tree, files = self._tree, self._files
+        with trio.CancelScope(shield=True):
+            async with tree.writing:
+                written = await trio.to_thread.run_sync(
+                    write_answer,
+                    tree.database,
+                    directory,
+                    name,
+                    said,
+                    directory.generation,
+                    tree.moved,
+                    [("local", directory.key + name, None)],
+                )
+                tree.note_change(directory, name)
+                self._give_up(directory, name)
+        self.on_change()
+        for ino, _ in written.changed:
+            files.note_change(ino)
+            if said is False:
+                files.removed(ino)
+        row = tree.row(directory, mark_of_directory(name) if said is True else name)
+        number = None if row is None or said is False else inode_of(directory, name, row)
+        self._beliefs.note_answer(directory, name, number, self._clock())
+        if number is not None and row is not None and said is not True:
+            files.supersede(number, row.etag, row.size)
+        return number or 0
+
+    async def directory(self, above: Directory, name: bytes) -> Directory:
+        """The directory of this name, which is written down as one if it is not known as one."""
+        row = self._tree.row(above, mark_of_directory(name))
+        ino = inode_of(above, name, row) if row is not None else await self.is_directory(above, name)
+        return self._tree.directory(ino)
+
+
+def _is_below(directory: Directory | None, above: Directory) -> bool:
+    while directory is not None and directory is not above:
+        directory = directory.parent
+    return directory is above
+
+
+_NO_ROW = Row(0, 0, 0, "")

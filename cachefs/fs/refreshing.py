@@ -1,0 +1,98 @@
+"""Looking again: what is known of a path, and of everything below it, is not believed any more.
+
+It makes no request. One number says that nothing from before counts, however much lies below (`Tree.refresh`); the kernel
+has to be told the names right below, which take what is under them along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from cachefs.errors import NameTooLong, NotFound
+from cachefs.fs.keys import MAX_NAME, name_in, nameable
+from cachefs.fs.survey import components
+from cachefs.fs.tree import Directory, inode_of
+
+if TYPE_CHECKING:
+    from cachefs.fs.beliefs import Beliefs
+    from cachefs.fs.listing import Lister
+    from cachefs.fs.tree import Tree
+
+
+class Refreshing:
+    """`forget` drops what is known of open files; `tell` has the kernel look at a name (directory, ino, name) again, and
+    `told` waits until it does. Numbers are those of paths; 0 is no inode."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        beliefs: Beliefs,
+        lister: Lister,
+        forget: Callable[[], None],
+        tell: Callable[[Directory, int, bytes], None],
+        told: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._tree = tree
+        self._beliefs = beliefs
+        self._lister = lister
+        self._forget = forget
+        self._tell = tell
+        self._told = told
+        self.ever = False  # listings that the kernel keeps may be out of date
+
+    async def path(self, path: str) -> None:
+        """Raises `NotFound` for what can be no path, `NameTooLong`."""
+        directory = self._tree.root
+        names = components(path)
+        for index, name in enumerate(names):
+            if len(name) > MAX_NAME:
+                raise NameTooLong(f"a name of {len(name)} bytes")
+            if not nameable(name):
+                raise NotFound(f"no such path: {path}")
+            as_dir, as_file = self._tree.find(directory, name)
+            if as_dir is None or index == len(names) - 1:
+                if as_dir is not None:
+                    await self.name(directory, name + b"/", inode_of(directory, name, as_dir))
+                elif as_file is not None:
+                    await self.name(directory, name, inode_of(directory, name, as_file))
+                else:
+                    # Not known: what may be believed is its absence, and that hangs on the listing here.
+                    self._beliefs.forget_answers()
+                    await self._disbelieve(directory)
+                    self._tell(directory, 0, name)
+                return
+            directory = self._tree.directory(inode_of(directory, name, as_dir))
+        await self.directory(directory)
+
+    async def name(self, directory: Directory, mark: bytes, ino: int) -> None:
+        """What the mark leads to, a file or a directory of this number."""
+        self._forget()
+        if directory.origin is not None:
+            self._beliefs.doubt(ino)
+        if mark.endswith(b"/"):
+            await self.directory(self._tree.directory(ino))
+        else:
+            self._tell(directory, ino, mark)
+
+    async def directory(self, directory: Directory) -> None:
+        self._beliefs.forget_answers()
+        await self._disbelieve(directory)
+        after: bytes | None = b""
+        while after is not None:
+            rows = self._tree.scan(directory, after, 1000)
+            for mark, row in rows:
+                name = name_in(mark)
+                self._tell(directory, inode_of(directory, name, row), name)
+            after = rows[-1][0] if len(rows) == 1000 else None
+            await self._told()
+
+    async def _disbelieve(self, directory: Directory) -> None:
+        self._forget()
+        self.ever = True
+        self._lister.cancel(directory)
+        puts = self._tree.refresh(directory)
+        async with self._tree.writing:
+            await trio.to_thread.run_sync(self._tree.database.write, puts)

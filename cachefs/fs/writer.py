@@ -1,0 +1,88 @@
+"""What the filesystem asks of the room that brings written files to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cachefs.fs.reader import Buffer
+
+if TYPE_CHECKING:
+    from cachefs.names import ObjectId
+    from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
+
+
+class Draft(Protocol):
+    """The new content of one file on its way to the store. `dirty` says that it holds something the store does not have;
+    `committed` is the store's version with exactly this content, None while dirty. `attrs` is what was given to `begin`."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def origin(self) -> Origin: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def mtime_ns(self) -> int: ...
+    @property
+    def dirty(self) -> bool: ...
+    @property
+    def committed(self) -> ObjectInfo | None: ...
+    @property
+    def attrs(self) -> dict[str, Any]: ...
+
+    def read_now(self, offset: int, size: int) -> Buffer | None:
+        """The bytes, clipped to the draft; None when `read` has to be awaited."""
+
+    async def read(self, offset: int, size: int) -> Buffer: ...
+    async def write(self, offset: int, data: Buffer) -> None:
+        """Raises `NoRoom` when there is no place for it on the disk."""
+
+    async def truncate(self, size: int) -> None: ...
+    async def allocate(self, offset: int, length: int) -> None: ...
+
+
+class Writer(Protocol):
+    """Drafts. Who reads or writes one has it open (`open`, `release`); the last release of a dirty one begins its upload.
+    Uploads are tasks of their own: cancelling who waits does not cancel them."""
+
+    on_committed: Callable[[Any, ObjectInfo], None]
+    """Called in the trio thread when the store has a draft as it is, before those wake who wait for it."""
+
+    on_settled: Callable[[Any], None]
+    """Called when a draft that nobody has open is the cache's or the store's alone, and not to be opened any more."""
+
+    async def begin(
+        self,
+        origin: Origin,
+        key: str,
+        *,
+        base: ObjectId | None,
+        upto: int | None,
+        mtime_ns: int,
+        attrs: dict[str, Any],
+    ) -> Any:
+        """A new draft that is to replace `base`, with its first `upto` bytes (None: all), or a new file. Raises
+        `ObjectChanged` when the store has `base` no more."""
+
+    def open(self, draft: Any) -> None: ...
+    def release(self, draft: Any) -> None:
+        """Never raises, never waits."""
+
+    async def commit(self, draft: Any) -> None:
+        """What close(2) and fsync(2) promise. Raises why it cannot be kept; the draft stays."""
+
+    async def rename(self, draft: Any, origin: Origin, key: str, *, base: str | None) -> None:
+        """Its content goes to another key, where it is to replace the version `base`, and nothing that it made is left under
+        the old one. What the store has of it is copied and deleted there; then `on_committed` is called."""
+
+    async def discard(self, draft: Any, *, replaced: bool) -> None:
+        """Nothing of it is uploaded any more; it can be read and written until its last handle is closed. Unless the name
+        was `replaced` by another, nothing that its uploads made is left at the store."""
+
+    def pending(self) -> list[Any]:
+        """All drafts that hold something the store does not have."""
+        ...

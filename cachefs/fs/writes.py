@@ -1,0 +1,122 @@
+"""The half of `FileSystem` that changes something, as the kernel's front asks for it; what is behind it is in `writing`.
+
+Where nothing can be written, all of it raises `ReadOnly`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachefs.errors import ReadOnly
+
+if TYPE_CHECKING:
+    from cachefs.fs.attributes import Attributes
+    from cachefs.fs.reader import Buffer
+    from cachefs.fs.tree import Directory, Found
+    from cachefs.fs.writing import Opened, Writing
+
+
+class Writes:
+    _writing: Writing | None
+
+    # What the other half has.
+    if TYPE_CHECKING:
+
+        def _directory(self, ino: int) -> Directory: ...
+        def _answer(self, found: Found | float) -> tuple[Attributes | None, float]: ...
+        def attributes_now(self, ino: int) -> tuple[Attributes, float] | None: ...
+        async def getattr(self, ino: int) -> tuple[Attributes, float]: ...
+
+    @property
+    def _write(self) -> Writing:
+        if self._writing is None:
+            raise ReadOnly("the mount is read-only")
+        return self._writing
+
+    async def recover(self) -> None:
+        """Show what an earlier daemon did not bring to the store, and finish what it began there. Before the mount, and
+        behind the writer's own recovery."""
+        if self._writing is not None:
+            await self._writing.recover()
+
+    # -- files -------------------------------------------------------------------------------------
+
+    async def create(
+        self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
+    ) -> tuple[Attributes, float, Opened]:
+        """A new file and a handle of it; without O_EXCL the one that is there will do. Raises `AlreadyExists`."""
+        ino, opened = await self._write.create(self._directory(parent), name, flags, mode, pid, uid, gid)
+        try:
+            attributes, ttl = self.attributes_now(ino) or await self.getattr(ino)
+        except BaseException:
+            self._write.release(opened[0])
+            raise
+        return attributes, ttl, opened
+
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
+    ) -> tuple[Attributes, float]:
+        """A new, empty file at the store. `NotPermitted` for anything but a regular file."""
+        ino = await self._write.mknod(self._directory(parent), name, mode, pid, uid, gid)
+        return self.attributes_now(ino) or await self.getattr(ino)
+
+    async def write(self, fh: int, offset: int, data: Buffer) -> int:
+        """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
+        returns. Where O_APPEND writes to is what the kernel says: it knows the size, and nobody else writes here."""
+        return await self._write.write(fh, offset, data)
+
+    async def flush(self, fh: int) -> None:
+        """What close(2) waits for, and what it says. Nothing for handles that only read."""
+        if self._writing is not None:
+            await self._writing.flush(fh)
+
+    async def fsync(self, fh: int) -> None:
+        if self._writing is not None:
+            await self._writing.fsync(fh)
+
+    async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+        """Only mode 0. Raises `Unsupported`, and what `write` does."""
+        await self._write.fallocate(fh, mode, offset, length)
+
+    async def setattr(
+        self,
+        ino: int,
+        *,
+        size: int | None = None,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        mtime_ns: int | None = None,
+        fh: int | None = None,
+    ) -> tuple[Attributes, float]:
+        """Change what is not None. A new size is new content; the rest is kept on this node."""
+        writing = self._write
+        if size is not None:
+            await writing.truncate(ino, size, fh)
+        if (mode, uid, gid, mtime_ns) != (None, None, None, None):
+            await writing.keep(ino, mode, uid, gid, mtime_ns)
+        return self.attributes_now(ino) or await self.getattr(ino)
+
+    # -- names -------------------------------------------------------------------------------------
+
+    async def mkdir(
+        self, parent: int, name: bytes, mode: int, uid: int, gid: int
+    ) -> tuple[Attributes, float]:
+        """A marker at the store, so that all see it. Raises `AlreadyExists`."""
+        found = await self._write.mkdir(self._directory(parent), name, mode, uid, gid)
+        attributes, ttl = self._answer(found)
+        assert attributes is not None
+        return attributes, ttl
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Who has it open goes on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
+        await self._write.unlink(self._directory(parent), name)
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        """Raises `NotFound`, `NotADirectory`, `NotEmpty` (by a fresh listing)."""
+        await self._write.rmdir(self._directory(parent), name)
+
+    async def rename(self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int) -> None:
+        """Replaces a file, or an empty directory by a directory. `flags` as in renameat2: of them, RENAME_NOREPLACE is
+        known. Raises `CrossDevice` between two sources."""
+        await self._write.rename(self._directory(parent), name, self._directory(newparent), newname, flags)

@@ -1,0 +1,134 @@
+"""A `Writer` in memory: drafts are bytearrays, a commit is one PUT. What the upload room is to the filesystem."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from cachefs.errors import CachefsError, ObjectChanged
+from cachefs.names import ObjectId
+from cachefs.origin.protocol import ObjectInfo
+from cachefs.origin.writing import InMemory
+
+
+class MemoryDraft:
+    def __init__(self, name: str, origin: Any, key: str, data: bytes, mtime_ns: int, attrs: Any) -> None:
+        self.id, self.origin, self.key = name, origin, key
+        self.data = bytearray(data)
+        self.mtime_ns = mtime_ns
+        self.attrs = dict(attrs)
+        self.handles = 0
+        self.dirty, self.discarded = True, False
+        self.made: ObjectInfo | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    @property
+    def committed(self) -> ObjectInfo | None:
+        return None if self.dirty else self.made
+
+    def read_now(self, offset: int, size: int) -> bytes | None:
+        return None if offset % 2 else bytes(self.data[offset : offset + size])
+
+    async def read(self, offset: int, size: int) -> bytes:
+        return bytes(self.data[offset : offset + size])
+
+    async def write(self, offset: int, data: Any) -> None:
+        await self.truncate(max(self.size, offset))
+        self.data[offset : offset + len(data)] = data
+        self.dirty = True
+
+    async def truncate(self, size: int) -> None:
+        self.dirty |= size != self.size
+        del self.data[size:]
+        self.data.extend(bytes(size - self.size))
+
+    async def allocate(self, offset: int, length: int) -> None:
+        await self.truncate(max(self.size, offset + length))
+
+
+class MemoryWriter:
+    """`writeback`: a commit promises and nothing else; `upload_all` brings what is pending to the store."""
+
+    def __init__(self, *, writeback: bool = False) -> None:
+        self.on_committed: Callable[[Any, ObjectInfo], None] = lambda draft, info: None
+        self.on_settled: Callable[[Any], None] = lambda draft: None
+        self.writeback = writeback
+        self.failure: CachefsError | None = None
+        self.drafts: list[MemoryDraft] = []
+        self._names = map(str, itertools.count(1))
+
+    async def begin(
+        self,
+        origin: Any,
+        key: str,
+        *,
+        base: ObjectId | None,
+        upto: int | None,
+        mtime_ns: int,
+        attrs: dict[str, Any],
+    ) -> MemoryDraft:
+        data = b""
+        if base is not None and base.size and upto != 0:
+            if origin.objects[key].etag != base.etag:
+                raise ObjectChanged(key)
+            data = origin.content(key)[:upto]
+        draft = MemoryDraft(next(self._names), origin, key, data, mtime_ns, attrs)
+        self.drafts.append(draft)
+        return draft
+
+    def open(self, draft: MemoryDraft) -> None:
+        assert not draft.handles or draft in self.drafts
+        draft.handles += 1
+
+    def release(self, draft: MemoryDraft) -> None:
+        draft.handles -= 1
+        assert draft.handles >= 0
+        self._settle(draft)
+
+    def _settle(self, draft: MemoryDraft) -> None:
+        if not draft.handles and (draft.discarded or not draft.dirty):
+            self.drafts.remove(draft)
+            self.on_settled(draft)
+
+    async def commit(self, draft: MemoryDraft) -> None:
+        if not self.writeback and draft.dirty and not draft.discarded:
+            await self.upload(draft)
+
+    async def upload(self, draft: MemoryDraft) -> None:
+        if self.failure is not None:
+            raise self.failure
+        data = bytes(draft.data)
+        info = await draft.origin.put(draft.key, InMemory(data), len(data))
+        if data == bytes(draft.data):
+            draft.dirty, draft.made = False, info
+            self.on_committed(draft, info)
+            self._settle(draft)
+
+    async def upload_all(self) -> None:
+        for draft in self.pending():
+            await self.upload(draft)
+
+    async def rename(self, draft: MemoryDraft, origin: Any, key: str, *, base: str | None) -> None:
+        old, made = draft.key, draft.made
+        if made is not None and not draft.dirty:
+            info = await origin.copy(old, key, size=made.size, etag=made.etag)
+            await origin.delete(old)
+            draft.key, draft.made = key, info
+            self.on_committed(draft, info)
+            return
+        draft.key = key
+        if made is not None:
+            await origin.delete(old)
+            draft.made = None
+
+    async def discard(self, draft: MemoryDraft, *, replaced: bool) -> None:
+        draft.discarded = True
+        if not draft.handles:
+            self.drafts.remove(draft)
+
+    def pending(self) -> list[MemoryDraft]:
+        return [draft for draft in self.drafts if draft.dirty and not draft.discarded]
