@@ -57,6 +57,7 @@ class Writes(Attempts):
         content_type: str | None = None,
         if_match: str | None = None,
         if_absent: bool = False,
+        stamp: str = "",
         turn: Turn | None = None,
     ) -> ObjectInfo:
         """Write the first `size` bytes of `source` (`FileRange`, `InMemory`) as one object in one request. A key that
@@ -64,7 +65,8 @@ class Writes(Attempts):
 
         The object is there whole or not at all; when this raises for a lost connection, nobody knows which. `Conflict`
         when the object is not (any more) the version `if_match`, or with `if_absent` when there is one, and then
-        nothing was written. `ObjectChanged` when somebody else has replaced it since. What `source` raises is re-raised
+        nothing was written; who wants to know later whether an attempt that failed was the one that wrote it gives a `stamp`
+        (see `ours`). `ObjectChanged` when somebody else has replaced it since. What `source` raises is re-raised
         unchanged, and it is not read any more once this has returned or raised."""
         writer = self.writer
         if size > writer.limits.largest_put:
@@ -73,7 +75,7 @@ class Writes(Attempts):
             )
         terms = Terms(content_type, if_match, if_absent)
         if terms.conditional:
-            terms = Terms(content_type, if_match, if_absent, stamp=new_stamp())
+            terms = Terms(content_type, if_match, if_absent, stamp=stamp or new_stamp())
         what = f"writing {self.name(key)}"
         try:
             written = await self.send(

@@ -19,6 +19,9 @@ from cachefs.upload.parts import Parts
 from cachefs.upload.sending import Sender
 from cachefs.upload.staging import Buffer, StagingFile
 
+STAMPS = 8
+"""Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
+
 
 class Attempt:
     """One upload of what the draft held at `generation`: its first `frozen` bytes, which are not to be changed until it is
@@ -88,7 +91,9 @@ class Draft:
         self.base = base  # the etag of the version that it replaces
         self.generation, self.synced = 0, -1  # its content now; as it is surely on the disk
         self.attempt: Attempt | None = None
-        self.acknowledged = self.adopted = self.discarded = self.told = self.unsure = False
+        self.stamps: list[str] = []  # what an object shows that an attempt has made of which nobody knows
+        self.acknowledged = self.told = self.unsure = False
+        self.discarded = self.adopted = self.settling = self.overtaken = False
         self.due, self.failures = math.inf, 0
         self.lock = trio.Lock()  # its content
         self.turn = trio.Lock()  # its name
@@ -131,6 +136,7 @@ class Draft:
         self.origin, self.key = origin, key
         self.sender = Sender(origin, key, self.parts, self.file, self)
         self.upload_state = None
+        self.stamps = []
 
     def row(self) -> dict[str, Any]:
         """What the journal keeps of it."""
@@ -143,8 +149,13 @@ class Draft:
             "size": self.size,
             "mtime_ns": self.mtime_ns,
             "attrs": self.attrs,
+            "stamps": self.stamps,
             "upload": self.upload_state,
         }
+
+    def stamped(self, stamp: str) -> None:
+        """An object with this stamp is an earlier attempt's."""
+        self.stamps = [*self.stamps[1 - STAMPS :], stamp]
 
     def stored_as(self, generation: int, info: ObjectInfo) -> None:
         self._at_store = (generation, info)
@@ -255,6 +266,7 @@ class Draft:
 
     async def begun(self, upload: Upload) -> None:
         self.upload_state = upload.state()
+        self.stamped(self.upload_state["stamp"])
         await self._owner.keep(self)
 
     async def orphaned(self, upload: Upload) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from cachefs.errors import CachefsError, NoSuchUpload, OriginFailed, Transient
+from cachefs.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
 from cachefs.origin import ObjectInfo
 from cachefs.upload.draft import Attempt, Draft
+from cachefs.upload.parts import Piece
 from cachefs.upload.sending import Terms
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Queue:
     def __init__(
         self,
         nursery: trio.Nursery,
-        terms: Callable[[Draft], Terms],
+        terms: Callable[[Draft], Awaitable[Terms]],
         stored: Callable[[Draft, int, ObjectInfo], Awaitable[None]],
         failed: Callable[[Draft, CachefsError], Awaitable[None]],
         settle: Callable[[Draft], Awaitable[None]],
@@ -126,7 +127,7 @@ class Queue:
                 async with draft.lock:
                     attempt.generation, attempt.frozen = draft.generation, draft.size
                     pieces = draft.parts.pieces()
-                info = await sender.finish(pieces, attempt.frozen, self._terms(draft))
+                info = await self._finish(draft, pieces, attempt.frozen)
                 with trio.CancelScope(shield=True):
                     await self._stored(draft, attempt.generation, info)
         except CachefsError as exc:
@@ -143,6 +144,27 @@ class Queue:
                 self.plan(draft, self._delay_s)
         if not draft.dirty and not draft.handles:
             await self._settle(draft)
+
+    async def _finish(self, draft: Draft, pieces: list[Piece], size: int) -> ObjectInfo:
+        earlier = list(draft.stamps)
+        try:
+            return await draft.sender.finish(pieces, size, await self._terms(draft))
+        except Conflict as exc:
+            # Is it of an earlier attempt, whose reply was lost, perhaps with the process that waited for it?
+            draft.base = await self._ours(draft, earlier, exc)
+            return await draft.sender.finish(pieces, size, await self._terms(draft))
+        except ObjectChanged:
+            # It was there, and somebody else's came after it: the last one wins.
+            draft.overtaken = True
+            return await draft.origin.head(draft.key)
+
+    async def _ours(self, draft: Draft, stamps: list[str], conflict: Conflict) -> str:
+        for stamp in reversed(stamps):
+            try:
+                return (await draft.origin.ours(draft.key, stamp, None, conflict)).etag
+            except Conflict:
+                pass
+        raise conflict
 
     def _again(self, draft: Draft, error: CachefsError) -> None:
         draft.failures += 1

@@ -32,9 +32,10 @@ class Records:
         self._stale: set[str] = set()  # rows that could not be removed
         self._wake = trio.Event()
 
-    def origin(self, source: str) -> Origin | None:
-        """The mounted store of this name."""
-        return next((origin for origin in self._origins if origin.source == source), None)
+    def origin(self, source: str, key: str) -> Origin | None:
+        """The mounted store that shows this key."""
+        found = [o for o in self._origins if o.source == source and key.startswith(o.prefix)]
+        return max(found, key=lambda origin: len(origin.prefix), default=None)
 
     async def keep(self, draft: Draft) -> None:
         """The draft's row says what is true now. Raises `NoRoom`, `CacheUnusable`."""
@@ -95,7 +96,7 @@ class Records:
             self._wake.set()
 
     async def _abort(self, name: str, row: dict[str, Any]) -> None:
-        origin = self.origin(row["source"])
+        origin = self.origin(row["source"], row["key"])
         if origin is None:
             return
         try:

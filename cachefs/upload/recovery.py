@@ -36,7 +36,7 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
     files = set(await in_thread(os.listdir, staging))
     for name, row in journal.rows(DRAFTS).items():
         what, there = f"{row['source']}/{row['key']}", row["file"] in files
-        origin = records.origin(row["source"])
+        origin = records.origin(row["source"], row["key"])
         if row["acknowledged"] and there:
             files.discard(row["file"])
             if origin is None:

@@ -38,10 +38,12 @@ AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the object is to replace: the version `if_match`, or nothing with `if_absent`; whatever there is without."""
+    """What the object is to replace: the version `if_match`, or nothing with `if_absent`; whatever there is without. It
+    shows `stamp` when it was put whole."""
 
     if_match: str | None = None
     if_absent: bool = False
+    stamp: str = ""
 
 
 class Keeper(Protocol):
@@ -159,6 +161,7 @@ class Sender:
                     *(self.key, FileRange(fd), size),
                     if_match=terms.if_match,
                     if_absent=terms.if_absent,
+                    stamp=terms.stamp,
                     turn=turn,
                 )
         if self._found is None and self.upload is not None:

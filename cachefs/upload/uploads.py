@@ -24,7 +24,7 @@ from cachefs.errors import CachefsError, OriginFailed
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.origin import ObjectInfo, Origin, Upload
-from cachefs.origin.writes import each
+from cachefs.origin.writes import each, new_stamp
 from cachefs.upload import recovery
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import NOTES, Journal
@@ -200,8 +200,10 @@ class Uploads:
             left_behind = stored is not None or draft.unsure
             if left_behind:
                 await self._records.acknowledge(draft)  # what it made goes, so what it holds must stay
-            if draft.has_row:
+            if draft.acknowledged:
                 await self._records.keep(draft)
+            else:
+                await self._records.forget(draft)
             if not self._writeback:
                 draft.sender.push(self._queue.nursery)
             if left_behind:
@@ -223,9 +225,8 @@ class Uploads:
             await self._queue.halt(draft)
             await draft.sender.abandon()
             await self._records.forget(draft)
-            async with draft.lock:  # not while the cache is taking the file
-                if not draft.adopted:
-                    draft.file.remove()
+            if not draft.adopted and not draft.settling:
+                draft.file.remove()
             if not draft.handles:
                 self._drafts.pop(draft.id, None)
             if not replaced and (draft.unsure or draft.stored is not stored):
@@ -275,20 +276,34 @@ class Uploads:
         await self._records.orphaned(draft.origin.source, upload.key, upload.state())
 
     def _hopeful(self, draft: Draft) -> bool:
-        return any(other is not draft and other.attempt is not None for other in self._drafts.values())
+        """Whether others are on their way, which begin now if they only wait for their time."""
+        found = False
+        for other in self._drafts.values():
+            if other is draft or not other.dirty or other.discarded:
+                continue
+            if other.attempt is None and other.failure is None and other.due < math.inf:
+                self._queue.plan(other, 0.0)
+            found |= other.attempt is not None or (other.failure is None and other.due < math.inf)
+        return found
 
     # -- what the queue tells ----------------------------------------------------------------------
 
-    def _terms(self, draft: Draft) -> Terms:
+    async def _terms(self, draft: Draft) -> Terms:
+        """What the next attempt may replace."""
         if not self._conditional:
             return Terms()
-        return Terms(if_match=draft.base, if_absent=draft.base is None)
+        stamp = new_stamp()
+        draft.stamped(stamp)
+        if draft.acknowledged:
+            await self._records.keep(draft)  # before: a later run must know its own object
+        return Terms(draft.base, draft.base is None, stamp)
 
     async def _stored(self, draft: Draft, generation: int, info: ObjectInfo) -> None:
         draft.stored_as(generation, info)
         draft.base = info.etag
         draft.failure = None
         draft.failures, draft.unsure, draft.told = 0, False, False
+        draft.stamps, draft.upload_state = [], None
         self._metrics.uploaded_files += 1
         self.on_committed(draft, info)
         if not draft.dirty:
@@ -308,16 +323,25 @@ class Uploads:
             info = draft.committed
             if draft.handles or info is None or self._drafts.get(draft.id) is not draft:
                 return
-            if self._store is not None and draft.size and not draft.adopted:
-                with draft.file.used():
-                    version = ObjectId(draft.origin.source, draft.key, info.etag, info.size)
-                    draft.adopted = await self._store.adopt(version, draft.file.path)
+            if not draft.adopted:
+                draft.settling = True
+                draft.adopted = await self._adopt(draft, info)
+                draft.settling = False
+                if draft.discarded and not draft.adopted:
+                    draft.file.remove()
             if draft.handles or draft.dirty or draft.discarded:
                 return  # the last of those who have come meanwhile does the rest
             if not draft.adopted:
                 draft.file.remove()
             del self._drafts[draft.id]
         self.on_settled(draft)
+
+    async def _adopt(self, draft: Draft, info: ObjectInfo) -> bool:
+        if self._store is None or draft.overtaken or not draft.size:
+            return False
+        with draft.file.used():
+            version = ObjectId(draft.origin.source, draft.key, info.etag, info.size)
+            return await self._store.adopt(version, draft.file.path)
 
     # -- the life of the room ----------------------------------------------------------------------
 
@@ -371,6 +395,7 @@ class Uploads:
             attrs=row["attrs"],
         )
         draft.has_row = draft.acknowledged = True
+        draft.stamps, draft.upload_state = row["stamps"], row["upload"]
         draft.synced = draft.generation
         if row["upload"] is not None:
             draft.sender.resume(origin.resume_upload(row["key"], row["upload"]))
@@ -383,7 +408,7 @@ class Uploads:
             async with trio.open_nursery() as nursery:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s)
-                for draft in self.pending():
+                for draft in list(self._drafts.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await self._give_up(draft)
                 nursery.cancel_scope.cancel()
@@ -391,7 +416,11 @@ class Uploads:
         return left
 
     async def _give_up(self, draft: Draft) -> None:
-        if draft.acknowledged or not draft.handles:
+        if not draft.dirty:
+            while draft.handles:
+                draft.release()
+            await self._settle(draft)
+        elif draft.acknowledged or not draft.handles:
             await self._queue.halt(draft)
             await self._records.acknowledge(draft)
         else:

@@ -90,6 +90,7 @@ class ScriptedStore:
         self.rules: list[Rule] = []
         self.in_flight = self.most_in_flight = 0
         self.latency_s = 0.0
+        self.stamps: dict[str, tuple[str, str]] = {}
         self.seen: dict[str, list[bytes]] = {}  # every content a key ever showed
         self._numbers = itertools.count(1)
 
@@ -153,6 +154,7 @@ class ScriptedStore:
         *,
         if_match: str | None = None,
         if_absent: bool = False,
+        stamp: str = "",
         turn: Any = None,
     ) -> ObjectInfo:
         async with self.request("put", key):
@@ -160,7 +162,14 @@ class ScriptedStore:
             data = source.read(0, size)
             assert len(data) == size
             info = self.show(key, data)
+            self.stamps[key] = (info.etag, stamp)
         return info
+
+    async def ours(self, key: str, stamp: str, size: int | None, error: CachefsError) -> ObjectInfo:
+        etag, data = self.objects.get(key, ("", b""))
+        if etag and self.stamps.get(key) == (etag, stamp):
+            return ObjectInfo(key, len(data), 0, etag)
+        raise error
 
     async def begin_upload(self, key: str) -> ScriptedUpload:
         async with self.request("begin", key):
@@ -195,7 +204,7 @@ class ScriptedUpload:
         self.known: dict[int, Part] = {}
 
     def state(self) -> dict[str, Any]:
-        return {"id": self.id, "stamp": "", "content_type": None, "parts": {}}
+        return {"id": self.id, "stamp": f"stamp of {self.id}", "content_type": None, "parts": {}}
 
     def _parts(self) -> dict[int, bytes]:
         if self.id not in self.store.uploads:
@@ -227,6 +236,7 @@ class ScriptedUpload:
             for number, etag in parts.items():
                 assert etag == f'"{hashlib.md5(held[number]).hexdigest()}"'
             info = self.store.show(self.key, b"".join(held[n] for n in sorted(parts)))
+            self.store.stamps[self.key] = (info.etag, f"stamp of {self.id}")
             del self.store.uploads[self.id]
         return info
 
