@@ -232,8 +232,8 @@ class Overlay:
             self._by_draft.pop(node.draft.id, None)
 
     async def remove(self, node: Node, *, replaced: bool) -> None:
-        """Its name goes: nothing of it is uploaded, and who has it open goes on with it alone. The name itself is there until
-        `gone` or another answer is written."""
+        """Its name goes: nothing of it is uploaded, and who has it open goes on with it alone. The name itself is there
+        until `gone` or another answer is written."""
         node.removed = True
         if node.draft is not None:
             await self._writer.discard(node.draft, replaced=replaced)
