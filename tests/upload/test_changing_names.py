@@ -1,0 +1,194 @@
+"""Renames and removals of files on their way: nothing is left at the store that should not be, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from cachefs.errors import OriginFailed
+from tests.fetch.scripted import content
+from tests.upload.scripted import PART, desk, in_trio
+
+
+@in_trio
+async def test_renaming_what_is_not_uploaded_is_free(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("a", b"data")
+        await d.uploads.rename(draft, d.store, "b")
+        assert draft.key == "b" and d.store.counts == {}
+        await d.close(draft)
+        assert d.store.counts == {"put": 1} and d.store.content("b") == b"data" and "a" not in d.store.objects
+
+
+@in_trio
+async def test_renaming_while_parts_are_sent(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 20 * PART)
+        draft = await d.create("a", data)
+        await d.quiet()
+        assert d.store.counts["part"] == 19
+        await d.uploads.rename(draft, d.store, "b")
+        assert d.store.counts["abort"] == 1
+        await d.close(draft)
+        assert d.store.content("b") == data and d.store.uploads == {} and d.store.objects.keys() == {"b"}
+
+
+@pytest.mark.parametrize("kind", ["part", "begin"])
+@in_trio
+async def test_renaming_breaks_a_commit_off_that_goes_on_under_the_new_name(
+    tmp_path: Path, kind: str
+) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 300 * PART)
+        draft = await d.create("a")
+        await draft.write(PART, data[PART:])  # nothing is sent early
+        await draft.write(0, data[:100])
+        await draft.write(0, data[:PART])
+        held = d.store.hold(kind)
+        done = trio.Event()
+
+        async def commit() -> None:
+            await d.uploads.commit(draft)
+            done.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(commit)
+            await held.reached.wait()
+            if kind == "begin":  # that one is waited for: nobody else would know of the upload
+                nursery.start_soon(release_later, held)
+            await d.uploads.rename(draft, d.store, "b")
+            await done.wait()
+        assert d.store.content("b") == data and d.store.objects.keys() == {"b"} and d.store.uploads == {}
+        assert [key for key, _ in d.told] == ["b"]
+
+
+async def release_later(held: object) -> None:
+    await trio.sleep(1)
+    held.release.set()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("size", [10, 5 * PART])
+@in_trio
+async def test_renaming_waits_for_an_outcome_out_of_our_hands(tmp_path: Path, size: int) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, size)
+        draft = await d.create("a", data)
+        held = d.store.hold("put" if size == 10 else "complete")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            await held.reached.wait()
+            nursery.start_soon(release_later, held)
+            await d.uploads.rename(draft, d.store, "b")
+        assert d.store.objects.keys() == {"b"} and d.store.content("b") == data
+        assert d.store.counts["copy"] == d.store.counts["delete"] == 1
+        assert [key for key, _ in d.told] == ["a", "b"] and not draft.dirty
+        await d.close(draft)
+        await d.quiet()
+        assert d.store.objects.keys() == {"b"} and d.settled == ["b"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@in_trio
+async def test_renaming_after_an_upload_whose_outcome_nobody_knows(tmp_path: Path, lost: bool) -> None:
+    async with desk(tmp_path) as d:
+        d.store.fail("put", lambda: OriginFailed("silence"), lost=lost)
+        draft = await d.create("a", b"data")
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        assert ("a" in d.store.objects) == lost
+        await d.uploads.rename(draft, d.store, "b")
+        assert "a" not in d.store.objects
+        await d.close(draft)
+        assert d.store.objects.keys() == {"b"}
+
+
+@in_trio
+async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("a", b"one")
+        await d.uploads.commit(draft)
+        await draft.append(b" two")
+        d.store.fail("delete", lambda: OriginFailed("no"))
+        with pytest.raises(OriginFailed):
+            await d.uploads.rename(draft, d.store, "b")
+        assert draft.key == "a" and d.store.objects.keys() == {"a"}
+        await d.uploads.rename(draft, d.store, "b")
+        assert d.store.objects == {} and draft.acknowledged
+        assert d.uploads.journal.rows("drafts")[draft.id]["key"] == "b"
+        await d.close(draft)
+        assert d.store.content("b") == b"one two" and d.uploads.journal.rows("drafts") == {}
+
+
+@in_trio
+async def test_a_removed_file_is_not_uploaded_and_its_users_keep_it(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"data")
+        await d.uploads.discard(draft)
+        assert d.files() == [] and d.uploads.pending() == []
+        await draft.append(b" more")
+        assert bytes(await draft.read(0, 100)) == b"data more"
+        await d.close(draft)
+        await trio.sleep(100)
+        assert d.store.counts == {} and d.settled == []
+
+
+@in_trio
+async def test_removing_while_parts_are_sent(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        held = d.store.hold("part", times=3)
+        draft = await d.create("k", content(1, 5 * PART))
+        await held.reached.wait()
+        await d.uploads.discard(draft)
+        assert d.store.counts["abort"] == 1 and d.store.uploads == {} and d.store.in_flight == 0
+        await d.close(draft)
+        await trio.sleep(100)
+        assert d.store.counts["begin"] == 1 and d.store.objects == {}
+        assert d.uploads.journal.rows("drafts") == {}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@in_trio
+async def test_removing_what_is_just_becoming_an_object(tmp_path: Path, replaced: bool) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"data")
+        held = d.store.hold("put")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            await held.reached.wait()
+            nursery.start_soon(release_later, held)
+            await d.uploads.discard(draft, replaced=replaced)
+        assert ("k" in d.store.objects) == replaced
+        assert d.store.counts["delete"] == (not replaced)
+
+
+@in_trio
+async def test_an_upload_that_cannot_be_aborted_now_is_aborted_later(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", content(1, 5 * PART))
+        await d.quiet()
+        d.store.fail("abort", lambda: OriginFailed("no"), times=2)
+        await d.uploads.discard(draft)
+        assert len(d.store.uploads) == 1 and len(d.uploads.journal.rows("orphans")) == 1
+        await trio.sleep(200)
+        await d.quiet()
+        assert d.store.uploads == {} and d.uploads.journal.rows("orphans") == {}
+
+
+@in_trio
+async def test_a_file_removed_while_the_cache_takes_it(tmp_path: Path) -> None:
+    from tests.upload.scripted import Room
+
+    class Slow(Room):
+        async def adopt(self, object_id, path):  # type: ignore[no-untyped-def]
+            await trio.sleep(5)
+            return await super().adopt(object_id, path)
+
+    for adopts in (True, False):
+        async with desk(tmp_path / str(adopts), cache=Slow(adopts)) as d:
+            draft = await d.save("k", b"data")
+            await trio.sleep(1)
+            await d.uploads.discard(draft, replaced=True)
+            await trio.sleep(10)
+            assert d.files() == [] and d.settled == []

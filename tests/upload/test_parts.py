@@ -1,0 +1,157 @@
+"""The policy of parts: whatever is written in whatever order, what would be assembled is the file."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachefs.origin import Limits
+from cachefs.origin.writing import GOOGLE, LOCAL, MIB, S3, WHOLE
+from cachefs.upload.parts import Parts, Piece
+
+
+class Tiny(Limits):
+    """Parts of ten bytes, from 50 on of twenty."""
+
+    def part_size(self, sent: int) -> int:
+        return 10 if sent < 50 else 20
+
+
+TINY = Tiny(1 << 20, 1 << 20, 1, 1 << 20, 1000, 1 << 20)
+
+WRITES = st.tuples(st.just("write"), st.integers(0, 130), st.integers(0, 45))
+APPENDS = st.tuples(st.just("append"), st.just(0), st.integers(1, 25))
+CUTS = st.tuples(st.just("cut"), st.integers(0, 160), st.just(0))
+SENDS = st.tuples(st.sampled_from(["begin", "land", "fail", "commit"]), st.integers(0, 5), st.just(0))
+
+
+class Wire:
+    """A store, and what is on its way to it: bytes are read when a part lands, as late as can be, or when it begins."""
+
+    def __init__(self, parts: Parts, file: bytearray) -> None:
+        self.parts, self.file = parts, file
+        self.under_way: list[tuple[Piece, bytes]] = []
+        self.held: dict[int, bytes] = {}
+
+    def begin(self, piece: Piece) -> None:
+        self.parts.begin(piece)
+        self.under_way.append((piece, bytes(self.file[piece.start : piece.stop])))
+
+    def end(self, which: int, *, landed: bool, late: bool = False) -> None:
+        piece, data = self.under_way.pop(which % len(self.under_way))
+        now = bytes(self.file[piece.start : piece.stop])
+        if late and len(now) == len(data):
+            data = now[: len(now) // 2] + data[len(now) // 2 :]  # read while it was being changed
+        if landed:
+            self.held[piece.number] = data
+        self.parts.ended(piece, landed=landed)
+
+    def assemble(self) -> bytes:
+        while self.under_way:
+            self.end(0, landed=len(self.under_way) % 2 == 0)
+        pieces = self.parts.pieces()
+        for piece in self.parts.missing(pieces):
+            self.begin(piece)
+            self.end(0, landed=True)
+        assert self.parts.missing(pieces) == []
+        return b"".join(self.held[piece.number] for piece in pieces)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 60), st.lists(WRITES | APPENDS | CUTS | SENDS, max_size=40), st.data())
+def test_what_is_assembled_is_the_file(
+    base: int, steps: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
+    file = bytearray(b"\xff" * base)
+    parts = Parts(TINY, base)
+    wire = Wire(parts, file)
+    stamp = 0
+    for what, where, length in steps:
+        stamp = stamp % 250 + 1
+        if what in ("write", "append"):
+            offset = len(file) if what == "append" else where
+            if length:
+                file.extend(bytes(max(0, offset + length - len(file))))
+                file[offset : offset + length] = bytes([stamp]) * length
+            parts.wrote(offset, length)
+        elif what == "cut":
+            del file[where:]
+            file.extend(bytes(where - len(file)))
+            parts.resized(where)
+        elif what == "begin":
+            piece = parts.ready()
+            if piece is not None:
+                assert piece.stop < len(file), "the frontier has gone beyond it"
+                wire.begin(piece)
+        elif what == "commit":
+            assert wire.assemble() == file
+            parts.forget()
+            wire.held.clear()
+        elif wire.under_way:
+            wire.end(where, landed=what == "land", late=bool(where % 2))
+        assert parts.size == len(file)
+        assert parts.waiting_bytes >= sum(p.stop - p.start for p in parts.under_way.values())
+        assert 0 <= parts.sent_bytes <= len(file)
+    assert wire.assemble() == file
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30))
+def test_who_writes_in_order_has_sent_all_but_the_end(lengths: list[int]) -> None:
+    parts, sent = Parts(TINY), []
+    for length in lengths:
+        parts.wrote(parts.size, length)
+        while (piece := parts.ready()) is not None:
+            parts.begin(piece)
+            parts.ended(piece, landed=True)
+            sent.append(piece.number)
+    assert sent == list(range(1, len(sent) + 1))
+    assert len(sent) == max(0, parts.count - 1), "each once, and the last one is not known to be whole"
+    assert [p.number for p in parts.missing(parts.pieces())] == [parts.count]
+    start, stop = parts.bounds(parts.count)
+    assert parts.waiting_bytes == stop - start
+
+
+@pytest.mark.parametrize("limits", [S3, GOOGLE, LOCAL])
+@pytest.mark.parametrize("size", [1, 8 * MIB, 8 * MIB + 1, 100 * MIB, 30_000 * MIB])
+def test_sizes_are_those_of_the_store(limits: Limits, size: int) -> None:
+    parts = Parts(limits, size)
+    pieces = parts.pieces()
+    assert [p.number for p in pieces] == list(range(1, parts.count + 1))
+    at = 0
+    for piece in pieces:
+        assert piece.start == at and piece.stop == min(size, at + limits.part_size(at))
+        at = piece.stop
+    assert at == size and parts.count <= limits.most_parts
+
+
+def test_the_largest_object_needs_no_more_parts_than_there_may_be() -> None:
+    assert Parts(S3, S3.largest_object).count <= S3.most_parts
+
+
+def test_a_store_without_parts_is_never_ready() -> None:
+    parts = Parts(WHOLE)
+    parts.wrote(0, 1 << 30)
+    assert parts.ready() is None and parts.under_way == {}
+
+
+def test_nothing_is_sent_early_of_what_is_written_out_of_order() -> None:
+    parts = Parts(TINY)
+    parts.wrote(20, 100)
+    assert parts.ready() is None and parts.waiting_bytes == 0
+    parts.wrote(0, 11)
+    piece = parts.ready()
+    assert piece is not None and (piece.start, piece.stop) == (0, 10)
+
+
+def test_a_part_rewritten_under_way_is_stale() -> None:
+    parts = Parts(TINY)
+    parts.wrote(0, 25)
+    piece = parts.ready()
+    assert piece is not None
+    parts.begin(piece)
+    assert parts.is_current(piece)
+    parts.wrote(3, 1)
+    assert not parts.is_current(piece)
+    parts.ended(piece, landed=True)
+    assert [p.number for p in parts.missing(parts.pieces())] == [1, 2, 3]
