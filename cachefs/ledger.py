@@ -175,11 +175,11 @@ class Wait:
         self.on = DISK
         self.shares = dict.fromkeys(WAITED_FOR, 0.0)
 
-    def now_for(self, what: str, since: float | None = None) -> None:
-        """From now on (or already since then) it waits for that."""
-        at = self._clock() if since is None else max(since, self._marked)
-        self.shares[self.on] += at - self._marked
-        self._marked = at
+    def now_for(self, what: str) -> None:
+        """From now on it waits for that."""
+        now = self._clock()
+        self.shares[self.on] += now - self._marked
+        self._marked = now
         self.on = what
 
 
@@ -264,7 +264,7 @@ class Waits:
             for what, share in wait.shares.items():
                 process.waited[what] += share
         self.buckets[next((i for i, bound in enumerate(BUCKETS_S) if seconds <= bound), -1)] += 1
-        if seconds >= SLOW_S and (len(self._slow) < SLOWEST or seconds > self._slow[0].seconds):
+        if seconds >= SLOW_S:
             on = max(WAITED_FOR, key=wait.shares.__getitem__)
             self._keep(
                 SlowRead(
@@ -275,14 +275,12 @@ class Waits:
 
     def _keep(self, read: SlowRead) -> None:
         if len(self._slow) >= SLOWEST:
-            fresh = self._fresh(read.at)
-            if len(fresh) < len(self._slow):
-                self._slow = fresh
-                heapq.heapify(self._slow)
-        if len(self._slow) >= SLOWEST:
-            heapq.heapreplace(self._slow, read)
-        else:
+            self._slow = self._fresh(read.at)
+            heapq.heapify(self._slow)
+        if len(self._slow) < SLOWEST:
             heapq.heappush(self._slow, read)
+        elif read > self._slow[0]:
+            heapq.heapreplace(self._slow, read)
 
     def _fresh(self, now: float) -> list[SlowRead]:
         return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
@@ -364,7 +362,7 @@ class Misses:
     def missed(self, object_id: ObjectId, extent: int, *, late: bool) -> str:
         """A reader has to wait for blocks of that extent; the reason."""
         place = object_id.digest, extent
-        reason = self._gone.pop(place, "late" if late else "")
+        reason = "late" if late else self._gone.get(place, "")
         if not reason:
             before = self._versions.get(hash((object_id.source, object_id.key)))
             reason = "cold" if before in (None, object_id.digest) else "changed"
@@ -374,7 +372,7 @@ class Misses:
     def asked(self, digest: bytes, extent: int, way: str) -> None:
         """Where blocks that are being waited for were asked for, and what came of it."""
         miss = self._last.get((digest, extent))
-        if miss is not None and len(miss.way) < 8:
+        if miss is not None and len(miss.way) < 8 and way not in miss.way[-1:]:
             miss.way.append(way)
 
     def last(self, digest: bytes, extents: int) -> Iterator[tuple[int, Miss]]:

@@ -12,6 +12,7 @@ from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
 from cachefs.fetch.flight import Flight
 from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import Upstream
+from cachefs.ledger import DISK, Wait
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
@@ -139,13 +140,25 @@ class Fetcher:
 
     async def read(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer:
         """The bytes [offset, offset+size). Raises `ObjectChanged`, `PermissionDenied`, `OriginFailed`, ..."""
+        waits = self._metrics.ledger.waits
+        wait = waits.begin(pid, opened.id, offset)
+        count = 0
+        try:
+            data = await self._read(opened, offset, size, pid, wait)
+            count = len(data)
+            return data
+        finally:
+            waits.end(wait, count)
+
+    async def _read(self, opened: OpenedObject, offset: int, size: int, pid: int, wait: Wait) -> Buffer:
         obj = self._attached(opened)
         blocks = blocks_covering(offset, size, self._block_size)
         counted = observed = False
         for attempt in range(ATTEMPTS):
             missing = [b for b in blocks if not self._store.has(obj, b)]
             if not missing:
-                data = await self._store.read(obj, offset, size)
+                wait.now_for(DISK)
+                data = await self._store.read(obj, offset, size, count=not counted)
                 if not observed and opened.id.size > WHOLE_BYTES:
                     self._read_ahead(opened, obj, offset, size, pid)
                     observed = True
@@ -154,13 +167,14 @@ class Fetcher:
                 continue
             opened.raise_repeated()
             if not counted:
-                self._metrics.misses += len(missing)
+                self._count_misses(obj, blocks, missing)
                 counted = True
             flights = self._demand(opened, obj, missing, bypass=attempt >= CACHED_ATTEMPTS)
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True
             for flight in flights:
+                flight.waited_for(wait, pid)
                 await flight.landed(offset + size)
             data = await self._collect(obj, flights, offset, size)
             if data is not None:
@@ -169,6 +183,18 @@ class Fetcher:
         raise OriginFailed(
             f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
         )
+
+    def _count_misses(self, obj: CachedObject, blocks: Iterable[int], missing: list[int]) -> None:
+        """A reader has to wait for some of its blocks."""
+        metrics, absent = self._metrics, set(missing)
+        self._store.hit(obj, (block for block in blocks if block not in absent))
+        metrics.misses += len(missing)
+        for block in missing:
+            flight: Flight | None = obj.flights.get(block)
+            late = flight is not None and flight.ahead
+            reason = metrics.ledger.misses.missed(obj.id, block // BLOCKS_PER_EXTENT, late=late)
+            name = f"misses_{reason}"
+            setattr(metrics, name, getattr(metrics, name) + 1)
 
     async def bring(
         self,
@@ -393,6 +419,10 @@ class Fetcher:
             return None
         flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
         flight.elsewhere = not straight and self._upstream.asks(obj.id, fill.start_block)
+        misses = self._metrics.ledger.misses
+        misses.fetched(obj.id)
+        if not flight.elsewhere:
+            misses.asked(obj.id.digest, fill.start_block // BLOCKS_PER_EXTENT, "store")
         if ahead:
             self._metrics.prefetched += fill.stop_block - fill.start_block
             self._ahead_bytes += fill.stop - fill.start
@@ -438,7 +468,7 @@ class Fetcher:
             for flight in flights:
                 data = data if data is not None else flight.read(at, length)
             if data is None:
-                data = await self._store.read(obj, at, length)
+                data = await self._store.read(obj, at, length, count=False)
             if data is None:
                 return None
             parts.append(data)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import trio
 
 from cachefs.fetch.upstream import Upstream
+from cachefs.ledger import PEER, STORE, Wait
 from cachefs.names import ObjectId
 from cachefs.origin import Origin, Turn
 from cachefs.store import CachedObject, Fill, Store
@@ -28,6 +29,7 @@ class Flight:
         self.done = False
         self.elsewhere = False
         self.error: Exception | None = None
+        self.waits: list[Wait] = []  # reads that wait for it
         self._turn = Turn(background=ahead)
         self._scope = trio.CancelScope()
         self._joined: set[int] = set()
@@ -45,6 +47,12 @@ class Flight:
         late -= self._joined
         self._joined |= late
         return len(late)
+
+    def waited_for(self, wait: Wait, thread: int) -> None:
+        """By a read of that thread, for which it is from now on, unless it is for another's."""
+        self.waits.append(wait)
+        wait.now_for(PEER if self.elsewhere else STORE)
+        self._turn.thread = self._turn.thread or thread
 
     def give_up(self) -> None:
         """End it, unless somebody else waits for it."""
@@ -118,6 +126,9 @@ class Flight:
                     if self.elsewhere:
                         await upstream.read(object_id, fill, self._turn)
                         self.elsewhere = False
+                        for wait in self.waits:
+                            if wait.on == PEER:
+                                wait.now_for(STORE)
                     if fill.landed < fill.stop:
                         await origin.read(
                             *(object_id.key, object_id.etag, fill.landed, fill.stop, fill),

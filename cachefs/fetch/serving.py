@@ -116,7 +116,7 @@ class Reply:
         for _ in range(ATTEMPTS):
             if self._store.has(self.object, block):
                 # Here, but not verified yet, or in no tier's file.
-                if await self._store.read(self.object, start, length) is None:
+                if await self._store.read(self.object, start, length, count=False) is None:
                     continue
                 if self._ready(checked=True):
                     return

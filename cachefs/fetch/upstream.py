@@ -58,6 +58,7 @@ class Upstream:
             while await self._some(asked, object_id, fill, turn):
                 if fill.landed == fill.stop:
                     return
+        self._asked(object_id, fill, "store")
         if asked_any:
             self._metrics.peer_misses += fill.stop_block - fill.landed // fill.block_size
 
@@ -72,12 +73,17 @@ class Upstream:
             try:
                 await self.cluster.read(asked, object_id, before, fill.stop, fill, sink_waits=fill.waits)
             except PeerFailed as exc:
+                self._asked(object_id, fill, f"{name}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)
                 return exc.kind == "reset" and exc.delivered > 0
             else:
+                self._asked(object_id, fill, name)
                 return True
             finally:
                 self._metrics.peer_hits += -(-(fill.landed - before) // fill.block_size)
+
+    def _asked(self, object_id: ObjectId, fill: Fill, way: str) -> None:
+        self._metrics.ledger.misses.asked(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT, way)
 
     async def bring(self, object_id: ObjectId, parts: Iterable[tuple[int, int]], extent_bytes: int) -> None:
         """Have the owners of these parts, [start, stop) of one extent each, fetch and keep them. Raises `OriginFailed` when

@@ -33,6 +33,7 @@ from cachefs.errors import (
     Transient,
     Unsupported,
 )
+from cachefs.ledger import Account
 from cachefs.metrics import Metrics
 from cachefs.origin.bucket import RateLimit, Throughput
 from cachefs.origin.gate import Gate, Turn
@@ -92,6 +93,8 @@ class Attempts:
         count = transfer.position - transfer.counted
         transfer.counted += count
         setattr(self._metrics, transfer.counter, getattr(self._metrics, transfer.counter) + count)
+        for account in transfer.accounts:
+            account[transfer.counter] += count
         self._gate.concurrency.arrived(count)
         received = transfer.counter == "origin_bytes"
         (self._throughput if received else self._upload_throughput).add(count, time.monotonic())
@@ -101,13 +104,15 @@ class Attempts:
         attempt: Callable[[], T],
         what: str,
         counter: str,
+        key: str,
         *,
         turn: Turn | None = None,
         transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
     ) -> T:
-        """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) strikes."""
+        """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) strikes. `counter` and
+        `key` say under what, and for which dataset, each attempt is counted."""
         retries = self._backoff.retries if retries is None else retries
         turn = turn or Turn()
         failures = refusals = 0
@@ -120,7 +125,7 @@ class Attempts:
                     transfer.begin(scope)
                 since = time.monotonic()
                 try:
-                    return await self._once(attempt, counter, turn, transfer)
+                    return await self._once(attempt, counter, key, turn, transfer)
                 except PermissionDenied as exc:
                     if renewed or not await self._in_thread(partial(self._client.renew, since)):
                         raise self._failed(exc) from exc.__cause__
@@ -144,12 +149,19 @@ class Attempts:
                 await trio.sleep(wait_s)
         raise self._failed(OriginFailed(f"{what}: gave up after {deadline_s:g} s without progress: {last}"))
 
-    async def _once(self, attempt: Callable[[], T], counter: str, turn: Turn, transfer: Transfer | None) -> T:
+    async def _once(
+        self, attempt: Callable[[], T], counter: str, key: str, turn: Turn, transfer: Transfer | None
+    ) -> T:
         """One attempt, with a slot held, and what it teaches the limiter."""
         metrics, gate = self._metrics, self._gate
         await (gate.enter(turn) if transfer is None else transfer.enter(gate, turn))
         sent_at = trio.current_time()
         setattr(metrics, counter, getattr(metrics, counter) + 1)
+        accounts = self._accounts(key, turn)
+        for account in accounts:
+            account[counter] += 1
+        if transfer is not None:
+            transfer.accounts = accounts
         try:
             result = await self._in_thread(attempt)
         except Throttled:
@@ -172,6 +184,14 @@ class Attempts:
                 self._count(transfer)
                 gate.concurrency.finished(len(gate.line) > 0, trio.current_time())
             gate.leave(turn)
+
+    def _accounts(self, key: str, turn: Turn) -> list[Account]:
+        """Of the dataset, and of the process whose read it is for."""
+        ledger = self._metrics.ledger
+        accounts = [ledger.requests.account(self.prefix, key)]
+        if turn.thread:
+            accounts.append(ledger.waits.process(turn.thread).account)
+        return accounts
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)

@@ -19,12 +19,13 @@ OVERTAKEN_AT_MOST = 4
 
 
 class Turn:
-    """One request's class in all queues; it waits in one at a time."""
+    """One request's class in all queues; it waits in one at a time. `thread` is whose read waits for it, 0: nobody's."""
 
-    __slots__ = ("background", "line")
+    __slots__ = ("background", "line", "thread")
 
     def __init__(self, background: bool = False) -> None:
         self.background = background
+        self.thread = 0
         self.line: Line | None = None
 
     def promote(self) -> None:

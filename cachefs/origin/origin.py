@@ -34,6 +34,7 @@ class Origin(Writes):
             lambda: self._client.list_page(prefix, token, start_after, limit),
             f"listing {self.name(prefix)}",
             "origin_list",
+            prefix,
         )
 
     async def read(
@@ -71,9 +72,10 @@ class Origin(Writes):
         )
         what = f"reading {self.name(key)}"
         try:
-            await self.call(transfer.attempt, what, "origin_get", turn=turn, transfer=transfer)
+            await self.call(transfer.attempt, what, "origin_get", key, turn=turn, transfer=transfer)
         finally:
             await transfer.close()
+            self._count(transfer)  # a thread that was given up may have gone on until now
         if transfer.sink_error is not None:
             raise transfer.sink_error
 
@@ -85,6 +87,7 @@ class Origin(Writes):
                 lambda: self._client.list_page(self.prefix, None, None, 1),
                 f"opening {self.name(self.prefix)}",
                 "origin_list",
+                self.prefix,
                 retries=min(2, self._backoff.retries),
             )
         except Unsupported as exc:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import trio
 
 from cachefs.errors import OriginFailed, Transient
+from cachefs.ledger import Account
 from cachefs.origin.bucket import RateLimit
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.protocol import Client, Sink
@@ -35,8 +36,8 @@ be taken as for being made (5 s), and at this size that is 25 kB/s."""
 
 
 class Transfer:
-    """What both directions share. `position` is how many bytes went by, `counted` is its owner's. `on_progress` is called
-    on the trio thread, about once a second, while bytes go by."""
+    """What both directions share. `position` is how many bytes went by, `counted` and `accounts` are its owner's.
+    `on_progress` is called on the trio thread, about once a second, while bytes go by."""
 
     counter = ""
     """The metric that counts its bytes."""
@@ -49,6 +50,7 @@ class Transfer:
         on_progress: Callable[[Transfer], None],
     ) -> None:
         self.position = self.counted = 0
+        self.accounts: list[Account] = []
         self._deadline_s = deadline_s
         self._limit, self._turn = limit, turn
         self._on_progress = on_progress

@@ -62,6 +62,7 @@ class Upload:
             length,
             f"writing part {number} of {self._what}",
             "origin_put_part",
+            self.key,
             turn,
         )
         self.known[number] = Part(etag, length)
@@ -75,6 +76,7 @@ class Upload:
             lambda: writer.copy_part(self.key, self.id, number, key, etag, start, stop),
             f"copying part {number} of {self._what}",
             "origin_put_part",
+            self.key,
             patience=PATIENCE,
         )
         self.known[number] = Part(found, stop - start)
@@ -84,7 +86,10 @@ class Upload:
         """The parts that the store has now, which become `known`. `NoSuchUpload` when the upload is gone."""
         writer = self._origin.writer
         self.known = await self._origin.call(
-            lambda: writer.parts(self.key, self.id), f"looking up parts of {self._what}", "origin_upload"
+            lambda: writer.parts(self.key, self.id),
+            f"looking up parts of {self._what}",
+            "origin_upload",
+            self.key,
         )
         return self.known
 
@@ -121,6 +126,7 @@ class Upload:
                 attempt,
                 f"completing {self._what}",
                 "origin_upload",
+                self.key,
                 patience=PATIENCE,
             )
         except (NoSuchUpload, Conflict) as exc:  # an attempt that was given up may have got through meanwhile
@@ -134,7 +140,7 @@ class Upload:
         no `part` shall be under way. Azure knows no such request: its blocks go a week after the last of them came."""
         writer = self._origin.writer
         await self._origin.call(
-            lambda: writer.abort(self.key, self.id), f"aborting {self._what}", "origin_upload"
+            lambda: writer.abort(self.key, self.id), f"aborting {self._what}", "origin_upload", self.key
         )
 
     @property

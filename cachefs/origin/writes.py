@@ -30,7 +30,9 @@ class Writes(Attempts):
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of one object as it is now."""
-        return await self.call(lambda: self._client.head(key), f"looking up {self.name(key)}", "origin_head")
+        return await self.call(
+            lambda: self._client.head(key), f"looking up {self.name(key)}", "origin_head", key
+        )
 
     @property
     def can_write(self) -> bool:
@@ -79,7 +81,7 @@ class Writes(Attempts):
         what = f"writing {self.name(key)}"
         try:
             written = await self.send(
-                lambda body: writer.put(key, body, terms), source, size, what, "origin_put", turn
+                lambda body: writer.put(key, body, terms), source, size, what, "origin_put", key, turn
             )
         except Conflict as exc:
             return await self.ours(key, terms.stamp, size, exc)
@@ -95,7 +97,7 @@ class Writes(Attempts):
             raise Unsupported(f"{self._label}: this store takes no parts; put the object whole")
         terms = Terms(content_type, stamp=new_stamp())
         name = await self.call(
-            lambda: writer.begin(key, terms), f"beginning to write {self.name(key)}", "origin_upload"
+            lambda: writer.begin(key, terms), f"beginning to write {self.name(key)}", "origin_upload", key
         )
         return Upload(self, key, name, terms, {})
 
@@ -109,7 +111,10 @@ class Writes(Attempts):
         no such list (Azure: what is not completed goes after a week)."""
         writer = self.writer
         return await self.call(
-            lambda: writer.list_uploads(prefix), f"listing uploads of {self.name(prefix)}", "origin_upload"
+            lambda: writer.list_uploads(prefix),
+            f"listing uploads of {self.name(prefix)}",
+            "origin_upload",
+            prefix,
         )
 
     async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
@@ -123,6 +128,7 @@ class Writes(Attempts):
             lambda: writer.copy(key, to, etag),
             f"copying {self.name(key)} to {to}",
             "origin_copy",
+            to,
             patience=PATIENCE,
         )
         return await self.settled(to, size, written)
@@ -130,7 +136,7 @@ class Writes(Attempts):
     async def delete(self, key: str) -> None:
         """Remove an object; that there is none is fine."""
         writer = self.writer
-        await self.call(lambda: writer.delete(key), f"deleting {self.name(key)}", "origin_delete")
+        await self.call(lambda: writer.delete(key), f"deleting {self.name(key)}", "origin_delete", key)
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
         """Remove many, a thousand a request where the store takes that. Returns those that are still there, and why."""
@@ -141,7 +147,10 @@ class Writes(Attempts):
             try:
                 if len(names) > 1:
                     left = await self.call(
-                        lambda: writer.delete_many(names), f"deleting {len(names)} objects", "origin_delete"
+                        lambda: writer.delete_many(names),
+                        f"deleting {len(names)} objects",
+                        "origin_delete",
+                        names[0],
                     )
                     for key, error in left.items():
                         if isinstance(error, Transient):
@@ -166,6 +175,7 @@ class Writes(Attempts):
         size: int,
         what: str,
         counter: str,
+        key: str,
         turn: Turn | None,
     ) -> T:
         """What `request` gives, which sends the first `size` bytes of `source`."""
@@ -173,10 +183,11 @@ class Writes(Attempts):
         body = Sending(source, size, self._deadline_s, self._upload_limit, turn, self._count)
         try:
             result = await self.call(
-                lambda: body.attempt(lambda: request(body)), what, counter, turn=turn, transfer=body
+                lambda: body.attempt(lambda: request(body)), what, counter, key, turn=turn, transfer=body
             )
         finally:
             await body.close()
+            self._count(body)  # a thread that was given up may have gone on until now
         if body.source_error is not None:
             raise body.source_error
         assert result is not None
@@ -200,7 +211,7 @@ class Writes(Attempts):
         writer = self.writer
         try:
             info, shown = await self.call(
-                lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head"
+                lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head", key
             )
         except NotFound:
             shown = ""

@@ -110,6 +110,8 @@ class Filling:
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
                 self._heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
+                self._metrics.ledger.misses.gone(obj.id.digest, block // BLOCKS_PER_EXTENT, "passed")
+                self._metrics.bypassed_bytes += length
             self._metrics.bypassed_blocks += len(completed)
             return
         assert isinstance(fill, TierFill)
@@ -117,6 +119,7 @@ class Filling:
         for block, checksum in completed:
             fill.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
             bits |= _bits(block, block + 1)
+            self._metrics.admitted_bytes += block_length(block, obj.id.size, self._block_size)
         self._room.land(fill.copy, bits, bits)
         if fill.wanted:
             self._count_miss(obj, fill)
@@ -135,6 +138,8 @@ class Filling:
         """The transfer is over, whole or not: settle what landed, give back what did not."""
         fill.close()
         self.settle(obj, fill)
+        whole = min(fill.stop, (fill.start_block + fill.settled) * self._block_size)
+        self._metrics.discarded_bytes += fill.landed - whole
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier

@@ -112,22 +112,22 @@ class Room:
         copy.arriving &= ~bits
         copy.forgotten |= bits
 
-    def drop(self, obj: CachedObject, copy: Copy, bits: int) -> int:
+    def drop(self, obj: CachedObject, copy: Copy, bits: int, why: str = "evicted") -> int:
         """Remove blocks from a copy, and give their bytes back as soon as nobody uses the copy. From a sealed file, all it
-        holds is removed. Returns how many blocks went."""
+        holds is removed. Returns how many blocks went. `why` is one of the ledger's reasons."""
         tier = self._tiers[copy.tier]
         if obj.is_sealed(tier):
-            return self.drop_file(obj, tier)
-        count = self._forget(copy, bits)
+            return self.drop_file(obj, tier, why)
+        count = self._forget(copy, bits, why)
         if not copy.pins:
             self._free(obj, copy)
         return count
 
-    def drop_file(self, obj: CachedObject, tier: Tier) -> int:
+    def drop_file(self, obj: CachedObject, tier: Tier, why: str = "evicted") -> int:
         """Everything that a sealed file holds; it is unlinked when nobody uses any of it."""
         self.on_leaving(obj, tier)
         obj.leaving.add(tier.number)
-        count = sum(self._forget(copy, copy.bitmap) for copy in self._catalog.copies(obj, tier.number))
+        count = sum(self._forget(copy, copy.bitmap, why) for copy in self._catalog.copies(obj, tier.number))
         self._free_file(obj, tier)
         return count
 
@@ -145,8 +145,10 @@ class Room:
             self._tiers[copy.tier].pinned_bytes += held if pinned else -held
             self._catalog.touch(copy)
 
-    def _forget(self, copy: Copy, bits: int) -> int:
+    def _forget(self, copy: Copy, bits: int, why: str) -> int:
         bits &= copy.bitmap
+        if bits:
+            self._metrics.ledger.misses.gone(copy.digest, copy.extent, why)
         tier = self._tiers[copy.tier]
         copy.bitmap &= ~bits
         copy.verified &= ~bits
@@ -233,7 +235,7 @@ class Room:
         tier = self._tiers[copy.tier]
         self._metrics.tier_errors += 1
         tier.failed(exc)
-        self.drop(obj, copy, copy.bitmap)
+        self.drop(obj, copy, copy.bitmap, "damaged")
 
     def corrupt(self, obj: CachedObject, copy: Copy, bits: int) -> None:
         """Blocks are not what their checksums say: they are dropped, and fetched again."""
@@ -248,7 +250,7 @@ class Room:
                     self._tiers[copy.tier].name,
                 )
         if bits:
-            self.drop(obj, copy, bits)
+            self.drop(obj, copy, bits, "damaged")
 
     def file_for_write(self, obj: CachedObject, tier: Tier) -> int | None:
         """The version's file, made when there is none; None while a sealed one is on its way out. Blocks that an earlier,
@@ -288,12 +290,13 @@ class Room:
             return 0  # somebody came by meanwhile
         obj = self._catalog.by_digest(digest)
         if obj.is_sealed(tier):
-            self.drop_file(obj, tier)
+            self.drop_file(obj, tier, "damaged")
             return (len(strays) + len(holes)) * self._block_size
         self._punch(obj, tier, [(start, self._block_size) for start in strays])
         for copy in self._catalog.copies(obj, tier.number):
             mine = [s for s, _ in self._catalog.ranges(copy, copy.bitmap) if s in holes]
-            self.drop(obj, copy, sum(1 << s // self._block_size % BLOCKS_PER_EXTENT for s in mine))
+            lost = sum(1 << s // self._block_size % BLOCKS_PER_EXTENT for s in mine)
+            self.drop(obj, copy, lost, "damaged")
         obj.close_files()
         return (len(strays) + len(holes)) * self._block_size
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,6 +159,21 @@ class Store:
                 held.update(self._catalog.ranges(copy, copy.bitmap))
         return sum(held.values())
 
+    def layout(self, object_id: ObjectId) -> list[dict[str, Any]]:
+        """Where the blocks of a version are, as plain values: a row for each tier's copy of an extent, with how many blocks
+        there are, how many of them verified, and what keeps or threatens them."""
+        obj = self.look(object_id)
+        return [
+            {
+                **{"tier": tier.name, "extent": copy.extent, "blocks": copy.bitmap.bit_count()},
+                **{"verified": copy.verified.bit_count(), "arriving": copy.arriving.bit_count()},
+                **{"pinned": copy.pinned, "borrowed": copy.key in self._catalog.borrowed},
+                "in_use": copy.pins > 0,
+            }
+            for tier in self.tiers
+            for copy in sorted(self._catalog.copies(obj, tier.number), key=lambda copy: copy.extent)
+        ]
+
     def whole(self, obj: CachedObject) -> bool:
         """Whether all blocks of the version lie in some tier."""
         return self.pins.whole(obj)
@@ -218,10 +233,12 @@ class Store:
             elif first == last:
                 return None
             else:
-                part = self.read_now(obj, at, length, count=count)
+                part = self.read_now(obj, at, length, count=False)
             if part is None:
                 return None
             parts.append(part)
+        if count:
+            self.hit(obj, range(first, last + 1))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _pieces(self, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -260,9 +277,9 @@ class Store:
             return None
         return data
 
-    async def read(self, obj: CachedObject, offset: int, size: int) -> Buffer | None:
+    async def read(self, obj: CachedObject, offset: int, size: int, *, count: bool = True) -> Buffer | None:
         """The bytes, verified, waiting for the disk if need be. None when a block is not here, or turned out bad (it is
-        dropped then): fetch it."""
+        dropped then): fetch it. `count` as above."""
         if size <= 0:
             return b""
         steps: list[Step] = []
@@ -270,7 +287,7 @@ class Store:
             copy = self._catalog.find(obj, block)
             if copy is None:
                 if self._heap.get(obj.id.digest, block) is not None:
-                    return await self._read_pieces(obj, offset, size)
+                    return await self._read_pieces(obj, offset, size, count)
                 return None
             try:
                 fd = obj.file(self._tier[copy.tier])
@@ -296,15 +313,23 @@ class Store:
         ]
         if len(good) != len(steps):
             return None
+        if count:
+            for step in steps:
+                self._hit(obj, step.copy, -(-step.length // self.block_size))
         return good[0] if len(good) == 1 else b"".join(good)
 
-    async def _read_pieces(self, obj: CachedObject, offset: int, size: int) -> Buffer | None:
+    async def _read_pieces(self, obj: CachedObject, offset: int, size: int, count: bool) -> Buffer | None:
         """Block by block, for a range of which the heap holds a part."""
         parts = []
         for block, at, length in self._pieces(offset, size):
             kept = self._heap.get(obj.id.digest, block)
             start = at - block * self.block_size
-            part = kept[start : start + length] if kept is not None else await self.read(obj, at, length)
+            part: Buffer | None
+            if kept is not None:
+                part = kept[start : start + length]
+                self._metrics.heap_hits += count
+            else:
+                part = await self.read(obj, at, length, count=count)
             if part is None:
                 return None
             parts.append(part)
@@ -320,8 +345,16 @@ class Store:
             return False
         if step.check:
             copy.verified |= bit & copy.bitmap
-        self._hit(obj, copy, -(-step.length // self.block_size))
         return True
+
+    def hit(self, obj: CachedObject, blocks: Iterable[int]) -> None:
+        """Somebody reads these blocks, which are here."""
+        for block in blocks:
+            copy = self._catalog.find(obj, block)
+            if copy is not None:
+                self._hit(obj, copy, 1)
+            else:
+                self._metrics.heap_hits += 1
 
     def _hit(self, obj: CachedObject, copy: Copy, blocks: int) -> None:
         if copy.tier == RAM:
