@@ -51,7 +51,7 @@ class _Shelf:
             os.write(self.fd, block)
             self.sums.append(xxhash.xxh3_64_intdigest(block))
 
-    async def open(self, request: BlockRequest, peer: str) -> _Served:
+    async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> _Served:
         return _Served(self, request)
 
     async def have(self, request: BlockRequest, peer: str) -> list[bool]:

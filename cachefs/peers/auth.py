@@ -66,7 +66,7 @@ class Key:
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """HMAC-SHA256 over a label and parts, each with its length, so that no two lists of parts look the same."""
-        text = b"".join(len(part).to_bytes(4, "big") + part for part in (label, *parts))
+        text = b"".join([len(part).to_bytes(4, "big") + part for part in (label, *parts)])
         return hmac.digest(self._secret, text, "sha256")
 
     def request_mac(self, method: str, target: str, host: str, when: str, nonce: bytes) -> bytes:

@@ -22,7 +22,8 @@ import trio
 
 from cachefs.metrics import Metrics
 from cachefs.peers.auth import Seals, Signer, is_loopback
-from cachefs.peers.connection import WORKING, Connection, Head, Steps
+from cachefs.peers.connection import WORKING, Connection, Steps
+from cachefs.peers.heads import Head
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.receiving import Delivery, Receiver, drive, ready, small_body
 from cachefs.peers.stats import PeerTable

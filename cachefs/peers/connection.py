@@ -11,18 +11,14 @@ import select
 import socket
 import ssl
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-import h11
-
+from cachefs.peers.heads import Head, NotHttp, ReplyReader, spell_request
 from cachefs.peers.protocol import PeerFailed
-from cachefs.peers.wire import KIND_OF, MAX_HEAD_BYTES, SEAL, Address
+from cachefs.peers.wire import Address
 
 READ_BYTES = 16 << 10
 """Of a head at once; what comes of the body with it is copied once more."""
-
-LONGEST_RETRY_AFTER_S = 60.0
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 WORKING = 0
@@ -31,22 +27,6 @@ WORKING = 0
 T = TypeVar("T")
 Steps: TypeAlias = Generator[int, None, T]
 """Yields `READ` or `WRITE`: go on when the socket is ready for that. Only `Connection.ask` yields `WORKING`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Of a reply. `seal` is "" when it carries none; `close` says that the connection ends with the body."""
-
-    status: int
-    length: int
-    seal: str
-    retry_after_s: float
-    close: bool
-
-    def failure(self, text: str) -> PeerFailed:
-        """What a status other than 200 means."""
-        kind = KIND_OF.get(self.status, "refused")
-        return PeerFailed(kind, text, retry_after_s=self.retry_after_s)
 
 
 class Connection:
@@ -87,12 +67,7 @@ class Connection:
 
     def ask(self, target: str, authorization: str | None) -> Steps[Head]:
         """Send a request and receive the head of its reply."""
-        http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
-        headers = [("Host", str(self.address))]
-        if authorization is not None:
-            headers.append(("Authorization", authorization))
-        request = http.send(h11.Request(method="GET", target=target, headers=headers)) or b""
-        http.send(h11.EndOfMessage())
+        request, reply = spell_request(target, str(self.address), authorization), ReplyReader()
         try:
             while request:
                 try:
@@ -101,30 +76,25 @@ class Connection:
                     yield WRITE
                 except ssl.SSLWantReadError:
                     yield READ
-            event = http.next_event()
             yield READ
-            while event is h11.NEED_DATA or isinstance(event, h11.InformationalResponse):
-                if event is not h11.NEED_DATA:
+            while (found := reply.next()) is None or found == "working":
+                if found is not None:
                     yield WORKING
-                    event = http.next_event()
                     continue
                 try:
                     received = self._socket.recv(READ_BYTES)
                 except (BlockingIOError, ssl.SSLWantReadError):
                     yield READ
                     continue
-                if not received and not http.trailing_data[0]:
+                if not received and not reply.rest:
                     raise PeerFailed("reset", f"{self.address} hung up")
-                http.receive_data(received)
-                event = http.next_event()
-        except h11.RemoteProtocolError as exc:
-            raise self._not_ours() from exc
+                reply.feed(received)
+        except NotHttp as exc:
+            raise PeerFailed("refused", f"{self.address} does not speak this protocol") from exc
         except OSError as exc:
             raise self._lost(exc, trusted=False) from exc
-        if not isinstance(event, h11.Response):
-            raise self._not_ours()
-        self._early = memoryview(http.trailing_data[0])
-        return self._head(event)
+        self._early = memoryview(reply.rest)
+        return found
 
     def read_into(self, view: memoryview) -> Steps[None]:
         """Fill `view` with the next bytes of the body."""
@@ -192,26 +162,6 @@ class Connection:
                 pass
         else:
             self._socket.close()
-
-    def _head(self, response: h11.Response) -> Head:
-        said = dict(response.headers)
-        length = said.get(b"content-length")
-        if length is None or b"transfer-encoding" in said:
-            raise self._not_ours()
-        try:
-            wait_s = min(float(int(said.get(b"retry-after", b"0"))), LONGEST_RETRY_AFTER_S)
-        except ValueError:
-            wait_s = 0.0
-        return Head(
-            response.status_code,
-            int(length),
-            said.get(SEAL, b"").decode("latin-1"),
-            max(wait_s, 0.0),
-            b"close" in said.get(b"connection", b"").lower() or response.http_version < b"1.1",
-        )
-
-    def _not_ours(self) -> PeerFailed:
-        return PeerFailed("refused", f"{self.address} does not speak this protocol")
 
     def _lost(self, exc: OSError, *, trusted: bool = True) -> PeerFailed:
         if isinstance(exc, ssl.SSLError) and not trusted and not isinstance(exc, ssl.SSLEOFError):

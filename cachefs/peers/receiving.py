@@ -16,7 +16,8 @@ import trio
 import xxhash
 
 from cachefs.peers.auth import Seals
-from cachefs.peers.connection import READ, Connection, Head, Steps
+from cachefs.peers.connection import READ, Connection, Steps
+from cachefs.peers.heads import Head
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.wire import CHECKSUM, MAX_SMALL_BODY, SEAL_BYTES, BlockRequest
 

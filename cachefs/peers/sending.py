@@ -1,7 +1,8 @@
 """The server's end of a connection, with and without TLS: bytes in, bytes out, and pieces of files out.
 
 Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket, from a
-tmpfs on the trio thread, from a disk in a worker thread, because there it may wait. TLS has to read them.
+tmpfs on the trio thread, from a disk in a worker thread, because there it may wait. TLS has to read them; and a little block
+in memory is read, too, so that head, block and check are one call (measured: a tenth less of the processors for 100 KB).
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from cachefs.peers.protocol import Piece
 
 SLICE = 1 << 20
 """Bytes of one `sendfile` before other tasks have a turn. Derived: about 0.2 ms of copying."""
+
+LITTLE = 128 << 10
+"""Bytes of a block in memory that are copied, and held back until more or the end comes. Derived: 10 µs of copying, as long
+as the calls take that it saves."""
 
 TLS_SLICE = 256 << 10
 """Read and encrypted at a time: about 0.2 ms, too."""
@@ -58,6 +63,7 @@ class PlainWire:
     def __init__(self, sock: socket.socket, disk: trio.CapacityLimiter) -> None:
         self._socket = sock
         self._disk = disk
+        self._held = bytearray()  # to be sent with what follows
 
     async def begin(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -72,10 +78,14 @@ class PlainWire:
             raise Gone from exc
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        flags = socket.MSG_MORE if more else 0
-        while data:
+        self._held += data
+        if not more or len(self._held) > LITTLE:
+            await self._flush(socket.MSG_MORE if more else 0)
+
+    async def _flush(self, flags: int) -> None:
+        while self._held:
             try:
-                data = data[self._socket.send(data, flags) :]
+                del self._held[: self._socket.send(self._held, flags)]
             except BlockingIOError:
                 await trio.lowlevel.wait_writable(self._socket)
             except OSError as exc:
@@ -83,6 +93,17 @@ class PlainWire:
 
     async def send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
         fd, offset, left, in_ram, _ = piece
+        if in_ram and left <= LITTLE:
+            try:
+                data = os.pread(fd, left, offset)
+            except OSError as exc:
+                raise Gone from exc
+            if len(data) < left:
+                raise Gone("the file is shorter than it should be")
+            await self.send(data, more=True)
+            progressed()
+            return
+        await self._flush(socket.MSG_MORE)
         out = self._socket.fileno()
         while left:
             count = min(left, SLICE)

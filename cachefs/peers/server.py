@@ -15,15 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import h11
 import trio
 
 from cachefs.errors import CachefsError, ObjectChanged
 from cachefs.metrics import Metrics
 from cachefs.peers.auth import Seals, Unauthorized, Verifier
+from cachefs.peers.heads import WORKING, Head, NotHttp, Request, RequestReader, spell_reply
 from cachefs.peers.protocol import Busy, NotShared, Piece, Served, Shares
 from cachefs.peers.sending import Gone, PlainWire, TlsWire, Wire
 from cachefs.peers.stats import PeerTable
@@ -34,7 +33,6 @@ from cachefs.peers.wire import (
     HAVE,
     HELLO,
     MAX_HAVE_BLOCKS,
-    MAX_HEAD_BYTES,
     MAX_HEADERS,
     WORKING_EVERY_S,
     BlockRequest,
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
-
-WORKING = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ def _counted(counts: Counter[str], host: str, most: int, most_of_host: int) -> I
 
 
 class _Conversation:
-    """Requests and replies on one connection. h11 reads the requests; the few lines of a reply's head are ours."""
+    """Requests and replies on one connection."""
 
     def __init__(self, server: Server, wire: Wire, host: str) -> None:
         self._server = server
@@ -202,47 +198,36 @@ class _Conversation:
                 metrics.peer_turned_away += 1
                 await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
 
-    async def _next_request(self) -> h11.Request | None:
+    async def _next_request(self) -> Request | None:
         """None when the client closes the connection, or is too slow. Raises `_Refusal`, `Gone`."""
-        limits = self._server._limits
-        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
-        request: h11.Request | None = None
-        head_begun = bool(self._early)
-        if head_begun:
-            http.receive_data(self._early)
+        limits, reader, data = self._server._limits, RequestReader(), self._early
         self._last = True  # unless it turns out to be a whole request, after which another may follow
         try:
-            with trio.move_on_after(limits.head_s if head_begun else limits.idle_s) as scope:
-                while True:
-                    event = http.next_event()
-                    if event is h11.NEED_DATA and request is None:
-                        http.receive_data(await self._wire.receive())
-                        if not head_begun:
-                            head_begun = True
-                            scope.deadline = trio.current_time() + limits.head_s
-                    elif isinstance(event, h11.Request):
-                        request = event
-                    elif isinstance(event, h11.EndOfMessage):
-                        self._last = http.their_state is not h11.DONE
-                        self._early = http.trailing_data[0]
-                        return request
-                    elif event is h11.NEED_DATA or isinstance(event, h11.Data):
-                        raise _Refusal(400, "requests have no body here")
-                    else:
-                        return None
-        except h11.RemoteProtocolError as exc:
-            raise _Refusal(exc.error_status_hint or 400, "not a request this node understands") from exc
-        return None
+            if not data:
+                with trio.move_on_after(limits.idle_s):
+                    data = await self._wire.receive()
+            request = reader.feed(data)
+            if request is None:
+                with trio.move_on_after(limits.head_s):
+                    while request is None:
+                        request = reader.feed(await self._wire.receive())
+        except NotHttp as exc:
+            raise _Refusal(exc.status, str(exc)) from exc
+        except EOFError:
+            return None
+        if request is not None:
+            self._early, self._last = reader.rest, request.last
+        return request
 
-    async def _answer(self, request: h11.Request) -> None:
+    async def _answer(self, request: Request) -> None:
         server = self._server
-        headers = request.headers
-        if len(headers) > MAX_HEADERS:
+        if request.headers > MAX_HEADERS:
             raise _Refusal(431, "too many headers")
-        if request.method != b"GET":
+        if request.method != "GET":
+            self._last = True  # a HEAD expects no body
             raise _Refusal(405, "GET is all there is")
         try:
-            path, query = parse_target(request.target.decode("ascii"))
+            path, query = parse_target(request.target)
             self._authenticate(request)
             if path == HELLO:
                 await self._reply(200, server._hello().pack())
@@ -250,7 +235,7 @@ class _Conversation:
             if path not in (BLOCKS, BRING, HAVE):
                 raise _Refusal(400, "no such question")
             wanted = parse_query(query, server._block_size)
-        except (Malformed, UnicodeDecodeError) as exc:
+        except Malformed as exc:
             raise _Refusal(400, str(exc)) from None
         limits = server._limits
         with _counted(server._in_flight, self._host, limits.in_flight, limits.in_flight_per_host) as admitted:
@@ -268,20 +253,15 @@ class _Conversation:
             except Busy as exc:
                 raise _Refusal(503, str(exc)) from None
 
-    def _authenticate(self, request: h11.Request) -> None:
-        verifier = self._server._verifier
+    def _authenticate(self, request: Request) -> None:
+        verifier, names = self._server._verifier, self._server.names
         if verifier is None:
             return
-        said = dict(request.headers)
-        target = request.target.decode("ascii")
-        host = said.get(b"host", b"").decode("latin-1")
         try:
-            self._seals = verifier.verify(
-                "GET", target, host, said.get(b"authorization", b"").decode("latin-1")
-            )
+            self._seals = verifier.verify("GET", request.target, request.host, request.authorization)
         except Unauthorized as exc:
             raise _Refusal(401, str(exc)) from None
-        if self._server.names and host not in self._server.names and target != HELLO:
+        if names and request.host not in names and request.target != HELLO:
             raise _Refusal(421, "meant for another node")
 
     async def _have(self, wanted: BlockRequest) -> None:
@@ -395,11 +375,6 @@ class _Conversation:
         raise Gone
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {length}"]
-        if self._seals is not None:
-            lines.append(f"Cachefs-Seal: {self._seals.reply(status, length, body)}")
-        if status == 503:
-            lines.append(f"Retry-After: {self._server._limits.retry_after_s}")
-        if self._last:
-            lines.append("Connection: close")
-        return "\r\n".join([*lines, "", ""]).encode()
+        seal = self._seals.reply(status, length, body) if self._seals is not None else ""
+        later = self._server._limits.retry_after_s if status == 503 else 0
+        return spell_reply(Head(status, length, seal, later, self._last))

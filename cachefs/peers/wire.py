@@ -135,7 +135,7 @@ class BlockRequest:
         """The request target, ASCII. Raises `Malformed` when no peer would take it (a name too long)."""
         version = self.object
         named = "&".join(
-            f"{name}={quote(text, safe='', errors='surrogatepass')}"
+            f"{name}={quote(text, safe='/:', errors='surrogatepass')}"
             for name, text in (("source", version.source), ("key", version.key), ("etag", version.etag))
         )
         target = (
