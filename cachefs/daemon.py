@@ -1,8 +1,9 @@
 """The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
 
-Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), the
-filesystem, the mount. Stop, whatever the cause (signal, umount, a failing room): the mount goes first so that no new
-request comes, transfers are cancelled, RAM is saved to SSD, databases are closed cleanly.
+Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
+earlier daemon had yet to upload, the filesystem, the mount. Stop, whatever the cause (signal, umount, a failing room): the
+mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the store, RAM is
+saved to SSD, databases are closed cleanly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import gc
 import logging
 import os
 import resource
-import secrets
 import shutil
 import signal
 import time
@@ -24,14 +24,14 @@ from typing import Any
 import trio
 
 import cachefs
-from cachefs import control, mounting
+from cachefs import cachedir, control, mounting
 from cachefs.config import Config, control_path
 from cachefs.database import Database
-from cachefs.errors import CachefsError, CacheUnusable, ConfigError, MountError
+from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.fetch import Fetcher
 from cachefs.fetch.serving import Serving
 from cachefs.fetch.upstream import Upstream
-from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
+from cachefs.fs import FileSystem, Options, Volume
 from cachefs.fuse import fronts, tuning
 from cachefs.fuse.notices import Notices
 from cachefs.locating import Locator
@@ -43,7 +43,8 @@ from cachefs.peers.node import PeerNode
 from cachefs.peers.settings import settings
 from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
-from cachefs.store import SHM, Backing, Opened, open_store, scrub
+from cachefs.store import Backing, Opened, scrub
+from cachefs.uploading import Uploading, left_behind
 from cachefs.warming import Jobs
 from cachefs.watching import Endpoint, Watch, open_endpoint
 
@@ -78,8 +79,8 @@ def run(config: Config, on_ready: Callable[[], None]) -> int:
         resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
     )
     metrics = Metrics()
-    opened = _open_store(config, metrics)
-    names = _open_names(opened)
+    opened = cachedir.open_cache(config, metrics)
+    names = cachedir.open_names(opened)
     for line in opened.warnings:
         log.warning("%s", line)
     try:
@@ -105,48 +106,6 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return next((exc for exc in leaves if isinstance(exc, CachefsError)), leaves[-1])
 
 
-def _open_store(config: Config, metrics: Metrics) -> Opened:
-    place = config.cache_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    try:
-        disk = os.statvfs(place)
-        free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-    except OSError:
-        free = total = 0
-    held = _held_bytes(config.cache_dir)
-    return open_store(
-        config.cache_dir,
-        config.cache_size.resolve(free + held),
-        config.ram.resolve(mounting.memory_limit()),
-        config.keep_free.resolve(total),
-        config.block_size,
-        config.verify,
-        metrics,
-        config.eviction,
-    )
-
-
-def _held_bytes(cache_dir: Path) -> int:
-    """What this cache holds already, as its last stop noted it: a share of the disk includes it."""
-    try:
-        return int((cache_dir / "held").read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def _open_names(opened: Opened) -> Database:
-    """Beside the cache, or wherever there is room for it: names can always be learnt again."""
-    # A name that nobody can foresee: anybody can make a directory there.
-    refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
-    opened.temporary.append(refuge)
-    try:
-        return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False, refuge=refuge)
-    except CacheUnusable as exc:
-        opened.warnings.append(f"{exc}; keeping names in {refuge} until the mount ends")
-        return Database(refuge, TABLES, version=FORMAT, fsync=False)
-
-
 class Daemon:
     """One mount."""
 
@@ -166,6 +125,7 @@ class Daemon:
         self._stopped_by = "umount"
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
+        self._uploading: Uploading | None = None
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
 
@@ -177,15 +137,22 @@ class Daemon:
                 await self._open_peers()
                 if self._config.metrics is not None:
                     self._endpoint = await open_endpoint(self._config.metrics)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
-                    await self._serve(nursery)
-                    nursery.cancel_scope.cancel()
+                async with trio.open_nursery() as lasting:  # uploads go on when the mount has gone
+                    try:
+                        async with trio.open_nursery() as nursery:
+                            lasting.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
+                            await self._serve(nursery, lasting)
+                            nursery.cancel_scope.cancel()
+                    finally:
+                        if self._uploading is not None:
+                            self._notifier.stopping("uploading what was written")
+                            await self._uploading.finish()
+                    lasting.cancel_scope.cancel()
             finally:
                 self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
                     await self._store.aclose(SPILL_DEADLINE_S)
-                    self._note_held()
+                    cachedir.note_held(self._config.cache_dir, self._store)
                     for origin in self._origins:
                         await origin.aclose()
                     if self._peers is not None:
@@ -205,6 +172,7 @@ class Daemon:
                 anonymous=source.anonymous,
                 concurrency=config.concurrency,
                 download_limit=config.download_limit,
+                upload_limit=config.upload_limit,
                 deadline_s=config.deadline_s,
                 metrics=self._metrics,
             )
@@ -222,13 +190,48 @@ class Daemon:
             sources = [origin.source for origin in self._origins]
             self._peers = await PeerNode.open(self._config, chosen, sources, self._metrics)
 
-    async def _serve(self, nursery: trio.Nursery) -> None:
+    def _writable(self) -> bool:
+        """Whether anything of the mount can be written; says so where that is not as it was asked."""
+        config = self._config
+        if config.read_only:
+            if waiting := left_behind(self._opened.state_dir):
+                self._warn(
+                    f"{waiting} files of an earlier mount are not in the store: mount it without --read-only once"
+                )
+            return False
+        for origin in self._origins:
+            if not origin.can_write:
+                self._warn(f"{origin.source} can only be read")
+        return any(origin.can_write for origin in self._origins)
+
+    def _warn(self, line: str) -> None:
+        self._opened.warnings.append(line)
+        log.warning("%s", line)
+
+    async def _open_uploads(self, fetcher: Fetcher, lasting: trio.Nursery) -> Uploading:
+        uploading = Uploading(
+            self._config,
+            self._opened.state_dir,
+            cachedir.keep_free_bytes(self._config),
+            self._origins,
+            self._store,
+            fetcher,
+            self._metrics,
+            lasting,
+        )
+        self._uploading = uploading
+        await uploading.recover()
+        lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
+        return uploading
+
+    async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
         config = self._config
         peers = self._peers
         upstream = Upstream(self._metrics, peers.cluster if peers is not None else None)
         fetcher = Fetcher(
             self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
         )
+        uploading = await self._open_uploads(fetcher, lasting) if self._writable() else None
         volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
         self._fs = FileSystem(
             volumes,
@@ -245,7 +248,9 @@ class Daemon:
                 immutable=config.consistency == "immutable",
             ),
             self._metrics,
+            writer=None if uploading is None else uploading.uploads,
         )
+        await self._fs.recover()
         notices = Notices(lambda *notice: self._front.front.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
         self._fs.told = notices.told
@@ -311,6 +316,7 @@ class Daemon:
             self._front = fronts.choose(
                 *(config, self._title(), [tier.path for tier in self._store.tiers if self._store.lends]),
                 *(self._fs, self._metrics, lambda: nursery.start_soon(self._ready)),
+                writable=self._uploading is not None,
             )
         except MountError as exc:
             raise mounting.translate_mount_failure(exc) from exc
@@ -325,8 +331,7 @@ class Daemon:
         if config.zero_open and front.name == "kernel":
             self._fs.never_opened()
         elif config.zero_open:
-            self._opened.warnings.append(f"--zero-open has no effect: {self._front.why}")
-            log.warning("%s", self._opened.warnings[-1])
+            self._warn(f"--zero-open has no effect: {self._front.why}")
         return front
 
     def _lend(self, backing: Backing) -> bool:
@@ -357,6 +362,8 @@ class Daemon:
     async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
         """Cancels requests under way, too: their readers get an errno when the mount goes, however long the store hangs."""
         async for number in signals:
+            if self._uploading is not None and self._stopped_by != "umount":
+                self._uploading.hurry()  # asked twice
             self._stopped_by = signal.Signals(number).name
             stop()
 
@@ -376,13 +383,6 @@ class Daemon:
             await trio.sleep(TRIM_EVERY_S)
             await trio.to_thread.run_sync(self._names.release_memory, NAMES_MAPPED_BYTES)
 
-    def _note_held(self) -> None:
-        try:
-            used = sum(t.used_bytes for t in self._store.tiers if t.name == "ssd")
-            (self._config.cache_dir / "held").write_text(str(used))
-        except OSError:
-            pass
-
     # -- control verbs -----------------------------------------------------------------------------
 
     def _verbs(self) -> dict[str, Any]:
@@ -396,6 +396,7 @@ class Daemon:
             **self._jobs.verbs(),
             **self._recordings.verbs(),
             "locate": self._locator.locate,
+            "flush": self._uploading.flush if self._uploading is not None else _nothing_written,
         }
 
     async def _refresh(self, path: str = "") -> str:
@@ -431,6 +432,7 @@ class Daemon:
             "prefetch": None if self._prefetcher is None else self._prefetcher.status(),
             "jobs": self._jobs.status(),
             "peers": None if self._peers is None else self._peers.status(),
+            "uploads": None if self._uploading is None else self._uploading.status(),
             "tuning": self._tuning,
             "warnings": [
                 *self._opened.warnings,
@@ -441,6 +443,10 @@ class Daemon:
             "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),
         }
+
+
+async def _nothing_written(path: str = "", seconds: float = 0.0) -> dict[str, Any]:
+    return {"files": 0, "bytes": 0, "in_vain": 0, "failures": []}
 
 
 async def _no_hints(**_: Any) -> None:

@@ -1,0 +1,162 @@
+"""The half of a daemon that brings what is written to the store: opened before the mount is there, ended after it has gone.
+
+Its tasks belong to a nursery that outlives the mount's, so that a stop (umount, a signal, a failing room) first takes the
+mount away and then waits for what is still on its way, as long as it was told to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.config import Config
+from cachefs.errors import CacheUnusable, NotFound
+from cachefs.fetch import Fetcher
+from cachefs.metrics import Metrics
+from cachefs.origin import Origin
+from cachefs.store import Store
+from cachefs.units import about_bytes
+from cachefs.upload import Draft, Uploads, through
+from cachefs.upload.queue import in_vain
+
+log = logging.getLogger(__name__)
+
+NAMED = 10
+"""Failing files that are named in an answer."""
+
+
+class Uploading:
+    """Opens the journal, which blocks. Raises `CacheUnusable` when it cannot be read, or nothing lasting can be written and
+    lasting is what `--writeback` promises."""
+
+    def __init__(
+        self,
+        config: Config,
+        state_dir: Path,
+        keep_free_bytes: int,
+        origins: Sequence[Origin],
+        store: Store,
+        fetcher: Fetcher,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+    ) -> None:
+        if config.writeback and state_dir != config.cache_dir:
+            raise CacheUnusable(
+                f"--writeback needs a cache directory that can be written, and {config.cache_dir} cannot: choose another "
+                "--cache-dir"
+            )
+        self._places = {id(o): (s.name, o) for s, o in zip(config.sources, origins, strict=True)}
+        self._deadline_s = config.flush_deadline
+        self._hurry = trio.CancelScope()
+        self.uploads = Uploads(
+            state_dir,
+            staging_of(state_dir),
+            origins,
+            store,
+            metrics,
+            nursery=nursery,
+            bring=through(fetcher),
+            writeback=config.writeback,
+            upload_delay_s=config.upload_delay,
+            on_conflict=config.on_conflict,
+            keep_free_bytes=keep_free_bytes,
+        )
+
+    async def recover(self) -> None:
+        """What an earlier daemon had not brought to the store: before the mount, so that nobody misses it."""
+        found = await self.uploads.recover()
+        if found:
+            log.info(
+                "%d files (%s) of an earlier mount are on their way to the store",
+                len(found),
+                about_bytes(_bytes(found)),
+            )
+
+    def hurry(self) -> None:
+        """Whoever stops us does not want to wait."""
+        self._hurry.cancel()
+
+    async def finish(self) -> None:
+        """Nobody writes any more: wait for what is on its way, and say what could not be brought there."""
+        with trio.CancelScope(shield=True):
+            pending = [draft for draft in self.uploads.pending() if draft.acknowledged or not draft.handles]
+            if pending:
+                log.info("uploading %d files (%s)", len(pending), about_bytes(_bytes(pending)))
+                with self._hurry:
+                    await self.uploads.flush(deadline_s=self._deadline_s)
+            left = await self.uploads.aclose(0.0)
+        for draft in left[:NAMED]:
+            log.warning(
+                "%s is not in the store: %s", self.path_of(draft), draft.failure or "it takes too long"
+            )
+        if left:
+            log.warning(
+                "%d files (%s) are not in the store: they stay in the cache directory, and the next mount of it that can "
+                "be written sends them",
+                len(left),
+                about_bytes(_bytes(left)),
+            )
+
+    # -- what people ask ---------------------------------------------------------------------------
+
+    async def flush(self, path: str = "", seconds: float = 0.0) -> dict[str, Any]:
+        """What is not in the store at and below `path` (relative to the mount), after waiting so long for it. Uploads that
+        would wait for their delay begin at once."""
+        left = await self.uploads.flush(self.below(path), seconds)
+        failing = [draft for draft in left if draft.failure is not None]
+        return {
+            "files": len(left),
+            "bytes": _bytes(left),
+            "in_vain": sum(in_vain(draft.failure) for draft in failing if draft.failure is not None),
+            "failures": [
+                {"path": self.path_of(draft), "error": str(draft.failure)} for draft in failing[:NAMED]
+            ],
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For `cachefs status`: plain values."""
+        return {**self.uploads.status(), "flush_deadline": self._deadline_s}
+
+    def below(self, path: str) -> Callable[[Draft], bool] | None:
+        """Which drafts are at or below a path. Raises `NotFound` for one of no store."""
+        parts = path.strip("/")
+        if not parts:
+            return None
+        for name, origin in self._places.values():
+            if name and parts != name and not parts.startswith(name + "/"):
+                continue
+            rest = parts[len(name) :].strip("/") if name else parts
+            key = origin.prefix + rest
+            return partial(_is_below, origin, key.rstrip("/"))
+        raise NotFound(f"no such path: {path}")
+
+    def path_of(self, draft: Draft) -> str:
+        """Where a draft is below the mount."""
+        name, origin = self._places[id(draft.origin)]
+        return f"{name}/{draft.key.removeprefix(origin.prefix)}".lstrip("/")
+
+
+def staging_of(state_dir: Path) -> Path:
+    """Where drafts are. On the file system of the cache, which takes them over by renaming them."""
+    return state_dir / "staging"
+
+
+def left_behind(state_dir: Path) -> int:
+    """Files in the staging directory of a mount that is about to be, and will not send them."""
+    try:
+        return sum(1 for _ in staging_of(state_dir).iterdir())
+    except OSError:
+        return 0
+
+
+def _is_below(origin: Origin, key: str, draft: Draft) -> bool:
+    return draft.origin is origin and (not key or draft.key == key or draft.key.startswith(key + "/"))
+
+
+def _bytes(drafts: Sequence[Draft]) -> int:
+    return sum(draft.size for draft in drafts)
