@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trio.to_thread import run_sync as in_thread
+import trio
 
 from cachefs.origin import Origin
 from cachefs.upload.draft import Draft
@@ -33,7 +33,7 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
     """The drafts that come back. Asks the stores nothing. Raises `NoRoom`, `CacheUnusable`."""
     journal, found = records.journal, list[Draft]()
     records.orphans.update(journal.rows(ORPHANS))
-    files = set(await in_thread(os.listdir, staging))
+    files = set(await trio.to_thread.run_sync(os.listdir, staging))
     for name, row in journal.rows(DRAFTS).items():
         what, there = f"{row['source']}/{row['key']}", row["file"] in files
         origin = records.origin(row["source"], row["key"])

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import trio
-from trio.to_thread import run_sync as in_thread
 
 from cachefs.errors import CachefsError, NoSuchUpload
 from cachefs.origin import FileRange, ObjectInfo, Origin, Part, Turn, Upload
@@ -165,7 +164,7 @@ class Sender:
                     turn=turn,
                 )
         if self._found is None and self.upload is not None:
-            self._found = await self.upload.parts()
+            self._found = dict(await self.upload.parts())
         while True:
             missing = parts.missing(pieces)
             if missing:
@@ -196,7 +195,9 @@ class Sender:
                 with self._turn() as turn, self.file.used() as fd:
                     length = piece.stop - piece.start
                     found = self._found.pop(piece.number, None) if self._found else None
-                    if found is None or not await in_thread(same, found, fd, piece.start, length):
+                    if found is None or not await trio.to_thread.run_sync(
+                        same, found, fd, piece.start, length
+                    ):
                         await upload.part(piece.number, fd, piece.start, length, turn=turn)
                 landed = upload is self.upload
         finally:

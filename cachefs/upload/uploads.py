@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 FLUSHED_AT_ONCE = 64
 """Drafts that one `flush` waits for at a time. Derived from the usual concurrency of a store."""
 
+FLUSH_RETRY_S = 5.0
+"""How long at most `flush` leaves a failed draft alone. Guessed: somebody waits."""
+
 GIVING_UP_S = 3.0
 """How long a stop may take for each file that is being written. Guessed."""
 
@@ -366,7 +369,7 @@ class Uploads:
                 except CachefsError as exc:
                     if deadline_s == math.inf or in_vain(exc):
                         return None
-                await trio.sleep_until(min(draft.due, trio.current_time() + 1))
+                await trio.sleep_until(min(draft.due, trio.current_time() + FLUSH_RETRY_S))
 
         with trio.move_on_after(deadline_s):
             await each(one, chosen, FLUSHED_AT_ONCE)

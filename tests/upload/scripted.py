@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import trio
 import trio.testing
@@ -39,13 +41,40 @@ class SmallLimits(Limits):
 LIMITS = SmallLimits(1 << 30, 1 << 30, 1, 1 << 30, 1000, 1 << 30)
 
 
+class _Threads:
+    """Keeps the clock from jumping while worker threads are busy."""
+
+    def __init__(self) -> None:
+        self.busy = 0
+        self._some = trio.Event()
+        self._run_sync = trio.to_thread.run_sync
+
+    async def run_sync(self, *args: Any, **kwargs: Any) -> Any:
+        self.busy += 1
+        self._some.set()
+        try:
+            return await self._run_sync(*args, **kwargs)
+        finally:
+            self.busy -= 1
+
+    async def watch(self) -> None:
+        while True:
+            while self.busy:
+                time.sleep(0.0005)  # noqa: ASYNC251 - the loop shall be busy, and the threads shall run
+                await trio.lowlevel.checkpoint()
+            self._some = trio.Event()
+            await self._some.wait()
+
+
 def in_trio(function: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """An async test on a clock that jumps when nothing happens; a hang is a failure."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         async def guarded() -> None:
-            with trio.CancelScope() as scope:
+            threads = _Threads()
+            trio.lowlevel.spawn_system_task(threads.watch)
+            with trio.CancelScope() as scope, mock.patch("trio.to_thread.run_sync", threads.run_sync):
                 token = trio.lowlevel.current_trio_token()
                 watchdog = threading.Timer(60, lambda: token.run_sync_soon(scope.cancel))
                 watchdog.start()
@@ -57,8 +86,7 @@ def in_trio(function: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", trio.TrioDeprecationWarning)
-            # Threads are no reason for the clock to wait: so it jumps only when they have had time to end.
-            clock = trio.testing.MockClock(autojump_threshold=0.02)
+            clock = trio.testing.MockClock(autojump_threshold=0.005)
             trio.run(guarded, strict_exception_groups=False, clock=clock)
 
     return run

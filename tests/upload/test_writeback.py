@@ -1,0 +1,420 @@
+"""Writeback: acknowledged on this disk, uploaded by itself, found again by the next run."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
+from cachefs.upload.journal import Journal
+from tests.fetch.scripted import content
+from tests.upload.scripted import PART, SOURCE, ScriptedStore, desk, in_trio
+
+
+@in_trio
+async def test_a_close_returns_before_the_store_hears_of_it(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.save("k", b"data")
+        assert d.store.counts == {} and draft.acknowledged and draft.dirty
+        row = d.uploads.journal.rows("drafts")[draft.id]
+        assert (row["source"], row["key"], row["acknowledged"]) == (SOURCE, "k", True)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("k") == b"data" and d.settled == ["k"] and d.files() == []
+        assert d.uploads.journal.rows("drafts") == {} and d.uploads.pending() == []
+
+
+@in_trio
+async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
+        draft = await d.create("tmp", content(1, 30 * PART))
+        await d.quiet()
+        await d.close(draft)
+        await trio.sleep(5)
+        assert d.store.counts == {}
+        await d.uploads.rename(draft, d.store, "final")
+        await trio.sleep(10)
+        await d.quiet()
+        assert d.store.objects.keys() == {"final"}
+        assert d.store.counts["copy"] == d.store.counts["delete"] == d.store.counts["abort"] == 0
+
+
+@in_trio
+async def test_a_file_replaced_again_and_again_is_uploaded_once(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        for number in range(20):
+            old = next(iter(d.uploads.pending()), None)
+            draft = await d.save("tmp", b"%d" % number)
+            if old is not None:
+                await d.uploads.discard(old, replaced=True)
+            await d.uploads.rename(draft, d.store, "final")
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.counts == {"put": 1} and d.store.content("final") == b"19"
+
+
+@in_trio
+async def test_a_file_that_stays_open_is_uploaded_from_time_to_time(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
+        log = await d.create("log")
+        for number in range(100):
+            await log.append(b"%d\n" % number)
+            await d.uploads.commit(log)
+            await trio.sleep(1)
+        assert 5 <= d.store.counts["put"] <= 10
+        await d.close(log)
+        await trio.sleep(20)
+        await d.quiet()
+        assert d.store.content("log") == b"".join(b"%d\n" % n for n in range(100))
+
+
+@in_trio
+async def test_who_overwrites_breaks_an_upload_off_that_nobody_waits_for(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        data = content(1, 300 * PART)
+        draft = await d.create("k", data)
+        await d.uploads.commit(draft)
+        d.store.hold("part", times=16)
+        await trio.sleep(3)
+        await d.quiet()
+        assert d.store.in_flight == 16
+        await draft.write(0, b"new")
+        assert d.store.in_flight == 0 and draft.attempt is None
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.content("k") == b"new" + data[3:] and d.store.seen["k"] == [b"new" + data[3:]]
+
+
+@in_trio
+async def test_who_overwrites_waits_for_an_upload_that_somebody_waits_for(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 300 * PART)
+        draft = await d.create("k")
+        await draft.write(PART, data[PART:])
+        await draft.write(0, data[: PART - 1])
+        await draft.write(0, data[:PART])
+        held = d.store.hold("part")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            await held.reached.wait()
+            nursery.start_soon(draft.write, 0, b"new")
+            await draft_waits()
+            assert draft.generation == 3
+            held.release.set()
+        assert d.store.content("k") == data and draft.dirty
+        await d.close(draft)
+        assert d.store.seen["k"] == [data, b"new" + data[3:]]
+
+
+@in_trio
+async def test_who_appends_does_not_wait(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 5 * PART)
+        draft = await d.create("k", data)
+        held = d.store.hold("complete")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            await held.reached.wait()
+            await draft.append(b"more")
+            held.release.set()
+        assert d.store.content("k") == data and draft.dirty
+        await d.close(draft)
+        assert d.store.seen["k"] == [data, data + b"more"]
+
+
+async def draft_waits() -> None:
+    for _ in range(3):
+        await trio.testing.wait_all_tasks_blocked(0.005)
+
+
+@in_trio
+async def test_a_failed_upload_is_told_once_by_the_next_commit(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        d.store.fail("put", lambda: PermissionDenied("403"), times=1)
+        draft = await d.create("k", b"data")
+        await d.uploads.commit(draft)
+        await trio.sleep(5)
+        with pytest.raises(PermissionDenied):
+            await d.uploads.commit(draft)
+        await d.uploads.commit(draft)
+        await d.close(draft)
+        await trio.sleep(120)
+        await d.quiet()
+        assert d.store.content("k") == b"data"
+
+
+@in_trio
+async def test_flush(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        for number in range(40):
+            await d.save(f"{number % 2}/{number}", b"%d" % number)
+        being_written = await d.create("0/open", b"...")
+        assert await d.uploads.flush(lambda draft: draft.key.startswith("0/")) == []
+        assert len(d.store.objects) == 20 and len(d.uploads.pending()) == 21
+        d.store.fail("put", lambda: OriginFailed("no"), times=10_000)
+        left = await d.uploads.flush()
+        assert len(left) == 20 and d.store.counts["put"] == 40
+        before = trio.current_time()
+        assert await d.uploads.flush(deadline_s=30) == left
+        assert trio.current_time() == before + 30 and 100 <= d.store.counts["put"] <= 300
+        d.store.rules[0].times = 20
+        assert await d.uploads.flush(deadline_s=300) == []
+        assert len(d.store.objects) == 40 and d.uploads.pending() == [being_written]
+
+
+# -- the next run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 10, 20 * PART])
+@in_trio
+async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -> None:
+    store, data = ScriptedStore(), content(1, size)
+    async with desk(tmp_path, store, writeback=True) as d:
+        draft = await d.save("k", data, attrs={"mode": 0o600}, mtime_ns=5)
+        await d.create("open", b"never acknowledged")
+        moved = await d.save("from", b"x")
+        await d.uploads.rename(moved, store, "to")
+        gone = await d.save("gone", b"x")
+        await d.uploads.discard(gone)
+    async with desk(tmp_path, store, recover=False, writeback=True) as d:
+        found = {f.key: f for f in await d.uploads.recover()}
+        assert found.keys() == {"k", "to"} and len(d.files()) == 2 and d.uploads.pending()
+        again = found["k"]
+        assert (again.id, again.size, again.attrs) == (draft.id, size, {"mode": 0o600}) and again.dirty
+        d.uploads.open(again)
+        assert bytes(await again.read(0, size)) == data
+        await again.append(b"!")
+        await d.close(again)
+        assert await d.uploads.flush() == []
+        assert store.content("k") == data + b"!" and store.objects.keys() == {"k", "to"}
+    async with desk(tmp_path, store, writeback=True) as d:
+        assert d.uploads.pending() == [] and d.files() == []
+
+
+@in_trio
+async def test_an_upload_in_parts_goes_on_with_what_the_store_has(tmp_path: Path) -> None:
+    store, data = ScriptedStore(), bytearray(content(1, 300 * PART))
+    async with desk(tmp_path, store, writeback=True) as d:
+        draft = await d.save("k", bytes(data))
+        store.latency_s = 0.1
+        held = store.hold("complete")
+        await held.reached.wait()
+        file = draft.file.path
+    store.latency_s = 0
+    sent = store.counts["part"]
+    assert sent > 20
+    with open(file, "r+b") as changed:  # noqa: ASYNC230 - as if it had been written and not committed
+        changed.write(b"new")
+    data[:3] = b"new"
+    async with desk(tmp_path, store, writeback=True) as d:
+        await trio.sleep(5)
+        await d.quiet()
+        assert store.content("k") == data and store.counts["part"] == sent + 1
+        assert store.counts["begin"] == 1 and store.uploads == {} and d.settled == ["k"]
+
+
+@in_trio
+async def test_an_upload_that_the_store_has_forgotten_is_begun_anew(tmp_path: Path) -> None:
+    store, data = ScriptedStore(), content(1, 300 * PART)
+    async with desk(tmp_path, store, writeback=True) as d:
+        await d.save("k", data)
+        held = store.hold("part", times=20)
+        await held.reached.wait()
+    store.uploads.clear()
+    store.rules.clear()
+    async with desk(tmp_path, store, writeback=True) as d:
+        await trio.sleep(5)
+        await d.quiet()
+        assert store.content("k") == data and store.counts["begin"] == 2
+
+
+@in_trio
+async def test_a_durable_upload_that_was_cut_off_is_aborted(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store) as d:
+        await d.create("k", content(1, 5 * PART))
+        await d.quiet()
+        assert store.counts["part"] == 4
+    assert len(store.uploads) == 1
+    async with desk(tmp_path, store) as d:
+        await trio.sleep(5)
+        await d.quiet()
+        assert store.uploads == {} and store.objects == {} and d.files() == []
+        assert d.uploads.journal.rows("drafts") == d.uploads.journal.rows("orphans") == {}
+
+
+@in_trio
+async def test_a_durable_upload_that_failed_is_kept_over_a_crash(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store) as d:
+        store.fail("put", lambda: OriginFailed("down"), times=3)
+        with pytest.raises(OriginFailed):
+            await d.save("k", b"data")
+    store.rules.clear()
+    async with desk(tmp_path, store) as d:
+        assert [draft.key for draft in d.uploads.pending()] == ["k"]
+        await trio.sleep(5)
+        await d.quiet()
+        assert store.content("k") == b"data"
+
+
+@in_trio
+async def test_a_store_that_is_not_mounted_keeps_its_drafts_for_later(tmp_path: Path) -> None:
+    store, other = ScriptedStore(), ScriptedStore(source="scripted://other")
+    async with desk(tmp_path, store, writeback=True) as d:
+        await d.save("k", b"data")
+    async with desk(tmp_path, other, writeback=True) as d:
+        assert d.uploads.pending() == [] and len(d.files()) == 1
+        await trio.sleep(10)
+    async with desk(tmp_path, store, writeback=True) as d:
+        assert await d.uploads.flush() == []
+    assert store.content("k") == b"data" and other.counts == {}
+
+
+@in_trio
+async def test_a_staging_file_that_somebody_removed_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.save("k", b"data")
+        draft.file.path.unlink()
+    async with desk(tmp_path, d.store, writeback=True) as d:
+        assert d.uploads.pending() == []
+    assert "somebody has removed" in caplog.text
+    async with desk(tmp_path, d.store, writeback=True) as d:
+        assert d.uploads.journal.rows("drafts") == {}
+
+
+@in_trio
+async def test_a_stop_waits_until_its_deadline_and_leaves_the_rest_to_the_next_run(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=1000) as d:
+        await d.save("good", b"1")
+        await d.save("bad", content(1, 300 * PART))
+        await d.create("open", b"3")
+        shown = await d.save("shown", b"4")
+        d.uploads.open(shown)
+        held = store.hold("part", times=50)
+        before = trio.current_time()
+        left = await d.uploads.aclose(10)
+        assert held.reached.is_set() and 10 <= trio.current_time() - before <= 14
+        assert [draft.key for draft in left] == ["bad"] and store.objects.keys() == {"good", "shown"}
+        assert len(d.files()) == 1
+    store.rules.clear()
+    async with desk(tmp_path, store, writeback=True) as d:
+        assert [draft.key for draft in d.uploads.pending()] == ["bad"]
+        assert await d.uploads.flush() == [] and store.counts["begin"] == 1
+
+
+@in_trio
+async def test_a_stop_works_when_the_tasks_have_been_cancelled(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=True) as d, trio.open_nursery() as inner:
+        d.uploads._queue.nursery = inner
+        held = store.hold("put")
+        await d.save("k", b"data")
+        await held.reached.wait()
+        inner.cancel_scope.cancel()
+        assert await d.uploads.aclose(10) == []
+    assert store.content("k") == b"data" and d.files() == []
+
+
+# -- the journal -----------------------------------------------------------------------------------
+
+
+def test_rows_round_trip(tmp_path: Path) -> None:
+    async def use() -> None:
+        journal = Journal(tmp_path / "journal")
+        rows = {f"id{n}": {"key": "k\ud800\x00ö", "n": n, "upload": {"parts": {}}} for n in range(50)}
+        async with trio.open_nursery() as nursery:
+            for name, row in rows.items():
+                nursery.start_soon(journal.write, "drafts", name, row)
+        await journal.write("notes", "n", {"rename": ["a", "b"]})
+        await journal.write("drafts", "id7", None)
+        del rows["id7"]
+        assert journal.rows("drafts") == rows and journal.rows("notes") == {"n": {"rename": ["a", "b"]}}
+        journal.close()
+        again = Journal(tmp_path / "journal")
+        assert again.rows("drafts") == rows
+        again.close()
+
+    trio.run(use)
+
+
+def test_rows_written_at_once_share_a_transaction(tmp_path: Path) -> None:
+    async def use() -> None:
+        journal = Journal(tmp_path / "journal")
+        calls = itertools.count()
+        write = journal._database.write
+        journal._database.write = lambda puts: (next(calls), write(puts))[1]  # type: ignore[assignment]
+        async with trio.open_nursery() as nursery:
+            for n in range(100):
+                nursery.start_soon(journal.write, "drafts", str(n), {})
+        assert next(calls) <= 3 and len(journal.rows("drafts")) == 100
+        journal._database.write = lambda puts: (_ for _ in ()).throw(NoRoom("full"))  # type: ignore[assignment]
+        with pytest.raises(NoRoom):
+            await journal.write("drafts", "x", {})
+        journal.close()
+
+    trio.run(use)
+
+
+@pytest.mark.parametrize("how", ["cut", "zeros", "version", "changed"])
+def test_a_damaged_journal_is_refused_and_left_as_it_is(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "journal"
+
+    async def fill() -> None:
+        journal = Journal(path)
+        for n in range(200):
+            await journal.write("drafts", str(n), {"n": n})
+        if how == "changed":
+            journal.close()
+        else:
+            journal._database.close(clean=False)
+
+    trio.run(fill)
+    data = path / "data.mdb"
+    whole = data.read_bytes()
+    if how == "cut":
+        data.write_bytes(whole[: len(whole) // 2])
+    elif how == "version":
+        (path / "version").write_text("journal-99")
+    elif how == "zeros":
+        data.write_bytes(bytes(len(whole)))
+    else:
+        data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    before = data.read_bytes()
+    for _ in range(2):
+        with pytest.raises(CacheUnusable, match=str(path)):
+            Journal(path)
+    assert data.read_bytes() == before
+
+
+def test_a_journal_after_a_kill_is_read(tmp_path: Path) -> None:
+    async def fill() -> None:
+        journal = Journal(tmp_path / "journal")
+        await journal.write("drafts", "a", {"n": 1})
+        journal._database.close(clean=False)
+
+    trio.run(fill)
+    again = Journal(tmp_path / "journal")
+    assert again.rows("drafts") == {"a": {"n": 1}}
+    again.close()
+
+
+@pytest.mark.parametrize("left", ["fresh", "version"])
+def test_a_kill_while_the_journal_is_made_is_no_damage(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "journal"
+    Journal(path).close()
+    (path / "clean").unlink()
+    (path / "fresh").mkdir()
+    (path / "data.mdb").rename(path / "fresh" / "data.mdb")
+    if left == "fresh":
+        (path / "version").unlink()
+    journal = Journal(path)
+    assert journal.rows("drafts") == {}
+    journal.close()
