@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cachefs.errors import (
     AlreadyExists,
+    CrossDevice,
+    Invalid,
     IsADirectory,
     NotADirectory,
     NotEmpty,
     NotFound,
     NotPermitted,
-    Unsupported,
 )
-from cachefs.fs.drafts import writable
-from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.drafts import check_name, writable
+from cachefs.fs.keys import name_in
+from cachefs.fs.moving import Moving
+from cachefs.fs.overlay import is_below
 from cachefs.fs.tree import Directory, Found
 from cachefs.origin.writing import InMemory
 
@@ -27,6 +31,10 @@ if TYPE_CHECKING:
     from cachefs.fs.tree import Tree
     from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
+
+
+NOREPLACE = 1
+"""RENAME_NOREPLACE of renameat2."""
 
 
 class Changing:
@@ -43,13 +51,13 @@ class Changing:
         self._tree = tree
         self._looker = looker
         self._lister = lister
-        self._files = files
         self._overlay = overlay
         self._kept = kept
-        self._writer = writer
+        self._moving = Moving(tree, lister, files, overlay, kept, writer)
 
-    async def recover(self) -> None:
+    async def recover(self, origins: Sequence[Origin]) -> None:
         """Finish the renames that a daemon died in."""
+        await self._moving.recover(origins)
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -62,9 +70,8 @@ class Changing:
         ino = await self._overlay.is_directory(directory, name)
         made = self._tree.directory(ino)
         await self._lister.is_empty(made)
-        row = self._tree.row(directory, mark_of_directory(name))
-        assert row is not None
-        return Found(ino, True, row, 0.0)
+        self._overlay.touch(made)
+        return await self._found(directory, name)
 
     async def rmdir(self, directory: Directory, name: bytes) -> None:
         origin = writable(directory)
@@ -111,7 +118,7 @@ class Changing:
         if directory.is_top or directory.marked:
             return
         rows = self._tree.scan(directory, b"", 2)
-        if all(mark == name for mark, _ in rows):
+        if all(name_in(mark) == name for mark, _ in rows):
             await origin.put(directory.prefix, InMemory(b""), 0)
             directory.marked = True
 
@@ -126,4 +133,37 @@ class Changing:
     async def rename(
         self, directory: Directory, name: bytes, to: Directory, newname: bytes, flags: int
     ) -> None:
-        raise Unsupported("not yet")
+        if flags & ~NOREPLACE:
+            raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at a store")
+        origin, check = writable(directory), writable(to)
+        check_name(newname)
+        if origin is not check:
+            raise CrossDevice("a rename from one source to another")
+        found = await self._found(directory, name)
+        seen = await self._looker.look(to, newname)
+        there = seen if isinstance(seen, Found) else None
+        if there is None:
+            pass
+        elif flags & NOREPLACE:
+            raise AlreadyExists(f"{to.prefix}{newname.decode()} is there")
+        elif there.ino == found.ino:
+            return
+        elif found.is_dir and not there.is_dir:
+            raise NotADirectory(f"{to.prefix}{newname.decode()} is a file")
+        elif there.is_dir and not found.is_dir:
+            raise IsADirectory(f"{to.prefix}{newname.decode()} is a directory")
+        if not found.is_dir:
+            if to is not directory:
+                await self._mark_last(origin, directory, name)
+            await self._moving.file((directory, name), found, (to, newname), there)
+            return
+        inside = self._tree.directory(found.ino)
+        if inside.is_top:
+            raise NotPermitted(f"{name.decode()} is a source of the mount")
+        if is_below(to, inside):
+            raise Invalid("a directory cannot be moved into itself")
+        if there is not None:
+            await self._must_be_empty(origin, self._tree.directory(there.ino))
+        if to is not directory:
+            await self._mark_last(origin, directory, name)
+        await self._moving.directory((directory, name), found, (to, newname), known=there is not None)

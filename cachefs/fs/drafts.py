@@ -67,7 +67,7 @@ class Drafts:
         """A handle to write a file that has the version `obj`. Raises `ObjectChanged` when the kernel has to come back
         with another number."""
         writable(directory)
-        node = self._overlay.nodes.get(ino) or self._overlay.at(directory, name)
+        node = self._overlay.nodes.get(ino) or self._overlay.current(directory, name, obj)
         if node is None:
             opened = self._files.open(ino, writable(directory), obj, pid, writes=True)
             node = Node(directory, name, self._files.stable(ino), ino, stored=True)
@@ -146,6 +146,9 @@ class Drafts:
             self.release(fh)
 
     async def truncate_open(self, fh: int, size: int) -> None:
+        handle = self._files.get(fh)
+        if handle.node is not None and handle.node.draft is None and handle.object.size == size:
+            return
         node, draft = await self._draft_of(fh, upto=size)
         await draft.truncate(size)
         node.attrs.pop("mtime_ns", None)

@@ -290,12 +290,16 @@ class OpenFiles:
         self._handles[fh] = handle
         return fh
 
-    def turn(self, ino: int, version: ObjectId) -> None:
-        """The handles under this number are of another version from now on, and so is the alias, if it is one."""
+    def turn(self, ino: int, version: ObjectId, reopen: Origin | None = None) -> None:
+        """The handles under this number are of another version from now on, and so is the alias, if it is one. Those that
+        read by themselves read on from the same content under its new name at `reopen`."""
         if ino in self._aliases:
             self._aliases[ino] = (self._aliases[ino][0], version.etag, version.size)
         for handle in self._by_ino.get(ino, ()):
             handle.object = version
+            if reopen is not None and handle.backing is None and handle.size != DRAFT:
+                handle.former.append(handle.opened)
+                handle.opened = self._reader.open(reopen, version)
 
     def _lend(self, opened: Any) -> Backing | None:
         backing = self._reader.lend_now(opened)

@@ -196,6 +196,8 @@ class FileSystem(Writes):
 
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
         found = self._check(ino, found)
+        if found.row.generation == PINNED and self._writing is not None:
+            return self._writing.attributes(found.row), self._seconds_until(found.until)
         return self._attributes(ino, found.is_dir, found.row), self._seconds_until(found.until)
 
     def _answer(self, found: Found | float) -> tuple[Attributes | None, float]:
@@ -233,7 +235,7 @@ class FileSystem(Writes):
         if not isinstance(found, Found) or found.ino != self._files.stable(ino):
             raise self._gone(ino)
         if found.is_dir:
-            if ino != found.ino:
+            if ino != self._files.own(found.ino):
                 raise ObjectChanged(f"inode {ino} has become a directory")
         elif not self._files.fits(ino, found.row.etag, found.row.size):
             raise ObjectChanged(f"inode {ino} stands for another version")
@@ -354,9 +356,12 @@ class FileSystem(Writes):
             return b"" if handle.size != DRAFT else await self._draft(handle).read(offset, size)
         if handle.superseded:
             raise self._lost(handle)
+        opened = handle.opened
         try:
-            data = await self._reader.read(handle.opened, offset, count, handle.pid)
+            data = await self._reader.read(opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
+            if handle.opened is not opened:  # it was renamed meanwhile
+                return await self.read(fh, offset, size)
             raise self._lost(handle) from exc
         if handle.superseded:
             raise self._lost(handle)

@@ -25,10 +25,14 @@ from cachefs.names import ObjectId
 if TYPE_CHECKING:
     from cachefs.fs.beliefs import Beliefs
     from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.listing import Lister
     from cachefs.fs.writer import Draft, Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
+
+TIMES_KEPT = 16_384
+"""Directories whose last change by this node is remembered, about 120 bytes each. Guessed."""
 
 DRAFT_ETAG = "draft "
 """What the version of a draft begins with, in place of an etag; no store's etag is like that."""
@@ -36,11 +40,12 @@ DRAFT_ETAG = "draft "
 
 class Node:
     """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
-    its name. A node that was `removed` has no name any more, only handles. `settled` says that its draft is not to be opened
-    any more: the version is in the cache, or only at the store."""
+    its name, and `beneath` that this is none that the draft made. A node that was `removed` has no name any more, only
+    handles. `settled` says that its draft is not to be opened any more: its content is in the cache, or only at the store."""
 
     __slots__ = (
         "attrs",
+        "beneath",
         "directory",
         "draft",
         "held",
@@ -60,7 +65,7 @@ class Node:
         self.name = name
         self.stable = stable
         self.ino = ino
-        self.stored = stored
+        self.stored = self.beneath = stored
         self.draft: Draft | None = None
         self.row = _NO_ROW
         self.held = False
@@ -85,10 +90,17 @@ class Node:
 
 class Overlay:
     def __init__(
-        self, tree: Tree, beliefs: Beliefs, files: OpenFiles, writer: Writer, clock: Callable[[], float]
+        self,
+        tree: Tree,
+        beliefs: Beliefs,
+        lister: Lister,
+        files: OpenFiles,
+        writer: Writer,
+        clock: Callable[[], float],
     ) -> None:
         self._tree = tree
         self._beliefs = beliefs
+        self._lister = lister
         self._files = files
         self._writer = writer
         self._clock = clock
@@ -96,8 +108,10 @@ class Overlay:
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
         self._by_draft: dict[str, Node] = {}
+        self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
         self.on_stored: Callable[[Node, ObjectInfo], None] = lambda node, info: None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[int], None] = lambda ino: None  # the kernel must not use this number any more
         beliefs.held = self.held
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
@@ -113,14 +127,14 @@ class Overlay:
 
     def below(self, directory: Directory) -> list[Node]:
         """The nodes in a directory and in those below it."""
-        return [node for node in self._places.values() if _is_below(node.directory, directory)]
+        return [node for node in self._places.values() if is_below(node.directory, directory)]
 
     # -- the life of a node ------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        """It is open, or will be held."""
+        """It is open, or held."""
         self._places[node.directory.number, node.name] = node
-        if node.ino:
+        if self._files.held(node.ino):
             self.nodes[node.ino] = node
 
     def give(self, node: Node, draft: Draft) -> None:
@@ -133,26 +147,31 @@ class Overlay:
         assert node.draft is not None
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
-                node.stable, node.row = await trio.to_thread.run_sync(
-                    pin,
-                    self._tree.database,
-                    node.directory,
-                    node.name,
-                    node.draft.mtime_ns,
-                    DRAFT_ETAG + node.draft.id,
-                    self._tree.moved,
-                )
-                node.held = True
-                self.held[node.directory.number, node.name] = node
-                self._tree.note_change(node.directory, node.name)
+                node.stable, node.row = await self._pinned(node, node.directory, node.name)
+                self._held(node)
         self.on_change()
         self._files.turn(self.number(node), self.version(node))
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
 
+    async def _pinned(self, node: Node, directory: Directory, name: bytes) -> tuple[int, Row]:
+        assert node.draft is not None
+        etag, mtime_ns = DRAFT_ETAG + node.draft.id, node.draft.mtime_ns
+        return await trio.to_thread.run_sync(
+            pin, self._tree.database, directory, name, mtime_ns, etag, self._tree.moved
+        )
+
+    def _held(self, node: Node) -> None:
+        node.held = True
+        self.held[node.directory.number, node.name] = node
+        self.add(node)
+        self._tree.note_change(node.directory, node.name)
+        if not node.stored:
+            self.touch(node.directory)
+
     def number(self, node: Node) -> int:
         """The number that it is shown under: the same one as long as it is open."""
-        if node.ino not in self.nodes:
+        if self.nodes.get(node.ino) is not node:
             version = self.version(node)
             node.ino = self._files.shown(node.stable, version.etag, version.size)
         return node.ino
@@ -170,6 +189,11 @@ class Overlay:
             return None
         return node if (info.etag, info.size) == (row.etag, row.size) else None
 
+    def current(self, directory: Directory, name: bytes, version: ObjectId) -> Node | None:
+        """The node whose draft has this version of a name."""
+        node = self.at(directory, name)
+        return node if node is not None and not node.settled and self.version(node) == version else None
+
     def attach(self, handle: FileHandle, node: Node) -> None:
         """A handle reads the draft from now on."""
         assert node.draft is not None
@@ -182,7 +206,7 @@ class Overlay:
         """The store has it. Its name stays held while somebody writes, who may change it again."""
         node = self._by_draft.get(draft.id)
         if node is not None and not node.removed:
-            node.stored = True
+            node.stored, node.beneath = True, False
             self._settle(node)
 
     def settled(self, draft: Draft) -> None:
@@ -238,6 +262,49 @@ class Overlay:
         if node.draft is not None:
             await self._writer.discard(node.draft, replaced=replaced)
 
+    async def rehold(self, node: Node, directory: Directory, name: bytes) -> None:
+        """What is held has another name."""
+        place, stable, ino = (node.directory, node.name), node.stable, self.number(node)
+        with trio.CancelScope(shield=True):
+            async with self._tree.writing:
+                node.stable, node.row = await self._pinned(node, directory, name)
+                self._let_go(node)
+                del self._places[place[0].number, place[1]]
+                self._give_up(directory, name)
+                node.directory, node.name, node.ino = directory, name, ino
+                self._held(node)
+                self.moved(place, (directory, name), stable, node.stable)
+                self._files.turn(ino, self.version(node))
+            await self.gone(*place, moved=True)
+
+    def moved(
+        self, place: tuple[Directory, bytes], to: tuple[Directory, bytes], stable: int, ino: int
+    ) -> None:
+        """The number of a name that moved goes along. `stable` and `ino` are those of the paths."""
+        node = self._places.get((place[0].number, place[1]))
+        if node is not None:
+            del self._places[place[0].number, place[1]]
+            node.directory, node.name = to
+            self.add(node)
+        if node is not None:
+            node.stable = ino
+        lost = self._files.moved(stable, ino)
+        if lost is not None:
+            self.on_lost(lost)
+
+    def touch(self, directory: Directory) -> None:
+        """Something in it has changed: programs look at its time to know whether to read it again."""
+        self.times.pop(directory.ino, None)
+        self.times[directory.ino] = round(self._clock() * 1e9)
+        if len(self.times) > TIMES_KEPT:
+            del self.times[next(iter(self.times))]
+
+    def look_again(self, directory: Directory) -> None:
+        """What was listed of it does not count any more."""
+        self._beliefs.forget_answers()
+        self._lister.cancel(directory)
+        directory.complete, directory.marked = 0, False
+
     def _give_up(self, directory: Directory, name: bytes) -> None:
         node = self._places.get((directory.number, name))
         if node is not None and node.removed:
@@ -248,9 +315,9 @@ class Overlay:
 
     # -- what was done at the store ------------------------------------------------------------------
 
-    async def gone(self, directory: Directory, name: bytes) -> None:
-        """There is nothing under this name."""
-        await self._write(directory, name, False)
+    async def gone(self, directory: Directory, name: bytes, *, moved: bool = False) -> None:
+        """There is nothing under this name; what was has `moved`, perhaps, and is not out of date."""
+        await self._write(directory, name, False, moved=moved)
 
     async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> int:
         """The object has this version. Returns its number."""
@@ -259,7 +326,9 @@ class Overlay:
     async def is_directory(self, directory: Directory, name: bytes) -> int:
         return await self._write(directory, name, True)
 
-    async def _write(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
+    async def _write(
+        self, directory: Directory, name: bytes, said: ObjectInfo | bool, *, moved: bool = False
+    ) -> int:
         tree, files = self._tree, self._files
         with trio.CancelScope(shield=True):
             async with tree.writing:
@@ -275,8 +344,9 @@ class Overlay:
                 )
                 tree.note_change(directory, name)
                 self._give_up(directory, name)
+        self.touch(directory)
         self.on_change()
-        for ino, _ in written.changed:
+        for ino, _ in () if moved else written.changed:
             files.note_change(ino)
             if said is False:
                 files.removed(ino)
@@ -294,7 +364,8 @@ class Overlay:
         return self._tree.directory(ino)
 
 
-def _is_below(directory: Directory | None, above: Directory) -> bool:
+def is_below(directory: Directory | None, above: Directory) -> bool:
+    """Whether it is `above` or a directory below it."""
     while directory is not None and directory is not above:
         directory = directory.parent
     return directory is above

@@ -32,6 +32,10 @@ class Draft(Protocol):
     @property
     def committed(self) -> ObjectInfo | None: ...
     @property
+    def base(self) -> str | None:
+        """The etag of the version that it replaces at the store; None: there is none."""
+
+    @property
     def attrs(self) -> dict[str, Any]: ...
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
@@ -82,6 +86,13 @@ class Writer(Protocol):
     async def discard(self, draft: Any, *, replaced: bool) -> None:
         """Nothing of it is uploaded any more; it can be read and written until its last handle is closed. Unless the name
         was `replaced` by another, nothing that its uploads made is left at the store."""
+
+    async def note(self, name: str, row: dict[str, Any] | None) -> None:
+        """Keep a row (None: no more) that a later run is to find, whatever happens to this one."""
+
+    def notes(self) -> dict[str, dict[str, Any]]:
+        """What earlier runs have noted and not removed."""
+        ...
 
     def pending(self) -> list[Any]:
         """All drafts that hold something the store does not have."""

@@ -57,7 +57,7 @@ class Writing:
         self._clock = clock
         self._forget = forget
         self._kept = Kept(tree.database)
-        self._overlay = Overlay(tree, beliefs, files, writer, clock)
+        self._overlay = Overlay(tree, beliefs, lister, files, writer, clock)
         self._overlay.on_change = forget
         self._overlay.on_stored = self._stored
         self._drafts = Drafts(self._overlay, files, writer, clock)
@@ -73,13 +73,15 @@ class Writing:
 
     def shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         """Of what the store has; `ino` is the number it is shown under."""
-        kept = self._kept.get(self._files.stable(ino), row.etag) if self._kept.any else _NOTHING
+        stable = self._files.stable(ino)
+        kept = self._kept.get(stable, row.etag) if self._kept.any else _NOTHING
+        if is_dir and (changed := self._overlay.times.get(stable)) is not None:
+            kept = {**kept, "mtime_ns": changed}
         return self._shape(ino, is_dir, row.size, row.mtime_ns, kept)
 
     def attributes(self, row: Row) -> Attributes:
         """Of what is being written: a row of the overlay."""
-        node = self._overlay.of_row(row)
-        return self._of_node(node)
+        return self._of_node(self._overlay.of_row(row))
 
     def orphan(self, ino: int) -> tuple[Attributes, float] | None:
         """Of what has no name any more, and is still open."""
@@ -137,18 +139,21 @@ class Writing:
         }
         news = {name: value for name, value in given.items() if value is not None}
         node = self._overlay.nodes.get(ino)
-        if node is None or not (node.held or node.removed):
-            if ino == ROOT:
-                stable, etag = ROOT, ""
-            else:
-                directory, mark = self._locate(ino)
-                node = self._overlay.held.get((directory.number, mark))
-                row = self._tree.row(directory, mark)
-                stable, etag = self._files.stable(ino), "" if row is None else row.etag
-            if node is None or not node.held:
-                self._kept.put(stable, etag, self._kept.get(stable, etag) | news)
+        if node is not None and (node.held or node.removed):
+            node.attrs.update(news)
+            return
+        stable, etag = ROOT, ""
+        if ino != ROOT:
+            directory, mark = self._locate(ino)
+            node = self._overlay.held.get((directory.number, mark))
+            if node is not None:
+                node.attrs.update(news)
                 return
-        node.attrs.update(news)
+            row = self._tree.row(directory, mark)
+            stable, etag = self._files.stable(ino), "" if row is None else row.etag
+        self._kept.put(stable, etag, self._kept.get(stable, etag) | news)
+        if mtime_ns is not None:
+            self._overlay.times.pop(stable, None)
 
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         try:
@@ -239,7 +244,7 @@ class Writing:
         return found
 
     async def recover(self) -> None:
-        await self._names.recover()
+        await self._names.recover([top.origin for top in self._tree.tops() if top.origin is not None])
         await self._drafts.recover(self._place)
 
     async def _place(self, origin: Origin, key: str) -> tuple[Directory, bytes]:

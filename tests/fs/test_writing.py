@@ -69,3 +69,83 @@ async def test_rewriting_a_file() -> None:
         bucket.reset()
         await mount.write("f", b"", os.O_WRONLY)
         assert bucket.writes == (0, 0, 0)
+
+
+async def test_a_temporary_file_that_replaces_another() -> None:
+    bucket = WritableBucket(["d/f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        for i in range(5):
+            bucket.reset()
+            await mount.write("d/tmp", b"version %d" % i)
+            await mount.rename("d/tmp", "d/f")
+            assert bucket.counts == (0, 0) and bucket.writes == (1, 1, 1)
+            assert await mount.read("d/f") == b"version %d" % i == bucket.content("d/f")
+            assert await mount.walk() == {b"d": None, b"d/f": 9}
+        assert set(bucket.objects) == {"d/f"}
+
+
+async def test_what_is_not_uploaded_moves_for_nothing() -> None:
+    bucket, writer = WritableBucket(["d/f", "e/x"]), MemoryWriter(writeback=True)
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        await mount.walk()
+        bucket.reset()
+        for i in range(3):
+            await mount.write("d/tmp", b"version %d" % i)
+            await mount.rename("d/tmp", "d/f")
+            assert await mount.read("d/f") == b"version %d" % i
+        await mount.rename("d/f", "e/g")
+        assert bucket.puts == ["d/"] and bucket.deletes == ["d/f"], (
+            "the old one has to go, and takes no directory along"
+        )
+        assert await mount.walk() == {b"d": None, b"e": None, b"e/g": 9, b"e/x": 10}
+        await writer.upload_all()
+        assert bucket.content("e/g") == b"version 2"
+        assert await mount.walk() == {b"d": None, b"e": None, b"e/g": 9, b"e/x": 10}
+        assert bucket.counts == (0, 0) and bucket.writes == (2, 0, 1)
+        assert set(bucket.objects) == {"d/", "e/g", "e/x"}
+
+
+async def test_a_file_that_is_open_keeps_its_number_when_it_moves() -> None:
+    bucket = WritableBucket(["d/x", "e/x"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        fh = await mount.open("d/a", os.O_RDWR | os.O_CREAT)
+        ino = await mount.ino("d/a")
+        await mount.fs.write(fh, 0, b"one")
+        await mount.rename("d/a", "e/b")
+        assert await mount.ino("e/b") == ino
+        await mount.fs.write(fh, 3, b"two")
+        assert (await mount.fs.getattr(ino))[0].size == 6
+        await mount.write("d/a", b"another")
+        assert await mount.ino("d/a") != ino
+        assert await mount.read("e/b") == b"onetwo"
+        await mount.close_file(fh)
+        assert bucket.content("e/b") == b"onetwo" and bucket.content("d/a") == b"another"
+        assert await mount.ino("e/b") == ino
+        await mount.rename("e/b", "d/a")
+        assert await mount.read("d/a") == b"onetwo"
+        assert await mount.ino("d/a") == ino
+        assert "e/b" not in bucket.objects
+
+
+async def test_a_directory_moves_with_all_that_is_below() -> None:
+    bucket, writer = (
+        WritableBucket([f"d/{i}/{j}" for i in range(3) for j in range(3)] + ["d//odd"]),
+        MemoryWriter(),
+    )
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        before = await mount.walk()
+        fh = await mount.open("d/1/new", os.O_RDWR | os.O_CREAT)
+        await mount.fs.write(fh, 0, b"draft")
+        await mount.mkdir("d/empty")
+        await mount.rename("d", "e")
+        assert await mount.stat("d") is None
+        expected = {b"e" + path[1:]: size for path, size in before.items()}
+        assert await mount.walk() == expected | {b"e/1/new": 5, b"e/empty": None}
+        await mount.fs.write(fh, 5, b"!")
+        await mount.close_file(fh)
+        assert bucket.content("e/1/new") == b"draft!"
+        assert await mount.read("e/1/new") == b"draft!"
+        assert not [key for key in bucket.objects if key.startswith("d/")]
+        assert "e//odd" in bucket.objects
+        assert not writer.noted

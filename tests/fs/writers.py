@@ -21,6 +21,7 @@ class MemoryDraft:
         self.handles = 0
         self.dirty, self.discarded = True, False
         self.made: ObjectInfo | None = None
+        self.base: str | None = None
 
     @property
     def size(self) -> int:
@@ -59,6 +60,7 @@ class MemoryWriter:
         self.writeback = writeback
         self.failure: CachefsError | None = None
         self.drafts: list[MemoryDraft] = []
+        self.noted: dict[str, dict[str, Any]] = {}
         self._names = map(str, itertools.count(1))
 
     async def begin(
@@ -77,6 +79,7 @@ class MemoryWriter:
                 raise ObjectChanged(key)
             data = origin.content(key)[:upto]
         draft = MemoryDraft(next(self._names), origin, key, data, mtime_ns, attrs)
+        draft.base = base and base.etag
         self.drafts.append(draft)
         return draft
 
@@ -104,7 +107,7 @@ class MemoryWriter:
         data = bytes(draft.data)
         info = await draft.origin.put(draft.key, InMemory(data), len(data))
         if data == bytes(draft.data):
-            draft.dirty, draft.made = False, info
+            draft.dirty, draft.made, draft.base = False, info, info.etag
             self.on_committed(draft, info)
             self._settle(draft)
 
@@ -117,10 +120,10 @@ class MemoryWriter:
         if made is not None and not draft.dirty:
             info = await origin.copy(old, key, size=made.size, etag=made.etag)
             await origin.delete(old)
-            draft.key, draft.made = key, info
+            draft.key, draft.made, draft.base = key, info, info.etag
             self.on_committed(draft, info)
             return
-        draft.key = key
+        draft.key, draft.base = key, base
         if made is not None:
             await origin.delete(old)
             draft.made = None
@@ -129,6 +132,15 @@ class MemoryWriter:
         draft.discarded = True
         if not draft.handles:
             self.drafts.remove(draft)
+
+    async def note(self, name: str, row: dict[str, Any] | None) -> None:
+        if row is None:
+            self.noted.pop(name, None)
+        else:
+            self.noted[name] = row
+
+    def notes(self) -> dict[str, dict[str, Any]]:
+        return dict(self.noted)
 
     def pending(self) -> list[MemoryDraft]:
         return [draft for draft in self.drafts if draft.dirty and not draft.discarded]

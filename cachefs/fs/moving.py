@@ -1,0 +1,251 @@
+"""Renaming: at the store a copy and a deletion for each object, here a name that moves with its number.
+
+What the store does not have yet moves for nothing (`Writer.rename`). What it has is copied before it is deleted, so that at
+every moment at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a
+note in the journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion
+that fails leaves both names and says so. For other nodes none of this is atomic.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import trio
+
+from cachefs.errors import CachefsError, NotFound
+from cachefs.fs.overlay import Node
+from cachefs.fs.tree import Directory, Found, Tree
+from cachefs.names import ObjectId
+from cachefs.origin.writes import each
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cachefs.fs.files import OpenFiles
+    from cachefs.fs.kept import Kept
+    from cachefs.fs.listing import Lister
+    from cachefs.fs.overlay import Overlay
+    from cachefs.fs.writer import Writer
+    from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
+
+log = logging.getLogger(__name__)
+
+COPIES_AT_ONCE = 32
+"""Guessed; the origin's gate bounds what is really under way."""
+
+Place = tuple[Directory, bytes]
+
+
+class Moving:
+    def __init__(
+        self, tree: Tree, lister: Lister, files: OpenFiles, overlay: Overlay, kept: Kept, writer: Writer
+    ) -> None:
+        self._tree = tree
+        self._lister = lister
+        self._files = files
+        self._overlay = overlay
+        self._kept = kept
+        self._writer = writer
+
+    # -- a file ------------------------------------------------------------------------------------
+
+    async def file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
+        node = self._overlay.at(*place)
+        replaced = self._overlay.at(*to)
+        base = there.row.etag if there is not None and there.row.known else None
+        if replaced is not None:
+            base = replaced.draft.base if replaced.draft is not None else base
+            async with replaced.lock:
+                await self._overlay.remove(replaced, replaced=True)
+        try:
+            if node is None:
+                await self._stored(place, found, to)
+            else:
+                async with node.lock:
+                    await self._node(node, found, to, base)
+        except BaseException:
+            if replaced is not None:
+                # What was to be replaced is given up already: the store says what is there.
+                await self._overlay.gone(*to)
+                self._overlay.look_again(to[0])
+            raise
+
+    async def _stored(self, place: Place, found: Found, to: Place) -> None:
+        """A file that nobody writes."""
+        origin, key = _key(place)
+        info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
+        await self._moved(place, found, to, info)
+        await self._delete(origin, key, place)
+
+    async def _node(self, node: Node, found: Found, to: Place, base: str | None) -> None:
+        """A file that somebody has open, or that the store does not have."""
+        place = node.directory, node.name
+        origin, key = _key(place)
+        if node.draft is None:
+            await self._stored(place, found, to)
+            return
+        beneath = node.beneath
+        await self._writer.rename(node.draft, *_key(to), base=base)
+        clean = node.draft.committed is not None
+        node.stored, node.beneath = base is not None or clean, base is not None and not clean
+        if node.held:
+            await self._overlay.rehold(node, *to)
+            if beneath:  # an older version goes, so what replaces it must stay
+                await self._writer.commit(node.draft)
+                await origin.delete(key)
+        else:
+            assert node.draft.committed is not None
+            await self._moved(place, found, to, node.draft.committed)
+            await self._overlay.gone(*place, moved=True)
+
+    async def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
+        """Write down that a version is at another path: under its number, with what was set of it, for those who read it."""
+        files, stable, row = self._files, found.ino, found.row
+        node = self._overlay.at(*place)
+        shown = files.shown(stable, row.etag, row.size) if node is None else node.ino
+        numbers = {shown, files.own(stable)} if files.fits(files.own(stable), row.etag, row.size) else {shown}
+        ino = await self._overlay.is_file(*to, info)
+        self._overlay.moved(place, to, stable, ino)
+        origin = _key(to)[0]
+        for number in numbers:
+            files.turn(number, ObjectId(origin.source, info.key, info.etag, info.size), reopen=origin)
+        self._kept.put(ino, info.etag, self._kept.get(stable, row.etag))
+
+    async def _delete(self, origin: Origin, key: str, place: Place) -> None:
+        await origin.delete(key)
+        await self._overlay.gone(*place, moved=True)
+
+    # -- a directory -------------------------------------------------------------------------------
+
+    async def directory(self, place: Place, found: Found, to: Place, *, known: bool) -> None:
+        """`to` is no name, or, `known`, an empty directory."""
+        origin, source = _key(place)
+        prefix, new = source + "/", _key(to)[1] + "/"
+        inside = self._tree.directory(found.ino)
+        local = {node.key for node in self._overlay.below(inside) if node.draft is not None}
+        objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
+        note = uuid4().hex
+        row = {"source": origin.source, "from": prefix, "to": new}
+        await self._writer.note(note, row)
+        copied: list[str] = []
+
+        async def copy(info: ObjectInfo) -> None:
+            key = new + info.key.removeprefix(prefix)
+            await origin.copy(info.key, key, size=info.size, etag=info.etag)
+            copied.append(key)
+
+        try:
+            await each(copy, objects, COPIES_AT_ONCE)
+            moved = await self._overlay.directory(*to)
+            self._overlay.look_again(moved)
+            await self._nodes(inside, moved)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await origin.delete_many(copied)
+                if not known:
+                    await self._overlay.gone(*to)
+                await self._writer.note(note, None)
+            raise
+        with trio.CancelScope(shield=True):
+            kept = await origin.delete_many([info.key for info in objects])
+            await self._directory_moved(place, found, to, moved)
+            await self._writer.note(note, None)
+        for key, error in kept.items():
+            if not isinstance(error, NotFound):
+                log.warning("%s was copied to %s and is still there: %s", key, new, error)
+                raise error
+
+    async def _nodes(self, inside: Directory, moved: Directory) -> None:
+        """What is written or open below goes along, one by one."""
+        for node in self._overlay.below(inside):
+            async with node.lock:
+                if node.removed:
+                    continue
+                above = moved
+                for name in _path(node.directory, inside):
+                    above = await self._overlay.directory(above, name)
+                row = self._tree.row(node.directory, node.name)
+                if node.draft is None or row is None:
+                    continue  # only open: it begins anew when it is looked up
+                await self._node(node, Found(node.stable, False, row, 0.0), (above, node.name), None)
+
+    async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
+        self._overlay.moved(place, to, found.ino, moved.ino)
+        self._kept.put(moved.ino, "", self._kept.get(found.ino, ""))
+        await self._overlay.gone(*place, moved=True)
+        await self._lister.erase(found.ino)
+        self._overlay.look_again(moved)
+
+    async def recover(self, origins: Sequence[Origin]) -> None:
+        """Finish the renames of directories that a daemon died in: forward, copies first. Nobody is there to be told of an
+        error; what fails is tried again at the next start."""
+        for name, row in self._writer.notes().items():
+            origin = next((o for o in origins if _is_of(o, row)), None)
+            if origin is None:
+                continue
+            try:
+                await self._finish(origin, row["from"], row["to"])
+                await self._writer.note(name, None)
+                log.info("finished renaming %s to %s", row["from"], row["to"])
+            except CachefsError as exc:
+                log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
+
+    async def _finish(self, origin: Origin, prefix: str, new: str) -> None:
+        objects = await keys_below(origin, prefix)
+
+        async def copy(info: ObjectInfo) -> None:
+            await origin.copy(info.key, new + info.key.removeprefix(prefix), size=info.size, etag=info.etag)
+
+        await each(copy, objects, COPIES_AT_ONCE)
+        for error in (await origin.delete_many([info.key for info in objects])).values():
+            raise error
+
+
+async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
+    """All objects whose keys begin with `prefix`, those that no path can name included, by fresh listings."""
+    found: list[ObjectInfo] = []
+    prefixes = [prefix]
+
+    async def one(below: str) -> None:
+        token: str | None = None
+        while True:
+            try:
+                page = await origin.list_page(below, token=token)
+            except NotFound:
+                return  # a store with real directories says it this way
+            found.extend(page.objects)
+            more.extend(page.prefixes)
+            token = page.next_token
+            if token is None:
+                return
+
+    while prefixes:
+        more: list[str] = []
+        await each(one, prefixes, COPIES_AT_ONCE)
+        prefixes = more
+    return found
+
+
+def _key(place: Place) -> tuple[Origin, str]:
+    directory, name = place
+    assert directory.origin is not None
+    return directory.origin, directory.prefix + name.decode()
+
+
+def _path(directory: Directory, above: Directory) -> list[bytes]:
+    """The names that lead from `above` down to `directory`."""
+    names: list[bytes] = []
+    while directory is not above:
+        names.append(directory.mark[:-1])
+        assert directory.parent is not None
+        directory = directory.parent
+    return names[::-1]
+
+
+def _is_of(origin: Origin, row: dict[str, Any]) -> bool:
+    return origin.source == row["source"] and all(
+        row[end].startswith(origin.prefix) for end in ("from", "to")
+    )
