@@ -41,7 +41,7 @@ DRAFT_ETAG = "draft "
 class Node:
     """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
     its name, and `beneath` that this is none that the draft made. A node that was `removed` has no name any more, only
-    handles. `settled` says that its draft is not to be opened any more: its content is in the cache, or only at the store."""
+    handles. `settled` says that its draft is not to be opened any more: the cache has its content, or only the store."""
 
     __slots__ = (
         "attrs",
