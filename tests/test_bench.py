@@ -41,6 +41,8 @@ COUNTS = {
     "training-cold": (),
     "save-durable": ("bytes sent", "objects"),
     "save-writeback": ("objects",),
+    "save-again": ("GETs", "objects"),
+    "save-replace": ("objects", "copies", "bytes sent", "names left"),
     "save-memory": ("resident", "growth"),
     "save-small": ("objects",),
     "ls": ("LIST", "HEAD"),
