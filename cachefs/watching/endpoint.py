@@ -118,7 +118,7 @@ class Endpoint:
             try:
                 request = await _request(stream, connection)
             except h11.RemoteProtocolError as exc:
-                await _send(stream, connection, plain(str(exc), 400))
+                await _send(stream, connection, plain(str(exc), exc.error_status_hint))
                 return
         if request is None:
             return
@@ -156,7 +156,7 @@ async def _request(stream: trio.SocketStream, connection: h11.Connection) -> h11
             return event
         if event is not h11.NEED_DATA:
             return None
-        connection.receive_data(await stream.receive_some(64 << 10))
+        connection.receive_data(await stream.receive_some(MAX_HEAD_BYTES))
 
 
 async def _send(

@@ -153,7 +153,8 @@ def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[S
 
 def _peers(members: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
     others = [member for member in members if not member["here"]]
-    states = Counter({"alive": 0, "suspect": 0, "dead": 0}) + Counter(member["state"] for member in others)
+    states = Counter({"healthy": 0, "suspect": 0, "dead": 0})
+    states.update(member["state"] for member in others)
     yield "peer_members", [((state,), count) for state, count in states.items()]
     yield (
         "peer_bytes",
