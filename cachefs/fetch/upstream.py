@@ -10,6 +10,7 @@ Demand goes before what nobody waits for here, too: to each peer there is a gate
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -67,9 +68,10 @@ class Upstream:
         assert self.cluster is not None
         name, before = asked.member.name, fill.landed
         since = trio.current_time()
-        async with self._place(name, turn):
-            if self.cluster.failed_since(asked, since):
-                return False  # others have learnt that while this one waited
+        patience_s = math.inf if turn.background else self.cluster.patience_s
+        async with self._place(name, turn, patience_s) as admitted:
+            if not admitted or self.cluster.failed_since(asked, since):
+                return False  # the second: others have learnt that while this one waited
             try:
                 await self.cluster.read(asked, object_id, before, fill.stop, fill, sink_waits=fill.waits)
             except PeerFailed as exc:
@@ -112,13 +114,18 @@ class Upstream:
             raise OriginFailed(f"its owner does not bring it: {failures[0]}") from failures[0]
 
     @asynccontextmanager
-    async def _place(self, name: str, turn: Turn) -> AsyncIterator[None]:
+    async def _place(self, name: str, turn: Turn, patience_s: float = math.inf) -> AsyncIterator[bool]:
+        """Whether there was one in time; it is given back at the end."""
         gate = self._gates.get(name)
         if gate is None:
             gate = self._gates[name] = Gate(Concurrency(CONNECTIONS_PER_PEER))
-        await gate.enter(turn)
+        with trio.move_on_after(patience_s) as waiting:
+            await gate.enter(turn)
+        if waiting.cancelled_caught:
+            yield False
+            return
         try:
-            yield
+            yield True
         finally:
             gate.leave(turn)
             if not gate.in_flight and not len(gate.line):

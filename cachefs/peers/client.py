@@ -76,6 +76,9 @@ class _Peer:
         self.where: list[str] = []  # its IP addresses; none before they were looked up, and after it failed
         self.idle: deque[tuple[float, Connection]] = deque()  # by when they were used last
 
+    def in_use(self) -> bool:
+        return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
+
     def take(self, now: float) -> Connection | None:
         """The connection used last, if it was not too long ago and is still good."""
         while self.idle:
@@ -109,6 +112,7 @@ class Client:
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
         self._peers: dict[Address, _Peer] = {}
+        self._idle_at_most = 0
         self._receiver = Receiver()
 
     async def read(
@@ -229,9 +233,9 @@ class Client:
         if request is not None:
             stats.requests += 1
             self._metrics.peer_requests += 1
+        peer = self._peers.setdefault(address, _Peer())
         try:
             target = path if request is None else request.target(path)
-            peer = self._peers.setdefault(address, _Peer())
             with trio.move_on_after(total_s):
                 async with peer.room:
                     kept = peer.take(trio.current_time())
@@ -249,6 +253,9 @@ class Client:
             failed = exc
         except Malformed as exc:  # what it said, or what we would have had to say
             failed = PeerFailed("refused", f"{address}: {exc}")
+        finally:
+            if not peer.in_use() and self._peers.get(address) is peer:
+                del self._peers[address]
         if request is not None:  # nobody is missed for not introducing itself: it may not have started yet
             stats.failures[failed.kind] += 1
             self._metrics.peer_failures += 1
@@ -354,7 +361,12 @@ class Client:
             connection.close()
             return
         peer.idle.append((trio.current_time(), connection))
-        if sum(len(other.idle) for other in self._peers.values()) > MAX_IDLE:
+        self._idle_at_most += 1  # counted only when it may be too many
+        if self._idle_at_most <= MAX_IDLE:
+            return
+        self._idle_at_most = sum(len(other.idle) for other in self._peers.values())
+        if self._idle_at_most > MAX_IDLE:
+            self._idle_at_most -= 1
             oldest = min((other for other in self._peers.values() if other.idle), key=lambda p: p.idle[0][0])
             oldest.idle.popleft()[1].close()
 

@@ -76,6 +76,8 @@ class Cluster:
         self._rng = rng
         self._block_size = block_size
         self._deadline_s = deadline_s
+        self.patience_s = deadline_s / HASTE
+        """How long a reader waits for a peer that works, and in the queue in front of it."""
         self._now = clock
         self._health: dict[str, Health] = {}
         self._known: dict[str, Member] = {}
@@ -133,7 +135,7 @@ class Cluster:
                 request,
                 sink,
                 deadline_s=health.read_deadline(),
-                working_s=self._deadline_s / HASTE,
+                working_s=self.patience_s,
                 sink_waits=sink_waits,
             )
         except PeerFailed as exc:
@@ -181,7 +183,9 @@ class Cluster:
     def _of(self, name: str) -> Health:
         found = self._health.get(name)
         if found is None:
-            found = self._health[name] = Health(self._rng)
+            found = Health(self._rng)
+            if name in self.membership.members:  # and has not left since it was asked
+                self._health[name] = found
         return found
 
     def changed(self) -> None:

@@ -76,6 +76,7 @@ class Receiver:
     def __init__(self) -> None:
         self._threads = trio.CapacityLimiter(THREADS)
         self._buffers: deque[bytearray] = deque(maxlen=SPARE_BUFFERS)
+        self._little: deque[bytearray] = deque(maxlen=SPARE_BUFFERS)
 
     async def blocks(
         self,
@@ -93,29 +94,25 @@ class Receiver:
         check_seal(connection, head, seals, b"")
         if head.length != request.body_length(seals is not None):
             raise PeerFailed("corrupt", f"{connection.address}: a reply of {head.length} bytes")
-        size = request.block_size + CHECKSUM.size + SEAL_BYTES
-        buffer = self._buffers.pop() if self._buffers else bytearray(size)
-        if len(buffer) < size:  # of another block size
-            buffer = bytearray(size)
-        steps = checked_blocks(connection, request, seals, memoryview(buffer))
         if request.stop - request.start > LITTLE:
-            await self._in_thread(connection, steps, delivery, silence_s, buffer)
+            await self._in_thread(connection, request, seals, delivery, silence_s)
         else:
-            await self._here(connection, steps, delivery, silence_s, buffer, sink_waits)
+            await self._here(connection, request, seals, delivery, silence_s, sink_waits)
         if delivery.error is not None:
             raise delivery.error
 
     async def _here(
         self,
         connection: Connection,
-        steps: Iterator[int | memoryview],
+        request: BlockRequest,
+        seals: Seals | None,
         delivery: Delivery,
         silence_s: float,
-        buffer: bytearray,
         sink_waits: bool,
     ) -> None:
+        buffer = _buffer(self._little, LITTLE + CHECKSUM.size + SEAL_BYTES)
         try:
-            for step in steps:
+            for step in checked_blocks(connection, request, seals, memoryview(buffer)):
                 if isinstance(step, int):
                     with trio.move_on_after(silence_s) as scope:
                         await ready(connection, step)
@@ -131,17 +128,17 @@ class Receiver:
                     return
         finally:
             await delivery.close()
-            self._buffers.append(buffer)
+            self._little.append(buffer)
 
     async def _in_thread(
         self,
         connection: Connection,
-        steps: Iterator[int | memoryview],
+        request: BlockRequest,
+        seals: Seals | None,
         delivery: Delivery,
         silence_s: float,
-        buffer: bytearray,
     ) -> None:
-        claim = [buffer]  # taken by the thread when it begins, or below when it never did
+        claim = [connection]  # taken by the thread when it begins, or below when it never did
 
         def receive() -> None:
             try:
@@ -149,13 +146,14 @@ class Receiver:
             except IndexError:
                 return
             try:
-                for step in steps:
+                buffer = _buffer(self._buffers, request.block_size + CHECKSUM.size + SEAL_BYTES)
+                for step in checked_blocks(connection, request, seals, memoryview(buffer)):
                     if isinstance(step, int):
                         connection.wait(step, silence_s)
                     elif not delivery.write(step):
                         return
+                self._buffers.append(buffer)  # but for one of a reply that failed
             finally:
-                self._buffers.append(buffer)
                 connection.give_back()
 
         connection.lend()
@@ -163,13 +161,19 @@ class Receiver:
             await trio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=self._threads)
         finally:
             try:
-                claim.pop()
+                claim.pop().give_back()
             except IndexError:
                 pass
-            else:
-                self._buffers.append(buffer)
-                connection.give_back()
             await delivery.close()
+
+
+def _buffer(spare: deque[bytearray], size: int) -> bytearray:
+    """One that was used before, or a new one. From any thread."""
+    try:
+        buffer = spare.pop()
+    except IndexError:
+        return bytearray(size)
+    return buffer if len(buffer) >= size else bytearray(size)
 
 
 def checked_blocks(

@@ -9,9 +9,8 @@ from typing import Any
 from cachefs.peers.wire import Kind
 
 MAX_PEERS = 2048
-"""Rows; further peers share one. A bound for memory, not for members: twice the nodes that a ring is tested with."""
-
-OTHERS = "others"
+"""Rows; the one used least lately goes for a further peer. A bound for memory, not for members: twice the nodes that a ring
+is tested with, for addresses come and go with their nodes."""
 
 
 @dataclass(slots=True)
@@ -48,11 +47,10 @@ class PeerTable:
         self._rows: dict[str, PeerStats] = {}
 
     def of(self, peer: str) -> PeerStats:
-        row = self._rows.get(peer)
-        if row is None:
-            if len(self._rows) >= MAX_PEERS:
-                peer = OTHERS
-            row = self._rows.setdefault(peer, PeerStats())
+        row = self._rows.pop(peer) if peer in self._rows else PeerStats()
+        self._rows[peer] = row
+        if len(self._rows) > MAX_PEERS:
+            del self._rows[next(iter(self._rows))]
         return row
 
     def forget(self, peer: str) -> None:

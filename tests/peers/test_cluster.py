@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -13,6 +15,7 @@ import trio.testing
 
 from cachefs import errors
 from cachefs.names import ObjectId
+from cachefs.peers.client import CONNECTIONS_PER_PEER, Client
 from cachefs.peers.membership import Sighting
 from cachefs.peers.protocol import Busy, NotShared, PeerFailed
 from cachefs.peers.wire import BlockRequest
@@ -206,6 +209,55 @@ async def test_an_owner_that_has_lost_the_store_is_not_waited_for_to_the_end(
         assert max(waits) < 8, "the store is asked while the reader still waits"
         assert sorted(waits)[1] < 2, "and the owner is left alone then"
         assert [get.key for get in cluster.origin.gets] == [object_id.key for object_id in ids]
+
+
+@in_time(rate=4)
+async def test_a_long_queue_in_front_of_a_slow_peer_is_left_for_the_store(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2, deadline_s=12.0) as cluster:
+        owner, reader = cluster
+        count = CONNECTIONS_PER_PEER + 4
+        files = [content(number, 2 * BLOCK) for number in range(count)]
+        ids = [cluster.put_owned_by(owner, f"file{n}-", data) for n, data in enumerate(files)]
+        for object_id, data in zip(ids, files, strict=True):
+            await read_all(owner, object_id, data)
+        await cluster.quiet()
+        receive = Client.read
+
+        async def slowly(*args: Any, **how: Any) -> float:
+            await trio.sleep(10)
+            return await receive(*args, **how)
+
+        reader.client.read = partial(slowly, reader.client)  # type: ignore[method-assign]
+        begun = trio.current_time()
+        took: list[float] = []
+
+        async def read(object_id: ObjectId, data: bytes) -> None:
+            await read_all(reader, object_id, data)
+            took.append(trio.current_time() - begun)
+
+        async with trio.open_nursery() as nursery:
+            for object_id, data in zip(ids, files, strict=True):
+                nursery.start_soon(read, object_id, data)
+        assert max(took) < 12 and sorted(took)[3] < 6, "those without a place ask the store in time"
+        assert len(cluster.origin.gets) == count + 4
+
+
+@in_trio
+async def test_of_members_that_left_nothing_is_kept(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2) as cluster:
+        owner, reader = cluster
+        object_id = cluster.put_owned_by(owner, "k", content(1, 2 * BLOCK))
+        (asked,) = reader.cluster.candidates(object_id.digest, 0)
+        hold = cluster.origin.hold("", 0)
+        hold.key = object_id.key
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reader.read, object_id)
+            await hold.reached.wait()
+            cluster.introduce([reader], [reader])
+            hold.release.set()
+        await cluster.quiet()
+        assert not reader.cluster.failed_since(asked, 0)
+        assert not reader.cluster._health and not reader.client._peers
 
 
 @in_trio

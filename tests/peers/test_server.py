@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cachefs.peers.auth import Signer, Verifier
 from cachefs.peers.client import Client
 from cachefs.peers.server import Limits
-from cachefs.peers.stats import MAX_PEERS, OTHERS, PeerTable
+from cachefs.peers.stats import MAX_PEERS, PeerTable
 from cachefs.peers.wire import BLOCKS, MAX_HEAD_BYTES, Address
 from tests.peers.exchange import (
     HELLO as NODE,
@@ -344,9 +344,11 @@ class trio_logs_nothing:
 
 def test_counters_are_bounded() -> None:
     table = PeerTable()
-    for i in range(MAX_PEERS + 10):
+    for i in range(2 * MAX_PEERS):  # of nodes that came and went
         table.of(f"10.0.{i}").served += 1
-    assert len(table.as_dict()) == MAX_PEERS + 1
-    assert table.as_dict()[OTHERS]["served"] == 10
-    table.forget("10.0.0")
-    assert len(table.as_dict()) == MAX_PEERS
+        table.of("10.1.1").served += 1
+    counted = table.as_dict()
+    assert len(counted) == MAX_PEERS
+    assert counted["10.1.1"]["served"] == 2 * MAX_PEERS and counted[f"10.0.{i}"]["served"] == 1
+    table.forget("10.1.1")
+    assert len(table.as_dict()) == MAX_PEERS - 1
