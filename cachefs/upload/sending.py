@@ -89,7 +89,8 @@ class Sender:
             with scope:
                 await self._send(piece)
         except CachefsError as exc:
-            if self.parts.is_current(piece):  # else the file was cut, or rewritten under it
+            # Else the file was cut, or rewritten under it; and a commit sends by itself what did not land.
+            if self.parts.is_current(piece) and not self._finishing:
                 self.failed = exc
                 log.info("%s; trying again at the commit", exc)
         finally:

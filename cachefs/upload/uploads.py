@@ -149,6 +149,8 @@ class Uploads:
             return
         if draft.discarded:
             self._drafts.pop(draft.id, None)
+        elif not draft.dirty and draft.adopted:
+            self._settled(draft)  # at once: its file is the cache's, so nobody can open it here any more
         elif not draft.dirty:
             self._queue.nursery.start_soon(self._settle, draft)
         elif draft.attempt is None and draft.due == math.inf:
@@ -336,8 +338,11 @@ class Uploads:
                 return  # the last of those who have come meanwhile does the rest
             if not draft.adopted:
                 draft.file.remove()
-            del self._drafts[draft.id]
-        self.on_settled(draft)
+            self._settled(draft)
+
+    def _settled(self, draft: Draft) -> None:
+        if self._drafts.pop(draft.id, None) is not None:
+            self.on_settled(draft)
 
     async def _adopt(self, draft: Draft, info: ObjectInfo) -> bool:
         if self._store is None or draft.overtaken or not draft.size:

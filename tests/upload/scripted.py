@@ -285,7 +285,7 @@ class Room:
         await trio.lowlevel.checkpoint()
         if self.adopts:
             self.adopted[object_id] = path.read_bytes()  # noqa: ASYNC240
-            path.rename(path.with_suffix(".adopted"))  # noqa: ASYNC240
+            path.rename(path.with_name(path.name + ".adopted"))  # noqa: ASYNC240
         return self.adopts
 
     async def make_room(self, wanted: int) -> bool:

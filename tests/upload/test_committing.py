@@ -134,7 +134,7 @@ async def test_a_waiter_that_is_cancelled_ends_nothing(tmp_path: Path) -> None:
 async def test_a_failure_is_told_and_tried_again(tmp_path: Path, kind: str) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 10 if kind == "put" else 5 * PART)
-        d.store.fail(kind, lambda: OriginFailed("no luck"), times=100 if kind == "part" else 2)
+        d.store.fail(kind, lambda: OriginFailed("no luck"), times=100 if kind in ("part", "begin") else 2)
         draft = await d.create("k", data)
         with pytest.raises(OriginFailed, match="no luck"):
             await d.uploads.commit(draft)

@@ -1,0 +1,362 @@
+"""Full disks, slow stores, conflicts: who pays for them, and who does not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.errors import Conflict, NoRoom, NoSuchUpload, ObjectChanged, OriginFailed, TooLarge
+from cachefs.names import ObjectId
+from cachefs.upload import room
+from tests.fetch.scripted import content
+from tests.upload.scripted import LIMITS, PART, Room, ScriptedStore, desk, in_trio
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What `statvfs` says is free; `pwrite` fails for one file when told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self.full: set[int] = set()
+        pwrite = os.pwrite
+
+        def statvfs(path: Any) -> Any:
+            class Found:
+                f_bavail, f_frsize = self.free // 4096, 4096
+
+            return Found
+
+        def write(fd: int, data: Any, offset: int) -> int:
+            if os.fstat(fd).st_ino in self.full:
+                if offset % 2:
+                    raise OSError(errno.ENOSPC, "full")
+                return pwrite(fd, data[: len(data) // 2 * 2 - 1], offset)  # then the odd offset fails
+            return pwrite(fd, data, offset)
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+        monkeypatch.setattr(os, "pwrite", write)
+
+    def fill(self, path: Path) -> None:
+        self.full.add(path.stat().st_ino)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch, 1 << 30)
+
+
+@in_trio
+async def test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else(tmp_path: Path, disk: Disk) -> None:
+    async with desk(tmp_path) as d:
+        good, bad = await d.create("good", b"1" * 100), await d.create("bad", b"2" * 100)
+        disk.fill(bad.file.path)
+        with pytest.raises(NoRoom):
+            await bad.write(50, b"3" * 100)
+        with pytest.raises(NoRoom):
+            await bad.append(b"4" * 10)
+        assert bad.size == 100, "nothing was appended"
+        await good.append(b"!" * 10)
+        await d.close(good)
+        disk.full.clear()
+        await bad.write(50, b"5" * 50)
+        await d.close(bad)
+        assert d.store.content("good") == b"1" * 100 + b"!" * 10
+        assert d.store.content("bad") == b"2" * 50 + b"5" * 50
+
+
+@in_trio
+async def test_what_is_kept_free_stays_free_and_the_cache_gives_way(tmp_path: Path, disk: Disk) -> None:
+    class Giving(Room):
+        async def make_room(self, wanted: int) -> bool:
+            await super().make_room(wanted)
+            disk.free += wanted
+            return True
+
+    cache = Giving()
+    async with desk(tmp_path, cache=cache, keep_free_bytes=1 << 20) as d:
+        disk.free = (1 << 20) + 50_000
+        await d.save("k", b"1" * 40_000)
+        assert cache.asked == []
+        await d.save("l", b"2" * 40_000)
+        assert cache.asked == [40_000] and d.store.content("l") == b"2" * 40_000
+
+
+@in_trio
+async def test_without_hope_a_full_disk_is_told_at_once(tmp_path: Path, disk: Disk) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"1" * 100)
+        disk.free = 0
+        await trio.sleep(1)
+        before = trio.current_time()
+        with pytest.raises(NoRoom):
+            await draft.append(b"2" * 100)
+        assert trio.current_time() == before
+        assert bytes(await draft.read(0, 1000)) == b"1" * 100
+        await d.close(draft)
+        assert d.store.content("k") == b"1" * 100
+
+
+@pytest.mark.parametrize("helps", [True, False])
+@in_trio
+async def test_a_writer_waits_for_others_to_be_uploaded(tmp_path: Path, disk: Disk, helps: bool) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=10_000) as d:
+        await d.save("other", b"1" * 100)
+        draft = await d.create("k", b"2" * 100)
+        disk.free = 0
+        await trio.sleep(1)
+        d.store.latency_s = 10
+
+        def committed(key: str) -> None:
+            if helps:
+                disk.free = 1 << 20
+
+        d.uploads.on_committed = lambda draft, info: committed(draft.key)
+        before = trio.current_time()
+        if helps:
+            await draft.append(b"3" * 100)
+            assert 10 <= trio.current_time() - before <= 11
+        else:
+            with pytest.raises(NoRoom):
+                await draft.append(b"3" * 100)
+            assert trio.current_time() - before <= room.WAIT_S + 1
+        assert d.store.objects.keys() == {"other"}
+
+
+@in_trio
+async def test_who_writes_faster_than_the_store_takes_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "UNSENT", 20 * PART)
+    async with desk(tmp_path) as d:
+        d.store.hold("part", times=1000)
+        draft = await d.create("k")
+        written = 0
+
+        async def write() -> None:
+            nonlocal written
+            for _ in range(60):
+                await draft.append(b"x" * PART)
+                written += PART
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await trio.sleep(100)
+            assert 20 * PART <= written <= 22 * PART
+            holding = d.store.rules.pop()
+            assert holding.release is not None
+            holding.release.set()
+        await d.close(draft)
+        assert d.store.content("k") == b"x" * 60 * PART
+
+
+@in_trio
+async def test_a_store_that_fails_does_not_hold_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "UNSENT", 20 * PART)
+    async with desk(tmp_path) as d:
+        d.store.fail("part", lambda: OriginFailed("down"), times=10_000)
+        draft = await d.create("k")
+        for _ in range(60):
+            await draft.append(b"x" * PART)
+        await d.quiet()
+        assert d.store.counts["part"] <= 16, "who fails is not asked for every part"
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        d.store.rules.clear()
+        await d.close(draft)
+        assert d.store.content("k") == b"x" * 60 * PART
+
+
+@in_trio
+async def test_a_file_larger_than_the_store_takes(tmp_path: Path) -> None:
+    async with desk(tmp_path, ScriptedStore(replace(LIMITS, largest_object=1000))) as d:
+        draft = await d.create("k", b"1" * 990)
+        for change in (
+            draft.append(b"2" * 11),
+            draft.truncate(1001),
+            draft.allocate(0, 1001),
+            draft.write(1 << 50, b"2"),
+        ):
+            with pytest.raises(TooLarge):
+                await change
+        await d.close(draft)
+        assert d.store.content("k") == b"1" * 990
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_writing_again_does_not_touch_what_the_cache_has(tmp_path: Path) -> None:
+    class Slow(Room):
+        async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+            taken = await super().adopt(object_id, path)
+            await trio.sleep(5)
+            return taken
+
+    async with desk(tmp_path, cache=Slow()) as d:
+        data = content(1, 3 * PART)
+        draft = await d.save("k", data)
+        await trio.sleep(1)
+        adopted = next(path for path in d.staging.iterdir() if path.suffix == ".adopted")
+        d.uploads.open(draft)  # while the cache is taking it
+        await draft.write(0, b"new")
+        assert bytes(await draft.read(0, 10)) == b"new" + data[3:10]
+        await d.close(draft)
+        await trio.sleep(20)
+        assert d.store.content("k") == b"new" + data[3:] and d.settled == ["k"]
+        assert adopted.read_bytes() == data
+        assert d.cache.adopted[d.store.version("k")] == b"new" + data[3:] and d.files() == []
+
+
+@in_trio
+async def test_what_the_cache_does_not_take_is_removed(tmp_path: Path) -> None:
+    async with desk(tmp_path, cache=Room(adopts=False)) as d:
+        await d.save("k", b"data")
+        await d.quiet()
+        assert d.files() == [] and d.settled == ["k"]
+
+
+@in_trio
+async def test_a_reader_keeps_the_draft_until_he_goes(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"data")
+        d.uploads.open(draft)
+        await d.close(draft)
+        await d.quiet()
+        assert d.settled == [] and bytes(await draft.read(0, 10)) == b"data"
+        assert bytes(draft.read_now(1, 2) or b"") == b"at"
+        d.uploads.release(draft)
+        await d.quiet()
+        assert d.settled == ["k"]
+
+
+# -- other writers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 5 * PART])
+@pytest.mark.parametrize("new", [True, False])
+@in_trio
+async def test_conflicts(tmp_path: Path, size: int, new: bool) -> None:
+    data = content(1, size)
+    for policy in ("overwrite", "fail"):
+        store = ScriptedStore()
+        async with desk(tmp_path / policy, store, on_conflict=policy) as d:
+            if not new:
+                store.show("k", b"old")
+            draft = await d.create("k", data, base=None if new else store.version("k"))
+            store.show("k", b"of somebody else")
+            if policy == "overwrite":
+                await d.close(draft)
+                assert store.content("k") == data
+                continue
+            with pytest.raises(Conflict):
+                await d.uploads.commit(draft)
+            assert store.content("k") == b"of somebody else" and isinstance(draft.failure, Conflict)
+            await d.uploads.rename(draft, store, "elsewhere")
+            await d.close(draft)
+            assert store.content("elsewhere")[:size] == data and store.content("k") == b"of somebody else"
+
+
+@pytest.mark.parametrize("size", [10, 5 * PART])
+@in_trio
+async def test_without_conflict_the_next_commit_replaces_our_own(tmp_path: Path, size: int) -> None:
+    async with desk(tmp_path, on_conflict="fail") as d:
+        draft = await d.create("k", content(1, size))
+        for _ in range(3):
+            await d.uploads.commit(draft)
+            await draft.append(b"!")
+        await d.close(draft)
+        assert d.store.content("k") == content(1, size) + b"!!!"
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@in_trio
+async def test_an_object_of_an_earlier_attempt_is_no_conflict(tmp_path: Path, kill: bool) -> None:
+    """The reply was lost, or the process; then more was written."""
+    store = ScriptedStore()
+    async with desk(tmp_path, store, on_conflict="fail", writeback=True) as d:
+        if kill:
+            held = store.hold("put", lost=True)
+        else:
+            store.fail("put", lambda: OriginFailed("silence"), lost=True)
+        draft = await d.create("k", b"one")
+        await d.uploads.commit(draft)
+        if kill:
+            await held.reached.wait()
+            store.stamps["k"] = (store.show("k", b"one").etag, draft.stamps[-1])
+        else:
+            await trio.sleep(1.2)
+            await d.quiet()
+            assert store.content("k") == b"one" and draft.dirty
+            await draft.append(b" two")
+            await d.uploads.flush()
+    if kill:
+        store.rules.clear()
+        async with desk(tmp_path, store, on_conflict="fail", writeback=True) as d:
+            draft = d.uploads.pending()[0]
+            d.uploads.open(draft)
+            await draft.append(b" two")
+            await d.close(draft)
+            assert await d.uploads.flush() == []
+    assert store.content("k") == b"one two"
+
+
+@in_trio
+async def test_who_is_replaced_as_soon_as_he_wrote_has_written(tmp_path: Path) -> None:
+    """The last one wins, and it was somebody else."""
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"ours")
+        d.store.fail("put", lambda: ObjectChanged("was replaced"), lost=True)
+        held = d.store.hold("head")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.close, draft)
+            await held.reached.wait()
+            d.store.show("k", b"theirs")
+            assert held.release is not None
+            held.release.set()
+        await d.quiet()
+        assert d.store.content("k") == b"theirs" and d.settled == ["k"] and d.cache.adopted == {}
+        assert d.told[-1][1].etag == d.store.version("k").etag
+
+
+@pytest.mark.parametrize("kind", ["part", "complete"])
+@in_trio
+async def test_an_upload_that_vanishes_in_the_middle_is_begun_anew(tmp_path: Path, kind: str) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 300 * PART)
+        draft = await d.create("k", data[: 10 * PART])
+        await d.quiet()
+        if kind == "part":
+            d.store.uploads.clear()
+        else:
+            d.store.fail("complete", lambda: NoSuchUpload("expired"))
+        await draft.append(data[10 * PART :])
+        await d.close(draft)
+        assert d.store.content("k") == data and d.store.counts["begin"] == 2
+
+
+@in_trio
+async def test_what_is_shown(tmp_path: Path) -> None:
+    now = 10**18
+    async with desk(tmp_path, writeback=True, now_ns=lambda: now) as d:
+        assert d.uploads.status()["pending"] == 0
+        await d.save("a", b"12345")
+        d.store.fail("put", lambda: OriginFailed("down"), times=1000)
+        now += 10**9
+        await d.save("b", b"678")
+        await trio.sleep(3)
+        now += 4 * 10**9
+        status = d.uploads.status()
+        assert (status["pending"], status["pending_bytes"], status["failed"]) == (2, 8, 2)
+        assert status["oldest_s"] == 5.0 and status["last_error"] == "down"
+        assert [draft["key"] for draft in status["drafts"]] == ["a", "b"]
