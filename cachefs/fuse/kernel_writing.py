@@ -164,7 +164,7 @@ class WritingHandlers:
         if stat.S_ISREG(mode):
             uid, gid = self.session.user
             self.session.change(
-                *(unique, Op.MKNOD, lambda: self._fs.mknod(nodeid, name, mode, uid, gid)), self._entered
+                *(unique, Op.MKNOD, lambda: self._fs.mknod(nodeid, name, mode, pid, uid, gid)), self._entered
             )
         else:
             self.session.error(unique, errno.EPERM)  # pipes, sockets, devices

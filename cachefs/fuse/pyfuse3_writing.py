@@ -96,7 +96,7 @@ class WritablePyfuse3Front(Pyfuse3Base):
         if not stat.S_ISREG(mode):
             raise pyfuse3.FUSEError(errno.EPERM)  # pipes, sockets, devices
         try:
-            return entry_of(*await self._fs.mknod(parent_inode, name, mode, ctx.uid, ctx.gid))
+            return entry_of(*await self._fs.mknod(parent_inode, name, mode, ctx.pid, ctx.uid, ctx.gid))
         except Exception as exc:
             self._fail("mknod", exc)
 

@@ -154,7 +154,7 @@ CASES: dict[str, tuple[int, bytes, tuple[Any, ...]]] = {
     "mknod": (
         Op.MKNOD,
         protocol.MKNOD_IN.pack(0o100600, 0, 0o22, 0) + b"f\0",
-        ("mknod", DIRECTORY, b"f", 0o100600, 1000, 1000),
+        ("mknod", DIRECTORY, b"f", 0o100600, PID, 1000, 1000),
     ),
     "create": (
         Op.CREATE,
