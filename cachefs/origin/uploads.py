@@ -94,13 +94,18 @@ class Upload:
         return self.known
 
     async def complete(
-        self, parts: Mapping[int, str] | None = None, *, if_match: str | None = None, if_absent: bool = False
+        self,
+        parts: Mapping[int, str] | None = None,
+        *,
+        if_match: str | None = None,
+        if_absent: bool = False,
+        settle: bool = True,
     ) -> ObjectInfo:
         """Make the object of `parts` (number → etag; all that are known by default), replacing what is there.
 
         Repeating this is harmless, even by another process after a crash: once it has succeeded, it returns the object,
-        as long as nobody has replaced it. `NoSuchUpload` when the upload is gone and the object is not ours; `Conflict`
-        when the condition does not hold, and then the upload is still there."""
+        as long as nobody has replaced it. `settle` as for `Origin.put`. `NoSuchUpload` when the upload is gone and the
+        object is not ours; `Conflict` when the condition does not hold, and then the upload is still there."""
         origin, writer = self._origin, self._origin.writer
         if parts is None:
             parts = {number: part.etag for number, part in self.known.items()}
@@ -133,7 +138,7 @@ class Upload:
             return await origin.ours(self.key, terms.stamp, size, exc)
         if size is None:
             size = (await origin.head(self.key)).size
-        return await origin.settled(self.key, size, written)
+        return await origin.settled(self.key, size, written, untimed=not settle)
 
     async def abort(self) -> None:
         """Give the upload up; that it is gone already is fine. A part that is just being sent may land afterwards, so

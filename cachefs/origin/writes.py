@@ -60,6 +60,7 @@ class Writes(Attempts):
         if_match: str | None = None,
         if_absent: bool = False,
         stamp: str = "",
+        settle: bool = True,
         turn: Turn | None = None,
     ) -> ObjectInfo:
         """Write the first `size` bytes of `source` (`FileRange`, `InMemory`) as one object in one request. A key that
@@ -68,7 +69,8 @@ class Writes(Attempts):
         The object is there whole or not at all; when this raises for a lost connection, nobody knows which. `Conflict`
         when the object is not (any more) the version `if_match`, or with `if_absent` when there is one, and then
         nothing was written; who wants to know later whether an attempt that failed was the one that wrote it gives a `stamp`
-        (see `ours`). `ObjectChanged` when somebody else has replaced it since. What `source` raises is re-raised
+        (see `ours`). Without `settle` no HEAD follows for the time alone: `mtime_ns` is 0 where the reply did not tell it.
+        `ObjectChanged` when somebody else has replaced it since. What `source` raises is re-raised
         unchanged, and it is not read any more once this has returned or raised."""
         writer = self.writer
         if size > writer.limits.largest_put:
@@ -85,7 +87,7 @@ class Writes(Attempts):
             )
         except Conflict as exc:
             return await self.ours(key, terms.stamp, size, exc)
-        return await self.settled(key, size, written)
+        return await self.settled(key, size, written, untimed=not settle)
 
     async def begin_upload(self, key: str, *, content_type: str | None = None) -> Upload:
         """Begin to write an object in parts. Nothing is seen of it until `Upload.complete`.
@@ -193,10 +195,10 @@ class Writes(Attempts):
         assert result is not None
         return result
 
-    async def settled(self, key: str, size: int, written: Written) -> ObjectInfo:
-        """The object that was written, as the store shows it."""
-        if written.etag and written.mtime_ns is not None:
-            return ObjectInfo(key, size, written.mtime_ns, written.etag)
+    async def settled(self, key: str, size: int, written: Written, *, untimed: bool = False) -> ObjectInfo:
+        """The object that was written, as the store shows it; `untimed`: its time does not matter."""
+        if written.etag and (untimed or written.mtime_ns is not None):
+            return ObjectInfo(key, size, written.mtime_ns or 0, written.etag)
         try:
             info = await self.head(key)
         except NotFound as exc:

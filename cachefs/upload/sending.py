@@ -124,7 +124,8 @@ class Sender:
 
     async def finish(self, pieces: list[Piece], size: int, terms: Terms) -> ObjectInfo:
         """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
-        raised; more may follow them. Raises what `Origin.put` and `Upload` raise."""
+        raised; more may follow them. What is returned has no `mtime_ns` (0) where only a HEAD would tell it. Raises what
+        `Origin.put` and `Upload` raise."""
         self.failed, self._finishing = None, True
         try:
             try:
@@ -162,6 +163,7 @@ class Sender:
                     if_match=terms.if_match,
                     if_absent=terms.if_absent,
                     stamp=terms.stamp,
+                    settle=False,
                     turn=turn,
                 )
         if self._found is None and self.upload is not None:
@@ -178,7 +180,7 @@ class Sender:
         assert upload is not None
         etags = {piece.number: upload.known[piece.number].etag for piece in pieces}
         self.final = True
-        info = await upload.complete(etags, if_match=terms.if_match, if_absent=terms.if_absent)
+        info = await upload.complete(etags, if_match=terms.if_match, if_absent=terms.if_absent, settle=False)
         self.upload = None
         parts.forget()
         return info

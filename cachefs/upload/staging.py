@@ -158,7 +158,7 @@ def _copy(source: int, sink: int, at: int, count: int) -> int:
 
 
 def _sync(fd: int, directory: Path) -> None:
-    os.fsync(fd)
+    os.fdatasync(fd)
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -57,8 +58,9 @@ OnConflict = Literal["overwrite", "fail"]
 
 class Uploads:
     """`bring` reads what a draft begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
-    version that the store has from now on, before those who waited for it; `on_settled` that a draft's content is the
-    cache's or the store's alone, and the draft is not to be used any more: until then it can be opened.
+    version that the store has from now on, before those who waited for it (its `mtime_ns` is the draft's, where the
+    store's would cost a request); `on_settled` that a draft's content is the cache's or the store's alone, and the draft
+    is not to be used any more: until then it can be opened.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
 
@@ -304,6 +306,8 @@ class Uploads:
         return Terms(draft.base, draft.base is None, stamp)
 
     async def _stored(self, draft: Draft, generation: int, info: ObjectInfo) -> None:
+        if not info.mtime_ns:  # asking for it would double the time that a small file takes
+            info = replace(info, mtime_ns=draft.mtime_ns)
         draft.stored_as(generation, info)
         draft.base = info.etag
         draft.failure = None

@@ -183,6 +183,7 @@ class ScriptedStore:
         if_match: str | None = None,
         if_absent: bool = False,
         stamp: str = "",
+        settle: bool = True,
         turn: Any = None,
     ) -> ObjectInfo:
         async with self.request("put", key):
@@ -256,7 +257,12 @@ class ScriptedUpload:
         return self.known
 
     async def complete(
-        self, parts: dict[int, str], *, if_match: str | None = None, if_absent: bool = False
+        self,
+        parts: dict[int, str],
+        *,
+        if_match: str | None = None,
+        if_absent: bool = False,
+        settle: bool = True,
     ) -> ObjectInfo:
         async with self.store.request("complete", self.key):
             held = self._parts()
