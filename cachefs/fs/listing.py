@@ -350,6 +350,10 @@ class Lister:
 
     async def erase(self, ino: int) -> None:
         """Forget a directory that is gone, and all that was known to be below it."""
+        alive = self._tree.known(ino)
+        if alive is not None:
+            self.cancel(alive)
+            self._tree.drop(alive)
         number = number_written(self._tree.database, ino)
         doomed = [] if number is None else [number]
         while doomed:

@@ -15,7 +15,7 @@ from uuid import uuid4
 import trio
 
 from cachefs.errors import CachefsError, NotFound
-from cachefs.fs.overlay import Node
+from cachefs.fs.overlay import Node, is_below
 from cachefs.fs.tree import Directory, Found, Tree
 from cachefs.names import ObjectId
 from cachefs.origin.writes import each
@@ -173,9 +173,14 @@ class Moving:
                 await self._node(node, Found(node.stable, False, row, 0.0), (above, node.name), None)
 
     async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
+        inside = self._tree.directory(found.ino)
         self._overlay.moved(place, to, found.ino, moved.ino)
         self._kept.put(moved.ino, "", self._kept.get(found.ino, ""))
         await self._overlay.gone(*place, moved=True)
+        for directory in self._tree.in_use():
+            if directory is not inside and is_below(directory, inside):
+                self._lister.cancel(directory)
+                self._tree.drop(directory)
         await self._lister.erase(found.ino)
         self._overlay.look_again(moved)
 
@@ -194,6 +199,9 @@ class Moving:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
 
     async def _finish(self, origin: Origin, prefix: str, new: str) -> None:
+        for draft in self._writer.pending():
+            if draft.origin is origin and draft.key.startswith(prefix):
+                await self._writer.rename(draft, origin, new + draft.key.removeprefix(prefix), base=None)
         objects = await keys_below(origin, prefix)
 
         async def copy(info: ObjectInfo) -> None:

@@ -24,7 +24,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-async def run_inline(function: Callable[..., Any], *arguments: Any) -> Any:
+async def run_inline(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
     await trio.lowlevel.checkpoint()
     result = function(*arguments)
     await trio.lowlevel.checkpoint()
