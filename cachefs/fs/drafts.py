@@ -20,6 +20,7 @@ from cachefs.errors import (
     NotPermitted,
     ObjectChanged,
     ReadOnly,
+    TooLarge,
     Unsupported,
 )
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
@@ -119,7 +120,9 @@ class Drafts:
     # -- changing ------------------------------------------------------------------------------------
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
-        node, draft = await self._draft_of(fh)
+        if not data:
+            return 0
+        node, draft = await self._draft_of(fh, offset + len(data))
         await draft.write(offset, data)
         node.attrs.pop("mtime_ns", None)
         return len(data)
@@ -129,7 +132,7 @@ class Drafts:
             raise Unsupported(f"fallocate mode {mode:#x}: only room behind what is there can be made")
         if offset < 0 or length <= 0:
             raise Invalid(f"nothing to allocate: {length} bytes at {offset}")
-        _, draft = await self._draft_of(fh)
+        _, draft = await self._draft_of(fh, offset + length)
         await draft.allocate(offset, length)
 
     async def truncate(self, directory: Directory, name: bytes, ino: int, obj: ObjectId, size: int) -> None:
@@ -149,17 +152,19 @@ class Drafts:
         handle = self._files.get(fh)
         if handle.node is not None and handle.node.draft is None and handle.object.size == size:
             return
-        node, draft = await self._draft_of(fh, upto=size)
+        node, draft = await self._draft_of(fh, size, upto=size)
         await draft.truncate(size)
         node.attrs.pop("mtime_ns", None)
 
-    async def _draft_of(self, fh: int, upto: int | None = None) -> tuple[Node, Draft]:
-        """The draft that a handle writes, begun if it was not: with the first `upto` bytes of what the file is."""
+    async def _draft_of(self, fh: int, end: int, *, upto: int | None = None) -> tuple[Node, Draft]:
+        """The draft that a handle writes, up to `end`; begun if it was not, with the first `upto` bytes of the file."""
         handle = self._files.get(fh)
         node = handle.node
         if node is None or not handle.writes:
             raise BadHandle("the file is not open for writing")
         if not node.held and not (node.removed and node.draft is not None):
+            if end > node.origin.limits.largest_object:
+                raise TooLarge(f"{node.key}: the store takes no object of {end} bytes")
             await self._begin(node, handle, upto)
         assert node.draft is not None
         return node, node.draft

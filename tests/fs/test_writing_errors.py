@@ -1,0 +1,211 @@
+"""Which error each wrong call is, and what is left afterwards; by tables."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Any
+
+import pytest
+
+from cachefs.errors import CachefsError, OriginFailed, PermissionDenied
+from cachefs.fs import Volume
+from cachefs.fuse.errno_table import errno_of
+from tests.fs.bucket import Bucket, WritableBucket
+from tests.fs.mount import ROOT, Mount, mounted
+from tests.fs.writers import MemoryWriter
+
+RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
+LONG = b"n" * 256
+
+
+async def create(mount: Mount, path: str, name: bytes | None = None, flags: int = os.O_EXCL) -> None:
+    parent, last = await mount.parent(path)
+    _, _, opened = await mount.fs.create(parent, name or last, flags, 0o644, 1, 1000, 1000)
+    mount.fs.release(opened[0])
+
+
+async def open_file(mount: Mount, path: str, flags: int) -> None:
+    mount.fs.release((await mount.fs.open(await mount.ino(path), flags, 1))[0])
+
+
+async def rename(mount: Mount, path: str, to: str, flags: int = 0, newname: bytes | None = None) -> None:
+    parent, name = await mount.parent(path)
+    newparent, last = await mount.parent(to)
+    await mount.fs.rename(parent, name, newparent, newname or last, flags)
+
+
+async def mkdir(mount: Mount, path: str, name: bytes | None = None) -> None:
+    parent, last = await mount.parent(path)
+    await mount.fs.mkdir(parent, name or last, 0o755, 0, 0)
+
+
+async def mknod(mount: Mount, path: str, mode: int) -> None:
+    await mount.fs.mknod(*await mount.parent(path), mode, 1, 0, 0)
+
+
+async def write_through(mount: Mount, path: str, flags: int, at: int = 0) -> None:
+    fh = (await mount.fs.open(await mount.ino(path), flags, 1))[0]
+    try:
+        await mount.fs.write(fh, at, b"x")
+    finally:
+        mount.fs.release(fh)
+
+
+async def allocate(mount: Mount, path: str, mode: int, offset: int, length: int) -> None:
+    fh = (await mount.fs.open(await mount.ino(path), os.O_RDWR, 1))[0]
+    try:
+        await mount.fs.fallocate(fh, mode, offset, length)
+    finally:
+        mount.fs.release(fh)
+
+
+async def resize(mount: Mount, path: str, size: int) -> None:
+    await mount.fs.setattr(await mount.ino(path), size=size)
+
+
+WRONG: list[tuple[int, Any, tuple[Any, ...]]] = [
+    (errno.EEXIST, create, ("f",)),
+    (errno.EEXIST, create, ("d",)),
+    (errno.EISDIR, create, ("d", None, 0)),
+    (errno.ENAMETOOLONG, create, ("x", LONG)),
+    (errno.EINVAL, create, ("x", b"\xff\xfe")),
+    (errno.EINVAL, create, ("x", b"a\0b")),
+    (errno.ENOTDIR, create, ("f/x",)),
+    (errno.EISDIR, open_file, ("d", os.O_WRONLY)),
+    (errno.EISDIR, open_file, ("d", os.O_RDWR | os.O_TRUNC)),
+    (errno.EBADF, write_through, ("f", os.O_RDONLY)),
+    (errno.EFBIG, write_through, ("f", os.O_WRONLY, 5 << 40)),
+    (errno.EFBIG, resize, ("f", (5 << 40) + 1)),
+    (errno.EISDIR, resize, ("d", 0)),
+    (errno.EOPNOTSUPP, allocate, ("f", 1, 0, 5)),
+    (errno.EINVAL, allocate, ("f", 0, 0, 0)),
+    (errno.EFBIG, allocate, ("f", 0, 5 << 40, 1)),
+    (errno.ENOENT, Mount.unlink, ("none",)),
+    (errno.EISDIR, Mount.unlink, ("d",)),
+    (errno.ENOTDIR, Mount.unlink, ("f/x",)),
+    (errno.ENOENT, Mount.rmdir, ("none",)),
+    (errno.ENOTDIR, Mount.rmdir, ("f",)),
+    (errno.ENOTEMPTY, Mount.rmdir, ("d",)),
+    (errno.ENOTEMPTY, Mount.rmdir, ("hidden",)),
+    (errno.EEXIST, mkdir, ("d",)),
+    (errno.EEXIST, mkdir, ("f",)),
+    (errno.ENOTDIR, mkdir, ("f/x",)),
+    (errno.ENAMETOOLONG, mkdir, ("x", LONG)),
+    (errno.EINVAL, mkdir, ("x", b"\xff")),
+    (errno.EPERM, mknod, ("x", stat.S_IFIFO | 0o644)),
+    (errno.EPERM, mknod, ("x", stat.S_IFCHR | 0o644)),
+    (errno.EEXIST, mknod, ("f", stat.S_IFREG | 0o644)),
+    (errno.ENOENT, rename, ("none", "x")),
+    (errno.ENOTDIR, rename, ("d", "f")),
+    (errno.EISDIR, rename, ("f", "d")),
+    (errno.ENOTEMPTY, rename, ("e", "d")),
+    (errno.EINVAL, rename, ("d", "d/sub/x")),
+    (errno.EINVAL, rename, ("d", "d/x")),
+    (errno.EEXIST, rename, ("f", "d/a", 1)),
+    (errno.EINVAL, rename, ("f", "d/a", 2)),
+    (errno.EINVAL, rename, ("f", "x", 4)),
+    (errno.ENAMETOOLONG, rename, ("f", "x", 0, LONG)),
+    (errno.EINVAL, rename, ("f", "x", 0, b"\xff")),
+]
+KEYS = ["f", "d/a", "d/sub/b", "e/c", "hidden//x"]
+
+
+@pytest.mark.parametrize(
+    ("number", "call", "arguments"), WRONG, ids=lambda v: getattr(v, "__name__", str(v)[:20])
+)
+async def test_wrong_calls_change_nothing(number: int, call: Any, arguments: tuple[Any, ...]) -> None:
+    bucket, writer = WritableBucket(KEYS), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        tree, objects = await mount.walk(), dict(bucket.objects)
+        with pytest.raises(CachefsError) as caught:
+            await call(mount, *arguments)
+        assert errno_of(caught.value)[0] == number
+        assert await mount.walk() == tree and bucket.objects == objects
+        assert not writer.drafts and mount.bytes.open_count == 0
+
+
+CHANGES: list[tuple[Any, tuple[Any, ...]]] = [
+    (create, ("x",)),
+    (open_file, ("f", os.O_WRONLY)),
+    (open_file, ("f", os.O_RDWR)),
+    (open_file, ("f", os.O_RDONLY | os.O_TRUNC)),
+    (resize, ("f", 0)),
+    (Mount.unlink, ("f",)),
+    (Mount.rmdir, ("d",)),
+    (mkdir, ("x",)),
+    (mknod, ("x", stat.S_IFREG)),
+    (rename, ("f", "x")),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments"), CHANGES, ids=lambda v: getattr(v, "__name__", str(v)[:20]))
+@pytest.mark.parametrize("why", ["no writer", "no store that can be written"])
+async def test_what_can_only_be_read_says_so(call: Any, arguments: tuple[Any, ...], why: str) -> None:
+    bucket = Bucket(KEYS) if why != "no writer" else WritableBucket(KEYS)
+    async with mounted(bucket, writer=None if why == "no writer" else MemoryWriter()) as mount:
+        with pytest.raises(CachefsError) as caught:
+            await call(mount, *arguments)
+        assert errno_of(caught.value)[0] == errno.EROFS
+
+
+async def test_between_two_sources_nothing_moves_and_their_list_is_fixed() -> None:
+    one, two = WritableBucket(["f"]), WritableBucket(["g"])
+    two.source = "s3://other"
+    volumes: list[Any] = [Volume("one", one), Volume("two", two)]  # type: ignore[arg-type]
+    async with mounted(one, volumes=volumes, writer=MemoryWriter(), **RW) as mount:
+        for number, call, arguments in [
+            (errno.EXDEV, rename, ("one/f", "two/f")),
+            (errno.EPERM, create, ("x",)),
+            (errno.EPERM, mkdir, ("x",)),
+            (errno.EPERM, Mount.rmdir, ("one",)),
+            (errno.EPERM, rename, ("one", "three")),
+        ]:
+            with pytest.raises(CachefsError) as caught:
+                await call(mount, *arguments)
+            assert errno_of(caught.value)[0] == number
+        await mount.write("one/new", b"1")
+        await mount.write("two/new", b"22")
+        assert one.content("new") == b"1" and two.content("new") == b"22"
+
+
+async def test_a_failed_upload_is_an_error_of_close_and_the_file_is_kept() -> None:
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        for path in ("f", "new"):
+            writer.failure = PermissionDenied("no")
+            with pytest.raises(PermissionDenied):
+                await mount.write(path, b"content")
+            assert await mount.read(path) == b"content"
+            assert (await mount.walk())[path.encode()] == 7
+            writer.failure = None
+            await writer.upload_all()
+            assert bucket.content(path) == b"content"
+        assert not writer.drafts
+
+
+@pytest.mark.parametrize("kind", ["put", "copy", "delete"])
+async def test_a_store_that_refuses_changes_leaves_a_tree_that_is_true(kind: str) -> None:
+    bucket, writer = WritableBucket(["d/f", "d/g", "e/h"]), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        await mount.walk()
+        bucket.before = lambda what, key: OriginFailed("broken") if what == kind else None
+        calls: list[tuple[str, Any, tuple[str, ...]]] = [
+            ("put", Mount.mkdir, ("x",)),
+            ("delete", Mount.unlink, ("d/f",)),
+            ("copy", Mount.rename, ("d/f", "d/x")),
+            ("copy", Mount.rename, ("d/f", "d/g")),
+            ("copy", Mount.rename, ("d", "x")),
+        ]
+        for needs, call, arguments in calls:
+            if needs == kind:
+                with pytest.raises(OriginFailed):
+                    await call(mount, *arguments)
+        bucket.before = lambda what, key: None
+        async with mounted(bucket) as other:
+            assert await mount.walk() == await other.walk()
+        assert not writer.noted
+        for path in ("d/f", "d/g", "e/h"):
+            assert await mount.read(path) == bucket.content(path)
+        assert await mount.ino("d") != ROOT
