@@ -21,7 +21,17 @@ from typing import Any, NoReturn
 
 import click
 
-from cachefs import __version__, cli_cache, cli_peers, cli_reading, cli_simulate, cli_usage, cli_writing
+from cachefs import (
+    __version__,
+    cli_cache,
+    cli_look,
+    cli_peers,
+    cli_reading,
+    cli_simulate,
+    cli_usage,
+    cli_why,
+    cli_writing,
+)
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -301,7 +311,7 @@ def refresh(path: Path) -> None:
     click.echo(asking.refresh(path), err=True)
 
 
-for room in (cli_cache, cli_writing, cli_usage, cli_peers, cli_reading):
+for room in (cli_cache, cli_writing, cli_usage, cli_peers, cli_reading, cli_look, cli_why):
     for command in room.COMMANDS:
         cli.add_command(command)
 

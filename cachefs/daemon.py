@@ -28,6 +28,7 @@ from cachefs import cachedir, control, mounting
 from cachefs.config import Config, control_path
 from cachefs.database import Database
 from cachefs.errors import CachefsError, ConfigError, MountError
+from cachefs.explaining import Explainer
 from cachefs.fetch import Fetcher
 from cachefs.fetch.serving import Serving
 from cachefs.fetch.upstream import Upstream
@@ -268,6 +269,9 @@ class Daemon:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
             self._jobs = Jobs(self._fs, fetcher, self._store, nursery, config.concurrency)
             self._locator = Locator(self._fs, fetcher, upstream.cluster, config.block_size)
+            self._explainer = Explainer(
+                *(self._fs, self._store, upstream.cluster, self._origins, self._metrics, self._status)
+            )
             names = {id(volume.origin): volume.name for volume in volumes}
             self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
@@ -396,6 +400,7 @@ class Daemon:
             **self._jobs.verbs(),
             **self._recordings.verbs(),
             "locate": self._locator.locate,
+            **self._explainer.verbs(),
             "flush": self._uploading.flush if self._uploading is not None else _nothing_written,
         }
 

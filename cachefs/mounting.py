@@ -74,12 +74,17 @@ def check(config: Config, *, leave_dead: bool = False) -> list[str]:
         notes = clear(config)
     _check_overlap(config)
     _check_peers(config)
+    check_rights(config.allow_other)
+    return notes
+
+
+def check_rights(allow_other: bool = False) -> None:
+    """Raises `MountError` when this process may not mount anything."""
     _check_fuse()
     if os.getuid() == 0:
         _check_capability()
     else:
-        _check_user(config)
-    return notes
+        _check_user(allow_other)
 
 
 def clear(config: Config) -> list[str]:
@@ -186,10 +191,10 @@ def _check_capability() -> None:
         raise MountError("this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse")
 
 
-def _check_user(config: Config) -> None:
+def _check_user(allow_other: bool) -> None:
     if shutil.which("fusermount3") is None:
         raise MountError("fusermount3 is missing: apt-get install fuse3")
-    if config.allow_other and not _user_allow_other():
+    if allow_other and not _user_allow_other():
         raise MountError(
             f"--allow-other needs the line user_allow_other in {FUSE_CONF}: add it, or mount as root"
         )
