@@ -43,6 +43,9 @@ HEIRS = 2
 ANSWERS: Collection[Kind] = ("not_here", "busy", "changed")
 """Of a peer that is well."""
 
+TELLING: Collection[Kind] = ("refused", "corrupt")
+"""What does not mend by itself: another key or clock, a broken memory."""
+
 
 class Asked(NamedTuple):
     """A member to be asked, and its place among those of the extent."""
@@ -178,7 +181,8 @@ class Cluster:
         elif not (exc.kind == "reset" and exc.delivered):  # that may be a pause; the next request will tell
             health.failed(sent_at, now)
         if health.state == "dead" != before:
-            log.warning("peer %s is left alone for a while: %s", name, exc)
+            level = logging.WARNING if exc.kind in TELLING else logging.INFO
+            log.log(level, "peer %s is left alone for a while: %s", name, exc)
 
     def _of(self, name: str) -> Health:
         found = self._health.get(name)

@@ -18,7 +18,7 @@ from cachefs.names import ObjectId
 from cachefs.peers.client import CONNECTIONS_PER_PEER, Client
 from cachefs.peers.membership import Sighting
 from cachefs.peers.protocol import Busy, NotShared, PeerFailed
-from cachefs.peers.wire import BlockRequest
+from cachefs.peers.wire import BlockRequest, Kind
 from tests.fetch.scripted import SOURCE, ScriptedOrigin, content, in_trio
 from tests.peers.nodes import Node, in_time, nodes
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, cache_files, until
@@ -455,3 +455,41 @@ async def test_borrowed_blocks_that_find_no_room_pass_through_memory(cache_dir: 
         more = [cluster.put_owned_by(there, f"more{n}-", content(n, 3 * BLOCK)) for n in range(1)]
         with pytest.raises(errors.NoRoom):
             await here.fetcher.bring(cluster.origin, more[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [("connect", "INFO"), ("refused", "WARNING"), ("corrupt", "WARNING")]
+)
+@in_trio
+async def test_a_peer_that_is_given_up_is_told_of_once_and_why(
+    cache_dir: Path, caplog: pytest.LogCaptureFixture, kind: Kind, level: str
+) -> None:
+    caplog.set_level("INFO", "cachefs.peers.cluster")
+    async with nodes(cache_dir, 2) as cluster:
+        owner, reader = cluster
+        object_id = cluster.put_owned_by(owner, "k", content(1, BLOCK))
+        now = trio.current_time()
+        reader.cluster._now = lambda: now
+        (asked,) = reader.cluster.candidates(object_id.digest, 0)
+
+        async def fail(*_: object, **__: object) -> float:
+            raise PeerFailed(kind, "the clock is off")
+
+        give, reader.client.read = reader.client.read, fail  # type: ignore[method-assign, assignment]
+        for _ in range(5):
+            now += 40
+            with pytest.raises(PeerFailed):
+                await reader.cluster.read(asked, object_id, 0, BLOCK, Nobody(), sink_waits=False)
+        reader.client.read = give  # type: ignore[method-assign]
+        await reader.cluster.read(asked, object_id, 0, BLOCK, Nobody(), sink_waits=False)
+        told = [(r.levelname, r.message) for r in caplog.records if r.name == "cachefs.peers.cluster"]
+        name = owner.address
+        assert told == [
+            (level, f"peer {name} is left alone for a while: the clock is off"),
+            ("INFO", f"peer {name} is back"),
+        ]
+
+
+class Nobody:
+    def write(self, data: memoryview | bytes) -> None:
+        pass
