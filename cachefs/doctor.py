@@ -77,7 +77,7 @@ class Hidden:
         )
 
     def __call__(self, text: str) -> str:
-        text = re.sub(r"(\w://)[^/@\s]*@", r"\1…@", text)
+        text = re.sub(r"(\w://)[^/@\s]*@(?!https?://)", r"\1…@", text)  # s3://bucket@http://endpoint has none
         text = re.sub(r"(\w://[^\s?]*)\?[^\s:,]*", r"\1?…", text)
         for secret in self._secrets:
             text = text.replace(secret, "…")

@@ -349,7 +349,8 @@ class Misses:
         self._clock = clock
         self._gone: OrderedDict[tuple[bytes, int], str] = OrderedDict()
         self._last: OrderedDict[tuple[bytes, int], Miss] = OrderedDict()
-        self._versions: OrderedDict[int, bytes] = OrderedDict()
+        # Which version of a file was fetched last, and whether there was another before it.
+        self._versions: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
 
     def gone(self, digest: bytes, extent: int, reason: str) -> None:
         """Blocks of an extent are not here any more."""
@@ -357,15 +358,20 @@ class Misses:
 
     def fetched(self, object_id: ObjectId) -> None:
         """A version is on its way here."""
-        _put(self._versions, hash((object_id.source, object_id.key)), object_id.digest)
+        name = hash((object_id.source, object_id.key))
+        before = self._versions.get(name)
+        if before is None or before[0] != object_id.digest:
+            _put(self._versions, name, (object_id.digest, before is not None))
 
     def missed(self, object_id: ObjectId, extent: int, *, late: bool) -> str:
         """A reader has to wait for blocks of that extent; the reason."""
         place = object_id.digest, extent
         reason = "late" if late else self._gone.get(place, "")
         if not reason:
-            before = self._versions.get(hash((object_id.source, object_id.key)))
-            reason = "cold" if before in (None, object_id.digest) else "changed"
+            digest, changed = self._versions.get(
+                hash((object_id.source, object_id.key)), (object_id.digest, False)
+            )
+            reason = "changed" if changed or digest != object_id.digest else "cold"
         _put(self._last, place, Miss(self._clock(), reason))
         return reason
 

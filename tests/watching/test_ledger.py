@@ -145,7 +145,10 @@ def test_why_a_block_was_missed() -> None:
     assert misses.missed(one, 0, late=False) == "damaged"
     assert misses.missed(one, 1, late=False) == "cold"
     assert misses.missed(one, 1, late=True) == "late"
-    assert misses.missed(version(etag="2"), 0, late=False) == "changed"
+    two = version(etag="2")
+    assert misses.missed(two, 0, late=False) == "changed"
+    misses.fetched(two)
+    assert misses.missed(two, 5, late=False) == "changed"  # the rest of it
     assert misses.missed(version("other"), 0, late=False) == "cold"
 
 

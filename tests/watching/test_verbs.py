@@ -265,6 +265,7 @@ def test_secrets_are_not_told() -> None:
     hide = doctor.Hidden(environ)
     assert hide("403 for wJalrXUtnFEMI!") == "403 for …!"
     assert hide("sftp://me:pass@host/x: refused") == "sftp://…@host/x: refused"
+    assert hide("s3://bucket@http://minio:9000/k") == "s3://bucket@http://minio:9000/k"
     assert hide("https://host/a?sig=1&b=2: gone") == "https://host/a?…: gone"
     assert hide("the token sv=2024&sig=abcdefg of research") == "the token … of research"
     assert hide("see /etc/cachefs/peers.key") == "see /etc/cachefs/peers.key"

@@ -1,0 +1,182 @@
+"""What a mount shows of itself, beside what really happened: the store's own records, the processes that read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.lab.client import LabStore
+from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.mounts import Mount, eventually, mounts_at
+
+pytestmark = ONE_FRONT
+
+MIB = 1 << 20
+READ = "import sys; open(sys.argv[1], 'rb').read()"
+
+
+def page(mount: Mount, path: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{mount.ask('status')['endpoint']}{path}")
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as exc:
+        return exc.code, exc.read().decode()
+
+
+def exposed(mount: Mount) -> dict[tuple[str, ...], float]:
+    """(name, value of a label…) → value."""
+    families = text_string_to_metric_families(page(mount, "/metrics")[1])
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def read(path: Path) -> None:
+    subprocess.run([sys.executable, "-c", READ, path], check=True, timeout=60)
+
+
+def why(mount: Mount, name: str) -> list[dict[str, Any]]:
+    done = mount.cli("why", "--json", mount.path / name)
+    assert done.returncode == 0, done.stderr
+    extents: list[dict[str, Any]] = json.loads(done.stdout)["extents"]
+    return extents
+
+
+def test_metrics_are_what_the_store_has_seen(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+    for name in ("train/a", "train/b", "val/c"):
+        bucket.put(name, 3 * MIB)
+    mount = mounted(bucket, metrics="0", prefetch="off")
+    assert page(mount, "/healthz") == (200, "ok\n")
+    assert page(mount, "/readyz") == (200, "ready\n")
+    lab.reset()
+    before = exposed(mount)
+    for name in ("train/a", "train/b", "val/c", "train/a"):
+        read(mount.path / name)
+    mount.settled()
+    after = exposed(mount)
+    seen = [request for request in lab.requests() if request["bucket"] == bucket.name]
+
+    def grown(*name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    for kind, counter in (("get", "origin_get"), ("list", "origin_list"), ("head", "origin_head")):
+        asked = sum(request["kind"] == kind for request in seen)
+        assert grown(f"cachefs_{counter}_total") == asked
+        datasets = [n for n in after if n[0] == "cachefs_dataset_requests_total" and n[2] == kind]
+        assert sum(grown(*name) for name in datasets) == asked
+    assert grown("cachefs_origin_bytes_total") == 9 * MIB
+    assert grown("cachefs_dataset_bytes_total", "train", "in") == 6 * MIB
+    assert grown("cachefs_admitted_bytes_total") == 9 * MIB
+    assert grown("cachefs_misses_total") == grown("cachefs_misses_cold_total") >= 3
+    hits = sum(grown(f"cachefs_{tier}_hits_total") for tier in ("ram", "ssd", "heap"))
+    assert hits + grown("cachefs_misses_total") == grown("cachefs_fuse_read_total") == 9  # of a block each
+    assert grown("cachefs_fuse_open_total") - grown("cachefs_fuse_release_total") == 0
+    assert after["cachefs_open_files",] == 0
+    state = json.loads(page(mount, "/status.json")[1])
+    assert state["mountpoint"] == str(mount.path) and state["slowest"] is not None
+    assert "cachefs" in page(mount, "/")[1]
+
+
+def test_a_port_in_use_leaves_nothing_mounted(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", 1)
+    first = mounted(bucket, metrics="0")
+    port = first.ask("status")["endpoint"]
+    second = mounted(bucket, start=False, metrics=port)
+    done = second.try_start()
+    assert done.returncode == 1
+    assert f"cannot listen at {port}: Address already in use: choose another --metrics" in done.stderr
+    assert not mounts_at(second.path)
+    second.allowed.append("cannot listen at")
+    first.stop()
+    second.start()
+
+
+def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+    bucket.put("file", 1 * MIB)
+    mount = mounted(bucket, timeout=60)
+    lab.fault("hang", key="file")
+    reader = subprocess.Popen([sys.executable, "-c", READ, mount.path / "file"])
+    try:
+        eventually(lambda: mount.ask("watch")["waiting"], "a read that waits")
+        done = mount.cli("stall", "--pid", os.getpid(), mount.path)
+        found = json.loads(done.stdout)
+        [row] = found["processes"]
+        assert (row["pid"], row["parent"], row["waiting"] > 0) == (reader.pid, os.getpid(), True)
+        assert {(wait["key"], wait["on"], wait["pid"]) for wait in found["waiting"]} == {
+            ("file", "store", reader.pid)
+        }
+        done = mount.cli("top", "-n", "1", "-i", "200ms", mount.path)
+        [line] = [line for line in done.stdout.splitlines() if str(reader.pid) in line]
+        assert "store: file (" in line and "100 %" in line
+    finally:
+        lab.clear_faults()
+        reader.wait(60)
+    after = json.loads(mount.cli("stall", mount.path).stdout)
+    assert after["waiting"] == [] and after["waited_s"]["store"] > 0
+    assert after["blocked_s"] <= after["seconds"]
+
+
+def test_why(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", 3 * MIB)
+    bucket.put("large", 20 * MIB)
+    mount = mounted(bucket, prefetch="off")
+    assert [row["tiers"] for row in why(mount, "large")] == [[], []]
+    read(mount.path / "large")
+    read(mount.path / "file")
+    mount.settled()
+    rows = why(mount, "large")
+    assert [sum(copy["blocks"] for copy in row["tiers"]) for row in rows] == [16, 4]
+    rows = why(mount, "file")
+    assert rows[0]["last_miss"]["reason"] == "cold" and rows[0]["last_miss"]["asked"] == ["store"]
+
+    assert mount.cli("evict", mount.path / "file").returncode == 0
+    mount.drop_kernel_pages()
+    read(mount.path / "file")
+    assert why(mount, "file")[0]["last_miss"]["reason"] == "evicted"
+
+    bucket.put("file", 3 * MIB, version=2)
+    mount.refresh()
+    read(mount.path / "file")
+    assert why(mount, "file")[0]["last_miss"]["reason"] == "changed"
+    told = mount.cli("why", mount.path / "file").stdout
+    assert "changed: another version of the file was here" in told
+    assert "object" in mount.cli("info", mount.path / "file").stdout
+    assert "23.0 MiB of 23.0 MiB" in mount.cli("info", mount.path).stdout
+
+
+def test_the_log_level_is_changed_while_it_runs(mounted: Mounted, bucket: Bucket) -> None:
+    mount = mounted(bucket, log_format="json")
+    mount.allowed.append("logging at")
+    assert mount.cli("log-level", "debug", mount.path).returncode == 0
+    assert mount.cli("log-level", "error", mount.path).returncode == 0
+    lines = [json.loads(line) for line in mount.log().splitlines()]
+    assert [line["message"] for line in lines if "logging at" in line["message"]] == [
+        "logging at debug from now on, as asked"
+    ]
+
+
+def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+    mount = mounted(bucket, metrics="0.0.0.0:0")
+    mount.allowed.append("there is no password")
+    done = mount.cli("doctor", mount.path)
+    assert f"mount {mount.path}: answers" in done.stdout
+    assert "ms for a small request" in done.stdout
+    assert done.returncode == 1 and "there is no password" in done.stdout
+    for name, value in lab.env.items():
+        if "SECRET" in name or "KEY" in name:
+            assert value not in done.stdout
+    lab.fault("403", kind="*")
+    done = mount.cli("doctor", "--no-speed", mount.path)
+    lab.clear_faults()
+    mount.allowed += ["403", "denied", "credentials"]
+    assert "PROBLEM  store" in done.stdout
