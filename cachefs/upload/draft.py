@@ -131,9 +131,9 @@ class Draft:
         self._at_store = None
         self.unsure = False
 
-    def moved(self, origin: Origin, key: str) -> None:
-        """It is on its way to another key. Nothing of it is under way."""
-        self.origin, self.key = origin, key
+    def moved(self, origin: Origin, key: str, base: str | None) -> None:
+        """It is on its way to another key. Nothing of it is under way, or sent."""
+        self.origin, self.key, self.base = origin, key, base
         self.sender = Sender(origin, key, self.parts, self.file, self)
         self.upload_state = None
         self.stamps = []

@@ -19,7 +19,7 @@ from cachefs.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, 
 from cachefs.origin import ObjectInfo
 from cachefs.upload.draft import Attempt, Draft
 from cachefs.upload.parts import Piece
-from cachefs.upload.sending import Terms
+from cachefs.upload.sending import Terms, expected
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +130,12 @@ class Queue:
                 info = await self._finish(draft, pieces, attempt.frozen)
                 with trio.CancelScope(shield=True):
                     await self._stored(draft, attempt.generation, info)
-        except CachefsError as exc:
-            attempt.error = exc
-            draft.unsure |= isinstance(exc, ABOUT_THE_STORE)
+        except Exception as exc:
+            attempt.error = error = expected(exc)
+            draft.unsure |= isinstance(error, ABOUT_THE_STORE)
             with trio.CancelScope(shield=True):
-                await self._failed(draft, exc)
-            self._again(draft, exc)
+                await self._failed(draft, error)
+            self._again(draft, error)
         finally:
             draft.attempt = None
             attempt.done.set()

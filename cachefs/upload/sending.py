@@ -16,7 +16,7 @@ from typing import Protocol
 
 import trio
 
-from cachefs.errors import CachefsError, NoSuchUpload
+from cachefs.errors import CachefsError, NoSuchUpload, OriginFailed
 from cachefs.origin import FileRange, ObjectInfo, Origin, Part, Turn, Upload
 from cachefs.origin.writes import each
 from cachefs.upload.parts import Parts, Piece
@@ -88,11 +88,11 @@ class Sender:
         try:
             with scope:
                 await self._send(piece)
-        except CachefsError as exc:
+        except Exception as exc:
             # Else the file was cut, or rewritten under it; and a commit sends by itself what did not land.
             if self.parts.is_current(piece) and not self._finishing:
-                self.failed = exc
-                log.info("%s; trying again at the commit", exc)
+                self.failed = expected(exc)
+                log.info("%s; trying again at the commit", self.failed)
         finally:
             del self._early[piece.number]
             self._landing.unpark_all()
@@ -242,6 +242,14 @@ class Sender:
             yield turn
         finally:
             self._turns.discard(turn)
+
+
+def expected(exc: Exception) -> CachefsError:
+    """A failure as who commits is told it. One that is our bug ends neither the task's nursery nor the file."""
+    if isinstance(exc, CachefsError):
+        return exc
+    log.exception("an upload failed unexpectedly", exc_info=exc)
+    return OriginFailed(f"unexpected {type(exc).__name__}")
 
 
 def same(part: Part, fd: int, start: int, length: int) -> bool:

@@ -26,9 +26,10 @@ from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.origin.writes import each, new_stamp
-from cachefs.upload import recovery
+from cachefs.upload import recovery, status
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import NOTES, Journal
+from cachefs.upload.naming import Names
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import Cache, StagingRoom
@@ -45,9 +46,6 @@ FLUSH_RETRY_S = 5.0
 
 GIVING_UP_S = 3.0
 """How long a stop may take for each file that is being written. Guessed."""
-
-SHOWN = 20
-"""Drafts that `status` tells one by one. Guessed: a screen."""
 
 Take = Callable[[Buffer], Awaitable[None]]
 Bring = Callable[[Origin, ObjectId, int, Take], Awaitable[None]]
@@ -96,6 +94,9 @@ class Uploads:
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(nursery, self._terms, self._stored, self._failed, self._settle, upload_delay_s)
+        self._names = Names(
+            self._queue, self._records, lambda *stored: self.on_committed(*stored), self._push, self._drop
+        )
         self._drafts: dict[str, Draft] = {}
         self._numbers = itertools.count()
 
@@ -187,57 +188,12 @@ class Uploads:
         etag of what it is to replace there. Free as long as nothing of it is at the store; else one copy and one deletion.
 
         Raises what these do, and then it has its old name."""
-        async with draft.turn:
-            await self._queue.halt(draft)
-            if draft.discarded:
-                return
-            before = draft.origin, draft.key, draft.base
-            stored = draft.stored
-            if not draft.dirty and stored is not None:
-                info = await origin.copy(draft.key, key, size=stored.size, etag=stored.etag)
-                await origin.delete(draft.key)
-                draft.moved(origin, key)
-                draft.base = info.etag
-                draft.stored_as(draft.generation, info)
-                self.on_committed(draft, info)
-                return
-            await draft.sender.abandon()
-            draft.moved(origin, key)
-            draft.base = base
-            left_behind = stored is not None or draft.unsure
-            if left_behind:
-                await self._records.acknowledge(draft)  # what it made goes, so what it holds must stay
-            if draft.acknowledged:
-                await self._records.keep(draft)
-            else:
-                await self._records.forget(draft)
-            if not self._writeback:
-                draft.sender.push(self._queue.nursery)
-            if left_behind:
-                try:
-                    await before[0].delete(before[1])
-                except CachefsError:
-                    draft.moved(*before[:2])
-                    draft.base = before[2]
-                    await self._records.keep(draft)
-                    raise
-                draft.forget_stored()
+        await self._names.rename(draft, origin, key, base)
 
     async def discard(self, draft: Draft, *, replaced: bool = False) -> None:
         """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
         `replaced` by another, what an upload under way may just have made is deleted at the store."""
-        stored = draft.stored
-        draft.discarded = True
-        async with draft.turn:
-            await self._queue.halt(draft)
-            await draft.sender.abandon()
-            await self._records.forget(draft)
-            if not draft.adopted and not draft.settling:
-                draft.file.remove()
-            if not draft.handles:
-                self._drafts.pop(draft.id, None)
-            if not replaced and (draft.unsure or draft.stored is not stored):
-                await draft.origin.delete(draft.key)
+        await self._names.discard(draft, replaced)
 
     def pending(self) -> list[Draft]:
         """All that the store does not have as it is."""
@@ -251,6 +207,13 @@ class Uploads:
         """What an earlier run has noted and not removed."""
         return self.journal.rows(NOTES)
 
+    def _drop(self, draft: Draft) -> None:
+        """Nobody wants it. Who uses it keeps the file."""
+        if not draft.adopted and not draft.settling:
+            draft.file.remove()
+        if not draft.handles:
+            self._drafts.pop(draft.id, None)
+
     # -- what drafts ask (Owner) -------------------------------------------------------------------
 
     async def admit(self, draft: Draft, count: int) -> None:
@@ -261,6 +224,9 @@ class Uploads:
 
     def wrote(self, draft: Draft) -> None:
         draft.mtime_ns = self._now_ns()
+        self._push(draft)
+
+    def _push(self, draft: Draft) -> None:
         if not self._writeback and not draft.discarded:
             draft.sender.push(self._queue.nursery)
 
@@ -353,7 +319,11 @@ class Uploads:
             return False
         with draft.file.used():
             version = ObjectId(draft.origin.source, draft.key, info.etag, info.size)
-            return await self._store.adopt(version, draft.file.path)
+            try:
+                return await self._store.adopt(version, draft.file.path)
+            except Exception:
+                log.exception("the cache failed to take %s", draft.origin.name(draft.key))
+                return False
 
     # -- the life of the room ----------------------------------------------------------------------
 
@@ -441,30 +411,7 @@ class Uploads:
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values, of the longest pending drafts first."""
-        pending = sorted(self.pending(), key=lambda draft: draft.mtime_ns)
-        failed = [draft for draft in pending if draft.failure is not None]
-        return {
-            "writeback": self._writeback,
-            "pending": len(pending),
-            "pending_bytes": sum(draft.size for draft in pending),
-            "uploading": sum(draft.attempt is not None for draft in pending),
-            "failed": len(failed),
-            "last_error": str(failed[-1].failure) if failed else "",
-            "oldest_s": max(0.0, (self._now_ns() - pending[0].mtime_ns) / 1e9) if pending else 0.0,
-            "drafts": [
-                {
-                    "source": draft.origin.source,
-                    "key": draft.key,
-                    "size": draft.size,
-                    "sent": draft.parts.sent_bytes,
-                    "open": draft.handles,
-                    "acknowledged": draft.acknowledged,
-                    "uploading": draft.attempt is not None,
-                    "error": str(draft.failure or ""),
-                }
-                for draft in pending[:SHOWN]
-            ],
-        }
+        return {"writeback": self._writeback, **status.of(self.pending(), self._now_ns())}
 
     def _file(self, name: str) -> StagingFile:
         return StagingFile(self._staging / name, self._threads)

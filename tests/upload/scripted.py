@@ -156,7 +156,7 @@ class ScriptedStore:
             await trio.sleep(self.latency_s)
             if rule is not None:
                 rule.times -= 1
-                if not rule.times:
+                if not rule.times and rule in self.rules:
                     self.rules.remove(rule)
                 rule.reached.set()
                 if rule.release is not None:

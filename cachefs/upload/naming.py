@@ -1,0 +1,84 @@
+"""Renaming and removing what is on its way: nothing is left under a name that is gone.
+
+Holding a draft's `turn`, who changes its name first ends the attempt under way: breaks it off, or, where its outcome is
+out of our hands, waits for it and undoes what it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cachefs.errors import CachefsError
+from cachefs.origin import ObjectInfo, Origin
+from cachefs.upload.draft import Draft
+from cachefs.upload.queue import Queue
+from cachefs.upload.records import Records
+
+
+class Names:
+    """`committed` is told of versions that a rename has made, `push` sends early what can be, `drop` forgets a draft."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        records: Records,
+        committed: Callable[[Draft, ObjectInfo], None],
+        push: Callable[[Draft], None],
+        drop: Callable[[Draft], None],
+    ) -> None:
+        self._queue, self._records = queue, records
+        self._committed, self._push, self._drop = committed, push, drop
+
+    async def rename(self, draft: Draft, origin: Origin, key: str, base: str | None) -> None:
+        """See `Uploads.rename`."""
+        async with draft.turn:
+            await self._queue.halt(draft)
+            if draft.discarded:
+                return
+            if draft.committed is not None:
+                await self._rename_stored(draft, draft.committed, origin, key)
+            else:
+                await self._rename_dirty(draft, origin, key, base)
+            self._push(draft)
+
+    async def _rename_stored(self, draft: Draft, info: ObjectInfo, origin: Origin, key: str) -> None:
+        generation = draft.generation
+        info = await origin.copy(draft.key, key, size=info.size, etag=info.etag)
+        await origin.delete(draft.key)
+        await draft.sender.abandon()  # of what was written meanwhile
+        draft.moved(origin, key, info.etag)
+        draft.stored_as(generation, info)
+        self._committed(draft, info)
+
+    async def _rename_dirty(self, draft: Draft, origin: Origin, key: str, base: str | None) -> None:
+        before = draft.origin, draft.key, draft.base
+        left_behind = draft.stored is not None or draft.unsure
+        await draft.sender.abandon()
+        try:
+            if left_behind:
+                await self._records.acknowledge(draft)  # what it made goes, so what it holds must stay
+            draft.moved(origin, key, base)
+            if draft.acknowledged:
+                await self._records.keep(draft)
+            if left_behind:
+                await before[0].delete(before[1])
+                draft.forget_stored()
+        except CachefsError:
+            draft.moved(*before)
+            if draft.acknowledged:
+                await self._records.keep(draft)
+            raise
+        if not draft.acknowledged:
+            await self._records.forget(draft)
+
+    async def discard(self, draft: Draft, replaced: bool) -> None:
+        """See `Uploads.discard`."""
+        stored = draft.stored
+        draft.discarded = True
+        async with draft.turn:
+            await self._queue.halt(draft)
+            await draft.sender.abandon()
+            await self._records.forget(draft)
+            self._drop(draft)
+            if not replaced and (draft.unsure or draft.stored is not stored):
+                await draft.origin.delete(draft.key)
