@@ -76,6 +76,13 @@ class _Peer:
         self.where: list[str] = []  # its IP addresses; none before they were looked up, and after it failed
         self.idle: deque[tuple[float, Connection]] = deque()  # by when they were used last
 
+    async def enter(self) -> None:
+        """Wait for room; where there is some, without giving up the turn."""
+        try:
+            self.room.acquire_nowait()
+        except trio.WouldBlock:
+            await self.room.acquire()
+
     def in_use(self) -> bool:
         return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
 
@@ -237,7 +244,8 @@ class Client:
         try:
             target = path if request is None else request.target(path)
             with trio.move_on_after(total_s):
-                async with peer.room:
+                await peer.enter()
+                try:
                     kept = peer.take(trio.current_time())
                     if kept is not None:
                         try:
@@ -248,6 +256,8 @@ class Client:
                             peer.drop_idle()  # it died while it was idle, and the others probably with it
                     fresh = await self._connect(address, peer, connect_s, deadline_s)
                     return await self._exchange(fresh, address, peer, target, receive, deadline_s, working_s)
+                finally:
+                    peer.room.release()
             failed = PeerFailed("timeout", f"{address} did not deliver within {total_s:g} s")
         except PeerFailed as exc:
             failed = exc

@@ -297,14 +297,16 @@ class _Conversation:
         wire, limits = self._wire, self._server._limits
         stats, metrics = self._server._stats.of(self._host), self._server._metrics
         length = wanted.body_length(self._seals is not None)
-        until = trio.current_time() + limits.reply_s
-        with trio.CancelScope(deadline=until) as scope:
+        now, piece = trio.current_time(), served.take()
+        until = now + limits.reply_s
+        with trio.CancelScope(deadline=until if piece is None else min(now + limits.stall_s, until)) as scope:
 
             def progressed() -> None:
                 scope.deadline = min(trio.current_time() + limits.stall_s, until)
 
-            piece = served.take() or await self._arrived(served, working=True)
-            progressed()
+            if piece is None:
+                piece = await self._arrived(served, working=True)
+                progressed()
             await wire.send(self._head(200, length, b""), more=True)
             block, left = wanted.start_block, wanted.length(wanted.start_block)
             while True:
