@@ -274,7 +274,9 @@ class Fetcher:
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
         await self._upstream.bring(object_id, itertools.pairwise(cuts), extent_bytes)
 
-    def fetch_for_peer(self, origin: Origin, obj: CachedObject, blocks: range, *, background: bool) -> None:
+    def fetch_for_peer(
+        self, origin: Origin, obj: CachedObject, blocks: range, *, asker: str, background: bool
+    ) -> None:
         """Have on their way, straight from the origin, those of the blocks (of one extent) that are missing. Raises `Busy`
         when no tier takes them, or they come from another node: who asks must not wait for somebody who asks in turn."""
         missing = [b for b in blocks if not self._store.has(obj, b)]
@@ -284,8 +286,10 @@ class Fetcher:
                 raise Busy("another node is being asked for it, or no tier takes it")
         for start, stop in self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT):
             fill = self._begin(obj, start, stop)
-            if self._start(origin, obj, fill, ahead=background, straight=True) is None:
+            if fill is None:
                 raise Busy("no tier takes it now")
+            fill.asker = asker
+            self._start(origin, obj, fill, ahead=background, straight=True)
 
     # -- the parts of it ---------------------------------------------------------------------------
 

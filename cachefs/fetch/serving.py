@@ -36,7 +36,7 @@ class Serving:
         self._origins = [(origin, _directory(origin.prefix)) for origin in origins]
 
     async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Reply:
-        reply = Reply(self, self._store, self._origin_of(request.object), request, background)
+        reply = Reply(self, self._store, self._origin_of(request.object), request, peer, background)
         try:
             reply.begin()
         except BaseException:
@@ -62,7 +62,7 @@ class Serving:
         extent = request.start_block // BLOCKS_PER_EXTENT
         if not self._cluster.may_fetch(request.object.digest, extent, request.rank):
             raise NotShared("not here, and another node's to fetch")
-        self._fetcher.fetch_for_peer(reply.origin, obj, blocks, background=reply.background)
+        self._fetcher.fetch_for_peer(reply.origin, obj, blocks, asker=reply.peer, background=reply.background)
 
     def _origin_of(self, version: ObjectId) -> Origin:
         for origin, directory in self._origins:
@@ -77,10 +77,17 @@ class Reply:
     """`cachefs.peers.protocol.Served`: blocks in their order. What was given is pinned until the end."""
 
     def __init__(
-        self, serving: Serving, store: Store, origin: Origin, request: BlockRequest, background: bool
+        self,
+        serving: Serving,
+        store: Store,
+        origin: Origin,
+        request: BlockRequest,
+        peer: str,
+        background: bool,
     ) -> None:
         self.origin = origin
         self.request = request
+        self.peer = peer
         self.background = background
         self.object = store.object(request.object)
         self.object.refs += 1
@@ -105,7 +112,7 @@ class Reply:
     def _ready(self, *, checked: bool = False) -> bool:
         """Whether the next block can be given; then it is pinned."""
         if self._shared is None:
-            self._shared = self._store.share(self.object, self._next, checked=checked)
+            self._shared = self._store.share(self.object, self._next, checked=checked, asker=self.peer)
             if self._shared is not None:
                 self._held.append(self._shared)
         return self._shared is not None

@@ -17,8 +17,12 @@ LOOKED_AT = 64
 """Copies that one search passes over because they are in use. Guessed; they come last in the next one."""
 
 
-class Borrowed:
-    """Keys of borrowed copies, used longest ago first."""
+SPENT = 65_536
+"""Spent copies that are remembered of a tier, about 200 bytes each. Guessed: many more than go before the next are spent."""
+
+
+class Copies:
+    """Keys of copies by tier, used longest ago first."""
 
     def __init__(self) -> None:
         self._tiers: dict[int, OrderedDict[CopyKey, None]] = {}
@@ -30,7 +34,7 @@ class Borrowed:
         self._tiers.setdefault(key[0], OrderedDict())[key] = None
 
     def discard(self, key: CopyKey) -> bool:
-        """It is gone, or kept from now on. Whether it was borrowed."""
+        """It is gone, or is none of them any more. Whether it was."""
         keys = self._tiers.get(key[0])
         if keys is None or key not in keys:
             return False
@@ -51,3 +55,23 @@ class Borrowed:
         for key in list(islice(self._tiers.get(tier, ()), LOOKED_AT)):
             yield key
             self.used(key)
+
+
+class Borrowed(Copies):
+    """What other nodes keep."""
+
+
+class Spent(Copies):
+    """What all nodes have had in this epoch (`askers.py`): not wanted before the next, however lately used."""
+
+    def add(self, key: CopyKey) -> None:
+        if len(self._tiers.get(key[0], ())) < SPENT:
+            super().add(key)
+
+    def moved(self, source: CopyKey, target: CopyKey) -> None:
+        """The one is a copy of the other."""
+        if source in self:
+            self.add(target)
+
+    def clear(self) -> None:
+        self._tiers.clear()

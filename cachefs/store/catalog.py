@@ -19,7 +19,7 @@ import trio
 from cachefs.errors import CacheUnusable, NoRoom
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.ahead import AHEAD_COPIES, AHEAD_S, Waiting
-from cachefs.store.borrowed import Borrowed
+from cachefs.store.borrowed import Borrowed, Spent
 from cachefs.store.checked import Checked
 from cachefs.store.datasets import Datasets
 from cachefs.store.epochs import Epochs, unit_hash
@@ -27,7 +27,7 @@ from cachefs.store.index import Copy, CopyKey, Index, Saved, pack_copy
 from cachefs.store.notes import Notes
 from cachefs.store.tier import Tier
 from cachefs.store.versions import CachedObject, Unnamed
-from cachefs.store.victims import Verdict, Walk
+from cachefs.store.victims import KEPT_AT_ONCE, Verdict, Walk
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Catalog:
         self.datasets = Datasets()
         self._ahead: OrderedDict[CopyKey, Waiting] = OrderedDict()
         self.borrowed = Borrowed()
+        self._spent = Spent()
         self._spare = {tier.number: Walk(index, tier.number, self._passed_over) for tier in tiers}
         self._all = {
             tier.number: Walk(index, tier.number, lambda key, *_: key in self.borrowed) for tier in tiers
@@ -231,14 +232,18 @@ class Catalog:
         self.touch(copy)
         return True
 
-    def use(self, obj: CachedObject, copy: Copy, *, hit: bool) -> None:
-        """Tell the policy of a use, after `touch`. What other nodes keep is no part of the datasets kept here: each epoch
-        brings other parts of it."""
+    def use(self, obj: CachedObject, copy: Copy, *, hit: bool, asker: str = "") -> None:
+        """Tell the policy of a use, after `touch`, by this node's readers or for an `asker`. What other nodes keep is no
+        part of the datasets kept here: each epoch brings other parts of it."""
         copy.dataset = self.datasets(obj.id)
-        if copy.key in self.borrowed:
-            return
         unit = unit_hash(copy.digest, copy.extent)
-        self.epochs.used(copy.dataset, unit, copy.clock, self._extent_bytes(copy), hit=hit)
+        if copy.key in self.borrowed:
+            self.epochs.comes(copy.dataset, unit)
+            return
+        self.epochs.used(copy.dataset, unit, copy.clock, self._extent_bytes(copy), hit=hit, asker=asker)
+        self._look_again()
+        if self.epochs.spent(copy.dataset, unit):
+            self._spent.add(copy.key)
 
     def came_ahead(self, copy: Copy) -> None:
         """Blocks have come that nobody has asked for yet."""
@@ -277,6 +282,7 @@ class Catalog:
             target.clock, target.used = source.clock, source.used
         if source.key in self._ahead and target.key not in self._ahead:
             self._wait(target, self._ahead[source.key].until)
+        self._spent.moved(source.key, target.key)
         self.changed(target)
 
     def changed(self, copy: Copy) -> None:
@@ -289,6 +295,7 @@ class Catalog:
         self._dirty.pop(copy.key, None)
         self._ahead.pop(copy.key, None)
         self.borrowed.discard(copy.key)
+        self._spent.discard(copy.key)
         self._removed[copy.key] = copy.stored_clock
 
     # -- what may go -------------------------------------------------------------------------------
@@ -299,8 +306,7 @@ class Catalog:
         """What should go next from a tier, and nobody is using it, nor anything that would have to go with it: what other
         nodes keep, what nobody will miss, else (unless only `spare` copies are asked for) the least recently used. It stays
         the next until it has gone. `moving`: to another tier, so it may be pinned, and is not borrowed."""
-        if self._seen_version != self.epochs.version:
-            self._look_again()
+        self._look_again()
         found = None if moving else self.borrowed_victim(tier, spare=True)
         if found is None:
             found = self._first(self._spare[tier], tier, True, older_than, moving)
@@ -319,16 +325,11 @@ class Catalog:
             copy = self.copy(obj, key[0], key[2])
             if copy is None:
                 self.borrowed.discard(key)
-            elif (
-                not (spare and key in self._ahead)
-                and self._can_go(obj, copy, moving=False)
-                and not (obj.is_sealed(self._tier[tier]) and self._partly_own(obj, tier))
-            ):
-                return obj, copy
+            elif not (spare and key in self._ahead) and self._can_go(obj, copy, moving=False):
+                whole = self.copies(obj, tier) if obj.is_sealed(self._tier[tier]) else ()
+                if all(other.key in self.borrowed for other in whole):
+                    return obj, copy
         return None
-
-    def _partly_own(self, obj: CachedObject, tier: int) -> bool:
-        return any(copy.key not in self.borrowed for copy in self.copies(obj, tier))
 
     def _first(
         self, walk: Walk, tier: int, keep: bool, older_than: int | None, moving: bool, passing: int = 0
@@ -354,19 +355,20 @@ class Catalog:
         if key is not None:
             obj = self.by_digest(key[1])
             return obj, obj.copies[key[0], key[2]]  # type: ignore[return-value]
-        for young in chain(self._flushing.values(), self._dirty.values()):
-            if isinstance(young, Copy) and young.tier == tier and young.bitmap:
-                if older_than is not None and young.clock >= older_than:
-                    continue
-                if young.key in self.borrowed or (keep and self._kept(young.key, young.clock, young.dataset)):
-                    continue
-                obj = self._objects[young.digest]
-                if self._can_go(obj, young, moving):
-                    return obj, young
+        spent = (self.copy(self.by_digest(d), t, e) for t, d, e in self._spent.oldest(tier) if keep)
+        changed = chain(spent, self._flushing.values(), self._dirty.values())
+        young = (c for c in changed if isinstance(c, Copy))
+        young = (c for c in young if c.tier == tier and c.bitmap and c.key not in self.borrowed)
+        for copy in islice(young, KEPT_AT_ONCE):
+            too_young = older_than is not None and copy.clock >= older_than
+            if not too_young and not (keep and self._kept(copy.key, copy.clock, copy.dataset)):
+                obj = self.by_digest(copy.digest)
+                if self._can_go(obj, copy, moving):
+                    return obj, copy
         return None
 
     def _kept(self, key: CopyKey, clock: int, dataset: int) -> bool:
-        return key in self._ahead or self.epochs.protects(dataset, clock)
+        return key in self._ahead or (self.epochs.protects(dataset, clock) and key not in self._spent)
 
     def _passed_over(self, key: CopyKey, clock: int, dataset: int) -> bool:
         return key in self.borrowed or self._kept(key, clock, dataset)
@@ -382,8 +384,11 @@ class Catalog:
         return not (obj.is_sealed(tier) and any(other.pins for other in obj.on(tier)))
 
     def _look_again(self) -> None:
-        """Something that was kept no longer is."""
+        """Is something that was kept so no longer?"""
+        if self._seen_version == self.epochs.version:
+            return
         self._seen_version = self.epochs.version
+        self._spent.clear()
         for walk in self._spare.values():
             walk.restart()
 
@@ -433,7 +438,7 @@ class Catalog:
                     log.warning("cannot write the cache index, a restart will be colder: %s", exc)
                 self.index_error = str(exc)
                 self._take_back(saving, removing, before)
-                self._look_again()
+                self._seen_version = -1  # look again
             finally:
                 self._flushing = {}
                 for number, walk in self._spare.items():
@@ -471,6 +476,7 @@ class Catalog:
         self._dirty = {key: copy for key, copy in self._dirty.items() if key[0] != tier}
         self._removed = {key: clock for key, clock in self._removed.items() if key[0] != tier}
         self.borrowed.forget_tier(tier)
+        self._spent.forget_tier(tier)
         self._checked.clear()
         try:
             self._index.forget_tier(tier, b"")

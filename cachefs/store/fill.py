@@ -27,11 +27,12 @@ class Fill:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
     `kept` says whether its bytes can be read after it was closed; `waits`, whether writing may wait for a disk; `ahead`,
-    that nobody has asked for them when it began; `counted`, that a use of it was."""
+    that nobody has asked for them when it began; `asker` is the node that has; `counted`, that a use of it was."""
 
     kept = False
     waits = False
     ahead = False
+    asker = ""
     counted = False
 
     def __init__(self, size: int, block_size: int, start_block: int, stop_block: int) -> None:

@@ -9,10 +9,14 @@ from cachefs.names import BLOCKS_PER_EXTENT, block_length
 from cachefs.store.catalog import Catalog
 from cachefs.store.fill import Fill, HeapFill, TierFill
 from cachefs.store.heap import Heap
-from cachefs.store.moves import Moves
+from cachefs.store.moves import SPILL_ABOVE, Moves
 from cachefs.store.room import Evict, Room
 from cachefs.store.tier import RAM, Tier, allocated
 from cachefs.store.versions import CachedObject
+
+READERS_SHARE = 64
+"""Of the fastest tier, this part is not filled ahead with what other nodes keep, nor is room for one more transfer: that is
+for readers. Guessed."""
 
 
 class Filling:
@@ -46,7 +50,7 @@ class Filling:
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             obj.refs += 1
             try:
-                fill = self._fill_in(obj, tier, start, stop, evict, ahead)
+                fill = self._fill_in(obj, tier, start, stop, evict, ahead, borrowed)
             except OSError as exc:
                 self._metrics.tier_errors += 1
                 tier.failed(exc)
@@ -58,7 +62,7 @@ class Filling:
             fill.ahead = ahead
             copy = fill.copy
             if not borrowed:
-                self._catalog.own(copy)
+                self._room.own(copy)
             elif not (copy.bitmap or copy.arriving or copy.pinned):
                 self._catalog.borrowed.add(copy.key)
             copy.pins += 1
@@ -71,20 +75,35 @@ class Filling:
     def _places(self, ahead: bool, borrowed: bool) -> Iterator[tuple[Tier, Evict]]:
         """Where a fill may go, in the order to try: what nobody will miss goes from all tiers before anything else does."""
         if borrowed:
-            evict = Evict.BORROWED if ahead else Evict.ANY_BORROWED
-            yield from ((tier, evict) for tier in self._tiers[:1] if tier.writable())
+            yield from ((tier, Evict.BORROWED) for tier in self._tiers[:1] if tier.writable())
             return
         tiers = [tier for tier in self._tiers if tier.writable()]
+        first, last = tiers[:1], tiers[-1:]
         yield from ((tier, Evict.BORROWED) for tier in tiers[:-1])
+        if not ahead:
+            # What is kept has a right to all but what spilling leaves free, whatever waits there.
+            short = [tier for tier in first if tier.kept_bytes < SPILL_ABOVE * tier.limit_bytes()]
+            yield from ((tier, Evict.NOTHING) for tier in last)
+            yield from ((tier, Evict.ANY_BORROWED) for tier in short)
         yield from ((tier, Evict.SPARE) for tier in reversed(tiers))
         if not ahead:
-            yield from ((tier, Evict.ANY) for tier in tiers[-1:])
+            yield from ((tier, Evict.ANY_BORROWED) for tier in first)
+            yield from ((tier, Evict.ANY) for tier in last)
 
     def _fill_in(
-        self, obj: CachedObject, tier: Tier, start: int, stop: int, evict: Evict, ahead: bool
+        self,
+        obj: CachedObject,
+        tier: Tier,
+        start: int,
+        stop: int,
+        evict: Evict,
+        ahead: bool,
+        borrowed: bool,
     ) -> TierFill | None:
         need = sum(allocated(block_length(b, obj.id.size, self._block_size)) for b in range(start, stop))
         left = self._room.left_to_readers(tier, need) if ahead and evict is Evict.SPARE else 0
+        if borrowed and ahead:
+            left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._room.make(tier, need + left, evict=evict):
             return None
         fd = self._room.file_for_write(obj, tier)
@@ -132,7 +151,7 @@ class Filling:
         self._catalog.touch(fill.copy)
         if not fill.counted:
             fill.counted = True
-            self._catalog.use(obj, fill.copy, hit=False)
+            self._catalog.use(obj, fill.copy, hit=False, asker=fill.asker)
 
     def end(self, obj: CachedObject, fill: Fill) -> None:
         """The transfer is over, whole or not: settle what landed, give back what did not."""

@@ -51,12 +51,12 @@ class Moves:
 
     def filled(self) -> None:
         """RAM has taken something in."""
-        if self._ram.used_bytes > SPILL_ABOVE * self._ram.limit_bytes():
+        if self._over(SPILL_ABOVE):
             self._wake.set()
 
     def used(self, copy: Copy) -> None:
-        """A block of an SSD copy was read."""
-        if copy.object_size > PROMOTED_AT_MOST:
+        """A block of an SSD copy was read. What has epochs would lie here twice until the next one."""
+        if copy.object_size > PROMOTED_AT_MOST or self._catalog.epochs.has_epochs(copy.dataset):
             return
         now = self._now()
         if not copy.first_use:
@@ -70,7 +70,7 @@ class Moves:
             with trio.move_on_after(LOOK_EVERY_S):
                 await self._wake.wait()
             self._wake = trio.Event()
-            if self._ram.used_bytes > SPILL_ABOVE * self._ram.limit_bytes():
+            if self._over(SPILL_ABOVE) or self._ram.used_bytes > self._ram.limit_bytes():
                 await self._spill()
             while self._promotions:
                 key, _ = self._promotions.popitem(last=False)
@@ -80,17 +80,15 @@ class Moves:
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:
-        while self._ram.used_bytes > (enough := self._spill_to() * self._ram.limit_bytes()):
-            # What other nodes keep goes first, and nowhere.
-            if self._room.make(self._ram, int(self._ram.limit_bytes() - enough), evict=Evict.BORROWED):
-                return
+        self._room.make(self._ram, 0, evict=Evict.ANY_BORROWED)  # its limit may have sunk
+        while self._over(self._spill_to()):
             victim = self._catalog.victim(self._ram.number, moving=True)
             if victim is None:
                 return
             obj, copy = victim
             going = self._room.goes_with(obj, copy)
             wanted = self._catalog.kept(copy)
-            if self._ssd.writable() and await self._move_down(obj, going):
+            if self._ssd.writable() and await self._move_down(obj, going, Evict.SPARE):
                 self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in going)
             elif not copy.bitmap:
                 continue  # its file was unreadable: it is gone
@@ -104,6 +102,10 @@ class Moves:
             free = copy.bitmap and not any(c.pins for c in going)
             if free and len(self._room.goes_with(obj, copy)) == len(going):
                 self._room.drop(obj, copy, copy.bitmap)
+
+    def _over(self, share: float) -> bool:
+        """Whether what is kept takes more of RAM; what other nodes keep goes when its place is wanted."""
+        return self._ram.kept_bytes > share * self._ram.limit_bytes()
 
     def _spill_to(self) -> float:
         """Where spilling stops. What is displaced on SSD for it is lost, so then no more goes than has to."""
@@ -121,14 +123,15 @@ class Moves:
         while (victim := self._catalog.victim(self._ram.number, moving=True)) is not None:
             obj, copy = victim
             wanted = self._catalog.kept(copy)
-            saved = await self._move_down(obj, self._room.goes_with(obj, copy))
+            saved = await self._move_down(obj, self._room.goes_with(obj, copy), Evict.ANY)
             if not saved and copy.bitmap and (wanted or not self._ssd.writable()):
                 return
             if copy.bitmap:
                 self._room.drop(obj, copy, copy.bitmap)
 
-    async def _move_down(self, obj: CachedObject, going: list[Copy]) -> bool:
-        """Copy to SSD what will leave RAM together, but for what other nodes keep."""
+    async def _move_down(self, obj: CachedObject, going: list[Copy], for_wanted: Evict) -> bool:
+        """Copy to SSD what will leave RAM together, but for what other nodes keep; `for_wanted`: what goes there for what is
+        still wanted."""
         obj.refs += 1
         try:
             for copy in going:
@@ -137,7 +140,7 @@ class Moves:
                 # Here the deadline of a stop strikes: never in the middle of an extent.
                 await trio.lowlevel.checkpoint()
                 wanted = self._catalog.kept(copy)
-                evict, older_than = (Evict.ANY, None) if wanted else (Evict.SPARE, copy.clock)
+                evict, older_than = (for_wanted, None) if wanted else (Evict.SPARE, copy.clock)
                 if not await self.move(obj, copy, self._ssd, evict, older_than):
                     return False
             return True

@@ -93,7 +93,10 @@ class Room:
     def reserve(self, copy: Copy, bits: int) -> None:
         """Blocks are about to be written into a (pinned) copy, by one writer. Bytes they left behind are theirs again."""
         copy.arriving |= bits
-        self._tiers[copy.tier].reserve(self._bytes(copy, bits & ~copy.forgotten))
+        new = self._bytes(copy, bits & ~copy.forgotten)
+        self._tiers[copy.tier].reserve(new)
+        if copy.key in self._catalog.borrowed:
+            self._tiers[copy.tier].borrowed_bytes += new
         copy.forgotten &= ~bits
 
     def land(self, copy: Copy, bits: int, verified: int) -> None:
@@ -140,10 +143,17 @@ class Room:
         """It stays until it is unpinned; or may go again, like something just used."""
         if copy.pinned != pinned:
             copy.pinned = pinned
-            self._catalog.own(copy)
+            self.own(copy)
             held = self._bytes(copy, copy.bitmap)
             self._tiers[copy.tier].pinned_bytes += held if pinned else -held
             self._catalog.touch(copy)
+
+    def own(self, copy: Copy) -> None:
+        """It is kept here from now on, whatever it was."""
+        if copy.key in self._catalog.borrowed:
+            held = self._bytes(copy, copy.bitmap | copy.arriving | copy.forgotten)
+            self._tiers[copy.tier].borrowed_bytes -= held
+            self._catalog.own(copy)
 
     def _forget(self, copy: Copy, bits: int, why: str) -> int:
         bits &= copy.bitmap
@@ -176,8 +186,7 @@ class Room:
     def _free(self, obj: CachedObject, copy: Copy) -> None:
         tier = self._tiers[copy.tier]
         forgotten = list(self._catalog.ranges(copy, copy.forgotten))
-        tier.freed(self._bytes(copy, copy.forgotten))
-        copy.forgotten = 0
+        self._freed(tier, copy)
         if not copy.bitmap:
             self._catalog.remove(obj, copy)
             if not self._catalog.has_copies(obj, tier.number):
@@ -185,14 +194,19 @@ class Room:
                 return
         self._punch(obj, tier, forgotten)
 
+    def _freed(self, tier: Tier, copy: Copy) -> None:
+        freed = self._bytes(copy, copy.forgotten)
+        tier.freed(freed)
+        tier.borrowed_bytes -= freed if copy.key in self._catalog.borrowed else 0
+        copy.forgotten = 0
+
     def _free_file(self, obj: CachedObject, tier: Tier) -> None:
         """Of a sealed file that is leaving, unless it is still in use."""
         copies = obj.on(tier)
         if any(copy.pins for copy in copies):
             return
         for copy in copies:
-            tier.freed(self._bytes(copy, copy.forgotten))
-            copy.forgotten = 0
+            self._freed(tier, copy)
             self._catalog.remove(obj, copy)
         self._unlink(obj, tier)
 

@@ -371,9 +371,11 @@ class Store:
 
     # -- giving to other nodes ---------------------------------------------------------------------
 
-    def share(self, obj: CachedObject, block: int, *, checked: bool = False) -> Shared | None:
-        """Where the block lies, if it is here and verified (or was `checked` just now, by `read`). That is a use of it. Its
-        bytes stay where they are until `unshare`; whoever calls keeps the object referenced as long."""
+    def share(
+        self, obj: CachedObject, block: int, *, checked: bool = False, asker: str = ""
+    ) -> Shared | None:
+        """Where the block lies, if it is here and verified (or was `checked` just now, by `read`). It stays there until
+        `unshare`; whoever calls keeps the object referenced as long. It is a use for the `asker`, and promotes nothing."""
         copy = self._catalog.find(obj, block)
         if copy is None:
             return None
@@ -387,7 +389,8 @@ class Store:
             self.room.lost(obj, copy, exc)
             return None
         copy.pins += 1
-        self._used(obj, copy)
+        if self._catalog.touch_if_old(copy) or asker:
+            self._catalog.use(obj, copy, hit=True, asker=asker)
         length = block_length(block, obj.id.size, self.block_size)
         return Shared(copy, fd, block * self.block_size, length, not tier.blocking, copy.checksums[position])
 

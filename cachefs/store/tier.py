@@ -2,7 +2,8 @@
 
 `used_bytes` counts allocated bytes (block lengths rounded up to the page), because that is what the cap and the disk
 count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded. `unlisted_bytes` is the part of
-it that no index row will account for after a crash: on its way in, or on its way out.
+it that no index row will account for after a crash: on its way in, or on its way out. `borrowed_bytes` is the part that
+other nodes keep.
 
 Health: after an I/O error nothing new is written for a while, then fills are tried again; reads go on, each failing one
 is a miss. Three errors without a success between them make it *down* in `status`. A full disk is not sickness: it
@@ -89,6 +90,7 @@ class Tier:
         self.used_bytes = 0
         self.unlisted_bytes = 0
         self.pinned_bytes = 0
+        self.borrowed_bytes = 0
         self.blocks = 0
         self.reads_now = True  # until the file system says that it cannot read without waiting
         self.errors_in_a_row = 0
@@ -173,6 +175,11 @@ class Tier:
         if self.errors_in_a_row:
             log.warning("cache tier %s (%s) works again", self.name, self.path)
             self.errors_in_a_row = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is used for what this node keeps."""
+        return self.used_bytes - self.borrowed_bytes
 
     # -- accounting --------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from cachefs import statusview
 from cachefs.names import ObjectId
 from cachefs.store.datasets import MOST, Datasets
-from cachefs.store.epochs import SAMPLE, TRACKED, Epochs, unit_hash
+from cachefs.store.epochs import TRACKED, Epochs, unit_hash
 from cachefs.store.seen import Seen
+from cachefs.store.turns import SAMPLE
 
 
 class Watched:
