@@ -9,6 +9,7 @@ that fails leaves both names and says so. For other nodes none of this is atomic
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -141,7 +142,11 @@ class Moving:
             await each(copy, objects, COPIES_AT_ONCE)
             moved = await self._overlay.directory(*to)
             self._overlay.look_again(moved)
-            await self._nodes(inside, moved)
+            went = await self._nodes(inside, moved)
+            for key in local - went:
+                with suppress(NotFound):
+                    await copy(info := await origin.head(key))
+                    objects.append(info)
         except BaseException:
             with trio.CancelScope(shield=True):
                 await origin.delete_many(copied)
@@ -158,11 +163,15 @@ class Moving:
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
                 raise error
 
-    async def _nodes(self, inside: Directory, moved: Directory) -> None:
-        """What is written or open below goes along, one by one."""
+    async def _nodes(self, inside: Directory, moved: Directory) -> set[str]:
+        """What is written or open below goes along, one by one. Returns the keys that need nothing more: what the store got
+        and nobody had open any more meanwhile is an object like the others."""
+        went: set[str] = set()
         for node in self._overlay.below(inside):
+            key = node.key
             async with node.lock:
                 if node.removed:
+                    went.add(key)
                     continue
                 above = moved
                 for name in _path(node.directory, inside):
@@ -171,6 +180,8 @@ class Moving:
                 if node.draft is None or row is None:
                     continue  # only open: it begins anew when it is looked up
                 await self._node(node, Found(node.stable, False, row, 0.0), (above, node.name), None)
+                went.add(key)
+        return went
 
     async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
         inside = self._tree.directory(found.ino)
