@@ -230,6 +230,15 @@ def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None
         )
 
 
+def check_believed(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
+    """Raises `ConfigError` for a place where strangers could answer and nothing would tell. (What a name means is only known
+    when it is asked; `client` looks again.)"""
+    if key is None and tls is None and not is_loopback(host):
+        raise ConfigError(
+            f"anybody could answer in the place of {host}: give --peer-key-file or certificates, as the other nodes have"
+        )
+
+
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine is reached there, as far as the name itself tells."""
     try:

@@ -2,8 +2,8 @@
 
 A failure makes a peer *suspect*, several in a row make it *dead*; both are left alone for a while that doubles with each
 further failure, and then one request tries it. Any success makes it healthy at once. The two differ only for who looks
-at them: a suspect will mostly be back for the next request, a dead one is not worth a hedge. Nobody is removed here:
-the ring is made of members, and an owner that may not be tried is passed over by whoever wanted to read.
+at them: a suspect will mostly be back for the next request. Nobody is removed here: the ring is made of members, and an
+owner that may not be tried is passed over by whoever wanted to read.
 
 Deadlines come from the peer's own answers. The time to the first byte is kept in a histogram of logarithmic buckets
 that forgets by halving: a peer that was always quick is given up early, one behind a slow link is given its time.
@@ -43,9 +43,6 @@ MARGIN = 2.0
 
 FEWEST = 20
 """Answers before the histogram is believed. Derived: below that its 95th percentile is the maximum."""
-
-SHORTEST_HEDGE_S = 0.01
-"""Asking two for less than this would ask two for everything. Guessed."""
 
 
 class Latencies:
@@ -144,11 +141,3 @@ class Health:
         if self.latencies.total < FEWEST:
             return LONGEST_DEADLINE_S
         return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, MARGIN * self.latencies.quantile(0.99)))
-
-    def hedge_delay(self) -> float:
-        """Seconds after which a second source may be asked as well: the 95th percentile, so that one request in twenty
-        is asked twice; half the deadline before enough is known."""
-        deadline = self.read_deadline()
-        if self.latencies.total < FEWEST:
-            return deadline / 2
-        return min(deadline, max(SHORTEST_HEDGE_S, self.latencies.quantile(0.95)))

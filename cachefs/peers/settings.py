@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cachefs.config import Config
 from cachefs.errors import ConfigError
-from cachefs.peers.auth import Key, check_listen, client_tls, read_key, server_tls
+from cachefs.peers.auth import Key, check_believed, check_listen, client_tls, read_key, server_tls
 from cachefs.peers.places import DnsPeers, EtcdPeers, Peers, StaticPeers, parse_address, parse_peers
 from cachefs.peers.wire import MAX_RANK, Address
 
@@ -50,6 +50,10 @@ def settings(config: Config) -> Settings | None:
     listen = _listen(config, peers)
     if listen is not None:
         check_listen(listen.host, key, server)
+    if not config.sharing and not isinstance(peers, EtcdPeers):
+        asked = [peers.name] if isinstance(peers, DnsPeers) else [address.host for address in peers.addresses]
+        for host in asked:
+            check_believed(host, key, client)
     etcd_tls = None
     if config.etcd_ca is not None:
         if not isinstance(peers, EtcdPeers):

@@ -94,6 +94,7 @@ def test_a_port_in_use_is_told_before_anything_is_mounted(mounted: Mounted, buck
 
 REFUSED = {
     "anybody could ask": ({"peers": "static:10.0.0.1:7070", "peer_listen": "0.0.0.0:7070"}, "for anybody"),
+    "anybody could answer": ({"peers": "static:10.0.0.1:7070", "no_sharing": True}, "anybody could answer"),
     "no place": ({"peers": "nowhere"}, "not a place to find peers"),
     "not this machine": ({"peers": "static:192.0.2.1:7070"}, "none of --peers"),
     "no peers": ({"peer_listen": "127.0.0.1:7070"}, "needs --peers"),

@@ -146,17 +146,6 @@ def test_the_deadline_of_a_peer_that_became_slower_grows_to_what_it_needs() -> N
     assert needs <= peer.read_deadline() and given_up < 30 and peer.state == "healthy"
 
 
-def test_hedges_come_after_most_answers_and_before_the_deadline() -> None:
-    peer = health()
-    assert peer.hedge_delay() == LONGEST_DEADLINE_S / 2
-    for number in range(400):
-        peer.succeeded(0.5 if number % 25 == 0 else 0.020)
-    assert 0.020 <= peer.hedge_delay() <= 0.025
-    for _ in range(4000):
-        peer.succeeded(0.0001)
-    assert peer.hedge_delay() == 0.01
-
-
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["succeeded", "failed", "slow", "try"]), st.floats(0, 40), st.floats(0, 5)),
     max_size=60,
@@ -184,7 +173,6 @@ def test_after_any_history(events: list[tuple[str, float, float]], seed: int) ->
         assert (peer.state == "healthy") == (peer.failures == 0)
         assert (peer.state == "dead") == (peer.failures >= DEAD_AFTER)
         assert SHORTEST_DEADLINE_S <= peer.read_deadline() <= LONGEST_DEADLINE_S
-        assert 0 < peer.hedge_delay() <= peer.read_deadline()
     assert peer.may_try(now + LONGEST_BACKOFF_S), "nobody is left alone for longer"
 
 
