@@ -109,10 +109,17 @@ class Cluster:
         return self.membership.members[names[0]] if names and names[0] not in self.membership.own else None
 
     def keeps(self, digest: bytes, extent: int) -> bool:
-        """Whether this node keeps what it has of the extent. A node that serves nobody has no part of the ring, and
-        keeps what it likes."""
-        owners = self._owners(digest, extent)[: self.replicas]
-        return not self.serves or not owners or not self.membership.own.isdisjoint(owners)
+        """Whether this node keeps what it has of the extent: as one of its owners, or as the heir of those that are dead. A
+        node that serves nobody has no part of the ring, and keeps what it likes."""
+        owners = self._owners(digest, extent)
+        alive = 0
+        for name in owners if self.serves else ():
+            if name in self.membership.own:
+                return True
+            alive += self._of(name).state != "dead"
+            if alive == self.replicas:
+                return False
+        return not self.serves or not owners
 
     def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
         """Whether to fetch it for somebody who believes that this node has that rank."""

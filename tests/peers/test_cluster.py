@@ -20,7 +20,7 @@ from cachefs.peers.membership import Sighting
 from cachefs.peers.protocol import Busy, NotShared, PeerFailed
 from cachefs.peers.wire import BlockRequest, Kind
 from tests.fetch.scripted import SOURCE, ScriptedOrigin, content, in_trio
-from tests.peers.nodes import Node, in_time, nodes
+from tests.peers.nodes import Node, Nodes, in_time, nodes
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, cache_files, until
 
 
@@ -240,6 +240,37 @@ async def test_a_long_queue_in_front_of_a_slow_peer_is_left_for_the_store(cache_
                 nursery.start_soon(read, object_id, data)
         assert max(took) < 12 and sorted(took)[3] < 6, "those without a place ask the store in time"
         assert len(cluster.origin.gets) == count + 4
+
+
+@in_time(rate=4)
+async def test_what_a_dead_node_kept_is_kept_by_its_heir_until_it_is_back(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 3, sizes={"ssd": 8 * MIB, "ram": 8 * MIB}) as cluster:
+        dead, *others = cluster
+        ids = [cluster.put_owned_by(dead, f"file{n}-", content(n, BLOCK)) for n in range(8)]
+
+        def kept(node: Node, object_id: ObjectId) -> bool:
+            (copy,) = node.store._catalog.copies(node.store.object(object_id), 0)
+            return copy.key not in node.store._catalog.borrowed
+
+        dead.die()
+        for object_id in ids:
+            for node in others:
+                await node.read(object_id)
+                await cluster.quiet()
+            await trio.sleep(1.1)
+        states = [row["state"] for node in others for row in node.cluster.status() if not row["here"]]
+        assert sorted(states) == ["dead", "dead", "healthy", "healthy"]
+        for object_id in ids[4:]:
+            assert [kept(node, object_id) for node in others].count(True) == 1
+            assert not any(kept(node, object_id) and node is not heir(cluster, object_id) for node in others)
+        for node in others:
+            node.cluster._of(str(dead.address)).succeeded(0.01)
+            assert not any(node.owns(object_id) for object_id in ids)
+
+
+def heir(cluster: Nodes, object_id: ObjectId) -> Node:
+    name = cluster[1].cluster.membership.ring.owners(object_id.digest, 0, 2)[1]
+    return next(node for node in cluster if str(node.address) == name)
 
 
 @in_trio
