@@ -213,6 +213,10 @@ class Writing:
         if fh is not None and self._files.get(fh).writes:
             await self._drafts.truncate_open(fh, size)
             return
+        node = self._overlay.nodes.get(ino)
+        if node is not None and node.removed and node.draft is not None:
+            await node.draft.truncate(size)
+            return
         directory, mark = self._locate(ino)
         name = name_in(mark)
         found = await self._looker.look(directory, name)
@@ -244,6 +248,9 @@ class Writing:
         return found
 
     async def recover(self) -> None:
+        if not self._tree.database.was_clean:
+            # What was under way when an earlier daemon died may have reached the store, and is in no row here.
+            self._tree.database.write(self._tree.refresh(self._tree.root))
         await self._names.recover([top.origin for top in self._tree.tops() if top.origin is not None])
         await self._drafts.recover(self._place)
 
