@@ -40,8 +40,9 @@ class Records:
     async def keep(self, draft: Draft) -> None:
         """The draft's row says what is true now. Raises `NoRoom`, `CacheUnusable`."""
         async with draft.row_turn:
-            draft.has_row = True
-            await self.journal.write(DRAFTS, draft.id, draft.row())
+            if not draft.discarded:
+                draft.has_row = True
+                await self.journal.write(DRAFTS, draft.id, draft.row())
 
     async def acknowledge(self, draft: Draft) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
@@ -50,7 +51,7 @@ class Records:
             await draft.file.sync()
             draft.synced = max(draft.synced, generation)
         async with draft.row_turn:
-            if not draft.acknowledged:
+            if not draft.acknowledged and not draft.discarded:
                 draft.has_row = True
                 await self.journal.write(DRAFTS, draft.id, {**draft.row(), "acknowledged": True})
                 draft.acknowledged = True

@@ -1,8 +1,9 @@
 """How much may be written and not be at the store: what makes a writer wait, and what a full disk is to him.
 
 Two bounds. Of one file, `UNSENT` bytes may wait for their turn on the wire, where they are sent while the file is written:
-beyond that the writer goes as fast as the store. Of the disk, `keep_free` bytes stay free: the cache gives way first, then
-the writer waits for other files to be uploaded and given to the cache, which can evict them; if that does not help, it is
+beyond that the writer goes as fast as the store. Of the disk, `keep_free` bytes shall stay free: the cache gives way first,
+then the writer waits for other files to be uploaded and given to the cache, which can evict them. If that does not help, he
+may write into what is kept free, for it is kept for somebody's files; the last tenth of it is left to others, and then it is
 `NoRoom` to this writer and nobody else.
 """
 
@@ -24,6 +25,9 @@ UNSENT = 512 << 20
 
 WAIT_S = 30.0
 """Guessed: as long as programs wait for a slow disk without somebody looking."""
+
+LEFT_TO_OTHERS = 10
+"""This part of what is kept free is not written into. Guessed: of the usual 10 %, one of the disk."""
 
 LOOK_S = 0.25
 """How often is looked whether there is room now. Guessed."""
@@ -55,6 +59,7 @@ class StagingRoom:
         self._free = 0
         self._asked_at = float("-inf")
         self._since = 0
+        self._impatient_until = float("-inf")
 
     def free_bytes(self) -> int:
         """What may be written now."""
@@ -71,17 +76,25 @@ class StagingRoom:
         while parts.under_way and parts.waiting_bytes > UNSENT and sender.failed is None:
             await sender.landed()
         if self.free_bytes() < count and not await self.more(draft, count):
-            raise NoRoom(f"the disk of {self._directory} has no room for what is written")
+            kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS
+            if self.free_bytes() + kept < count:
+                raise NoRoom(f"the disk of {self._directory} has no room for what is written")
         self._since += count
 
     async def more(self, draft: Draft, count: int) -> bool:
         """Have the cache make room, then wait for uploads. Whether there is room now."""
-        until = trio.current_time() + WAIT_S
+        since = trio.current_time()
         while True:
             gives_way = self._cache is not None and await self._cache.make_room(count)
             self._asked_at = float("-inf")
             if self.free_bytes() >= count:
                 return True
-            if not (gives_way or self._hopeful(draft)) or trio.current_time() >= until:
+            now = trio.current_time()
+            if now < self._impatient_until or not (gives_way or self._hopeful(draft)):
+                return False
+            if now >= since + WAIT_S:
+                self._impatient_until = (
+                    now + WAIT_S
+                )  # who waited in vain does not wait for each of his writes
                 return False
             await trio.sleep(LOOK_S)

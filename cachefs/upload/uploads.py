@@ -254,9 +254,10 @@ class Uploads:
         for other in self._drafts.values():
             if other is draft or not other.dirty or other.discarded:
                 continue
-            if other.attempt is None and other.failure is None and other.due < math.inf:
+            waits = other.attempt is None and other.failure is None and other.due < math.inf
+            if waits and other.due > trio.current_time():
                 self._queue.plan(other, 0.0)
-            found |= other.attempt is not None or (other.failure is None and other.due < math.inf)
+            found |= waits or other.attempt is not None
         return found
 
     # -- what the queue tells ----------------------------------------------------------------------

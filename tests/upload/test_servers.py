@@ -182,6 +182,24 @@ def test_faults_that_pass_are_seen_by_nobody(
 
 
 @pytest.mark.parametrize(("kind", "size"), STEPS, ids=lambda v: str(v))
+def test_a_silent_store(lab: Lab, tmp_path: Path, kind: str, size: int) -> None:
+    lab.options["stall_s"] = 0.3
+
+    async def use() -> None:
+        async with daemon(lab, tmp_path) as (d, _, _):
+            await none_of(d.store, "k")
+            rule = lab.store.fault("hang", kind=kind, count=1)
+            await d.save("k", BODY[:size])
+            assert lab.store.faults_fired()[rule] == 1 and d.metrics.upload_failures == 0
+            assert await at_the_store(d.store, "k") == BODY[:size]
+
+    try:
+        run(use)
+    finally:
+        del lab.options["stall_s"]
+
+
+@pytest.mark.parametrize(("kind", "size"), STEPS, ids=lambda v: str(v))
 def test_faults_that_stay_are_told_and_pass_in_the_end(
     lab: Lab, tmp_path: Path, kind: str, size: int
 ) -> None:
