@@ -163,6 +163,9 @@ class OpenFiles:
             held = others[0].object
             if held.etag == etag and held.size == size and own not in self._apart:
                 return own
+        for handle in self._under_alias.get(stable, ()):
+            if (handle.object.etag, handle.object.size) == (etag, size):
+                return handle.ino
         wanted = (stable, etag, size)
         alias = alias_of(*wanted)
         while (found := self._aliases.get(alias)) is not None and found != wanted:
@@ -327,7 +330,8 @@ class OpenFiles:
         for handles in (self._by_ino.get(self.own(stable), ()), self._under_alias.get(stable, ())):
             for handle in handles:
                 if handle.object.etag != etag or handle.object.size != size:
-                    handle.superseded = True
+                    # What has no name any more is no version of one.
+                    handle.superseded = handle.node is None or not handle.node.removed
 
     def note_change(self, ino: int) -> None:
         """The kernel may have pages of an older version."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -73,7 +74,11 @@ class Bucket:
         names = sorted(marks)
         if not self.ordered:
             names.sort(key=lambda n: n[::-1])
-        first = int(token) if token else 0
+        # A token is the last name shown, as at the real stores: names that come and go shift nothing.
+        first = 0
+        if token:
+            shown_last = bytes.fromhex(token)
+            first = bisect.bisect_right(names, shown_last) if self.ordered else names.index(shown_last) + 1
         last = first + min(limit, self.page)
         shown = [marks[name] for name in names[first:last]]
         infos = [self.objects[name] for name, is_dir in shown if not is_dir]
@@ -82,7 +87,7 @@ class Bucket:
         return ListPage(
             infos,
             [name for name, is_dir in shown if is_dir],
-            str(last) if last < len(names) else None,
+            names[last - 1].hex() if last < len(names) else None,
             self.ordered,
         )
 

@@ -1,0 +1,440 @@
+"""Writing beside other things: listings under way, readers with files that are lent, other hands at the store, a death."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
+from cachefs.fs import Attributes
+from cachefs.fs.inodes import FIRST_ALIAS
+from tests.fs.bucket import Bytes, WritableBucket
+from tests.fs.mount import ROOT, Mount, mounted
+from tests.fs.writers import MemoryWriter
+
+RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
+
+
+# -- listings that were asked for before ------------------------------------------------------------------
+
+CHANGES: dict[str, tuple[Callable[[Mount], Awaitable[None]], dict[bytes, int | None]]] = {}
+
+
+def change(**after: int | None) -> Any:
+    def keep(function: Callable[[Mount], Awaitable[None]]) -> Any:
+        CHANGES[function.__name__] = (function, {k.encode(): v for k, v in after.items()})
+        return function
+
+    return keep
+
+
+@change(b=5, c=5, new=3)
+async def create(mount: Mount) -> None:
+    await mount.write("new", b"abc")
+
+
+@change(b=3, c=5)
+async def rewrite(mount: Mount) -> None:
+    await mount.write("b", b"abc")
+
+
+@change(c=5)
+async def remove(mount: Mount) -> None:
+    await mount.unlink("b")
+
+
+@change(c=5)
+async def create_and_remove(mount: Mount) -> None:
+    await mount.write("new", b"abc")
+    await mount.unlink("new")
+    await mount.unlink("b")
+
+
+@change(c=5, z=5)
+async def move(mount: Mount) -> None:
+    await mount.rename("b", "z")
+
+
+@change(c=5)
+async def replace(mount: Mount) -> None:
+    await mount.rename("b", "c")
+
+
+@change(b=5, c=5, d=None)
+async def make_directory(mount: Mount) -> None:
+    await mount.mkdir("d")
+
+
+@change(c=5, b=None)
+async def file_to_directory(mount: Mount) -> None:
+    await mount.unlink("b")
+    await mount.mkdir("b")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("held_back", [1, 2, 3])
+@pytest.mark.parametrize("before", [0, 1])
+async def test_a_page_asked_for_before_a_change_does_not_undo_it(
+    name: str, held_back: int, before: int
+) -> None:
+    """One page of the listing is answered as it was before the change, and lands after it."""
+    function, after = CHANGES[name]
+    bucket = WritableBucket(page=1, delay=0.001)
+    for key in ("b", "c"):
+        bucket.set(key, size=5)
+    plain, pages = bucket.list_page, 0
+    changed = trio.Event()
+
+    async def late(prefix: str, **kwargs: Any) -> Any:
+        nonlocal pages
+        page = await plain(prefix, **kwargs)
+        if armed and kwargs["limit"] > 1:
+            pages += 1
+            if pages == held_back:
+                reached.set()
+                await changed.wait()
+        return page
+
+    bucket.list_page = late  # type: ignore[method-assign]
+    armed, reached = False, trio.Event()
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        for _ in range(before):
+            await mount.walk()
+        await mount.fs.refresh()
+        for key in (b"b", b"c", b"new", b"d", b"z"):
+            await mount.fs._looker.ask(mount.fs._tree.root, key)  # known by themselves, with no listing
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mount.entries)
+            armed = True
+            with trio.move_on_after(1):
+                await reached.wait()
+            await function(mount)
+            changed.set()
+        armed = False
+        assert await mount.walk() == after
+        for path, size in after.items():
+            if size is not None:
+                assert await mount.read(path.decode()) == bucket.content(path.decode())
+        mount.clock.now += 61
+        assert await mount.walk() == after
+
+
+async def test_a_question_asked_before_a_change_does_not_undo_it() -> None:
+    bucket = WritableBucket(["f", "g"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        mount.clock.now += 61
+        released = trio.Event()
+        plain = bucket.head
+
+        async def late(key: str) -> Any:
+            info = await plain(key)
+            await released.wait()
+            return info
+
+        ino = await mount.ino("f")
+        mount.clock.now += 61
+        bucket.head = late  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            seen: list[Attributes] = []
+
+            async def ask() -> None:
+                seen.append((await mount.fs.getattr(ino))[0])
+
+            nursery.start_soon(ask)
+            await trio.sleep(0.1)
+            await mount.fs._writing._overlay.is_file(  # type: ignore[union-attr]
+                mount.fs._tree.root, b"f", await bucket.put("f", _Zeros(), 3)
+            )
+            bucket.head = plain  # type: ignore[method-assign]
+            released.set()
+        assert [a.size for a in seen] == [3]
+
+
+class _Zeros:
+    def read(self, at: int, count: int) -> bytes:
+        return bytes(count)
+
+
+# -- readers and lent files -----------------------------------------------------------------------------
+
+
+class Lent:
+    def __init__(self) -> None:
+        self.id, self.fd, self.users = 7, -1, 1
+
+    def registered(self, backing_id: int) -> None: ...
+
+
+class Lending(Bytes):
+    """Lends everything that was read once."""
+
+    lends = True
+
+    def __init__(self, bucket: Any) -> None:
+        super().__init__(bucket)
+        self.lent = 0
+
+    def lend_now(self, opened: Any) -> Any:
+        if opened not in self.warm:
+            return None
+        self.lent += 1
+        return Lent()
+
+    def lend_again(self, backing: Any) -> None:
+        self.lent += 1
+
+    def give_back(self, backing: Any) -> None:
+        self.lent -= 1
+
+
+async def open_as_kernel(mount: Mount, path: str, flags: int) -> tuple[int, int, int]:
+    """(ino, fh, backing), walked again after ESTALE."""
+    for _ in range(2):
+        ino = await mount.ino(path)
+        try:
+            opened = mount.fs.open_now(ino, flags, 1) or await mount.fs.open(ino, flags, 1)
+        except ObjectChanged:
+            continue
+        return ino, opened[0], opened[2]
+    raise AssertionError("ESTALE twice")
+
+
+async def test_a_file_that_is_lent_is_written_under_another_number() -> None:
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        reader = Lending(bucket)
+        mount.fs.read_through(reader)
+        mount.fs.lend_to(lambda backing: True)
+        old = await mount.read("f")
+        own, lent, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
+        assert backing == 7 and own < FIRST_ALIAS
+        alias, fh, backing = await open_as_kernel(mount, "f", os.O_RDWR)
+        assert backing == 0 and alias >= FIRST_ALIAS
+        await mount.fs.write(fh, 0, b"new")
+        third, other, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
+        assert (third, backing) == (alias, 0)
+        assert await mount.pread(other) == b"new" + old[3:]
+        await mount.close_file(fh)
+        assert bucket.content("f") == b"new" + old[3:]
+        assert await mount.ino("f") == alias
+        mount.fs.release(lent)
+        mount.fs.release(other)
+        assert await mount.ino("f") == own
+        assert await mount.read("f") == b"new" + old[3:]
+        assert reader.lent == 0 and reader.open_count == 0
+
+
+async def test_who_reads_through_the_daemon_sees_what_is_written() -> None:
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        mount.fs.read_through(reader := Lending(bucket))
+        mount.fs.lend_to(lambda backing: True)
+        ino, fd, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
+        assert backing == 0
+        old = await mount.pread(fd)
+        same, fh, _ = await open_as_kernel(mount, "f", os.O_WRONLY)
+        assert same == ino
+        late, third, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
+        assert (late, backing) == (ino, 0), "nothing is lent beside a writer"
+        await mount.fs.write(fh, 2, b"XYZ")
+        for handle in (fd, third):
+            assert await mount.pread(handle) == old[:2] + b"XYZ" + old[5:]
+        await mount.close_file(fh)
+        assert await mount.ino("f") == ino
+        for handle in (fd, third):
+            assert await mount.pread(handle) == bucket.content("f")
+            mount.fs.release(handle)
+        assert reader.open_count == 0
+
+
+async def test_an_unlinked_file_lives_as_long_as_it_is_open() -> None:
+    bucket, writer = WritableBucket(), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        fh = await mount.open("f", os.O_RDWR | os.O_CREAT)
+        ino = await mount.ino("f")
+        await mount.fs.write(fh, 0, b"one")
+        await mount.unlink("f")
+        assert await mount.stat("f") is None
+        attributes, _ = await mount.fs.getattr(ino)
+        assert (attributes.size, attributes.nlink) == (3, 0)
+        await mount.fs.write(fh, 3, b"two")
+        await mount.write("f", b"another")
+        assert await mount.ino("f") != ino
+        assert await mount.pread(fh) == b"onetwo"
+        assert (await mount.fs.setattr(ino, size=2, mode=0o600))[0].size == 2
+        await mount.fs.fsync(fh)
+        await mount.close_file(fh)
+        assert bucket.content("f") == b"another" and not writer.drafts
+        assert await mount.read("f") == b"another"
+        with pytest.raises(CachefsError):
+            await mount.fs.write(fh, 0, b"x")
+
+
+async def test_readers_of_a_file_read_on_when_it_is_renamed() -> None:
+    bucket = WritableBucket(["d/f", "e/x"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        content = bucket.content("d/f")
+        fd = await mount.open("d/f")
+        ino = await mount.ino("d/f")
+        await mount.rename("d/f", "e/f")
+        assert await mount.ino("e/f") == ino
+        assert await mount.pread(fd) == content
+        assert mount.fs.attributes_now(ino) is not None
+        mount.fs.release(fd)
+        assert await mount.read("e/f") == content and mount.bytes.open_count == 0
+
+
+async def test_a_number_that_moved_is_never_that_of_a_new_name() -> None:
+    """The kernel may know B/f under the number that A/f had: for as long as it does, A/f has another."""
+    bucket = WritableBucket(["A/f", "B/x"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        directory = await mount.ino("A")
+        seen = {await mount.ino("A/f")}
+        for i in range(4):
+            await mount.rename("A/f", f"B/{i}")
+            await mount.write("A/f", b"%d" % i)
+            ino = await mount.ino("A/f")
+            assert ino not in seen
+            seen.add(ino)
+        for i in range(4):
+            assert await mount.ino(f"B/{i}") in seen
+        await mount.rename("A", "C")
+        assert await mount.ino("C") == directory
+        await mount.mkdir("A")
+        assert await mount.ino("A") != directory
+        found, _ = await mount.fs.lookup(directory, b"f")
+        assert found is not None and found.size == 1
+
+
+# -- another hand at the store ------------------------------------------------------------------------------
+
+
+async def test_the_last_close_wins() -> None:
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        fh = await mount.open("f", os.O_RDWR)
+        await mount.fs.write(fh, 0, b"ours")
+        bucket.set("f", size=50, version=9)
+        mount.clock.now += 61
+        assert (await mount.walk())[b"f"] == 10, "what is written here is shown here"
+        await mount.close_file(fh)
+        assert bucket.content("f")[:4] == b"ours" and bucket.objects["f"].size == 10
+        bucket.set("f", size=50, version=10)
+        mount.clock.now += 61
+        assert (await mount.walk())[b"f"] == 50, "and no longer than that"
+        assert await mount.read("f") == bucket.content("f")
+
+
+async def test_who_has_the_old_version_open_cannot_write_over_a_new_one_unseen() -> None:
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        fh = await mount.open("f", os.O_RDWR)
+        bucket.set("f", size=50, version=9)
+        with pytest.raises(ObjectChanged):
+            await mount.fs.write(fh, 0, b"ours")
+        mount.fs.release(fh)
+        assert bucket.objects["f"].size == 50
+
+
+async def test_a_removed_directory_with_something_new_in_it_stays() -> None:
+    bucket = WritableBucket(["d/f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        await mount.unlink("d/f")
+        bucket.set("d/theirs")
+        with pytest.raises(CachefsError):
+            await mount.rmdir("d")
+        assert "d/theirs" in bucket.objects
+
+
+# -- a daemon that died ---------------------------------------------------------------------------------
+
+
+async def test_what_was_being_written_at_a_death_is_looked_up_anew(tmp_path: Path) -> None:
+    bucket = WritableBucket(["d/f", "d/g"])
+    async with mounted(bucket, path=tmp_path, writer=MemoryWriter(), immutable=True, **RW) as mount:
+        await mount.walk()
+        await mount.write("d/g", b"", os.O_WRONLY)
+        for path in ("d/f", "d/new"):
+            fh = await mount.open(path, os.O_RDWR | os.O_CREAT)
+            await mount.fs.write(fh, 0, b"lost")
+    for writer in (None, MemoryWriter()):
+        async with mounted(bucket, path=tmp_path, writer=writer, immutable=True, **RW) as mount:
+            await mount.fs.recover()
+            assert await mount.walk() == {b"d": None, b"d/f": 10, b"d/g": 10}
+            assert mount.database.count("local") == 0
+
+
+async def test_what_was_promised_is_shown_after_a_death_even_without_names(tmp_path: Path) -> None:
+    bucket, writer = WritableBucket(["d/f", "x"]), MemoryWriter(writeback=True)
+    async with mounted(bucket, path=tmp_path / "1", writer=writer, **RW) as mount:
+        await mount.walk()
+        await mount.mkdir("d/made")
+        await mount.write("d/f", b"one")
+        await mount.write("d/made/new", b"three")
+        await mount.rename("d", "e")
+    for place in ("1", "2"):
+        again = MemoryWriter(writeback=True)
+        again.drafts = writer.pending()
+        for draft in again.drafts:
+            draft.handles = 0
+        async with mounted(bucket, path=tmp_path / place, writer=again, **RW) as mount:
+            await mount.fs.recover()
+            tree = {b"e": None, b"e/f": 3, b"e/made": None, b"e/made/new": 5, b"x": 10}
+            assert await mount.walk() == tree
+            assert await mount.read("e/made/new") == b"three"
+            if place == "2":
+                await again.upload_all()
+                assert await mount.walk() == tree
+                assert bucket.content("e/f") == b"one"
+
+
+@pytest.mark.parametrize("left", range(10))
+async def test_a_rename_of_a_directory_that_was_cut_short_is_finished(tmp_path: Path, left: int) -> None:
+    """The store stops taking anything after so many copies and deletions, and the daemon dies."""
+    bucket, writer = WritableBucket([f"d/{i}" for i in range(4)]), MemoryWriter(writeback=True)
+
+    class Dead(BaseException):
+        pass
+
+    async with mounted(bucket, path=tmp_path, writer=writer, **RW) as mount:
+        await mount.write("d/0", b"draft")
+        contents = {f"e/{i}": bucket.content(f"d/{i}") for i in range(1, 4)} | {"e/0": b"draft"}
+        steps, noted = 0, dict[str, Any]()
+
+        def die(kind: str, key: str) -> CachefsError | None:
+            nonlocal steps
+            steps += kind in ("copy", "delete")
+            if steps > left and kind in ("copy", "delete"):
+                noted.update(noted or writer.noted)
+                return OriginFailed("dead")
+            return None
+
+        bucket.before = die
+        with trio.move_on_after(1) as scope:
+            try:
+                await mount.rename("d", "e")
+            except OriginFailed:
+                scope.cancel()
+    bucket.before = lambda kind, key: None
+    again = MemoryWriter(writeback=True)
+    again.noted = noted
+    again.drafts = writer.pending()
+    for draft in again.drafts:
+        draft.handles = 0
+    async with mounted(bucket, path=tmp_path, writer=again, **RW) as mount:
+        await mount.fs.recover()
+        await again.upload_all()
+        if noted or left >= 9:
+            assert {key: bucket.content(key) for key in bucket.objects if key != "d/"} == contents
+        assert not again.noted
+        assert await mount.stat("nothing") is None
+        with pytest.raises(NotFound):
+            await mount.unlink("nothing")
+        assert await mount.entries(ROOT)
