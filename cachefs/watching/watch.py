@@ -7,7 +7,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ SAMPLES = 450
 
 PROBE_S = 3.0
 """How long the mount may take to answer its own daemon. Guessed: it needs no store for it, so it takes under 1 ms."""
+
+PAGE = Path(__file__).with_name("page.html")
 
 SAMPLED = (
     *(
@@ -75,8 +76,7 @@ class Watch:
     # -- pages -------------------------------------------------------------------------------------
 
     async def _page(self) -> Reply:
-        body = resources.files("cachefs.watching").joinpath("page.html").read_bytes()
-        return Reply(200, "text/html; charset=utf-8", body)
+        return Reply(200, "text/html; charset=utf-8", PAGE.read_bytes())
 
     async def _exposition(self) -> Reply:
         from cachefs.watching.exposition import CONTENT_TYPE, expose  # for who asks: it is slow to import

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.lab.client import LabStore
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, mounts_at
+from tests.mount.test_peers import together
 
 pytestmark = ONE_FRONT
 
@@ -180,3 +181,36 @@ def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bu
     lab.clear_faults()
     mount.allowed += ["403", "denied", "credentials"]
     assert "PROBLEM  store" in done.stdout
+
+
+def test_two_nodes_account_for_every_byte_and_wait(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+    for number in range(12):
+        bucket.put(f"d/{number}", 2 * MIB + number)
+    nodes = together(mounted, bucket, 2, metrics="0", ram="0")
+    lab.shape(latency_ms=5)
+    for node in nodes:
+        for name in bucket.objects:
+            assert (node.path / name).read_bytes() == bucket.objects[name]
+    got = 0
+    for node in nodes:
+        counted = node.settled()
+        got += counted["origin_bytes"]
+        brought = sum(counted[f"{what}_bytes"] for what in ("admitted", "bypassed", "discarded"))
+        assert (
+            brought
+            == counted["origin_bytes"] + counted["peer_bytes_in"]
+            == sum(map(len, bucket.objects.values()))
+        )
+        hits = sum(counted[f"{tier}_hits"] for tier in ("ram", "ssd", "heap"))
+        assert hits + counted["misses"] == counted["fuse_read"]
+        found = exposed(node)
+        assert found["cachefs_peer_members", "healthy"] == 1
+        [there] = [name for name in found if name[0] == "cachefs_peer_bytes_total" and name[1] == "in"]
+        assert found[there] == counted["peer_bytes_in"] > 0
+        waited = node.ask("watch")["reads"]["waited_s"]
+        assert waited["peer"] > 0 and waited["store"] > 0
+    assert got == sum(map(len, bucket.objects.values()))
+    missed = [row["last_miss"] for name in bucket.objects for row in why(nodes[1], name) if row["last_miss"]]
+    asked = {way for miss in missed for way in miss["asked"]}
+    peer = next(m["name"] for m in nodes[1].status()["peers"]["members"] if not m["here"])
+    assert asked <= {"store", peer} and peer in asked
