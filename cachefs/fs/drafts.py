@@ -30,6 +30,7 @@ from cachefs.fs.tree import Directory
 
 if TYPE_CHECKING:
     from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.kept import Kept
     from cachefs.fs.writer import Draft, Writer
     from cachefs.names import ObjectId
     from cachefs.origin import Origin
@@ -41,9 +42,10 @@ class Drafts:
     """`clock` is seconds since the epoch."""
 
     def __init__(
-        self, overlay: Overlay, files: OpenFiles, writer: Writer, clock: Callable[[], float]
+        self, overlay: Overlay, kept: Kept, files: OpenFiles, writer: Writer, clock: Callable[[], float]
     ) -> None:
         self._overlay = overlay
+        self._kept = kept
         self._files = files
         self._writer = writer
         self._clock = clock
@@ -72,6 +74,7 @@ class Drafts:
         if node is None:
             opened = self._files.open(ino, writable(directory), obj, pid, writes=True)
             node = Node(directory, name, self._files.stable(ino), ino, stored=True)
+            node.attrs = self._kept.get(node.stable, obj.etag)
         elif node.draft is not None:
             opened = self._open_draft(node, ino, pid)
         else:
@@ -182,11 +185,11 @@ class Drafts:
 
     async def _empty(self, node: Node, base: ObjectId) -> None:
         async with node.lock:
+            node.attrs.pop("mtime_ns", None)
             if node.draft is None:
                 await self._give(node, base, 0)
             else:
                 await node.draft.truncate(0)
-                node.attrs.pop("mtime_ns", None)
             if not node.held:
                 await self._overlay.hold(node)
 

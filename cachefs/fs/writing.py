@@ -60,7 +60,7 @@ class Writing:
         self._overlay = Overlay(tree, beliefs, lister, files, writer, clock)
         self._overlay.on_change = forget
         self._overlay.on_stored = self._stored
-        self._drafts = Drafts(self._overlay, files, writer, clock)
+        self._drafts = Drafts(self._overlay, self._kept, files, writer, clock)
         self._names = Changing(tree, looker, lister, files, self._overlay, self._kept, writer)
         # For the fast paths: each is one call.
         self.release = self._drafts.release
