@@ -19,6 +19,10 @@ from cachefs.store.turns import EPOCHS_REMEMBERED, Dataset
 SLOTS = 256
 """Nodes that are told apart; further ones share the last slot. Guessed."""
 
+FIRST_LEAST, FIRST_AGAIN = 256, 0.05
+"""In the first epoch, after so many pairs of which at most this share came again, there are epochs until the opposite shows:
+uses at random or by popularity come again much sooner. Guessed."""
+
 _FULL = 1 << 64
 
 
@@ -70,15 +74,22 @@ class Shared:
         """Whether this node's own readers have had it in this epoch."""
         return _mixed(unit, 0) in self.pairs.seen
 
+    @property
+    def epochs(self) -> bool:
+        """Whether its pairs have epochs, as far as is known."""
+        pairs = self.pairs
+        first = pairs.number == 1 and pairs.count >= FIRST_LEAST and len(self._askers) > 1
+        return pairs.epochs or (first and len(pairs.agains) <= FIRST_AGAIN * pairs.count)
+
     def spent(self, unit: int) -> bool:
-        """Whether all have had it that are expected to."""
-        missing = len(self._askers) - self.each
+        """Whether all have had it that are expected to; in the first epoch, all that are known."""
+        missing = len(self._askers) - self.each if self.each else 0
         for slot in self._askers:
             if _mixed(unit, slot) not in self.pairs.seen:
                 missing -= 1
                 if missing < 0:
                     return False
-        return self.each > 0
+        return True
 
 
 def _askers_each(pairs: Iterable[int]) -> int:

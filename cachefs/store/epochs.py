@@ -79,14 +79,14 @@ class Epochs:
     def _decides(self, dataset: int) -> Dataset | None:
         """What is known of its units, or of its pairs where these are what has epochs."""
         found, shared = self._datasets.get(dataset), self._shared.get(dataset)
-        if shared is None or found is None or (found.epochs and not shared.pairs.epochs):
+        if shared is None or found is None or (found.epochs and not shared.epochs):
             return found
         return shared.pairs
 
     def protects(self, dataset: int, clock: int) -> bool:
         """Whether a copy last used at `clock` is still to be used in this epoch of its dataset, unless it is `spent`."""
         found = self._decides(dataset)
-        if found is None or clock < found.previous or found.idle or not self._keeps(found):
+        if found is None or clock < found.previous or found.idle or not self._keeps(dataset, found):
             return False
         return clock < found.start or (dataset in self._shared and self._shared[dataset].pairs is found)
 
@@ -96,7 +96,7 @@ class Epochs:
         return (
             shared is not None
             and shared.pairs is self._decides(dataset)
-            and self._keeps(shared.pairs)
+            and self._keeps(dataset, shared.pairs)
             and shared.spent(unit)
         )
 
@@ -107,10 +107,12 @@ class Epochs:
 
     def has_epochs(self, dataset: int) -> bool:
         found = self._decides(dataset)
-        return found is not None and self._keeps(found)
+        return found is not None and self._keeps(dataset, found)
 
-    def _keeps(self, found: Dataset) -> bool:
-        return self.policy == "epoch" or (found.epochs and self.policy == "auto")
+    def _keeps(self, dataset: int, found: Dataset) -> bool:
+        shared = self._shared.get(dataset)
+        epochs = shared.epochs if shared is not None and shared.pairs is found else found.epochs
+        return self.policy == "epoch" or (epochs and self.policy == "auto")
 
     def number(self, dataset: int) -> int:
         """Of the epoch that the dataset is in: it grows when one begins. 0: nothing is known."""
@@ -164,7 +166,7 @@ class Epochs:
             yield (
                 dataset,
                 {
-                    "mode": "epoch" if self._keeps(found) else "lru",
+                    "mode": "epoch" if self._keeps(dataset, found) else "lru",
                     "epoch": found.number,
                     "used_share": round(found.fresh / max(1, found.alive), 3),
                     "footprint_bytes": int(found.alive / each / found.rate * found.unit_bytes),
