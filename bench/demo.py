@@ -197,7 +197,7 @@ def mounted(lab: LabStore, place: Path) -> Iterator[Path]:
     """The bucket as files, by the real command; unmounted at the end, and its cache forgotten."""
     mountpoint = place / "mnt"
     mountpoint.mkdir()
-    options = ["--cache-dir", place / "cache", "--consistency", "immutable"]
+    options = ["--cache-dir", place / "cache", "--consistency", "immutable", "--read-only"]
     tiers: list[str] = []
     try:
         with uninterrupted():  # half a mount could not be taken away

@@ -157,9 +157,9 @@ class Config:
         SWITCH,
         "Writing",
         "Refuse every change. Reading small files again and again is faster so.",
-        default="yes",
+        default="no; yes with --zero-open, and where the store cannot be written",
         flags=("--ro",),
-        derive=lambda _: True,
+        derive=lambda config: config.zero_open,
     )
     writeback: bool = option(
         SWITCH,
@@ -259,7 +259,7 @@ class Config:
     file_mode: int = option(
         MODE,
         "Permissions",
-        "Mode of files. Writing is refused whatever it says (EROFS), and copies stay writable.",
+        "Mode of files. One that is set on a file is kept by this node.",
         default="0666 less umask: 0644",
         derive=lambda config: 0o666 & ~config.umask,
     )

@@ -202,7 +202,8 @@ class Daemon:
             return False
         for origin in self._origins:
             if not origin.can_write:
-                self._warn(f"{origin.source} can only be read")
+                say = self._warn if "read_only" in config.origins else log.info
+                say(f"{origin.source} can only be read")
         return any(origin.can_write for origin in self._origins)
 
     def _warn(self, line: str) -> None:
@@ -420,6 +421,7 @@ class Daemon:
             ],
             "front": self._front.front.name,
             "front_reason": self._front.why,
+            "read_only": self._uploading is None,
             "tiers": [
                 {
                     "name": t.name,

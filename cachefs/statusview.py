@@ -53,6 +53,8 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"job {job['id']}", _job(job)
     if "front" in status and "front_reason" in status:
         yield "front", f"{status['front']}: {status['front_reason']}"
+    if "read_only" in status:
+        yield "mode", _mode(status)
     if status.get("endpoint"):
         yield "metrics", f"http://{status['endpoint']}/"
     for line in status.get("tuning") or []:
@@ -122,6 +124,15 @@ def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         (
             f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {size(count('fuse_read_bytes'))} returned"
         ),
+    )
+
+
+def _mode(status: Mapping[str, Any]) -> str:
+    if status["read_only"]:
+        return "read-only"
+    uploads = status.get("uploads") or {}
+    return "writable, " + (
+        "here first (--writeback)" if uploads.get("writeback") else "to the store at close and fsync"
     )
 
 

@@ -505,6 +505,7 @@ def test_memory_limit_without_groups(tmp_path: Path) -> None:
 
 
 def test_read_only_and_back(tmp_path: Path) -> None:
+    assert not load().read_only
     file = tmp_path / "c.toml"
     file.write_text("read_only = false\nwriteback = true\nupload_limit = '50M'\n")
     assert load("ro").read_only

@@ -139,8 +139,6 @@ class Mount:
     def arguments(self, **more: Any) -> list[str]:
         words = ["mount"]
         for name, value in {**self.options, **more}.items():
-            if name == "read_only" and value is False:
-                words.append("--no-read-only")
             if value is None or value is False:
                 continue
             words.append("--" + name.replace("_", "-"))
