@@ -143,7 +143,7 @@ async def test_a_writer_waits_for_others_to_be_uploaded(tmp_path: Path, disk: Di
                 with pytest.raises(NoRoom):
                     await draft.append(b"3" * 100)
             assert room.WAIT_S <= trio.current_time() - before <= room.WAIT_S + 1, "once, not for each write"
-        assert d.store.objects.keys() == {"other"}
+        assert d.store.objects.keys() == ({"other"} if helps else set())
 
 
 @in_trio
