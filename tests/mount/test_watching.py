@@ -13,11 +13,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, mounts_at
 from tests.mount.test_peers import together
-
-pytestmark = ONE_FRONT
 
 MIB = 1 << 20
 READ = "import sys; open(sys.argv[1], 'rb').read()"
@@ -53,6 +51,7 @@ def why(mount: Mount, name: str) -> list[dict[str, Any]]:
     return extents
 
 
+@ONE_FRONT
 def test_metrics_are_what_the_store_has_seen(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     for name in ("train/a", "train/b", "val/c"):
         bucket.put(name, 3 * MIB)
@@ -83,11 +82,19 @@ def test_metrics_are_what_the_store_has_seen(mounted: Mounted, bucket: Bucket, l
     assert hits + grown("cachefs_misses_total") == grown("cachefs_fuse_read_total") == 9  # of a block each
     assert grown("cachefs_fuse_open_total") - grown("cachefs_fuse_release_total") == 0
     assert after["cachefs_open_files",] == 0
+    # What is warm is answered without a note of who and which.
+    warm = mount.ask("watch")
+    for name in ("train/a", "train/b", "val/c"):
+        read(mount.path / name)
+    again = mount.ask("watch")
+    assert again["metrics"]["fuse_open"] == warm["metrics"]["fuse_open"] + 3
+    assert (again["reads"]["reads"], again["datasets"]) == (warm["reads"]["reads"], warm["datasets"])
     state = json.loads(page(mount, "/status.json")[1])
     assert state["mountpoint"] == str(mount.path) and state["slowest"] is not None
     assert "cachefs" in page(mount, "/")[1]
 
 
+@ONE_FRONT
 def test_a_port_in_use_leaves_nothing_mounted(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", 1)
     first = mounted(bucket, metrics="0")
@@ -102,6 +109,7 @@ def test_a_port_in_use_leaves_nothing_mounted(mounted: Mounted, bucket: Bucket) 
     second.start()
 
 
+@BOTH_FRONTS
 def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", 1 * MIB)
     mount = mounted(bucket, timeout=60)
@@ -127,6 +135,7 @@ def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: Lab
     assert after["blocked_s"] <= after["seconds"]
 
 
+@ONE_FRONT
 def test_why(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", 3 * MIB)
     bucket.put("large", 20 * MIB)
@@ -155,6 +164,7 @@ def test_why(mounted: Mounted, bucket: Bucket) -> None:
     assert "23.0 MiB of 23.0 MiB" in mount.cli("info", mount.path).stdout
 
 
+@ONE_FRONT
 def test_the_log_level_is_changed_while_it_runs(mounted: Mounted, bucket: Bucket) -> None:
     mount = mounted(bucket, log_format="json")
     mount.allowed.append("logging at")
@@ -166,6 +176,7 @@ def test_the_log_level_is_changed_while_it_runs(mounted: Mounted, bucket: Bucket
     ]
 
 
+@ONE_FRONT
 def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     mount = mounted(bucket, metrics="0.0.0.0:0")
     mount.allowed.append("there is no password")
@@ -183,6 +194,7 @@ def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bu
     assert "PROBLEM  store" in done.stdout
 
 
+@ONE_FRONT
 def test_two_nodes_account_for_every_byte_and_wait(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     for number in range(12):
         bucket.put(f"d/{number}", 2 * MIB + number)
