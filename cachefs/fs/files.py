@@ -110,7 +110,7 @@ class FileHandle:
         self.counted = False
         self.node: Node | None = None
         self.writes = False
-        self.former: list[Any] = []  # what it read under names its file does not have any more
+        self.former: tuple[Any, ...] = ()  # what it read under names its file does not have any more
 
 
 class OpenFiles:
@@ -245,12 +245,13 @@ class OpenFiles:
         if writes and others is not None and others[0].backing is not None:
             self._apart.add(ino)
             raise ObjectChanged(f"{obj.key} is lent to the kernel: look it up again to write it")
-        keep = self._keep(ino)
+        keep = not self._changed or self._keep(ino)
         opened = self._reader.open(origin, obj)
         backing = None
         if self.on_lend is not None and not writes and not (self._apart and self._is_apart(ino)):
             backing = self._lend(opened) if others is None else self._lend_again(others[0])
-        fh = self._add(FileHandle(ino, self.stable(ino), obj, opened, pid, backing))
+        stable = self.stable(ino) if self._moved or ino >= FIRST_ALIAS else ino
+        fh = self._add(FileHandle(ino, stable, obj, opened, pid, backing), others)
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
@@ -264,7 +265,7 @@ class OpenFiles:
         if others is not None and others[0].object != version:
             raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
         keep = self._keep(ino)
-        return self._add(FileHandle(ino, self.stable(ino), version, None, pid, None)), keep, 0
+        return self._add(FileHandle(ino, self.stable(ino), version, None, pid, None), others), keep, 0
 
     def _keep(self, ino: int) -> bool:
         """Whether pages that the kernel has under this number are of the version that is current now."""
@@ -277,8 +278,7 @@ class OpenFiles:
             del self._changed[ino]
         return now > until
 
-    def _add(self, handle: FileHandle) -> int:
-        others = self._by_ino.get(handle.ino)
+    def _add(self, handle: FileHandle, others: list[FileHandle] | None) -> int:
         if others is None:
             self._by_ino[handle.ino] = [handle]
         else:
@@ -301,7 +301,7 @@ class OpenFiles:
         for handle in self._by_ino.get(ino, ()):
             handle.object = version
             if reopen is not None and handle.backing is None and handle.size != DRAFT:
-                handle.former.append(handle.opened)
+                handle.former = (*handle.former, handle.opened)
                 handle.opened = self._reader.open(reopen, version)
 
     def _lend(self, opened: Any) -> Backing | None:
@@ -351,11 +351,12 @@ class OpenFiles:
             _remove(self._under_alias, handle.stable, handle)
         if handle.backing is not None:
             self._reader.give_back(handle.backing)
-        if handle.ino not in self._by_ino:
+        if handle.opened is not None:
+            self._reader.close(handle.opened)
+        for opened in handle.former:
+            self._reader.close(opened)
+        if self._apart and handle.ino not in self._by_ino:
             self._apart.discard(handle.ino)
-        for opened in (handle.opened, *handle.former):
-            if opened is not None:
-                self._reader.close(opened)
         return handle
 
     def close(self) -> None:
