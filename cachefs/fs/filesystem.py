@@ -216,12 +216,10 @@ class FileSystem(Writes):
             raise self._gone(ino) from None
 
     def _directory(self, ino: int) -> Directory:
-        if self._writing is None:
-            return self._tree.directory(ino)
         try:
             return self._tree.directory(ino)
-        except NotFound:
-            raise self._gone(ino) from None
+        except NotFound as exc:
+            raise exc if self._writing is None else self._gone(ino) from None
 
     def _gone(self, ino: int) -> CachefsError:
         """Nothing is there any more: ESTALE to its readers; who comes by the name finds out that it is missing."""
