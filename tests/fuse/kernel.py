@@ -42,11 +42,13 @@ class Reply(NamedTuple):
 
 
 class Line(Device):
-    """A device without ioctls. Nobody waits for the requests in `deaf`; `gone` is an unmount."""
+    """A device without ioctls. Nobody waits for the requests in `deaf`, nor, where it `forgets`, for those that were
+    answered; `gone` is an unmount."""
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
         super().__init__(fd, writable=writable)
         self.deaf: set[int] = set()
+        self.forgets = writable
         self.broken: set[int] = set()
         self.gone = False
         self.lent: dict[int, int] = {}
@@ -61,6 +63,8 @@ class Line(Device):
             return False
         if unique in self.broken and not error:
             raise OSError(errno.ENOMEM, "no memory for this")
+        if self.forgets and unique:
+            self.deaf.add(unique)
         return super().write(*parts)
 
     def lend(self, fd: int) -> int:
@@ -254,9 +258,12 @@ async def kernel(
     flags: int = int(WANTED),
     on_ready: Callable[[], None] = lambda: None,
     writes_to: Any = None,
+    writer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Kernel]:
-    """A front that is being served, over a filesystem over a bucket. `writes_to` takes its place, and can be written."""
+    """A front that is being served, over a filesystem over a bucket, which can be written with a `writer`. `writes_to`
+    takes its place, and can be written."""
+    writable = writer is not None or writes_to is not None
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(False)
@@ -264,14 +271,22 @@ async def kernel(
             socket.SOL_SOCKET, SO_SNDBUFFORCE if os.geteuid() == 0 else socket.SO_SNDBUF, SEND_BUFFER
         )
     near, far = ends
-    line = Line(far.detach(), writable=writes_to is not None)
+    line = Line(far.detach(), writable=writable)
     origin: Any = bucket
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
         metrics = Metrics()
         shelf = Shelf(bucket)
         fs = FileSystem(
-            [Volume("", origin)], database, shelf, Options(uid=1000, gid=1000, **options), metrics, Clock()
+            *(
+                [Volume("", origin)],
+                database,
+                shelf,
+                Options(uid=1000, gid=1000, **options),
+                metrics,
+                Clock(),
+            ),
+            writer=writer,
         )
         if zero_open:
             fs.never_opened()
@@ -281,7 +296,7 @@ async def kernel(
             *(writes_to or fs, metrics, DEADLINE_S, on_ready, line, agreed),
             zero_open=zero_open,
             keep_listings=keep_listings,
-            writable=writes_to is not None,
+            writable=writable,
         )
 
         def lend(backing: Any) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cachefs.errors import MountError
 from cachefs.fuse import device, protocol
-from cachefs.fuse.device import MAX_PAGES, WANTED, Device, Negotiated, negotiate
+from cachefs.fuse.device import MAX_PAGES, MAX_WRITE, WANTED, WANTED_TO_WRITE, Device, Negotiated, negotiate
 from cachefs.fuse.protocol import Init, Op
 from tests.fuse.kernel import request
 
@@ -75,6 +75,33 @@ def test_versions(minor: int, flags: int, spoken: int, passthrough: bool) -> Non
     assert 0 < answer.congestion <= answer.background
     assert answer.max_write >= 4096
     assert answer.timeout == 0
+
+
+def test_a_mount_that_can_be_written_agrees_on_more() -> None:
+    reply, agreed = negotiate(init(7, 45, EVERYTHING), 1, writable=True)
+    answer = Answer(reply)
+    assert agreed is not None
+    assert answer.flags == int(WANTED_TO_WRITE)
+    assert answer.flags & ~int(WANTED) == Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
+    assert answer.max_write == MAX_WRITE == MAX_PAGES * 4096
+    assert (
+        not answer.flags & 1 << 16
+    )  # WRITEBACK_CACHE: the kernel would keep what close is to bring to the store
+
+
+def test_a_mount_that_cannot_be_written_agrees_on_no_more() -> None:
+    answer, _ = ask(init(7, 45, EVERYTHING))
+    assert answer.flags == int(WANTED)
+    assert answer.max_write == 4096
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_request_fits_its_buffer(writable: bool) -> None:
+    """The kernel refuses to be read (EINVAL) with a buffer that is shorter than what it may have to say."""
+    made = Device(os.open("/dev/null", os.O_RDWR), writable=writable)
+    room = len(made._buffer) - protocol.IN_HEADER.size - protocol.WRITE_IN.size
+    assert room >= (MAX_WRITE if writable else 4096)
+    made.close()
 
 
 @pytest.mark.parametrize(("major", "minor"), [(7, 23), (7, 30), (7, 0), (6, 99), (0, 0)])

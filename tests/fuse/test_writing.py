@@ -386,7 +386,6 @@ async def test_a_signal_ends_the_wait_and_not_the_change(name: str) -> None:
         for _ in range(2):
             interrupt(asking, sent)
         assert (await asking.reply(sent)).error == errno.EINTR
-        asking.line.deaf.add(sent)  # the kernel knows of it no more
         fs.gate.set()
         await asking.idle()
         assert fs.finished == [expected[0]]
