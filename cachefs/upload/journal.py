@@ -1,20 +1,20 @@
 """What of the uploads must survive this process: one row a draft, in a database that is written through.
 
-Rows that are written at the same time share one transaction, so many small files cost the disk one wait. A journal is no
-cache: one that is damaged is never emptied, but refused with the name of its directory, because the files beside it may
-be the only copy of somebody's work.
+Rows that are written at the same time share one transaction, and so does what makes the names of their staging files
+durable: many small files cost the disk one wait. A journal is no cache: one that is damaged is never emptied, but refused
+with the name of its directory, because the files beside it may be the only copy of somebody's work.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from cachefs.database import Database
+from cachefs.database import Database, Put
 
 FORMAT = "journal-1"
 DRAFTS, ORPHANS, NOTES = "drafts", "orphans", "notes"
@@ -33,11 +33,14 @@ class _Batch:
 class Journal:
     """Rows are JSON objects. What `write` has returned for is on the disk."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
+    def __init__(self, directory: Path, before: Callable[[], None] = lambda: None) -> None:
+        """`before` is called in a worker thread before rows are written, for what they rely on.
+
+        Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
         self._database = Database(
             directory, (DRAFTS, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
         )
+        self._before = before
         self._next = _Batch()
         self._turn = trio.Lock()
 
@@ -55,12 +58,16 @@ class Journal:
                     self._next = _Batch()
                     puts = [(where, name, value) for (where, name), value in batch.rows.items()]
                     try:
-                        await trio.to_thread.run_sync(self._database.write, puts)
+                        await trio.to_thread.run_sync(self._write, puts)
                     except Exception as exc:
                         batch.error = exc
                     batch.done = True
         if batch.error is not None:
             raise batch.error
+
+    def _write(self, puts: list[Put]) -> None:
+        self._before()
+        self._database.write(puts)
 
     def close(self) -> None:
         self._database.close()

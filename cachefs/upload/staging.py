@@ -104,9 +104,9 @@ class StagingFile:
             await self._in_thread(lambda: os.posix_fallocate(fd, offset, length))
 
     async def sync(self) -> None:
-        """Bytes and name are on the disk."""
+        """The bytes are on the disk. Its name may not be: `sync_names`."""
         with self.used() as fd, self._translated():
-            await self._in_thread(lambda: _sync(fd, self.path.parent))
+            await self._in_thread(lambda: os.fdatasync(fd))
 
     async def copy_to(self, other: StagingFile, size: int) -> None:
         """The first `size` bytes, without their coming through here."""
@@ -136,6 +136,18 @@ def prepare(directory: Path) -> None:
         raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
 
 
+def sync_names(directory: Path) -> None:
+    """All files of a staging directory are found there after a power cut. Blocking. Raises `CacheUnusable`."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise translated(exc, directory) from exc
+
+
 def translated(exc: OSError, directory: Path) -> CachefsError:
     """What a failing disk is to who writes."""
     if exc.errno in FULL:
@@ -155,12 +167,3 @@ def _copy(source: int, sink: int, at: int, count: int) -> int:
     if not done:
         raise OSError(errno.EIO, "a staging file is shorter than it was")
     return done
-
-
-def _sync(fd: int, directory: Path) -> None:
-    os.fdatasync(fd)
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

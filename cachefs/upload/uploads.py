@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -34,7 +35,7 @@ from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import Cache, StagingRoom
 from cachefs.upload.sending import Terms
-from cachefs.upload.staging import THREADS, Buffer, StagingFile, prepare
+from cachefs.upload.staging import THREADS, Buffer, StagingFile, prepare, sync_names
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Uploads:
         self._now_ns = now_ns
         self._threads = trio.CapacityLimiter(THREADS)
         prepare(staging_dir)
-        self.journal = Journal(state_dir / "journal")
+        self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(nursery, self._terms, self._stored, self._failed, self._settle, upload_delay_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cachefs.origin import Limits
@@ -20,10 +20,12 @@ class Tiny(Limits):
 
 TINY = Tiny(1 << 20, 1 << 20, 1, 1 << 20, 1000, 1 << 20)
 
-WRITES = st.tuples(st.just("write"), st.integers(0, 130), st.integers(0, 45))
-APPENDS = st.tuples(st.just("append"), st.just(0), st.integers(1, 25))
-CUTS = st.tuples(st.just("cut"), st.integers(0, 160), st.just(0))
-SENDS = st.tuples(st.sampled_from(["begin", "land", "fail", "commit"]), st.integers(0, 5), st.just(0))
+WRITES = st.tuples(st.just("write"), st.integers(0, 80), st.integers(0, 30))
+APPENDS = st.tuples(st.just("append"), st.just(0), st.integers(1, 40))
+CUTS = st.tuples(st.just("cut"), st.integers(0, 90), st.just(0))
+SENDS = st.tuples(
+    st.sampled_from(["all", "all", "begin", "land", "fail", "commit"]), st.integers(0, 5), st.just(0)
+)
 
 
 class Wire:
@@ -58,11 +60,11 @@ class Wire:
         return b"".join(self.held[piece.number] for piece in pieces)
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.integers(0, 60), st.lists(WRITES | APPENDS | CUTS | SENDS, max_size=40), st.data())
-def test_what_is_assembled_is_the_file(
-    base: int, steps: list[tuple[str, int, int]], data: st.DataObject
-) -> None:
+@settings(max_examples=600, deadline=None)
+@example(0, [("append", 0, 25), ("all", 0, 0), ("cut", 5, 0), ("cut", 25, 0)])
+@example(0, [("append", 0, 25), ("all", 0, 0), ("cut", 15, 0), ("write", 20, 5)])
+@given(st.integers(0, 60), st.lists(WRITES | APPENDS | CUTS | SENDS, max_size=25))
+def test_what_is_assembled_is_the_file(base: int, steps: list[tuple[str, int, int]]) -> None:
     file = bytearray(b"\xff" * base)
     parts = Parts(TINY, base)
     wire = Wire(parts, file)
@@ -84,6 +86,10 @@ def test_what_is_assembled_is_the_file(
             if piece is not None:
                 assert piece.stop < len(file), "the frontier has gone beyond it"
                 wire.begin(piece)
+        elif what == "all":
+            while (piece := parts.ready()) is not None:
+                wire.begin(piece)
+                wire.end(-1, landed=True)
         elif what == "commit":
             assert wire.assemble() == file
             parts.forget()
