@@ -41,11 +41,11 @@ class Parts:
     # What happens to the file.
 
     def wrote(self, offset: int, length: int) -> None:
-        """Bytes [offset, offset + length) have other content; a gap before them is zeros."""
+        """Bytes [offset, offset + length) have other content; a gap before them is zeros, and its parts are longer now."""
         if not length:
             return
         end = offset + length
-        self._touch(min(offset, self.size), end)
+        self._touch(offset, end)
         self.size = max(self.size, end)
         if offset <= self._frontier < end:
             self._frontier = end
