@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from cachefs.fs.keys import name_in
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
 
 REMEMBERED = 65_536
@@ -50,6 +51,19 @@ class Beliefs:
         self._absent: dict[tuple[int, bytes], float] = {}
         # By directory number and name. What is written here is true, whatever a listing says.
         self.held: Mapping[tuple[int, bytes], Held] = {}
+        self.held_in: Mapping[Directory, int] = {}  # how many, by directory
+
+    def kept_in(self, directory: Directory) -> frozenset[bytes]:
+        """Names of directories in this one below which something is being written: they are there, whatever a store says
+        that has nothing below them yet."""
+        names: set[bytes] = set()
+        for holder in self.held_in:
+            below = holder
+            while below.parent is not None:
+                if below.parent is directory:
+                    names.add(name_in(below.mark))
+                below = below.parent
+        return frozenset(names)
 
     def horizon(self, since: float, now: float) -> float:
         """The oldest knowledge that a request which began at `since` may use."""

@@ -21,7 +21,7 @@ import trio
 from cachefs.database import Put
 from cachefs.errors import CachefsError, NotFound, OriginFailed
 from cachefs.fs.beliefs import Beliefs
-from cachefs.fs.keys import name_in, read_page
+from cachefs.fs.keys import mark_of_directory, name_in, read_page
 from cachefs.fs.pages import erase, number_written, sweep, write_names
 from cachefs.fs.rows import encode
 from cachefs.fs.tree import Directory, Tree
@@ -236,7 +236,7 @@ class Lister:
             if page.marker is not None:
                 directory.marked = True
             extra = self._marker(directory, page)
-            entries = self._news(directory, page, changes)
+            entries = self._news(directory, page, changes, first=not listing.pages)
             written = await trio.to_thread.run_sync(
                 write_names,
                 self._tree.database,
@@ -298,18 +298,25 @@ class Lister:
             )
             raise OriginFailed(f"listing {directory.prefix!r}: the store does not keep the order it claims")
 
-    def _news(self, directory: Directory, page: Page, changes: int) -> list[tuple[bytes, ObjectInfo | None]]:
+    def _news(
+        self, directory: Directory, page: Page, changes: int, *, first: bool
+    ) -> list[tuple[bytes, ObjectInfo | None]]:
         """The entries of a page without those names of which this node knows better: what is being written here, and what
-        was changed after the page was asked for."""
+        was changed after the page was asked for. The first page shows the directories which have nothing but that."""
         held, tree = self._beliefs.held, self._tree
         if not held and tree.changes == changes:
             return page.entries
-        return [
+        entries = [
             (mark, info)
             for mark, info in page.entries
             if (directory.number, name := name_in(mark)) not in held
             and not tree.changed_since(directory, name, changes)
         ]
+        if first:
+            shown = {mark for mark, _ in entries}
+            kept = {mark_of_directory(name) for name in self._beliefs.kept_in(directory)}
+            entries += [(mark, None) for mark in sorted(kept - shown)]
+        return entries
 
     def _marker(self, directory: Directory, page: Page) -> list[Put]:
         """A marker object tells when the directory was made: its row in the parent shows it."""
@@ -341,7 +348,7 @@ class Lister:
         while after is not None and directory.complete == generation:
             async with self._tree.writing:
                 after, gone = await trio.to_thread.run_sync(
-                    sweep, self._tree.database, directory, generation, after
+                    sweep, self._tree.database, directory, generation, after, self._beliefs.kept_in(directory)
                 )
             for ino, mark in gone:
                 self._on_change(directory, ino, name_in(mark))

@@ -167,6 +167,7 @@ class Looker:
                 # A listing showed the file but has not come to where a directory of its name would be: ask for both, once.
                 as_file = None
             said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
+            said = said or name in self._beliefs.kept_in(directory)
             if await self._write(directory, name, said, before, changes):
                 break
         row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)

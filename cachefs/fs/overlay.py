@@ -10,6 +10,7 @@ What is done at the store is written down here as an answer of the store would b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,8 @@ class Overlay:
         self.on_stored: Callable[[Node, ObjectInfo], None] = lambda node, info: None
         self.on_change: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda ino: None  # the kernel must not use this number any more
-        beliefs.held = self.held
+        self._held_in: Counter[Directory] = Counter()
+        beliefs.held, beliefs.held_in = self.held, self._held_in
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
         """The node of a name, held or only open."""
@@ -164,6 +166,7 @@ class Overlay:
     def _held(self, node: Node) -> None:
         node.held = True
         self.held[node.directory.number, node.name] = node
+        self._held_in[node.directory] += 1
         self.add(node)
         self._tree.note_change(node.directory, node.name)
         if not node.stored:
@@ -244,6 +247,9 @@ class Overlay:
     def _let_go(self, node: Node) -> None:
         node.held = False
         del self.held[node.directory.number, node.name]
+        self._held_in[node.directory] -= 1
+        if not self._held_in[node.directory]:
+            del self._held_in[node.directory]
         self._tree.note_change(node.directory, node.name)
 
     def _forget(self, node: Node) -> None:

@@ -190,9 +190,10 @@ def pin(
 
 
 def sweep(
-    database: Database, directory: Directory, generation: int, after: bytes
+    database: Database, directory: Directory, generation: int, after: bytes, kept: Container[bytes] = ()
 ) -> tuple[bytes | None, list[tuple[int, bytes]]]:
-    """Remove from the next `CHUNK` names behind `after` those that listing `generation` did not show.
+    """Remove from the next `CHUNK` names behind `after` those that listing `generation` did not show, but for directories
+    that are `kept`.
 
     Returns where to go on (None at the end) and the (inode, mark) removed."""
     start = directory.key + after + b"\0" if after else directory.key
@@ -204,6 +205,9 @@ def sweep(
             continue
         mark = key[4:]
         name = name_in(mark)
+        if name in kept and mark.endswith(b"/"):
+            puts.append(("names", key, encode(decode(data)._replace(generation=generation))))
+            continue
         ino = inode_of(directory, name, decode(data))
         other = name if mark.endswith(b"/") else mark_of_directory(name)
         twin = database.get("names", directory.key + other)
