@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cachefs.errors import CachefsError, ObjectChanged
@@ -115,7 +115,9 @@ class MemoryWriter:
         for draft in self.pending():
             await self.upload(draft)
 
-    async def rename(self, draft: MemoryDraft, origin: Any, key: str, *, base: str | None) -> None:
+    async def rename(
+        self, draft: MemoryDraft, origin: Any, key: str, *, base: str | None, over: Any = None
+    ) -> None:
         old, made = draft.key, draft.made
         if made is not None and not draft.dirty:
             info = await origin.copy(old, key, size=made.size, etag=made.etag)
@@ -128,7 +130,11 @@ class MemoryWriter:
             await origin.delete(old)
             draft.made = None
 
-    async def discard(self, draft: MemoryDraft, *, replaced: bool) -> None:
+    async def discard(
+        self, draft: MemoryDraft, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        if instead is not None:
+            await instead()
         draft.discarded = True
         if not draft.handles:
             self.drafts.remove(draft)
