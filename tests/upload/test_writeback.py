@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,30 @@ async def test_a_close_returns_before_the_store_hears_of_it(tmp_path: Path) -> N
         await d.quiet()
         assert d.store.content("k") == b"data" and d.settled == ["k"] and d.files() == []
         assert d.uploads.journal.rows("drafts") == {} and d.uploads.pending() == []
+
+
+@in_trio
+async def test_an_acknowledged_file_is_on_the_disk_before_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def spy(module: object, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (done.append(name), real(*args))[1])
+
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        spy(os, "fdatasync")
+        spy(os, "fsync")
+        spy(d.uploads.journal._database, "write")
+        draft = await d.create("k", b"data")
+        await d.uploads.commit(draft)
+        assert done == ["fdatasync", "fsync", "write"], "bytes, then the name, then the row"
+        await d.uploads.commit(draft)
+        assert len(done) == 3, "nothing changed"
+        await draft.append(b"more")
+        await d.uploads.commit(draft)
+        assert done[3:] == ["fdatasync"], "the row says the same"
 
 
 @in_trio
