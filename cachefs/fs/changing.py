@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cachefs.errors import (
@@ -104,11 +105,12 @@ class Changing:
         node = self._overlay.at(directory, name)
         if node is None or node.stored:
             await self._mark_last(origin, directory, name)
-        if node is not None:
+        delete = partial(origin.delete, directory.prefix + name.decode())
+        if node is None:
+            await delete()
+        else:
             async with node.lock:
-                await self._overlay.remove(node, replaced=False)
-        if node is None or node.stored:
-            await origin.delete(directory.prefix + name.decode())
+                await self._overlay.remove(node, replaced=False, instead=delete if node.stored else None)
         await self._overlay.gone(directory, name)
         self._kept.put(found.ino, "", {})
 

@@ -9,7 +9,7 @@ that fails leaves both names and says so. For other nodes none of this is atomic
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -22,7 +22,7 @@ from cachefs.names import ObjectId
 from cachefs.origin.writes import each
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from cachefs.fs.files import OpenFiles
     from cachefs.fs.kept import Kept
@@ -57,39 +57,54 @@ class Moving:
         node = self._overlay.at(*place)
         replaced = self._overlay.at(*to)
         base = there.row.etag if there is not None and there.row.known else None
-        if replaced is not None:
-            base = replaced.draft.base if replaced.draft is not None else base
-            async with replaced.lock:
-                await self._overlay.remove(replaced, replaced=True)
-        try:
+        async with AsyncExitStack() as locks:
+            for one in (replaced, node):
+                if one is not None:
+                    await locks.enter_async_context(one.lock)
             if node is None:
-                await self._stored(place, found, to)
+                await self._stored(place, found, to, replaced)
             else:
-                async with node.lock:
-                    await self._node(node, found, to, base)
-        except BaseException:
-            if replaced is not None:
-                # What was to be replaced is given up already: the store says what is there.
-                await self._overlay.gone(*to)
-                self._overlay.look_again(to[0])
-            raise
+                await self._node(node, found, to, base, replaced)
 
-    async def _stored(self, place: Place, found: Found, to: Place) -> None:
+    async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
         """A file that nobody writes."""
         origin, key = _key(place)
-        info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
+        info: ObjectInfo | None = None
+
+        async def copy() -> None:
+            nonlocal info
+            info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
+
+        await self._instead(replaced, copy)
+        assert info is not None
         await self._moved(place, found, to, info)
         await self._delete(origin, key, place)
 
-    async def _node(self, node: Node, found: Found, to: Place, base: str | None) -> None:
+    async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
+        """Put another file in the place of `replaced`, which is not given up before it is there."""
+        if replaced is None:
+            await work()
+        else:
+            await self._overlay.remove(replaced, replaced=True, instead=work)
+
+    async def _node(
+        self, node: Node, found: Found, to: Place, base: str | None, replaced: Node | None = None
+    ) -> None:
         """A file that somebody has open, or that the store does not have."""
         place = node.directory, node.name
         origin, key = _key(place)
         if node.draft is None:
-            await self._stored(place, found, to)
+            await self._stored(place, found, to, replaced)
             return
         beneath = node.beneath
-        await self._writer.rename(node.draft, *_key(to), base=base)
+        draft, over = node.draft, None if replaced is None else replaced.draft
+
+        async def rename() -> None:
+            nonlocal base
+            base = base if over is None else over.base
+            await self._writer.rename(draft, *_key(to), base=base, over=over)
+
+        await self._instead(replaced, rename)
         clean = node.draft.committed is not None
         node.stored, node.beneath = base is not None or clean, base is not None and not clean
         if node.held:

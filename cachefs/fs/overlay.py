@@ -11,7 +11,7 @@ What is done at the store is written down here as an answer of the store would b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -261,12 +261,25 @@ class Overlay:
         if node.draft is not None:
             self._by_draft.pop(node.draft.id, None)
 
-    async def remove(self, node: Node, *, replaced: bool) -> None:
-        """Its name goes: nothing of it is uploaded, and who has it open goes on with it alone. The name itself is there
-        until `gone` or another answer is written."""
+    async def remove(
+        self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """Its name goes, by what is done `instead` at the store: nothing of it is uploaded, and who has it open goes on with
+        it alone. The name itself is there until `gone` or another answer is written. When `instead` raises, nothing has
+        happened."""
         node.removed = True
-        if node.draft is not None:
-            await self._writer.discard(node.draft, replaced=replaced)
+        try:
+            if node.draft is not None:
+                await self._writer.discard(node.draft, replaced=replaced, instead=instead)
+            elif instead is not None:
+                await instead()
+        except BaseException:
+            if node.draft is None or not node.draft.discarded:
+                node.removed = False
+            else:  # it is given up already: the store says what is there
+                await self.gone(node.directory, node.name)
+                self.look_again(node.directory)
+            raise
 
     async def rehold(self, node: Node, directory: Directory, name: bytes) -> None:
         """What is held has another name."""

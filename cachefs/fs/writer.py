@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cachefs.fs.reader import Buffer
@@ -31,6 +31,8 @@ class Draft(Protocol):
     def dirty(self) -> bool: ...
     @property
     def committed(self) -> ObjectInfo | None: ...
+    @property
+    def discarded(self) -> bool: ...
     @property
     def base(self) -> str | None:
         """The etag of the version that it replaces at the store; None: there is none."""
@@ -79,13 +81,19 @@ class Writer(Protocol):
     async def commit(self, draft: Any) -> None:
         """What close(2) and fsync(2) promise. Raises why it cannot be kept; the draft stays."""
 
-    async def rename(self, draft: Any, origin: Origin, key: str, *, base: str | None) -> None:
-        """Its content goes to another key, where it is to replace the version `base`, and nothing that it made is left under
-        the old one. What the store has of it is copied and deleted there; then `on_committed` is called."""
+    async def rename(
+        self, draft: Any, origin: Origin, key: str, *, base: str | None, over: Any = None
+    ) -> None:
+        """Its content goes to another key, where it is to replace the version `base`, or the draft `over` that is being
+        discarded, and nothing that it made is left under the old one. What the store has of it is copied and deleted there;
+        then `on_committed` is called."""
 
-    async def discard(self, draft: Any, *, replaced: bool) -> None:
+    async def discard(
+        self, draft: Any, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
         """Nothing of it is uploaded any more; it can be read and written until its last handle is closed. Unless the name
-        was `replaced` by another, nothing that its uploads made is left at the store."""
+        was `replaced` by another, nothing that its uploads made is left at the store. `instead` takes the name away while
+        nothing of it is under way; when that raises, the draft is as it was."""
 
     async def note(self, name: str, row: dict[str, Any] | None) -> None:
         """Keep a row (None: no more) that a later run is to find, whatever happens to this one."""

@@ -91,6 +91,7 @@ class Draft:
         self.base = base  # the etag of the version that it replaces
         self.generation, self.synced = 0, -1  # its content now; as it is surely on the disk
         self.attempt: Attempt | None = None
+        self.over: str | None = None  # the draft that had its name before, which does not come back
         self.stamps: list[str] = []  # what an object shows that an attempt has made of which nobody knows
         self.acknowledged = self.told = self.unsure = False
         self.discarded = self.adopted = self.settling = self.overtaken = False
@@ -151,6 +152,7 @@ class Draft:
             "attrs": self.attrs,
             "stamps": self.stamps,
             "upload": self.upload_state,
+            "over": self.over,
         }
 
     def stamped(self, stamp: str) -> None:

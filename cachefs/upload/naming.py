@@ -6,9 +6,10 @@ out of our hands, waits for it and undoes what it made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from cachefs.errors import CachefsError
+import trio
+
 from cachefs.origin import ObjectInfo, Origin
 from cachefs.upload.draft import Draft
 from cachefs.upload.queue import Queue
@@ -29,7 +30,9 @@ class Names:
         self._queue, self._records = queue, records
         self._committed, self._push, self._drop = committed, push, drop
 
-    async def rename(self, draft: Draft, origin: Origin, key: str, base: str | None) -> None:
+    async def rename(
+        self, draft: Draft, origin: Origin, key: str, base: str | None, over: Draft | None
+    ) -> None:
         """See `Uploads.rename`."""
         async with draft.turn:
             await self._queue.halt(draft)
@@ -38,7 +41,7 @@ class Names:
             if draft.committed is not None:
                 await self._rename_stored(draft, draft.committed, origin, key)
             else:
-                await self._rename_dirty(draft, origin, key, base)
+                await self._rename_dirty(draft, origin, key, base, over)
             self._push(draft)
 
     async def _rename_stored(self, draft: Draft, info: ObjectInfo, origin: Origin, key: str) -> None:
@@ -50,7 +53,9 @@ class Names:
         draft.stored_as(generation, info)
         self._committed(draft, info)
 
-    async def _rename_dirty(self, draft: Draft, origin: Origin, key: str, base: str | None) -> None:
+    async def _rename_dirty(
+        self, draft: Draft, origin: Origin, key: str, base: str | None, over: Draft | None
+    ) -> None:
         before = draft.origin, draft.key, draft.base
         left_behind = draft.stored is not None or draft.unsure
         await draft.sender.abandon()
@@ -58,25 +63,38 @@ class Names:
             if left_behind:
                 await self._records.acknowledge(draft)  # what it made goes, so what it holds must stay
             draft.moved(origin, key, base)
+            draft.over = None if over is None else over.id
             if draft.acknowledged:
                 await self._records.keep(draft)
             if left_behind:
                 await before[0].delete(before[1])
                 draft.forget_stored()
-        except CachefsError:
+        except BaseException:
             draft.moved(*before)
+            draft.over = None
             if draft.acknowledged:
-                await self._records.keep(draft)
+                with trio.CancelScope(shield=True):
+                    await self._records.keep(draft)
             raise
         if not draft.acknowledged:
             await self._records.forget(draft)
 
-    async def discard(self, draft: Draft, replaced: bool) -> None:
+    async def discard(
+        self, draft: Draft, replaced: bool, instead: Callable[[], Awaitable[object]] | None
+    ) -> None:
         """See `Uploads.discard`."""
         stored = draft.stored
         draft.discarded = True
         async with draft.turn:
-            await self._queue.halt(draft)
+            try:
+                await self._queue.halt(draft)
+                if instead is not None:
+                    await instead()
+            except BaseException:
+                draft.discarded = False
+                if draft.dirty and (draft.acknowledged or not draft.handles):
+                    self._queue.plan(draft, 0.0)
+                raise
             await draft.sender.abandon()
             await self._records.forget(draft)
             self._drop(draft)

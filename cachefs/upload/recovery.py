@@ -3,6 +3,7 @@
 | row | file | then |
 |---|---|---|
 | acknowledged | there | pending again, its upload resumed |
+| acknowledged, of a file that another one was renamed over | either | as not acknowledged |
 | acknowledged | missing | said, as an error: somebody has removed it |
 | acknowledged, of a store that is not mounted | there | both stay for the mount that has it |
 | not acknowledged | either | the upload is aborted, the file goes: its writer was told nothing |
@@ -34,10 +35,12 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
     journal, found = records.journal, list[Draft]()
     records.orphans.update(journal.rows(ORPHANS))
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
-    for name, row in journal.rows(DRAFTS).items():
+    rows = journal.rows(DRAFTS)
+    replaced = {row["over"] for row in rows.values() if row["acknowledged"]}
+    for name, row in rows.items():
         what, there = f"{row['source']}/{row['key']}", row["file"] in files
         origin = records.origin(row["source"], row["key"])
-        if row["acknowledged"] and there:
+        if row["acknowledged"] and there and name not in replaced:
             files.discard(row["file"])
             if origin is None:
                 log.warning("%s waits for its upload, but that store is not mounted here", what)
@@ -46,7 +49,9 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
             log.info("%s waits for its upload since an earlier run (%d bytes)", what, draft.size)
             found.append(draft)
             continue
-        if row["acknowledged"]:
+        if name in replaced:
+            log.info("%s was replaced by another file", what)
+        elif row["acknowledged"]:
             log.error("%s was to be uploaded, but somebody has removed %s", what, staging / row["file"])
         else:
             log.info("%s was being written when an earlier run ended: given up", what)

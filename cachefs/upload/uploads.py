@@ -184,17 +184,28 @@ class Uploads:
             draft.told = True
             raise type(draft.failure)(*draft.failure.args) from draft.failure
 
-    async def rename(self, draft: Draft, origin: Origin, key: str, *, base: str | None = None) -> None:
+    async def rename(
+        self, draft: Draft, origin: Origin, key: str, *, base: str | None = None, over: Draft | None = None
+    ) -> None:
         """Its content goes to `key` (of the same store), and nothing that it made is left where it was going. `base` is the
-        etag of what it is to replace there. Free as long as nothing of it is at the store; else one copy and one deletion.
+        etag of what it is to replace there, `over` the draft, which the caller is discarding: after a crash at most one of
+        them is back. Free as long as nothing of it is at the store; else one copy and one deletion.
 
         Raises what these do, and then it has its old name."""
-        await self._names.rename(draft, origin, key, base)
+        await self._names.rename(draft, origin, key, base, over)
 
-    async def discard(self, draft: Draft, *, replaced: bool = False) -> None:
+    async def discard(
+        self,
+        draft: Draft,
+        *,
+        replaced: bool = False,
+        instead: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
         """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
-        `replaced` by another, what an upload under way may just have made is deleted at the store."""
-        await self._names.discard(draft, replaced)
+        `replaced` by another, what an upload under way may just have made is deleted at the store. `instead` is what takes
+        the name away, called when no upload is under way: until it has returned, the draft survives a crash, and when it
+        raises, nothing has happened."""
+        await self._names.discard(draft, replaced, instead)
 
     def pending(self) -> list[Draft]:
         """All that the store does not have as it is."""
