@@ -452,7 +452,7 @@ class Daemon:
         }
 
 
-async def _nothing_written(path: str = "", seconds: float = 0.0) -> dict[str, Any]:
+async def _nothing_written(path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
     return {"files": 0, "bytes": 0, "in_vain": 0, "failures": []}
 
 

@@ -67,6 +67,8 @@ def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
             return None
         deadline_s = FOREVER if must else float(uploads["flush_deadline"])
         left = asking.flush(path, "", deadline_s, show)
+        if left["files"] and not must:
+            asking.ask(path, "flush", last=True)  # it need not wait again
     except (control.ControlError, MountError) as exc:
         if must:
             raise MountError(f"{path}: nobody says what is not in the store yet: {exc}") from exc

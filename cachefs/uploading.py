@@ -104,9 +104,12 @@ class Uploading:
 
     # -- what people ask ---------------------------------------------------------------------------
 
-    async def flush(self, path: str = "", seconds: float = 0.0) -> dict[str, Any]:
+    async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
         """What is not in the store at and below `path` (relative to the mount), after waiting so long for it. Uploads that
-        would wait for their delay begin at once."""
+        would wait for their delay begin at once. `last`: whoever asks has waited long enough, and unmounts now."""
+        self._hurry = trio.CancelScope()
+        if last:
+            self._hurry.cancel()
         left = await self.uploads.flush(self.below(path), seconds)
         failing = [draft for draft in left if draft.failure is not None]
         return {

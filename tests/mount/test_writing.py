@@ -636,7 +636,13 @@ class TestWriteback:
         mount = writable(bucket, writeback=True, upload_delay="1h", flush_deadline=2, timeout=2)
         mount.allowed.append(DENIED)
         (mount.path / "f").write_bytes(b"kept")
+        bucket.store.fault("hang", kind="put")
+        hung = mount.umount()
+        assert hung.returncode == 0, hung.stderr
+        assert "1 files (4 B) are not in the store" in hung.stderr
+        bucket.store.clear_faults()
         bucket.store.fault("403", kind="put")
+        mount.start()
         refusal = mount.umount("--flush")
         assert refusal.returncode == 1
         assert "is not unmounted: 1 files" in refusal.stderr
