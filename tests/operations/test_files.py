@@ -214,7 +214,10 @@ class TestManifests:
     def test_it_is_asked_and_has_time_to_end(self, name: str, pod: dict[str, Any]) -> None:
         daemon = daemon_of(pod)
         for probe in ("startupProbe", "livenessProbe"):
-            assert "stat -f" in " ".join(daemon[probe]["exec"]["command"])
+            command = " ".join(daemon[probe]["exec"]["command"])
+            # What is below the mount would answer statfs, too; that it is mounted, a dead daemon's mount is as well.
+            assert "mountpoint -q" in command
+            assert "stat -f" in command
         stop = daemon["lifecycle"]["preStop"]["exec"]["command"]
         assert stop[:2] == ["cachefs", "flush"]
         wait = int(stop[stop.index("--timeout") + 1].removesuffix("s"))
