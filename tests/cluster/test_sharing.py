@@ -41,8 +41,10 @@ def test_four_caches_of_a_quarter_hold_all_of_it(
     # What there is no room for goes when all have had it; a node that lags behind has some of it fetched once more.
     assert data.sent() <= 1.05 * data.size
     cluster.assert_books_agree()
-    # Nobody owns exactly a quarter. With so few files some own a tenth more, and each of those is fetched twice an epoch.
-    too_much = sum(max(0, metrics["origin_bytes"] - quarter) for metrics in cluster.metrics())
+    # Nobody owns exactly a quarter: with so few files, some own up to a tenth more. A tenth of RAM is left to what comes.
+    # What there is no room for is fetched twice an epoch, or a little more often.
+    room = quarter - quarter // 16 // 10
+    too_much = sum(max(0, metrics["origin_bytes"] - room) for metrics in cluster.metrics())
     for epoch in (1, 2):
         lab.reset()
         cluster.read_all(seed=epoch)
