@@ -599,7 +599,7 @@ class TestWriteback:
                 os.replace(mount.path / "f.tmp", mount.path / "f")
             (mount.path / "gone").write_bytes(b"x")
             (mount.path / "gone").unlink()
-            mount.cli("flush")
+            mount.cli("flush", mount.path)
         assert counts["origin_put"] == 1
         assert "origin_copy" not in counts
         assert stored(bucket, "f") == content("2", 50_000)
