@@ -56,7 +56,7 @@ def one_line(text: str) -> str:
 
 def test_help_teaches() -> None:
     overview = run("--help").output
-    cached = ("warm", "evict", "pin", "unpin", "ls", "du", "hint", "record")
+    cached = ("warm", "evict", "pin", "unpin", "ls", "du", "hint", "record", "flush")
     for verb in ("mount", "umount", "status", "refresh", "version", *cached):
         assert re.search(rf"^  {verb} ", overview, re.MULTILINE)
     text = run("mount", "--help").output
@@ -102,6 +102,9 @@ def test_version() -> None:
         (["du", "--cached", "/"], 1, "is not below a cachefs mount"),
         (["hint", "/", "-f", "/dev/null"], 1, "is not below a cachefs mount"),
         (["record", "/", "-o", "/dev/null"], 1, "is not below a cachefs mount"),
+        (["flush", "/"], 1, "is not below a cachefs mount"),
+        (["flush", "/", "--timeout", "soon"], 2, "--timeout: 'soon' is not a time"),
+        (["umount", "--flush", "/"], 1, "not a cachefs"),
     ],
 )
 def test_errors_are_one_line(args: list[str], code: int, words: str) -> None:
@@ -176,6 +179,22 @@ STATUS = {
         "tier_errors": 2,
         "prefetch_files": 1200,
         "prefetch_used_files": 1000,
+        "fuse_write": 7,
+        "fuse_write_bytes": 3 << 30,
+        "origin_bytes_sent": 2 << 30,
+        "origin_put": 5,
+        "origin_put_part": 256,
+        "origin_copy": 3,
+        "origin_delete": 4,
+    },
+    "read_only": False,
+    "uploads": {
+        "writeback": True,
+        "pending": 1234,
+        "pending_bytes": 1 << 30,
+        "oldest_s": 61.0,
+        "failed": 2,
+        "last_error": "s3://a/x: denied",
     },
     "prefetch": {
         "in_flight": 3,
@@ -211,11 +230,16 @@ def test_status_for_people() -> None:
             "rank0: epoch 2, file 1,234 of 5,000, 400 ahead",
             "rank1: no order yet of 10",
             "pyfuse3: only root may speak to the kernel without help",
+            "writable, here first (--writeback)",
+            "3.0 GiB by programs, 2.0 GiB sent in 5 PUT, 256 parts; 3 COPY, 4 DELETE",
+            "1,234 files, 1.0 GiB, for 1m 1s, 2 of them failed: s3://a/x: denied",
             "read_ahead_kb raised",
             "the disk \N{REPLACEMENT CHARACTER}[31mis full",
         ):
             assert words in text
         assert "last_error" not in text
+    assert ("mode", "read-only") in statusview.lines({"read_only": True, "uploads": None})
+    assert ("mode", "writable, to the store at close and fsync") in statusview.lines({"read_only": False})
     for missing in STATUS:
         list(statusview.lines({key: value for key, value in STATUS.items() if key != missing}))
     assert list(statusview.lines({}))
