@@ -88,7 +88,7 @@ class Uploading:
             if pending:
                 log.info("uploading %d files (%s)", len(pending), about_bytes(_bytes(pending)))
                 with self._hurry:
-                    await self.uploads.flush(deadline_s=self._deadline_s)
+                    await self.uploads.flush(deadline_s=self._deadline_s, at_the_end=True)
             left = await self.uploads.aclose(0.0)
         for draft in left[:NAMED]:
             log.warning(

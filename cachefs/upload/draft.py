@@ -123,6 +123,12 @@ class Draft:
         """The last version that it made, of whatever content."""
         return self._at_store[1] if self._at_store is not None else None
 
+    @property
+    def between(self) -> bool:
+        """Whether somebody who has it open has changed it since it was last closed or synced: what it holds now may be half
+        of what is meant."""
+        return self.handles > 0 and self.synced < self.generation
+
     def has(self, generation: int) -> bool:
         """Whether the store has had what it held then, or later."""
         return self._at_store is not None and self._at_store[0] >= generation

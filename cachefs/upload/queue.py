@@ -68,7 +68,11 @@ class Queue:
             now = trio.current_time()
             while self._due and self._due[0][0] <= now and self._busy < IN_BACKGROUND:
                 due, _, draft = heapq.heappop(self._due)
-                if draft.due == due and draft.attempt is None:
+                if draft.due != due:
+                    continue
+                if draft.between:
+                    draft.due = math.inf  # the next close or fsync plans it
+                elif draft.attempt is None:
                     self._busy += 1
                     self.nursery.start_soon(self._in_background, draft)
             waits = self._due and self._busy < IN_BACKGROUND

@@ -347,12 +347,18 @@ class Uploads:
             await self._queue.run()
 
     async def flush(
-        self, under: Callable[[Draft], bool] | None = None, deadline_s: float = math.inf
+        self,
+        under: Callable[[Draft], bool] | None = None,
+        deadline_s: float = math.inf,
+        *,
+        at_the_end: bool = False,
     ) -> list[Draft]:
-        """Wait until the store has all that was acknowledged or closed (of those that `under` chooses); returns what it has
-        not. Without a deadline each is tried once, with one until then, except where it would be in vain."""
+        """Wait until the store has all that was acknowledged or closed (of those that `under` chooses), but for what is
+        being changed just now, unless it is `at_the_end`; returns what it has not. Without a deadline each is tried once,
+        with one until then, except where it would be in vain."""
         chosen = [draft for draft in self.pending() if draft.acknowledged or not draft.handles]
         chosen = [draft for draft in chosen if under is None or under(draft)]
+        chosen = [draft for draft in chosen if at_the_end or not draft.between]
 
         async def one(draft: Draft) -> None:
             while True:
@@ -402,7 +408,7 @@ class Uploads:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 self._queue.nursery = nursery
-                left = await self.flush(deadline_s=deadline_s)
+                left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 for draft in list(self._drafts.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await self._give_up(draft)

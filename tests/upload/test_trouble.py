@@ -316,6 +316,8 @@ async def test_an_object_of_an_earlier_attempt_is_no_conflict(tmp_path: Path, ki
             await d.quiet()
             assert store.content("k") == b"one" and draft.dirty
             await draft.append(b" two")
+            with pytest.raises(OriginFailed):
+                await d.uploads.commit(draft)
             await d.uploads.flush()
     if kill:
         store.rules.clear()

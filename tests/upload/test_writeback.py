@@ -69,6 +69,30 @@ async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
 
 
 @in_trio
+async def test_what_is_being_written_again_is_not_uploaded_by_halves(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
+        draft = await d.save("k", b"first")
+        await trio.sleep(5)
+        d.uploads.open(draft)
+        await draft.truncate(0)
+        await draft.append(b"sec")
+        await trio.sleep(100)
+        assert await d.uploads.flush() == []
+        assert d.store.counts == {}
+        await draft.append(b"ond")
+        await d.uploads.commit(draft)
+        await trio.sleep(11)
+        assert d.store.content("k") == b"second", "synced is as good as closed"
+        await draft.append(b", third")
+        await trio.sleep(100)
+        assert d.store.content("k") == b"second"
+        await d.close(draft)
+        await trio.sleep(11)
+        await d.quiet()
+        assert d.store.content("k") == b"second, third"
+
+
+@in_trio
 async def test_a_file_replaced_again_and_again_is_uploaded_once(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
         for number in range(20):
