@@ -18,7 +18,7 @@ from cachefs.store import SHM, Opened, Store, open_store
 def _disk_of(config: Config) -> tuple[int, int]:
     """Bytes that are free, and all there are, of the disk that the cache directory is or will be on."""
     place = config.cache_dir
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:  # Path.exists raises where one may not look
         place = place.parent
     try:
         disk = os.statvfs(place)

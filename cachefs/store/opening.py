@@ -109,6 +109,8 @@ def _ours(path: Path) -> bool:
         found = path.lstat()
     except FileNotFoundError:
         return True
+    except PermissionError:  # one may not even look
+        return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,14 +134,18 @@ class TestUsersWithoutRights:
         eventually(lambda: engine.run("exec", name, "stat", "-f", "/mnt/data").returncode == 0, "it answers")
         return engine.succeed("exec", *words, name, "sha256sum", "/mnt/data/file-1").split()[0]
 
-    def test_a_plain_user_mounts_in_a_container(self, engine: Engine, store: LabStore) -> None:
-        # As with --user, where everybody may open the device, as udev has it.
-        command = (
-            "exec setpriv --reuid=cachefs --regid=cachefs --clear-groups cachefs mount -f s3://data /mnt/data"
-        )
-        words = [*TO_MOUNT, *to_the_store(store), "--entrypoint", "sh", "cachefs"]
-        with engine.container(*words, "-c", f"chmod 666 /dev/fuse; {command}") as name:
+    @contextmanager
+    def plain(self, engine: Engine, store: LabStore, *words: str) -> Iterator[str]:
+        """As with --user, where everybody may open the device, as udev has it."""
+        become = "chmod 666 /dev/fuse; exec setpriv --reuid=cachefs --regid=cachefs --clear-groups"
+        command = f"{become} cachefs-entrypoint mount -f s3://data /mnt/data"
+        words = (*TO_MOUNT, *to_the_store(store), *words, "--entrypoint", "sh", "cachefs", "-c", command)
+        with engine.container(*words) as name:
             eventually(lambda: "mounted s3://data" in engine.logs(name), "it is mounted")
+            yield name
+
+    def test_a_plain_user_mounts_in_a_container(self, engine: Engine, store: LabStore) -> None:
+        with self.plain(engine, store) as name:
             assert self.read(engine, name, "--user", "cachefs") == DIGESTS["file-1"]
             log = engine.logs(name)
             # What it could not raise, and what that costs.
@@ -150,6 +155,13 @@ class TestUsersWithoutRights:
             assert "max_background not raised" in log
             engine.succeed("stop", "-t", "30", name)
             assert engine.state(name)["ExitCode"] == 0
+
+    def test_a_cache_directory_that_one_may_not_look_at_is_none(
+        self, engine: Engine, store: LabStore
+    ) -> None:
+        with self.plain(engine, store, "-e", "CACHEFS_CACHE_DIR=/root/cache") as name:
+            assert self.read(engine, name, "--user", "cachefs") == DIGESTS["file-1"]
+            assert "no ssd tier" in engine.logs(name)
 
     @pytest.mark.parametrize("user", ["root", "cachefs"])
     def test_the_device_alone_is_not_enough_and_says_what_is(
