@@ -147,7 +147,13 @@ class Daemon:
                     finally:
                         if self._uploading is not None:
                             self._notifier.stopping("uploading what was written")
-                            await self._uploading.finish()
+                            if not await self._uploading.finish():
+                                # What replaced the cache directory would go: somebody's work is in it now.
+                                self._opened.temporary[:] = [
+                                    place
+                                    for place in self._opened.temporary
+                                    if place != self._opened.state_dir
+                                ]
                     lasting.cancel_scope.cancel()
             finally:
                 self._notifier.stopping("saving memory to disk")

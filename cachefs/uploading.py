@@ -51,11 +51,12 @@ class Uploading:
                 "--cache-dir"
             )
         self._places = {id(o): (s.name, o) for s, o in zip(config.sources, origins, strict=True)}
+        self._staging = staging_of(state_dir)
         self._deadline_s = config.flush_deadline
         self._hurry = trio.CancelScope()
         self.uploads = Uploads(
             state_dir,
-            staging_of(state_dir),
+            self._staging,
             origins,
             store,
             metrics,
@@ -81,8 +82,10 @@ class Uploading:
         """Whoever stops us does not want to wait."""
         self._hurry.cancel()
 
-    async def finish(self) -> None:
-        """Nobody writes any more: wait for what is on its way, and say what could not be brought there."""
+    async def finish(self) -> bool:
+        """Nobody writes any more: wait for what is on its way, and say what could not be brought there. Whether the store
+        has all of it."""
+        self.uploads.unmounted()
         with trio.CancelScope(shield=True):
             pending = [draft for draft in self.uploads.pending() if draft.acknowledged or not draft.handles]
             if pending:
@@ -96,11 +99,13 @@ class Uploading:
             )
         if left:
             log.warning(
-                "%d files (%s) are not in the store: they stay in the cache directory, and the next mount of it that can "
-                "be written sends them",
+                "%d files (%s) are not in the store: they stay in %s, and the next mount of this cache that can be written "
+                "sends them",
                 len(left),
                 about_bytes(_bytes(left)),
+                self._staging,
             )
+        return not left
 
     # -- what people ask ---------------------------------------------------------------------------
 

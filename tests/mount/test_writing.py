@@ -530,6 +530,27 @@ class TestFailures:
             (mount.path / name).write_bytes(content(name, size))
             assert stored(bucket, name) == content(name, size)
 
+    @ONE_FRONT
+    def test_without_a_cache_directory_nothing_that_a_close_refused_is_lost(
+        self, writable: Writable, bucket: Bucket
+    ) -> None:
+        lasting = writable(bucket, start=False, cache_dir="/proc/none", writeback=True)
+        lasting.allowed.append("/proc/none")
+        assert "--writeback needs a cache directory" in lasting.try_start().stderr
+        mount = writable(bucket, cache_dir="/proc/none", flush_deadline=1)
+        mount.allowed += [DENIED, "/proc/none"]
+        bucket.store.fault("403", kind="put")
+        file = (mount.path / "f").open("wb", buffering=0)
+        file.write(b"kept")
+        with refused(errno.EACCES):
+            file.close()
+        assert "1 files (4 B) are not in the store" in mount.umount().stderr
+        bucket.store.clear_faults()
+        mount.start()
+        assert (mount.path / "f").read_bytes() == b"kept"
+        mount.stop()
+        assert stored(bucket, "f") == b"kept"
+
     def test_a_store_that_can_only_be_read(self, writable: Writable, bucket: Bucket) -> None:
         bucket.put("f", b"x")
         mount = writable(f"{bucket.store.endpoint}/{bucket.name}/", start=False)
