@@ -142,6 +142,41 @@ class Adopting:
         self._metrics.adopted_versions += 1
         return True
 
+    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+        """What was `old` at the origin is `new` there now, byte for byte: the same file goes on under the new name, if all
+        of it lies here, verified and sealed. `old` is forgotten. Whether that was so; if not, `new` is fetched when it is
+        read."""
+        tier, size = self._tier, new.size
+        if tier is None or not tier.writable() or not size or old.size != size:
+            return False
+        was, obj = self._catalog.object(old), self._catalog.object(new)
+        if not tier.sealed(old.digest) or self._in_the_way(obj, tier):
+            return False
+        copies = sorted(self._catalog.copies(was, tier.number), key=lambda copy: copy.extent)
+        blocks = range(block_count(size, self._block_size))
+        if sum((copy.verified & copy.bitmap).bit_count() for copy in copies) != len(blocks):
+            return False
+        checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
+        need = sum(allocated(block_length(block, size, self._block_size)) for block in blocks)
+        was.refs += 1
+        obj.refs += 1
+        try:
+            path = tier.link(old.digest, new.digest)
+            for copy in copies:
+                self._room.drop(was, copy, copy.bitmap)
+            fits = self._room.make(tier, need, evict=Evict.ANY, here=need)
+            if fits and self._put(obj, tier, path, checksums):
+                return True
+            path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.debug("cannot keep %s under its new name: %s", new.key, exc)
+        finally:
+            for one in (was, obj):
+                one.refs -= 1
+                if not one.in_use():
+                    one.close_files()
+        return False
+
     async def _fits(self, tier: Tier, need: int, here: int) -> bool:
         """Make room for `need` bytes, of which the disk has `here` already, some victims at a time."""
         while True:

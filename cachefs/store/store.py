@@ -96,6 +96,7 @@ class Store:
         self._heap = Heap()
         self._filling = Filling(self._catalog, self.room, self._moves, self._heap, tiers, block_size, metrics)
         self._adopting = Adopting(self._catalog, self.room, tiers, block_size, metrics)
+        self.recast = self._adopting.recast
         self._threads = trio.CapacityLimiter(READ_THREADS)
 
     @property
@@ -422,9 +423,8 @@ class Store:
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
         """The whole content of the version is the file at `path`, on the SSD tier's file system, and nobody writes it any
-        more: it becomes the version's cache file, verified, so it can be read and lent at once. Who has it open may go on
-        reading. False: it still is at `path`, and the caller's to remove, for there is no such tier or no room for it, the
-        version is (being) cached already, the file has another size, is being written, or cannot be read or sealed."""
+        more: it becomes the version's cache file, verified. Who has it open may go on reading. False: it still is at `path`,
+        the caller's to remove, for there is no such tier, no room, the version is (being) cached, or it is no such file."""
         return await self._adopting.adopt(object_id, path)
 
     async def make_room(self, wanted: int) -> bool:

@@ -257,6 +257,13 @@ class Tier:
         os.rename(path, file)
         return False
 
+    def link(self, digest: bytes, other: bytes) -> Path:
+        """The file of a version gets a second name, that of another. OSError where that one has a file already."""
+        path = self._file(other)
+        self._make_folder(path)
+        os.link(self._file(digest), path)
+        return Path(path)
+
     def seal(self, digest: bytes, size: int) -> int:
         """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that
         cannot be promised, or when it has not the size that the kernel will be told."""

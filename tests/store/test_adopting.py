@@ -690,3 +690,55 @@ async def look(cache_dir: Path, verify: str) -> None:
         assert lab.metrics.checksum_failures == 0
         await lab.quiet()
         lab.check_accounts()
+
+
+# -- the origin has copied it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("used", ["", "open", "lent"])
+@in_trio
+async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size: int, used: str) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, size)
+        old = lab.origin.put("tmp", data)
+        assert await adopt(lab, old)
+        new = lab.origin.put("final", data)
+        file = lab.store.tiers[-1].file_path(old.digest)
+        inode = file.stat().st_ino
+        front = Front(lab)
+        lent = front.lend(old, data) if used == "lent" else None
+        was = lab.store.object(old)
+        if used == "open":
+            was.refs += 1
+            assert bytes(lab.store.read_now(was, 0, size) or b"") == data
+        assert lab.store.recast(old, new)
+        assert lab.store.tiers[-1].file_path(new.digest).stat().st_ino == inode
+        assert await lab.read(new) == data and not lab.origin.gets
+        front.check()
+        again = front.lend(new, data)
+        assert again is not None
+        lab.store.give_back(again)
+        if lent is not None:
+            lab.store.give_back(lent)
+        if used == "open":
+            lab.store.release(was)
+        assert not file.exists() and lab.store.cached_bytes(old) == 0
+        lab.check_accounts()
+    async with running(cache_dir, lab.origin) as lab:
+        assert await lab.read(new) == data and not lab.origin.gets
+        assert lab.metrics.checksum_failures == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_copy_of_what_is_not_all_here_is_fetched(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * EXTENT)
+        old, new = lab.origin.put("tmp", data), lab.origin.put("final", data)
+        await lab.read(old, 0, BLOCK)
+        assert not lab.store.recast(old, new)
+        assert not lab.store.recast(new, old)
+        assert await lab.read(new) == data
+        await lab.quiet()
+        lab.check_accounts()
