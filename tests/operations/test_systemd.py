@@ -197,6 +197,25 @@ class TestStopping:
         assert restarts(machine) == before
         assert machine.show(UNIT, "Result") == "success"
 
+    def test_what_was_written_is_uploaded_first(self, machine: Machine, store: LabStore) -> None:
+        machine.write(
+            f"/run/systemd/system/{OTHER}.d/write.conf",
+            "[Service]\nEnvironment=CACHEFS_READ_ONLY=false CACHEFS_WRITEBACK=true\n",
+        )
+        machine.succeed("systemctl", "daemon-reload")
+        machine.succeed("systemctl", "start", OTHER)
+        store.shape(latency_ms=1500)  # so that it is not there yet when the stop comes
+        machine.succeed("sh", "-c", "echo written > /mnt/other/new")
+        machine.succeed("systemctl", "stop", OTHER)
+        store.shape(latency_ms=0)
+        assert machine.show(OTHER, "Result") == "success"
+        assert machine.layers("/mnt/other") == 0
+        machine.succeed("cachefs", "refresh", DATA)
+        assert machine.succeed("cat", f"{DATA}/new") == "written\n"
+        store.delete("data", "new")
+        machine.succeed("rm", f"/run/systemd/system/{OTHER}.d/write.conf")
+        machine.succeed("systemctl", "daemon-reload")
+
     def test_a_restart_is_warm(self, machine: Machine, store: LabStore) -> None:
         machine.succeed("sha256sum", f"{DATA}/big")
         store.reset()
