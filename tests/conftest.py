@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if str(ROOT) not in sys.path:  # so that `tests.store.lab` and `bench.lab` import however pytest was started
     sys.path.insert(0, str(ROOT))
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """A test that runs a program which scripts/setup installs."""
+    missing = shutil.which(program) is None
+    return pytest.mark.skipif(missing and not ON_CI, reason=f"{program} is not installed")
 
 
 @pytest.fixture

@@ -113,9 +113,70 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_new_keys_in_the_credentials_file_are_taken_without_a_restart",
         "tests/origin/test_faults.py::test_expired_credentials_and_their_renewal",
     ),
-    "Every attempt to write is refused with EROFS, and changes nothing.": (
+    "With `--read-only` every attempt to write is refused with EROFS, and changes nothing.": (
         "tests/mount/test_readonly.py::TestWriting::test_every_write_is_refused_as_read_only",
         "tests/mount/test_readonly.py::TestWriting::test_nothing_is_changed_by_trying",
+    ),
+    # Writing
+    "When `close` or `fsync` returns 0 the store has the file, whole; a small one costs one PUT and nothing else,"
+    " a large one is sent in parts while it is written, and nobody sees it before.": (
+        "tests/mount/test_writing.py::TestContent::test_a_small_file_is_one_request",
+        "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",
+        "tests/mount/test_writing.py::TestContent::test_fsync_in_the_middle",
+        "tests/mount/test_writing.py::TestKilled::test_durably_what_was_closed_is_there_and_the_rest_is_not",
+        "tests/fs/test_writing_costs.py::test_costs_in_a_known_tree",
+    ),
+    "With `--writeback` they return when it is on this disk; it survives `kill -9` of the daemon at any moment, "
+    "and the next mount sends it.": (
+        "tests/mount/test_writing.py::TestWriteback::test_it_is_here_at_once_and_there_later",
+        "tests/mount/test_writing.py::TestKilled::test_what_was_acknowledged_comes_back",
+        "tests/mount/test_writing.py::TestKilled::test_at_any_moment",
+        "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_writeback",
+    ),
+    "What fails is told by `close` and `fsync`, and kept: tried again, shown by `cachefs status`, awaited by "
+    "`cachefs flush` and `umount --flush`.": (
+        "tests/mount/test_writing.py::TestFailures::test_a_close_says_what_the_store_says",
+        "tests/mount/test_writing.py::TestFailures::test_fsync_says_it_too",
+        "tests/mount/test_writing.py::TestWriteback::test_only_what_is_below_a_path",
+        "tests/mount/test_writing.py::TestWriteback::test_unmounting_that_must_not_leave_anything",
+        "tests/mount/test_writing_crash.py::TestDurable::test_after_a_close_that_failed",
+    ),
+    "Reading back what was written asks the store nothing.": (
+        "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",
+        "tests/store/test_adopting.py::test_what_was_adopted_is_lent_and_read_at_once",
+    ),
+    "A temporary name that replaces another is one upload, and with `--writeback` no copy; a reader sees the old "
+    "file or the new one.": (
+        "tests/mount/test_writing.py::TestNames::test_written_beside_and_renamed_over",
+        "tests/mount/test_writing.py::TestWriteback::test_temporary_files_are_never_uploaded",
+        "tests/mount/test_writing_crash.py::TestWriteback::test_renamed_before_it_was_sent",
+    ),
+    "Whatever is killed and wherever, no partial object is ever seen, and no interrupted upload is left at the "
+    "store.": (
+        "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_durable",
+        "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_writeback",
+        "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_pyfuse3",
+        "tests/mount/test_writing_crash.py::TestDurable",
+        "tests/mount/test_writing_crash.py::TestWriteback",
+        "tests/mount/test_writing_crash.py::TestNames",
+    ),
+    "cp, mv, tar, rsync, git, sqlite, pip, pandas, safetensors and `torch.save` work as on a disk, mappings and "
+    "random writes included.": (
+        "tests/mount/test_writing_programs.py::TestTools::test_cp",
+        "tests/mount/test_writing_programs.py::TestTools::test_mv_into_within_and_out",
+        "tests/mount/test_writing_programs.py::TestTools::test_tar",
+        "tests/mount/test_writing_programs.py::TestTools::test_rsync",
+        "tests/mount/test_writing_programs.py::TestTools::test_git",
+        "tests/mount/test_writing_programs.py::TestLibraries::test_sqlite",
+        "tests/mount/test_writing_programs.py::TestLibraries::test_pip",
+        "tests/mount/test_writing_programs.py::TestLibraries::test_parquet",
+        "tests/mount/test_writing_programs.py::TestLibraries::test_safetensors",
+        "tests/mount/test_writing_programs.py::TestLibraries::test_a_checkpoint_saved_beside_and_renamed_over",
+        "tests/mount/test_writing.py::TestContent::test_mapped",
+        "tests/mount/test_writing.py::TestContent::test_written_at_random_and_read_meanwhile",
+    ),
+    "A full disk is ENOSPC to the writer, and nothing to anybody else.": (
+        "tests/upload/test_trouble.py::test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else",
     ),
     # Before anybody asks
     "Small files of a directory that are all read, in any order, cost one GET each; when a twentieth of them is wanted, "

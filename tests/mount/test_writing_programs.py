@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from bench.lab.dataset import content, make_image_folder
+from tests.conftest import needs
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
-from tests.mount.mounts import Mount, in_python, run, succeed
+from tests.mount.mounts import Mount, in_python, succeed
 from tests.mount.test_clients import same
 from tests.mount.test_writing import Place
 from tests.mount.written import stored
@@ -99,7 +100,7 @@ class TestTools:
             assert archive.testzip() is None
             assert archive.read("more") == b"later"
 
-    @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+    @needs("rsync")
     def test_rsync(self, place: Place, tree: Path, tmp_path: Path) -> None:
         shutil.copytree(tree, tmp_path / "in")
         command = ["rsync", "-a", "--delete", f"{tmp_path}/in/", f"{place.path}/copy/"]
@@ -131,7 +132,7 @@ class TestTools:
         assert (place.stored("f"), place.stored("g")) == (b"thr", b"three\none\n")
         assert sorted(place.names()) == ["f", "g"]
 
-    @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+    @needs("git")
     def test_git(self, place: Place, tree: Path, tmp_path: Path) -> None:
         git = ["git", "-c", "user.name=n", "-c", "user.email=e@e", "-c", "init.defaultBranch=main"]
         shutil.copytree(tree / "images", tmp_path / "repo")
@@ -148,7 +149,7 @@ class TestTools:
         assert (tmp_path / "back/new").read_bytes() == b"new"
 
     @ONE_FRONT
-    @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+    @needs("fio")
     def test_fio_verifies_what_it_wrote(self, place: Place) -> None:
         for options in (["--rw=randwrite", "--bs=4k"], ["--rw=write", "--bs=512k", "--end_fsync=1"]):
             succeed(
@@ -228,8 +229,6 @@ for step in range(3):
 
     @ONE_FRONT
     def test_pip(self, place: Place, tmp_path: Path) -> None:
-        if run([sys.executable, "-m", "pip", "--version"]).returncode:
-            pytest.skip("pip is not installed")
         wheel = _wheel(tmp_path)
         options = ["--no-index", "--no-deps", "--quiet", "--disable-pip-version-check"]
         succeed([sys.executable, "-m", "pip", "install", *options, "--target", place.path / "lib", wheel])
