@@ -155,7 +155,13 @@ class TestTools:
             succeed(
                 [
                     *("fio", "--name=job", f"--directory={place.path}", "--size=8M", "--verify=crc32c"),
-                    *("--verify_fatal=1", "--ioengine=psync", "--numjobs=2", "--group_reporting", *options),
+                    *(
+                        "--verify_fatal=1",
+                        "--verify_state_save=0",
+                        "--ioengine=psync",
+                        "--numjobs=2",
+                        *options,
+                    ),
                 ],
                 timeout=80,
             )
