@@ -1,7 +1,9 @@
 """The kernel protocol's handlers of a mount that can be written.
 
-What changes something is carried out to its end once it has begun, whoever gives up waiting (`Session.change`). FLUSH and
-FSYNC wait as long as the file is on its way; a signal that ends the one who waits ends the wait and not the upload.
+What changes something is carried out to its end once it has begun, whoever gives up waiting (`Session.change`). The kernel
+has the names of one directory changed one after the other, but takes a change that was given up for done: so they have their
+turns here, too. FLUSH and FSYNC wait as long as the file is on its way; a signal that ends the one who waits ends the wait
+and not the upload.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ import errno
 import os
 import stat
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import trio
 
 from cachefs.fs import Attributes
 from cachefs.fuse import protocol
@@ -22,6 +28,8 @@ from cachefs.fuse.protocol import Op, Setattr
 from cachefs.fuse.protocol import Opened as Flags
 from cachefs.fuse.session import Handler, Malformed, Session
 from cachefs.metrics import Metrics
+
+T = TypeVar("T")
 
 Opened = tuple[int, bool, int]
 
@@ -42,6 +50,7 @@ class WritingHandlers:
         self._metrics = metrics
         self._device = device
         self._writers = Writers()
+        self._turns: dict[int, tuple[trio.Lock, int]] = {}  # by directory: whose turn it is, how many want it
         self.handlers: dict[int, Handler] = {
             Op.CREATE: self._create,
             Op.MKNOD: self._mknod,
@@ -70,9 +79,9 @@ class WritingHandlers:
         )
 
     def _opened(self, inode: int, pid: int, unique: int, opened: Opened) -> None:
-        fh, keep, _ = opened
-        flags = int(Flags.KEEP_CACHE) if keep else 0
-        reply = protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, fh, flags, 0)
+        fh, keep, backing = opened
+        flags = self._flags(keep, backing)
+        reply = protocol.OPEN_REPLY.pack(protocol.OPEN_REPLY.size, 0, unique, fh, flags, backing)
         self._tell(reply, fh, inode, pid)
 
     def _create(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
@@ -80,18 +89,29 @@ class WritingHandlers:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
         name = name_of(body[protocol.CREATE_IN.size :])
         uid, gid = self.session.user
-        self.session.change(
-            *(unique, Op.CREATE, lambda: self._fs.create(nodeid, name, flags, mode, pid, uid, gid)),
+        self._change_names(
+            *(
+                unique,
+                Op.CREATE,
+                (nodeid,),
+                lambda: self._fs.create(nodeid, name, flags, mode, pid, uid, gid),
+            ),
             partial(self._created, pid),
         )
 
     def _created(self, pid: int, unique: int, made: tuple[Attributes, float, Opened]) -> None:
-        attributes, ttl, (fh, keep, _) = made
-        flags = int(Flags.KEEP_CACHE) if keep else 0
+        attributes, ttl, (fh, keep, backing) = made
+        flags = self._flags(keep, backing)
         reply = protocol.CREATE_REPLY.pack(
-            *(protocol.CREATE_REPLY.size, 0, unique, *entry_of(attributes, ttl), fh, flags, 0)
+            *(protocol.CREATE_REPLY.size, 0, unique, *entry_of(attributes, ttl), fh, flags, backing)
         )
         self._tell(reply, fh, attributes.ino, pid)
+
+    def _flags(self, keep: bool, backing: int) -> int:
+        if backing:
+            self._metrics.passthrough_opens += 1
+            return int(Flags.PASSTHROUGH)
+        return int(Flags.KEEP_CACHE) if keep else 0
 
     def _tell(self, reply: bytes, fh: int, inode: int, pid: int) -> None:
         self._writers.opened(fh, inode, pid)
@@ -157,14 +177,47 @@ class WritingHandlers:
 
     # -- names and attributes ----------------------------------------------------------------------
 
+    def _change_names(
+        self,
+        unique: int,
+        opcode: int,
+        directories: tuple[int, ...],
+        work: Callable[[], Awaitable[T]],
+        reply: Callable[[int, T], object],
+    ) -> None:
+        self.session.change(unique, opcode, partial(self._in_turn, directories, work), reply)
+
+    async def _in_turn(self, directories: tuple[int, ...], work: Callable[[], Awaitable[T]]) -> T:
+        async with AsyncExitStack() as turns:
+            for directory in sorted(
+                set(directories)
+            ):  # in one order, so that nobody waits for another in a circle
+                await turns.enter_async_context(self._turn(directory))
+            return await work()
+
+    @asynccontextmanager
+    async def _turn(self, directory: int) -> AsyncIterator[None]:
+        lock, wanted = self._turns.get(directory) or (trio.Lock(), 0)
+        self._turns[directory] = lock, wanted + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            _, wanted = self._turns[directory]
+            if wanted == 1:
+                del self._turns[directory]
+            else:
+                self._turns[directory] = lock, wanted - 1
+
     def _mknod(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_create += 1
         mode, *_ = protocol.MKNOD_IN.unpack_from(body)
         name = name_of(body[protocol.MKNOD_IN.size :])
         if stat.S_ISREG(mode):
             uid, gid = self.session.user
-            self.session.change(
-                *(unique, Op.MKNOD, lambda: self._fs.mknod(nodeid, name, mode, pid, uid, gid)), self._entered
+            self._change_names(
+                *(unique, Op.MKNOD, (nodeid,), lambda: self._fs.mknod(nodeid, name, mode, pid, uid, gid)),
+                self._entered,
             )
         else:
             self.session.error(unique, errno.EPERM)  # pipes, sockets, devices
@@ -174,8 +227,9 @@ class WritingHandlers:
         mode, _ = protocol.MKDIR_IN.unpack_from(body)
         name = name_of(body[protocol.MKDIR_IN.size :])
         uid, gid = self.session.user
-        self.session.change(
-            *(unique, Op.MKDIR, lambda: self._fs.mkdir(nodeid, name, mode, uid, gid)), self._entered
+        self._change_names(
+            *(unique, Op.MKDIR, (nodeid,), lambda: self._fs.mkdir(nodeid, name, mode, uid, gid)),
+            self._entered,
         )
 
     def _entered(self, unique: int, made: tuple[Attributes, float]) -> None:
@@ -185,12 +239,12 @@ class WritingHandlers:
     def _unlink(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_change += 1
         name = name_of(body)
-        self.session.change(unique, Op.UNLINK, lambda: self._fs.unlink(nodeid, name), self._done)
+        self._change_names(unique, Op.UNLINK, (nodeid,), lambda: self._fs.unlink(nodeid, name), self._done)
 
     def _rmdir(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_change += 1
         name = name_of(body)
-        self.session.change(unique, Op.RMDIR, lambda: self._fs.rmdir(nodeid, name), self._done)
+        self._change_names(unique, Op.RMDIR, (nodeid,), lambda: self._fs.rmdir(nodeid, name), self._done)
 
     def _rename(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         (to,) = protocol.RENAME_IN.unpack_from(body)
@@ -203,7 +257,9 @@ class WritingHandlers:
     def _move(self, unique: int, opcode: int, nodeid: int, to: int, names: memoryview, flags: int) -> None:
         self._metrics.fuse_change += 1
         old, new = names_of(names)
-        self.session.change(unique, opcode, lambda: self._fs.rename(nodeid, old, to, new, flags), self._done)
+        self._change_names(
+            *(unique, opcode, (nodeid, to), lambda: self._fs.rename(nodeid, old, to, new, flags)), self._done
+        )
 
     def _setattr(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_change += 1

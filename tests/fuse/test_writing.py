@@ -406,6 +406,31 @@ async def test_a_signal_ends_the_wait_for_an_upload(name: str) -> None:
         assert fs.finished == []
 
 
+async def test_changes_of_one_directory_have_their_turns() -> None:
+    """Also when one was given up, which the kernel takes for done."""
+    fs = Noted()
+    async with writing(fs) as asking:
+        fs.gate = trio.Event()
+        given_up = asking.send(Op.UNLINK, DIRECTORY, b"f\0")
+        await asking.idle()
+        interrupt(asking, given_up)
+        await asking.reply(given_up)
+        rename = protocol.RENAME_IN.pack(DIRECTORY) + b"old\0new\0"
+        after = [
+            asking.send(Op.CREATE, DIRECTORY, create_in(b"f")),
+            asking.send(Op.RENAME, DIRECTORY + 1, rename),
+            asking.send(Op.RENAME, DIRECTORY, protocol.RENAME_IN.pack(DIRECTORY + 1) + b"a\0b\0"),
+        ]
+        elsewhere = asking.send(Op.UNLINK, DIRECTORY + 2, b"f\0")
+        await asking.idle()
+        assert [(call[0], call[1]) for call in fs.calls] == [("unlink", DIRECTORY), ("unlink", DIRECTORY + 2)]
+        fs.gate.set()
+        for sent in (*after, elsewhere):
+            assert not (await asking.reply(sent)).error
+        assert sorted(call[0] for call in fs.calls[2:]) == ["create", "rename", "rename"]
+        assert not asking.front._writing._turns  # type: ignore[union-attr]
+
+
 async def test_a_change_that_fails_when_nobody_waits_is_no_failure() -> None:
     fs = Noted()
     fs.fails["unlink"] = errors.OriginFailed("down")
