@@ -104,18 +104,19 @@ class Moving:
             base = base if over is None else over.base
             await self._writer.rename(draft, *_key(to), base=base, over=over)
 
-        await self._instead(replaced, rename)
-        clean = node.draft.committed is not None
-        node.stored, node.beneath = base is not None or clean, base is not None and not clean
-        if node.held:
-            await self._overlay.rehold(node, *to)
-            if beneath:  # an older version goes, so what replaces it must stay
-                await self._writer.commit(node.draft)
-                await origin.delete(key)
-        else:
-            assert node.draft.committed is not None
-            await self._moved(place, found, to, node.draft.committed)
-            await self._overlay.gone(*place, moved=True)
+        with self._overlay.moving(node):
+            await self._instead(replaced, rename)
+            clean = draft.committed is not None
+            node.stored, node.beneath = base is not None or clean, base is not None and not clean
+            if node.held:
+                await self._overlay.rehold(node, *to)
+                if beneath:  # an older version goes, so what replaces it must stay
+                    await self._writer.commit(draft)
+                    await origin.delete(key)
+            else:
+                assert draft.committed is not None
+                await self._moved(place, found, to, draft.committed)
+                await self._overlay.gone(*place, moved=True)
 
     async def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
         """Write down that a version is at another path: under its number, with what was set of it, for those who read it."""

@@ -11,7 +11,8 @@ What is done at the store is written down here as an answer of the store would b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -42,7 +43,8 @@ DRAFT_ETAG = "draft "
 class Node:
     """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
     its name, and `beneath` that this is none that the draft made. A node that was `removed` has no name any more, only
-    handles. `settled` says that its draft is not to be opened any more: the cache has its content, or only the store."""
+    handles; one that is `moving` is about to get another. `settled` says that its draft is not to be opened any more: the
+    cache has its content, or only the store."""
 
     __slots__ = (
         "attrs",
@@ -52,6 +54,7 @@ class Node:
         "held",
         "ino",
         "lock",
+        "moving",
         "name",
         "removed",
         "row",
@@ -72,6 +75,7 @@ class Node:
         self.held = False
         self.removed = False
         self.settled = True
+        self.moving = False
         self.writers = 0
         self.attrs: dict[str, Any] = {}
         self.lock = trio.Lock()
@@ -233,6 +237,8 @@ class Overlay:
         draft = node.draft
         if not node.held or node.writers or draft is None or draft.dirty or draft.committed is None:
             return
+        if node.moving:
+            return
         info, row = draft.committed, node.row
         new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, row.low)
         key = node.directory.key + node.name
@@ -243,6 +249,17 @@ class Overlay:
         self._files.supersede(node.stable, info.etag, info.size)
         self.on_stored(node, info)
         self._forget(node)
+
+    @contextmanager
+    def moving(self, node: Node) -> Iterator[None]:
+        """Its name changes meanwhile. What the store gets meanwhile is written down at the end."""
+        node.moving = True
+        try:
+            yield
+        finally:
+            node.moving = False
+            if not node.removed:
+                self._settle(node)
 
     def _let_go(self, node: Node) -> None:
         node.held = False

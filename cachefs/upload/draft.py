@@ -28,7 +28,7 @@ class Attempt:
     `done`."""
 
     def __init__(self) -> None:
-        self.done = trio.Event()
+        self.begun, self.done = trio.Event(), trio.Event()
         self.scope = trio.CancelScope()
         self.error: CachefsError | None = None
         self.waiters = 0
@@ -96,6 +96,7 @@ class Draft:
         self.acknowledged = self.told = self.unsure = False
         self.discarded = self.adopted = self.settling = self.overtaken = False
         self.due, self.failures = math.inf, 0
+        self.overdue = False  # it came in between
         self.lock = trio.Lock()  # its content
         self.turn = trio.Lock()  # its name
         self.row_turn = trio.Lock()  # its row in the journal

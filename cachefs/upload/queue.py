@@ -71,7 +71,7 @@ class Queue:
                 if draft.due != due:
                     continue
                 if draft.between:
-                    draft.due = math.inf  # the next close or fsync plans it
+                    draft.due, draft.overdue = math.inf, True  # the next close or fsync has it sent
                 elif draft.attempt is None:
                     self._busy += 1
                     self.nursery.start_soon(self._in_background, draft)
@@ -87,6 +87,12 @@ class Queue:
         finally:
             self._busy -= 1
             self._changed.set()
+
+    async def begin(self, draft: Draft) -> None:
+        """Return when an upload of what the draft holds now has begun: then writing it further does not change that."""
+        attempt = await self._started(draft)
+        if attempt is not None:
+            await attempt.begun.wait()
 
     async def upload(self, draft: Draft) -> None:
         """Return when the store has what the draft holds now, or nobody wants that any more. Raises why it has not."""
@@ -118,7 +124,7 @@ class Queue:
         if draft.attempt is None:
             async with draft.turn:  # not while it is being renamed
                 if draft.attempt is None and draft.dirty and not draft.discarded:
-                    draft.due = math.inf
+                    draft.due, draft.overdue = math.inf, False
                     draft.attempt = attempt = Attempt()
                     self.nursery.start_soon(self._attempt, draft, attempt)
         return draft.attempt
@@ -129,8 +135,13 @@ class Queue:
         try:
             with attempt.scope, draft.file.used():
                 async with draft.lock:
+                    if draft.between and not attempt.waiters:  # just now
+                        draft.overdue = True
+                        attempt.scope.cancel()
+                        await trio.lowlevel.checkpoint()
                     attempt.generation, attempt.frozen = draft.generation, draft.size
                     pieces = draft.parts.pieces()
+                    attempt.begun.set()
                 info = await self._finish(draft, pieces, attempt.frozen)
                 with trio.CancelScope(shield=True):
                     await self._stored(draft, attempt.generation, info)
@@ -142,9 +153,10 @@ class Queue:
             self._again(draft, error)
         finally:
             draft.attempt = None
+            attempt.begun.set()
             attempt.done.set()
             wanted = draft.dirty and not draft.discarded and (draft.acknowledged or not draft.handles)
-            if wanted and draft.due == math.inf:  # broken off by a writer, or written meanwhile
+            if wanted and not draft.overdue and draft.due == math.inf:  # broken off, or written meanwhile
                 self.plan(draft, self._delay_s)
         if not draft.dirty and not draft.handles:
             await self._settle(draft)

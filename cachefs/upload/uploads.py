@@ -178,7 +178,9 @@ class Uploads:
             await self._queue.upload(draft)
             return
         await self._records.acknowledge(draft)
-        if draft.attempt is None and draft.due == math.inf and draft.dirty:
+        if draft.overdue:
+            await self._queue.begin(draft)
+        elif draft.attempt is None and draft.due == math.inf and draft.dirty:
             self._queue.plan(draft, self._delay_s)
         if draft.failure is not None and not draft.told:
             draft.told = True

@@ -232,7 +232,8 @@ class Worker:
         elif not any(path.startswith(name + "/") for path in self.state):
             self._do({"op": "remove", "path": name}, lambda: os.rmdir(self._path(name)))
         else:
-            to = f"e{self._dice.randrange(100)}"
+            while (to := f"e{self._dice.randrange(100)}") in self.state:
+                pass
             self._move(name, to)
             self._move(to, name)
 

@@ -133,6 +133,7 @@ async def test_who_overwrites_breaks_an_upload_off_that_nobody_waits_for(tmp_pat
         assert d.store.in_flight == 16
         await draft.write(0, b"new")
         assert d.store.in_flight == 0 and draft.attempt is None
+        await d.uploads.commit(draft)
         await trio.sleep(5)
         await d.quiet()
         assert d.store.content("k") == b"new" + data[3:] and d.store.seen["k"] == [b"new" + data[3:]]
