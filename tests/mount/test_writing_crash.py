@@ -159,11 +159,12 @@ class Worker:
                 self.doubt = Doubt(wanted, self.state, None)
                 self.touched |= self.doubt.paths
                 self._note(self.doubt.new)
+                if "middle" in wanted:
+                    self._note({wanted["path"]: wanted["middle"]})
             elif "so far" in entry:
                 so_far = entry["so far"]
                 assert wanted is not None
                 self.doubt = Doubt(wanted, self.state, so_far)
-                self._note({wanted["path"]: so_far})
             elif "done" in entry:
                 assert wanted is not None
                 self.state, self.doubt = apply(self.state, wanted), None
@@ -215,6 +216,8 @@ class Worker:
         path = doubt.change["path"]
         if doubt.so_far is not None:
             possible = [{**doubt.old, path: doubt.so_far}, doubt.new]
+        elif "middle" in doubt.change:
+            possible.append({**doubt.old, path: doubt.change["middle"]})
         if doubt.change["op"] == "rename" and doubt.old[path] is not None:
             possible.append({**doubt.old, **doubt.new})
         found = {

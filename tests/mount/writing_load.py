@@ -150,7 +150,8 @@ class Worker:
             finally:
                 os.close(fd)
 
-        self._do({"op": "write", "path": name, "recipe": recipe}, work)
+        middle = {"middle": recipe[:1]} if with_fsync else {}
+        self._do({"op": "write", "path": name, "recipe": recipe, **middle}, work)
 
     def _put(self, fd: int, recipe: Recipe) -> None:
         for offset, seed, length in recipe:
