@@ -229,10 +229,15 @@ class Moving:
         for draft in self._writer.pending():
             if draft.origin is origin and draft.key.startswith(prefix):
                 await self._writer.rename(draft, origin, new + draft.key.removeprefix(prefix), base=None)
+        # What is under the new name already is of this rename, or newer: the new name was free.
+        there = {info.key for info in await keys_below(origin, new)}
+        there |= {draft.key for draft in self._writer.pending() if draft.origin is origin}
         objects = await keys_below(origin, prefix)
 
         async def copy(info: ObjectInfo) -> None:
-            await origin.copy(info.key, new + info.key.removeprefix(prefix), size=info.size, etag=info.etag)
+            key = new + info.key.removeprefix(prefix)
+            if key not in there:
+                await origin.copy(info.key, key, size=info.size, etag=info.etag)
 
         await each(copy, objects, COPIES_AT_ONCE)
         for error in (await origin.delete_many([info.key for info in objects])).values():

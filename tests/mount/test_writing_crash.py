@@ -701,6 +701,14 @@ class TestNames:
         assert ("new" in os.listdir(stage.path)) == (kind != "list")
         assert ("old" in os.listdir(stage.path)) == (kind == "list")
 
+    def test_an_older_version_that_is_still_there_does_not_come_back(self, writeback: Stage) -> None:
+        """It is under the old name of the directory, and the newer one in the store already, under the new name."""
+        made = self._tree(writeback)
+        here = writeback.hangs("delete", "old/deep/1")
+        writeback.call("rename", "old", "new")
+        writeback.crash(lambda: here() and not writeback.mount.status()["uploads"]["pending"])
+        assert writeback.files() == {f"new/{name}": data for name, data in made.items()}
+
     def test_again_while_that_is_recovered(self, durable: Stage) -> None:
         made = self._tree(durable)
         here = durable.hangs("copy", first=3)
@@ -729,7 +737,7 @@ class TestNames:
             name = f"{'deep/' * (number % 2)}{number}"
             (stage.path / "old" / name).write_bytes(made.setdefault(name, b"%d" % number * 1000))
         stage.files()
-        for name in ("late", "1"):
-            (stage.path / "old" / name).write_bytes(made.setdefault(name, name.encode() * 100))
+        for name in ("late", "deep/1"):
             made[name] = name.encode() * 100
+            (stage.path / "old" / name).write_bytes(made[name])
         return made
