@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cachefs.cgroup import memory_limit
+from cachefs.names import OnOutage
 from cachefs.options import (
     BLOCK_SIZE,
     BYTE_COUNT,
@@ -34,6 +35,7 @@ from cachefs.options import (
     GROUP,
     LISTEN,
     MODE,
+    OUTAGE,
     PATH,
     RATE,
     SIZE,
@@ -216,6 +218,14 @@ class Config:
         "How long a missing name is believed to be missing.",
         default="by --consistency: 0, 5s or 1h",
         derive=lambda config: NEGATIVE_TTL[config.consistency],
+    )
+    on_outage: OnOutage = option(
+        OUTAGE,
+        "Freshness",
+        "While a store does not answer: believe what is known of it, however old; fail at once; or wait so long. What is cached is "
+        "read in each.",
+        default="serve-stale; eio with --consistency strict",
+        derive=lambda config: OnOutage("eio" if config.consistency == "strict" else "serve-stale"),
     )
 
     client: Client = option(
@@ -479,8 +489,7 @@ def runtime_dir() -> Path:
 
 
 def control_path(mountpoint: Path) -> Path:
-    """The control socket of the daemon that serves `mountpoint` (absolute, links resolved). Does not touch
-    it."""
+    """The control socket of the daemon that serves `mountpoint` (absolute, links resolved). Does not touch it."""
     directory = runtime_dir()
     room = _SOCKET_PATH_MAX - len(os.fsencode(directory)) - len("/-0123456789.sock")
     return directory / f"{slug(str(mountpoint).strip('/'), str(mountpoint), min(room, 48))}.sock"

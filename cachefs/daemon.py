@@ -181,6 +181,7 @@ class Daemon:
                 download_limit=config.download_limit,
                 upload_limit=config.upload_limit,
                 deadline_s=config.deadline_s,
+                on_outage=config.on_outage,
                 metrics=self._metrics,
             )
             for source in config.sources
@@ -229,6 +230,7 @@ class Daemon:
         )
         self._uploading = uploading
         await uploading.recover()
+        lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
         return uploading
 
     async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
@@ -258,8 +260,6 @@ class Daemon:
             writer=None if uploading is None else uploading.uploads,
         )
         await self._fs.recover()
-        if uploading is not None:  # not before: what an earlier run has left has to have its names first
-            lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._front.front.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
         self._fs.told = notices.told
@@ -451,6 +451,7 @@ class Daemon:
             "warnings": [
                 *self._opened.warnings,
                 *([self._store.index_error] if self._store.index_error else []),
+                *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
                 *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
             ],
             "memory_bytes": _resident_bytes(),

@@ -91,6 +91,10 @@ class OriginFailed(CachefsError):
     """The origin could not serve the request within its retries and deadline."""
 
 
+class Unreachable(OriginFailed):
+    """The origin has not answered anything for some time, so this was not asked, or not any longer."""
+
+
 class DeadlineExceeded(CachefsError):
     """An operation did not finish within its deadline."""
 

@@ -55,6 +55,8 @@ class Metrics:
     origin_retries: int = _counter("requests", "attempts repeated after a transient failure")
     origin_throttled: int = _counter("replies", "503/429 replies")
     origin_errors: int = _counter("requests", "requests that failed for good")
+    origin_outages: int = _counter("events", "times that a store was found not to answer at all")
+    origin_refused: int = _counter("requests", "requests not sent because their store did not answer")
     # What is written here.
     uploaded_files: int = _counter("files", "files whose new content reached the store")
     upload_failures: int = _counter("attempts", "uploads of files that failed and are tried again")
@@ -111,6 +113,9 @@ class Metrics:
     prefetch_used_files: int = _counter("files", "of those, opened later")
     prefetch_errors: int = _counter("errors", "files that could not be fetched ahead")
     # The tree.
+    stale_answers: int = _counter(
+        "answers", "names believed past their time because the store did not answer"
+    )
     negative_hits: int = _counter("lookups", "missing names answered without a request")
     objects_changed: int = _counter("events", "open files whose object was replaced at the origin (ESTALE)")
     hidden_names: int = _counter("names", "keys that no path can name, left out of listings")
@@ -161,6 +166,7 @@ SERIES = (
     Series(
         "origin_waiting", "gauge", "requests", "requests that wait for a slot, by class", ("source", "class")
     ),
+    Series("origin_out", "gauge", "", "1 while a store does not answer at all", ("source",)),
     Series("origin_throughput_bytes", "gauge", "bytes a second", "what a store sends now", ("source",)),
     Series("prefetch_in_flight", "gauge", "files", "files being fetched ahead"),
     Series("prefetch_unused_bytes", "gauge", "bytes", "fetched ahead and not opened yet"),

@@ -9,10 +9,28 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 BLOCKS_PER_EXTENT = 16
 """Blocks whose bookkeeping is one index row, evicted together: 16 MiB at the default block size. Derived: a row stays
 under 200 bytes, a terabyte of cache is 65,000 rows, and the unit equals the largest range one GET fetches."""
+
+
+class OnOutage(NamedTuple):
+    """What happens to requests while a store does not answer at all. `wait_s` is for the mode `wait`, else 0."""
+
+    mode: Literal["serve-stale", "eio", "wait"] = "eio"
+    wait_s: float = 0.0
+
+    @property
+    def stale(self) -> bool:
+        return self.mode == "serve-stale"
+
+    def __str__(self) -> str:
+        return f"wait={self.wait_s:g}s" if self.mode == "wait" else self.mode
+
+
+ERRORS = OnOutage()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cachefs.names import OnOutage
 from cachefs.sources import check_url
 from cachefs.units import (
+    FOREVER,
     Size,
     format_bytes,
     format_duration,
@@ -117,6 +119,17 @@ def _parse_listen(text: str) -> str:
     return f"{host or '127.0.0.1'}:{port}"
 
 
+def _parse_outage(text: str) -> OnOutage:
+    mode, _, wait = text.strip().lower().partition("=")
+    if mode == "wait" and wait:
+        wait_s = parse_duration(wait)
+        if 0 < wait_s < FOREVER:
+            return OnOutage("wait", wait_s)
+    elif text.strip().lower() in ("serve-stale", "eio"):
+        return OnOutage("eio" if mode == "eio" else "serve-stale")
+    raise ValueError("not one of serve-stale, eio, wait=30s")
+
+
 def _kind(
     metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
 ) -> Callable[..., Row]:
@@ -141,6 +154,7 @@ PATH = _kind("PATH", _parse_path, str)
 USER = _kind("USER", _parse_user)
 GROUP = _kind("GROUP", _parse_group)
 SWITCH = _kind("", parse_bool)
+OUTAGE = _kind("serve-stale|eio|wait=TIME", _parse_outage, str)
 
 
 def choice(*choices: str) -> Callable[..., Row]:

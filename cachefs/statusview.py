@@ -238,6 +238,8 @@ def _pairs(client: object, origin: object) -> str:
 
 def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
     """What a store is doing, and what is in its way."""
+    if origin.get("out_s") is not None:
+        yield f"no answer for {duration(origin['out_s'])}: {origin['on_outage']}"
     if "concurrency" in origin:
         reason = origin.get("limited_by")
         limited = f" of {origin.get('concurrency_max', '?')} ({reason})" if reason else ""

@@ -28,6 +28,10 @@ BURST_S = 0.1
 millisecond apart; a loaded daemon may be a hundred times slower. Longer, and directories would outlive their last key."""
 
 
+STALE_S = 1.0
+"""How long the kernel may keep what is believed only because its store is out. Guessed: afterwards, one looks soon again."""
+
+
 class Held(Protocol):
     """A file whose content is being written here."""
 
@@ -117,6 +121,23 @@ class Beliefs:
             if until > now:
                 return until - now
         return None
+
+    def last_known(self, directory: Directory, name: bytes, now: float) -> Found | float | None:
+        """The same without a limit to how old it is, whoever asked to look again below a directory: for a store that cannot
+        be asked. Not a file that is known to have changed since, or that somebody wants looked at."""
+        as_dir, as_file = self._tree.find(directory, name)
+        listing, generation = directory.listing, directory.complete
+        if listing is not None and listing.covers(name):
+            generation = listing.generation
+        for row, is_dir in ((as_dir, True), (as_file, False)):
+            if row is None:
+                continue
+            ino = inode_of(directory, name, row)
+            if not is_dir and (not row.known or ino in self._stale):
+                return None
+            if row.generation >= generation or ino in self._checked:
+                return Found(ino, is_dir, row, now + STALE_S)
+        return STALE_S if generation or (directory.number, name) in self._absent else None
 
     def recent(
         self, directory: Directory, name: bytes, *, answers: bool = True, listings: bool = True

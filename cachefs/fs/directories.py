@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cachefs.errors import OriginFailed, Unsupported
+from cachefs.errors import OriginFailed, Unreachable, Unsupported
 from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
 from cachefs.fs.keys import name_in
@@ -68,11 +68,22 @@ class DirectoryReader:
         else:
             handle.generation = 0
             after = b""
+        directory = handle.directory
         if not handle.generation:
-            handle.generation = self._begin(handle.directory)
-        if await self._fill(handle, after):
-            return handle.chunk[:limit]
-        return []
+            handle.generation = self._begin(directory)
+        try:
+            more = await self._fill(handle, after)
+        except Unreachable:
+            if (
+                after
+                or not directory.complete
+                or directory.origin is None
+                or not directory.origin.serves_stale
+            ):
+                raise
+            handle.generation = directory.complete  # nothing of the new listing was shown yet
+            more = await self._fill(handle, after)
+        return handle.chunk[:limit] if more else []
 
     def _begin(self, directory: Directory) -> int:
         """The generation that a reader who begins now may believe; its listing is under way if it is not complete."""
@@ -81,6 +92,8 @@ class DirectoryReader:
         whole = self._beliefs.whole(directory)
         if whole is not None and whole[1] >= horizon:
             return whole[0]
+        if directory.complete and directory.origin is not None and directory.origin.serves_stale:
+            return directory.complete
         if directory.origin is None or not directory.origin.can_list:
             raise Unsupported("this store cannot be listed: open its files by their full names")
         return self._lister.demand(directory, horizon).generation

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from cachefs.errors import CachefsError, NameTooLong, NotFound
+from cachefs.errors import CachefsError, NameTooLong, NotFound, Unreachable
 from cachefs.fs.beliefs import Beliefs
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, ChangeHook, Lister
@@ -75,10 +75,29 @@ class Looker:
                 raise NameTooLong(f"a name of {len(name)} bytes")
             return self._beliefs.negative_ttl
         now = self._clock()
-        return self._beliefs.decide(directory, name, now, now)
+        answer = self._beliefs.decide(directory, name, now, now)
+        return self._last_known(directory, name) if answer is None else answer
+
+    def _last_known(self, directory: Directory, name: bytes) -> Found | float | None:
+        """What is believed only because the store does not answer, if it does not."""
+        if directory.origin is None or not directory.origin.serves_stale:
+            return None
+        answer = self._beliefs.last_known(directory, name, self._clock())
+        if answer is not None:
+            self._metrics.stale_answers += 1
+        return answer
 
     async def look(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
         """What is believed, or else found out. Without `share`, a question about a file is asked anew."""
+        try:
+            return await self._look(directory, name, share)
+        except Unreachable:
+            answer = self._last_known(directory, name)
+            if answer is None:
+                raise
+            return answer
+
+    async def _look(self, directory: Directory, name: bytes, share: bool) -> Found | float:
         since = self._clock()
         while True:
             now = self._clock()
@@ -90,6 +109,8 @@ class Looker:
             origin = directory.origin
             if origin is None:
                 return self._beliefs.negative_ttl
+            if (answer := self._last_known(directory, name)) is not None:
+                return answer
             if not origin.can_list or self._ask_itself(directory, name, now):
                 share = share or self._tree.find(directory, name)[0] is not None
                 return await self.ask(directory, name, share=share)
@@ -140,8 +161,11 @@ class Looker:
         try:
             question.answer = await self._ask(directory, name)
         except CachefsError as exc:
-            question.failure = exc
-            raise
+            answer = self._last_known(directory, name) if isinstance(exc, Unreachable) else None
+            if answer is None:
+                question.failure = exc
+                raise
+            question.answer = answer
         finally:
             if share:
                 del self._questions[key]

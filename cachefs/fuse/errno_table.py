@@ -44,6 +44,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.Throttled: (errno.EIO, logging.WARNING),
     errors.Transient: (errno.EIO, logging.WARNING),
     errors.OriginFailed: (errno.EIO, logging.WARNING),
+    errors.Unreachable: (errno.EIO, logging.DEBUG),  # that the store is out is said once
     errors.DeadlineExceeded: (errno.EIO, logging.WARNING),
     errors.NoRoom: (errno.ENOSPC, logging.WARNING),
     errors.CacheInUse: (errno.EIO, logging.ERROR),

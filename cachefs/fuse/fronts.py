@@ -94,7 +94,7 @@ def choose(
     from cachefs.fuse.pyfuse3_writing import WritablePyfuse3Front
 
     kind: type[Pyfuse3Base] = WritablePyfuse3Front if writable else Pyfuse3Front
-    front = kind(fs, metrics, config.deadline_s, on_ready)
+    front = kind(fs, metrics, config.deadline_s + config.on_outage.wait_s, on_ready)
     front.mount(config.mountpoint, title, allow_other=config.allow_other)
     return Chosen(front, why, {}, lends=False)
 
@@ -115,7 +115,7 @@ def _kernel(
     )
     immutable = config.consistency == "immutable"
     front = KernelFront(
-        *(fs, metrics, config.deadline_s, on_ready, device, agreed),
+        *(fs, metrics, config.deadline_s + config.on_outage.wait_s, on_ready, device, agreed),
         zero_open=config.zero_open,
         keep_listings=immutable and not writable and keeps_listings(platform.release()),
         writable=writable,

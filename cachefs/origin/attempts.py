@@ -12,10 +12,12 @@ file read, again.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -35,12 +37,14 @@ from cachefs.errors import (
 )
 from cachefs.ledger import Account
 from cachefs.metrics import Metrics
+from cachefs.names import ERRORS, OnOutage
 from cachefs.origin.bucket import RateLimit, Throughput
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.limiter import Concurrency
+from cachefs.origin.outage import BrokenOff, Reach
 from cachefs.origin.protocol import AskedToWait, Client
 from cachefs.origin.retry import DEFAULT, Backoff
-from cachefs.origin.transfer import Transfer
+from cachefs.origin.transfer import Sending, Transfer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,6 +53,10 @@ E = TypeVar("E", bound=CachefsError)
 PATIENCE = 12
 """Deadlines, and silences, for what the store does by itself (copying, putting parts together). Guessed: S3 speaks of
 minutes."""
+
+
+READS = ("origin_get", "origin_head", "origin_list")
+"""What is not asked of a store that is out. Writes are tried all the same: whoever made them decides how long."""
 
 
 class Attempts:
@@ -64,6 +72,7 @@ class Attempts:
         download_limit: int = 0,
         upload_limit: int = 0,
         deadline_s: float = 60.0,
+        on_outage: OnOutage = ERRORS,
         metrics: Metrics,
         backoff: Backoff = DEFAULT,
     ) -> None:
@@ -83,6 +92,19 @@ class Attempts:
         self._upload_limit = RateLimit(upload_limit) if upload_limit else None
         self._throughput, self._upload_throughput = Throughput(), Throughput()
         self._last_error = ""
+        self._reach = Reach(
+            self._label, lambda: client.list_page(prefix, None, None, 1), on_outage, deadline_s, metrics
+        )
+
+    @property
+    def serves_stale(self) -> bool:
+        """Whether the store is out, and what was known of it last is to be believed for so long."""
+        return self._reach.serves_stale
+
+    @property
+    def complaint(self) -> str:
+        """One line while the store does not answer at all, else ""."""
+        return self._reach.complaint()
 
     def name(self, key: str) -> str:
         """A key as messages name it."""
@@ -99,6 +121,11 @@ class Attempts:
         received = transfer.counter == "origin_bytes"
         (self._throughput if received else self._upload_throughput).add(count, time.monotonic())
 
+    def _progressed(self, transfer: Transfer) -> None:
+        """Bytes went by just now."""
+        self._reach.heard()
+        self._count(transfer)
+
     async def call(
         self,
         attempt: Callable[[], T],
@@ -112,20 +139,35 @@ class Attempts:
         patience: int = 1,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) strikes. `counter` and
-        `key` say under what, and for which dataset, each attempt is counted."""
+        `key` say under what, and for which dataset, each attempt is counted. `Unreachable` when a store that is out is not
+        asked, or has not come back while this waited."""
         retries = self._backoff.retries if retries is None else retries
         turn = turn or Turn()
         failures = refusals = 0
         renewed = False
         last = "the store did not answer"
         deadline_s = self._deadline_s * patience
+        reach, waits_until = self._reach, 0.0
+        waits = counter in READS or reach.how.wait_s > 0
+        # What sends is left to the client's own timeout: it may have arrived.
+        breaks = waits and not isinstance(transfer, Sending)
         with trio.move_on_after(deadline_s) as scope:
             while True:
+                if waits and reach.is_out:
+                    waits_until = waits_until or trio.current_time() + reach.how.wait_s
+                    scope.deadline = math.inf
+                    await reach.admit(what, waits_until)
+                    scope.deadline = trio.current_time() + deadline_s
+                    failures = refusals = 0
                 if transfer is not None:
                     transfer.begin(scope)
                 since = time.monotonic()
                 try:
-                    return await self._once(attempt, counter, key, turn, transfer)
+                    with reach.broken_off() if breaks else nullcontext():
+                        return await self._once(attempt, counter, key, turn, transfer, patience)
+                    if transfer is not None:
+                        raise BrokenOff(f"{what}: {reach.complaint()}")
+                    continue
                 except PermissionDenied as exc:
                     if renewed or not await self._in_thread(partial(self._client.renew, since)):
                         raise self._failed(exc) from exc.__cause__
@@ -138,6 +180,9 @@ class Attempts:
                         refusals += 1
                     else:
                         failures += 1
+                        reach.failed(exc)
+                    if waits and reach.is_out:
+                        continue
                     if failures > retries:
                         gave_up = OriginFailed(f"{what}: gave up after {failures} attempts: {last}")
                         raise self._failed(gave_up) from exc
@@ -146,11 +191,18 @@ class Attempts:
                         wait_s = max(wait_s, exc.seconds)
                     self._last_error = last
                 self._metrics.origin_retries += 1
-                await trio.sleep(wait_s)
+                with reach.broken_off() if breaks else nullcontext():
+                    await trio.sleep(wait_s)
         raise self._failed(OriginFailed(f"{what}: gave up after {deadline_s:g} s without progress: {last}"))
 
     async def _once(
-        self, attempt: Callable[[], T], counter: str, key: str, turn: Turn, transfer: Transfer | None
+        self,
+        attempt: Callable[[], T],
+        counter: str,
+        key: str,
+        turn: Turn,
+        transfer: Transfer | None,
+        patience: int,
     ) -> T:
         """One attempt, with a slot held, and what it teaches the limiter."""
         metrics, gate = self._metrics, self._gate
@@ -163,12 +215,16 @@ class Attempts:
         if transfer is not None:
             transfer.accounts = accounts
         try:
-            result = await self._in_thread(attempt)
+            # Who is patient has asked for what takes long: that is no silence.
+            with self._reach.asking() if patience == 1 else nullcontext():
+                result = await self._in_thread(attempt)
         except Throttled:
+            self._reach.heard()
             metrics.origin_throttled += 1
             gate.concurrency.throttled(sent_at, trio.current_time())
             raise
         except (Conflict, NoSuchUpload, NotFound, ObjectChanged, PermissionDenied, Unsupported):
+            self._reach.heard()
             gate.concurrency.succeeded()  # a refusal of this request, but not of their number
             raise
         except CachefsError:
@@ -177,6 +233,7 @@ class Attempts:
             log.exception("an origin client raised what it should have translated")
             raise self._failed(OriginFailed(f"{type(exc).__name__}: {exc}".splitlines()[0])) from exc
         else:
+            self._reach.heard()
             gate.concurrency.succeeded()
             return result
         finally:

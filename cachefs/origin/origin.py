@@ -11,6 +11,7 @@ from typing import Any
 
 from cachefs.errors import Unsupported
 from cachefs.origin.gate import Turn
+from cachefs.origin.outage import BrokenOff
 from cachefs.origin.protocol import ListPage, Sink
 from cachefs.origin.transfer import Receiving
 from cachefs.origin.writes import Writes
@@ -57,27 +58,35 @@ class Origin(Writes):
         if start >= stop:
             return
         turn = turn or Turn()
-        transfer = Receiving(
-            self._client,
-            key,
-            etag,
-            start,
-            stop,
-            sink,
-            whole,
-            self._deadline_s,
-            self._limit,
-            turn,
-            self._count,
-        )
         what = f"reading {self.name(key)}"
-        try:
-            await self.call(transfer.attempt, what, "origin_get", key, turn=turn, transfer=transfer)
-        finally:
-            await transfer.close()
-            self._count(transfer)  # a thread that was given up may have gone on until now
-        if transfer.sink_error is not None:
-            raise transfer.sink_error
+        at, done = start, False
+        while not done:
+            transfer = Receiving(
+                self._client,
+                key,
+                etag,
+                at,
+                stop,
+                sink,
+                whole and at == start,
+                self._deadline_s,
+                self._limit,
+                turn,
+                self._progressed,
+            )
+            try:
+                await self.call(transfer.attempt, what, "origin_get", key, turn=turn, transfer=transfer)
+                done = True
+            except BrokenOff:
+                if not self._reach.how.wait_s:
+                    raise
+            finally:
+                await transfer.close()
+                self._count(transfer)  # a thread that was given up may have gone on until now
+            at = transfer.position
+            if transfer.sink_error is not None:
+                raise transfer.sink_error
+            done = done or at == stop
 
     async def check(self) -> None:
         """One cheap request at mount time: is there such a store, and may we read it? An empty prefix is fine. A web
@@ -113,7 +122,9 @@ class Origin(Writes):
             "throughput": round(self._throughput.rate(time.monotonic())),
             "upload_throughput": round(self._upload_throughput.rate(time.monotonic())),
             "last_error": self._last_error,
+            **self._reach.status(),
         }
 
     async def aclose(self) -> None:
+        self._reach.close()
         self._client.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from cachefs.errors import ConfigError
 from cachefs.metrics import Metrics
+from cachefs.names import ERRORS, OnOutage
 from cachefs.origin.origin import Origin
 from cachefs.origin.protocol import Client
 from cachefs.origin.retry import DEFAULT, Backoff
@@ -31,6 +32,7 @@ def open_origin(
     upload_limit: int = 0,
     deadline_s: float = 60.0,
     stall_s: float = STALL_S,
+    on_outage: OnOutage = ERRORS,
     backoff: Backoff = DEFAULT,
     metrics: Metrics,
 ) -> Origin:
@@ -96,6 +98,7 @@ def open_origin(
         download_limit=download_limit,
         upload_limit=upload_limit,
         deadline_s=deadline_s,
+        on_outage=on_outage,
         backoff=backoff,
         metrics=metrics,
     )

@@ -182,7 +182,7 @@ class Writes(Attempts):
     ) -> T:
         """What `request` gives, which sends the first `size` bytes of `source`."""
         turn = turn or Turn()
-        body = Sending(source, size, self._deadline_s, self._upload_limit, turn, self._count)
+        body = Sending(source, size, self._deadline_s, self._upload_limit, turn, self._progressed)
         try:
             result = await self.call(
                 lambda: body.attempt(lambda: request(body)), what, counter, key, turn=turn, transfer=body

@@ -131,6 +131,7 @@ def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[S
         return list(total.items())
 
     yield "origin_concurrency", summed(((o["source"],), o["concurrency"]) for o in origins)
+    yield "origin_out", {(o["source"],): int(o["out_s"] is not None) for o in origins}.items()
     yield "origin_throughput_bytes", summed(((o["source"],), o["throughput"]) for o in origins)
     yield (
         "origin_in_flight",

@@ -1,0 +1,332 @@
+"""A store that does not answer at all: when that is believed, what requests get meanwhile, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachefs.errors import (
+    CachefsError,
+    NotFound,
+    OriginFailed,
+    PermissionDenied,
+    Throttled,
+    Transient,
+    Unreachable,
+)
+from cachefs.metrics import Metrics
+from cachefs.names import OnOutage
+from cachefs.origin import ListPage, ObjectInfo, Origin
+from cachefs.origin.outage import FAILING_S, FAILURES, PROBE_S, SILENT_S, Outage
+from tests.origin.reading import Collect
+
+# -- the policy ----------------------------------------------------------------------------------------
+
+
+def outage(*steps: tuple[str, float]) -> Outage:
+    made = Outage()
+    for what, at in steps:
+        match what:
+            case "asked" | "heard" | "probed_in_vain":
+                getattr(made, what)(at)
+            case _:
+                getattr(made, what)()
+    return made
+
+
+BROKEN = [("asked", 0.0)] + [("failed", 0.0)] * FAILURES + [("ended", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "at", "suspicious"),
+    [
+        ([], 1000, False),
+        ([("asked", 0)], SILENT_S - 0.1, False),
+        ([("asked", 0)], SILENT_S, True),
+        ([("asked", 0), ("heard", 3)], SILENT_S + 1, False),
+        ([("asked", 0), ("asked", 0), ("heard", 3), ("ended", 3)], 3 + SILENT_S, True),
+        ([("asked", 0), ("ended", 1)], 1000, False),  # whoever asked has gone
+        ([("asked", 0), ("ended", 1), ("asked", 1000)], 1001, False),
+        (BROKEN, FAILING_S - 0.1, False),
+        (BROKEN, FAILING_S, True),
+        ([*BROKEN, ("heard", 1)], 1000, False),
+        (BROKEN[:-2] + BROKEN[-1:], FAILING_S, False),  # one failure less
+    ],
+)
+def test_what_is_suspicious(steps: list[tuple[str, float]], at: float, suspicious: bool) -> None:
+    assert outage(*steps).suspicious(at) is suspicious
+
+
+def test_a_probe_in_vain_decides_only_if_nothing_was_heard_meanwhile() -> None:
+    here = outage(*BROKEN)
+    here.heard(FAILING_S)
+    assert not here.probed_in_vain(FAILING_S + 1)
+    out = outage(*BROKEN)
+    assert out.probed_in_vain(FAILING_S) and out.since == 0
+    assert not out.probed_in_vain(FAILING_S + 1)  # said once
+    assert out.heard(9.0) == 9.0 and out.since is None and out.heard(10.0) is None and out.idle
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["asked", "ended", "failed", "heard", "probed_in_vain"]), st.floats(0, 4))
+    )
+)
+def test_it_is_never_out_unless_all_was_quiet_for_long_enough(steps: list[tuple[str, float]]) -> None:
+    here, now, heard_at, waiting = Outage(), 0.0, 0.0, 0
+    for what, wait in steps:
+        now += wait
+        if what == "ended" and not waiting:
+            continue
+        waiting += (what == "asked") - (what == "ended")
+        if what == "heard":
+            heard_at = now
+        outage_s = (
+            getattr(here, what)(now)
+            if what in ("asked", "heard", "probed_in_vain")
+            else getattr(here, what)()
+        )
+        if what == "probed_in_vain" and outage_s:
+            assert now - heard_at >= FAILING_S
+        if what == "heard":
+            assert here.since is None
+        if here.since is not None:
+            assert here.since >= heard_at and not here.idle
+
+
+# -- requests ------------------------------------------------------------------------------------------
+
+BODY = bytes(range(256)) * 8
+
+
+class Hang(Exception):
+    """Stands for a call that does not return."""
+
+
+class Store:
+    """A client whose store is in a state: `ok`, `hangs`, `breaks`, or an error for all or for one key."""
+
+    can_list = True
+    can_write = False
+
+    def __init__(self) -> None:
+        self.state: str | CachefsError = "ok"
+        self.bad: dict[str, CachefsError | str] = {}
+        self.asked: list[str] = []
+        self.hang_after: int | None = None
+
+    def _meet(self, what: str) -> None:
+        self.asked.append(what)
+        state = self.bad.get(what, self.state)
+        if state == "hangs":
+            raise Hang
+        if state == "breaks":
+            raise Transient("connection refused")
+        if isinstance(state, CachefsError):
+            raise state
+
+    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+        self._meet("probe" if limit == 1 else "list")
+        return ListPage([], [], None)
+
+    def head(self, key: str) -> ObjectInfo:
+        self._meet(key)
+        return ObjectInfo(key, len(BODY), 1, '"e"')
+
+    def read(self, key: str, etag: str, start: int, stop: int, whole: bool) -> Generator[bytes, None, None]:
+        self._meet(key)
+        for at in range(start, stop, 512):
+            if self.hang_after is not None and at >= self.hang_after:
+                raise Hang
+            yield BODY[at : min(at + 512, stop)]
+
+    def renew(self, since: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocking calls run in place, and those that hang wait for their cancellation."""
+
+    async def run_sync(call: Callable[[], Any], **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        try:
+            return call()
+        except Hang:
+            await trio.sleep_forever()
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+
+
+def play(how: OnOutage, scenario: Callable[[Origin, Store, Metrics], Awaitable[None]]) -> None:
+    async def main() -> None:
+        store, metrics = Store(), Metrics()
+        origin = Origin(store, source="s3://b", on_outage=how, metrics=metrics)  # type: ignore[arg-type]
+        try:
+            with trio.fail_after(1000):
+                await scenario(origin, store, metrics)
+        finally:
+            await origin.aclose()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+STALE, EIO, WAIT = OnOutage("serve-stale"), OnOutage("eio"), OnOutage("wait", 30.0)
+pytestmark = pytest.mark.usefixtures("in_place")
+
+
+async def fails(ask: Awaitable[object]) -> float:
+    """After how long `Unreachable` is raised."""
+    began = trio.current_time()
+    with pytest.raises(Unreachable):
+        await ask
+    return trio.current_time() - began
+
+
+@pytest.mark.parametrize("state", ["hangs", "breaks"])
+@pytest.mark.parametrize("how", [STALE, EIO], ids=str)
+def test_an_outage_is_found_ends_by_itself_and_is_said_twice(
+    how: OnOutage, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        await origin.head("a")
+        assert not origin.serves_stale and origin.complaint == ""
+        store.state = state
+        assert await fails(origin.head("a")) <= SILENT_S + PROBE_S + 1
+        assert origin.serves_stale is how.stale
+        assert "s3://b has not answered for" in origin.complaint and origin.status()["out_s"] >= FAILING_S
+        store.asked.clear()
+        for _ in range(50):
+            assert await fails(origin.head("a")) == await fails(origin.list_page("")) == 0
+        assert store.asked == [] and metrics.origin_refused >= 100
+        await trio.sleep(60)
+        assert set(store.asked) == {"probe"} and len(store.asked) <= 60
+        store.state = "ok"
+        await trio.sleep(PROBE_S + 1.1)
+        assert origin.complaint == "" and origin.status()["out_s"] is None
+        assert (await origin.head("a")).size == len(BODY)
+        store.asked.clear()
+        await trio.sleep(60)
+        assert store.asked == []  # no probes of a store that is well
+        assert metrics.origin_outages == 1
+
+    with caplog.at_level(logging.WARNING):
+        play(how, scenario)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "has not answered for" in lines[0] and "answers again, after" in lines[1]
+
+
+@pytest.mark.parametrize("said", [NotFound("no"), PermissionDenied("no"), Throttled("slow down")])
+def test_a_store_that_refuses_everything_answers(said: CachefsError) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.state = said
+        for _ in range(5):
+            with pytest.raises(CachefsError) as caught:
+                await origin.head("a")
+            assert not isinstance(caught.value, Unreachable)
+        assert metrics.origin_outages == 0 and origin.complaint == ""
+
+    play(STALE, scenario)
+
+
+@pytest.mark.parametrize("state", ["hangs", "breaks"])
+def test_one_key_that_never_answers_is_no_outage(state: str) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.bad["a"] = state
+        with pytest.raises(OriginFailed) as caught:
+            await origin.head("a")
+        assert not isinstance(caught.value, Unreachable)
+        assert "probe" in store.asked and metrics.origin_outages == 0
+
+    play(STALE, scenario)
+
+
+def test_who_hangs_when_the_outage_is_found_is_let_go() -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.hang_after, store.state = 1024, "ok"
+        sink, took = Collect(), []
+
+        async def read() -> None:
+            took.append(await fails(origin.read("a", '"e"', 0, len(BODY), sink)))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(read)
+            await trio.sleep(1)
+            store.state = "hangs"
+        assert max(took) <= SILENT_S + PROBE_S + 2
+
+    play(EIO, scenario)
+
+
+@pytest.mark.parametrize("state", ["hangs", "breaks"])
+def test_waiting_for_a_store(state: str) -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.state = state
+        sink, done = Collect(), []
+
+        async def read() -> None:
+            await origin.read("a", '"e"', 0, len(BODY), sink, whole=True)
+            done.append(trio.current_time())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.sleep(25)
+            assert not done
+            store.state = "ok"
+        assert bytes(sink.data) == BODY and done[0] <= 25 + PROBE_S + 1.1
+
+    play(WAIT, scenario)
+
+
+def test_a_body_that_hung_goes_on_where_it_was_when_the_store_is_back() -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.hang_after = 1024
+        store.bad["probe"] = "hangs"
+        sink = Collect()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: origin.read("a", '"e"', 0, len(BODY), sink, whole=True))
+            await trio.sleep(15)
+            assert metrics.origin_outages == 1 and len(sink.data) == 1024
+            store.hang_after = None
+            store.bad.clear()
+        assert bytes(sink.data) == BODY and metrics.origin_bytes == len(BODY)
+
+    play(WAIT, scenario)
+
+
+def test_waiting_ends() -> None:
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.state = "breaks"
+        first = await fails(origin.head("a"))
+        assert 30 <= first <= 30 + SILENT_S + PROBE_S
+        assert await fails(origin.head("a")) == 30
+
+    play(WAIT, scenario)
+
+
+def test_any_reply_ends_it() -> None:
+    """A request that got through says as much as a probe."""
+
+    async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
+        store.state = "breaks"
+        await fails(origin.head("a"))
+        store.state, store.bad["probe"] = "ok", "hangs"
+        await trio.sleep(1)
+        assert origin.complaint
+        assert (
+            await origin.call(lambda: 7, "writing", "origin_put", "a") == 7
+        )  # writes are tried all the same
+        assert origin.complaint == ""
+
+    play(EIO, scenario)
