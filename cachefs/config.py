@@ -222,8 +222,8 @@ class Config:
     on_outage: OnOutage = option(
         OUTAGE,
         "Freshness",
-        "While a store does not answer: believe what is known of it, however old; fail at once; or wait so long. What is cached is "
-        "read in each.",
+        "While a store does not answer: believe what is known of it, however old; fail at once; or wait so long. "
+        "What is cached is read in each.",
         default="serve-stale; eio with --consistency strict",
         derive=lambda config: OnOutage("eio" if config.consistency == "strict" else "serve-stale"),
     )

@@ -230,7 +230,6 @@ class Daemon:
         )
         self._uploading = uploading
         await uploading.recover()
-        lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
         return uploading
 
     async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
@@ -260,6 +259,8 @@ class Daemon:
             writer=None if uploading is None else uploading.uploads,
         )
         await self._fs.recover()
+        if uploading is not None:  # not before: what an earlier run has left has to have its names first
+            lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._front.front.invalidate(*notice))
         self._fs.on_invalidate = notices.tell
         self._fs.told = notices.told
