@@ -341,6 +341,8 @@ class Daemon:
                     self._store.refuse(tier, self._front.refused[tier.path])
             self._fs.lend_to(self._lend)
             self._store.on_retired = front.retire
+            if self._uploading is not None:
+                self._uploading.uploads.lend_to(front.lend, front.retire)
         if config.zero_open and front.name == "kernel":
             self._fs.never_opened()
         elif config.zero_open:

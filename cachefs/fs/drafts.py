@@ -51,6 +51,7 @@ class Drafts:
         self._clock = clock
         writer.on_committed = overlay.committed
         writer.on_settled = overlay.settled
+        writer.on_changed = lambda draft: draft.attrs.pop("mtime_ns", None)
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -83,24 +84,49 @@ class Drafts:
         handle.node, handle.writes = node, True
         node.writers += 1
         self._overlay.add(node)
-        if flags & os.O_TRUNC:
-            try:
+        try:
+            if flags & os.O_TRUNC:
                 await self._empty(node, obj)
-            except BaseException:
-                self.release(opened[0])
-                raise
-        return opened
+            return await self._lent(opened)
+        except BaseException:
+            self.release(opened[0])
+            raise
 
     def open_reader(self, node: Node, ino: int, pid: int) -> Opened:
         """A handle to read what is being written."""
         return self._open_draft(node, ino, pid)
 
-    def open_writer(self, node: Node, pid: int) -> Opened:
+    async def open_writer(self, node: Node, pid: int) -> Opened:
         """A handle to write a file that was just created."""
         opened = self._open_draft(node, node.ino, pid)
         self._files.get(opened[0]).writes = True
         node.writers += 1
-        return opened
+        try:
+            return await self._lent(opened)
+        except BaseException:
+            self.release(opened[0])
+            raise
+
+    async def _lent(self, opened: Opened) -> Opened:
+        """The same handle, of the draft's own file, if all handles under its number can be: to be answered with at once."""
+        fh, keep, _ = opened
+        handle = self._files.get(fh)
+        node, handle.backing = handle.node, None
+        if node is None or node.draft is None:
+            return fh, keep, 0
+        loan = await self._writer.lend(node.draft)
+        others = [other for other in self._files.under(handle.ino) if other is not handle]
+        backing = self._files.lent(others) if others else loan
+        if backing is None:
+            if loan is not None:
+                self._writer.returned(node.draft)
+            return fh, keep, 0
+        if loan is None:
+            raise ObjectChanged(f"{node.key} is lent to others, and cannot be any more")
+        handle.backing = backing
+        if not node.held:
+            await self._begin(node, handle, None)  # nobody will tell of the first change
+        return fh, keep, backing.id
 
     def _open_draft(self, node: Node, ino: int, pid: int) -> Opened:
         if ino != self._overlay.number(node):
@@ -118,6 +144,8 @@ class Drafts:
         node = handle.node
         if handle.writes:
             node.writers -= 1
+            if handle.backing is not None and node.draft is not None:
+                self._writer.returned(node.draft)
         self._overlay.leave(handle, node)
 
     # -- changing ------------------------------------------------------------------------------------

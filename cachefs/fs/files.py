@@ -265,7 +265,14 @@ class OpenFiles:
         if others is not None and others[0].object != version:
             raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
         keep = self._keep(ino)
-        return self._add(FileHandle(ino, self.stable(ino), version, None, pid, None), others), keep, 0
+        backing = None if others is None else self.lent(others)
+        fh = self._add(FileHandle(ino, self.stable(ino), version, None, pid, backing), others)
+        return fh, keep, 0 if backing is None else backing.id
+
+    @staticmethod
+    def lent(handles: list[FileHandle]) -> Backing | None:
+        """The file that the kernel has for these."""
+        return next((handle.backing for handle in handles if handle.backing is not None), None)
 
     def _keep(self, ino: int) -> bool:
         """Whether pages that the kernel has under this number are of the version that is current now."""
@@ -349,7 +356,7 @@ class OpenFiles:
         _remove(self._by_ino, handle.ino, handle)
         if handle.ino >= FIRST_ALIAS:
             _remove(self._under_alias, handle.stable, handle)
-        if handle.backing is not None:
+        if handle.backing is not None and handle.size != DRAFT:
             self._reader.give_back(handle.backing)
         if handle.opened is not None:
             self._reader.close(handle.opened)

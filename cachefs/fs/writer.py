@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cachefs.fs.reader import Buffer
+from cachefs.fs.reader import Backing, Buffer
 
 if TYPE_CHECKING:
     from cachefs.names import ObjectId
@@ -47,6 +47,10 @@ class Draft(Protocol):
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises `NoRoom` when there is no place for it on the disk."""
 
+    def look(self) -> bool:
+        """Whether those it is lent to have changed it since the last look. `size` and `mtime_ns` are right after it."""
+        ...
+
     async def truncate(self, size: int) -> None: ...
     async def allocate(self, offset: int, length: int) -> None: ...
 
@@ -76,6 +80,16 @@ class Writer(Protocol):
 
     def open(self, draft: Any) -> None: ...
     def release(self, draft: Any) -> None:
+        """Never raises, never waits."""
+
+    on_changed: Callable[[Any], None]
+    """Called when a lent draft is found to have been written."""
+
+    async def lend(self, draft: Any) -> Backing | None:
+        """The file of a draft, for one of its users whom the kernel lets write it by himself until `returned`; None: he has
+        to tell. The same one until the last user has gone."""
+
+    def returned(self, draft: Any) -> None:
         """Never raises, never waits."""
 
     async def commit(self, draft: Any) -> None:

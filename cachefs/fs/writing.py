@@ -93,6 +93,7 @@ class Writing:
     def _of_node(self, node: Node) -> Attributes:
         draft = node.draft
         assert draft is not None
+        draft.look()
         return self._shape(
             self._overlay.number(node), False, draft.size, draft.mtime_ns, node.attrs, int(not node.removed)
         )
@@ -140,6 +141,8 @@ class Writing:
         news = {name: value for name, value in given.items() if value is not None}
         node = self._overlay.nodes.get(ino)
         if node is not None and (node.held or node.removed):
+            if node.draft is not None:
+                node.draft.look()  # a later one would take what is set now for older than the change
             node.attrs.update(news)
             return
         stable, etag = ROOT, ""
@@ -178,7 +181,7 @@ class Writing:
             ino = self._shown(found)
             return ino, await self.open(directory, name, ino, found, flags | os.O_RDWR, pid)
         node = await self._drafts.create(directory, name, self._attrs(False, mode, uid, gid))
-        opened = self._drafts.open_writer(node, pid)
+        opened = await self._drafts.open_writer(node, pid)
         return node.ino, opened
 
     async def mknod(self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int) -> int:

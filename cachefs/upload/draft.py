@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
@@ -17,7 +17,10 @@ from cachefs.errors import CachefsError, NoRoom, TooLarge
 from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.upload.parts import Parts
 from cachefs.upload.sending import Sender
-from cachefs.upload.staging import Buffer, StagingFile
+from cachefs.upload.staging import Buffer, Shape, StagingFile
+
+if TYPE_CHECKING:
+    from cachefs.upload.lending import Loan
 
 STAMPS = 8
 """Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
@@ -53,6 +56,9 @@ class Owner(Protocol):
 
     def wrote(self, draft: Draft) -> None:
         """Its content has changed."""
+
+    on_changed: Callable[[Draft], None]
+    """So it has, by those it is lent to."""
 
     async def renew(self, draft: Draft) -> StagingFile:
         """A new staging file for it, with its content: the cache has the old one."""
@@ -102,6 +108,10 @@ class Draft:
         self.row_turn = trio.Lock()  # its row in the journal
         self.has_row = False
         self.upload_state: dict[str, Any] | None = None
+        self.loan: Loan | None = None  # for the kernel, as long as somebody has it open
+        self.writers = 0  # who write it by themselves
+        self.lent = False  # somebody may be at it of whose writes nobody tells us
+        self._shape: Shape | None = None
         self._owner = owner
         self._at_store: tuple[int, ObjectInfo] | None = None
 
@@ -198,6 +208,7 @@ class Draft:
         """The content ends at `size`; what is new of it is zeros."""
         async with self.lock:
             self._within_limits(size)
+            self.look()
             if size == self.size:
                 return
             await self._may_change(min(size, self.size))
@@ -210,6 +221,7 @@ class Draft:
         async with self.lock:
             end = offset + length
             self._within_limits(end)
+            self.look()
             await self._may_change(self.size)
             await self._owner.admit(self, length)
             await self._with_room(length, lambda: self.file.allocate(offset, length))
@@ -246,12 +258,16 @@ class Draft:
 
     async def _may_change(self, offset: int) -> None:
         """Return when bytes from `offset` on may be changed."""
-        while (attempt := self.attempt) is not None and offset < attempt.frozen:
+        await self.unsent(offset)
+        if self.adopted:
+            await self._move(await self._owner.renew(self))
+
+    async def unsent(self, offset: int) -> None:
+        """Return when no byte from `offset` on is being sent (-1: nothing is); for who holds the `lock`."""
+        while (attempt := self.attempt) is not None and attempt.generation >= 0 and offset < attempt.frozen:
             if not attempt.waiters and not self.sender.final:
                 attempt.scope.cancel()
             await attempt.done.wait()
-        if self.adopted:
-            await self._move(await self._owner.renew(self))
 
     async def _move(self, file: StagingFile) -> None:
         old, self.file = self.file, file
@@ -270,6 +286,45 @@ class Draft:
             raise TooLarge(
                 f"{self.origin.name(self.key)}: the store takes {self.origin.limits.largest_object} bytes at most"
             )
+
+    def within_limits(self) -> None:
+        """Raises `TooLarge` where the store cannot take what others have written."""
+        self._within_limits(self.size)
+
+    # -- written by others -------------------------------------------------------------------------
+
+    def begin_lending(self) -> None:
+        """From now on somebody may write it of whom nobody tells us."""
+        if not self.lent:
+            self._shape = self.file.lend()
+            self.lent = True
+
+    def may_be_written(self) -> None:
+        """It was lent by an earlier run, perhaps."""
+        self.lent = self.file.lent = True
+        self._shape = self.file.shape()
+
+    def look(self) -> bool:
+        """Whether those it is lent to have changed it since the last look. `size` and `mtime_ns` are right after it."""
+        if not self.lent or (shape := self.file.shape()) == self._shape:
+            return False
+        self._shape = shape
+        self.parts.rewritten(shape.size)
+        self.mtime_ns = shape.mtime_ns
+        self.found_changed()
+        return True
+
+    def found_changed(self) -> None:
+        self.generation += 1
+        self._owner.on_changed(self)
+
+    def reclaim(self) -> bool:
+        """Whether nobody writes it by himself any more. Then it is as it is now until somebody tells us."""
+        if self.writers or self.file.written():
+            return False
+        self.look()
+        self.lent = self.file.lent = False
+        return True
 
     # -- for its sender ----------------------------------------------------------------------------
 

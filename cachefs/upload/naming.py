@@ -38,6 +38,7 @@ class Names:
             await self._queue.halt(draft)
             if draft.discarded:
                 return
+            draft.look()
             if draft.committed is not None:
                 await self._rename_stored(draft, draft.committed, origin, key)
             else:

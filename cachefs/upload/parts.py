@@ -35,6 +35,7 @@ class Parts:
         self._frontier = 0
         self._next = 1  # the first part that was not ready yet
         self._touches: dict[int, int] = {}
+        self._rewrites = 0
         self._sent: dict[int, Piece] = {}
         self._bytes_under_way = 0
 
@@ -58,6 +59,11 @@ class Parts:
         self.size = size
         self._frontier = min(self._frontier, size)
         self._next = min(self._next, self._number(self._frontier))
+
+    def rewritten(self, size: int) -> None:
+        """All of it may have other content, and it ends at `size`."""
+        self.size = size
+        self._rewrites += 1
 
     # What is to be sent.
 
@@ -124,7 +130,7 @@ class Parts:
         return self._cut(number - 1), min(self._cut(number), self.size)
 
     def _piece(self, number: int) -> Piece:
-        return Piece(number, *self.bounds(number), self._touches.get(number, 0))
+        return Piece(number, *self.bounds(number), self._touches.get(number, 0) + self._rewrites)
 
     def _touch(self, start: int, stop: int) -> None:
         for number in range(self._number(start), self._number(stop - 1) + 1):

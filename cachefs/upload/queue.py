@@ -29,6 +29,9 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
 IN_BACKGROUND = 32
 """Attempts that nobody waits for, at a time. Guessed: small files need many at once, the gate bounds their requests."""
 
+STILL_WRITTEN_S = 0.25
+"""How often is looked whether a file is still written by somebody who has closed it, through a mapping. Guessed."""
+
 ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
 """What may pass by itself. The rest is refused until somebody does something about it."""
 
@@ -53,13 +56,20 @@ class Queue:
         self._due: list[tuple[float, int, Draft]] = []
         self._numbers = itertools.count()
         self._busy = 0
+        self._closed = False
         self._changed = trio.Event()
 
     def plan(self, draft: Draft, in_s: float) -> None:
         """Upload it then, if nobody has by then."""
         draft.due = trio.current_time() + in_s
-        heapq.heappush(self._due, (draft.due, next(self._numbers), draft))
-        self._changed.set()
+        if not self._closed:
+            heapq.heappush(self._due, (draft.due, next(self._numbers), draft))
+            self._changed.set()
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        self._closed = True
+        self._due.clear()
 
     async def run(self) -> None:
         """Start what is due, until cancelled."""
@@ -123,11 +133,20 @@ class Queue:
         """The attempt under way, or a new one."""
         if draft.attempt is None:
             async with draft.turn:  # not while it is being renamed
-                if draft.attempt is None and draft.dirty and not draft.discarded:
+                if draft.attempt is None and not draft.discarded and self._is_quiet(draft) and draft.dirty:
                     draft.due, draft.overdue = math.inf, False
                     draft.attempt = attempt = Attempt()
                     self.nursery.start_soon(self._attempt, draft, attempt)
         return draft.attempt
+
+    def _is_quiet(self, draft: Draft) -> bool:
+        """Whether nobody writes it by himself; else its last writer, or time, brings it here again."""
+        if not draft.lent or draft.reclaim():
+            return True
+        draft.due = math.inf
+        if not draft.writers:
+            self.plan(draft, STILL_WRITTEN_S)
+        return False
 
     async def _attempt(self, draft: Draft, attempt: Attempt) -> None:
         sender = draft.sender
@@ -135,6 +154,9 @@ class Queue:
         try:
             with attempt.scope, draft.file.used():
                 async with draft.lock:
+                    if draft.lent:  # just now
+                        attempt.scope.cancel()
+                        await trio.lowlevel.checkpoint()
                     if draft.between and not attempt.waiters:  # just now
                         draft.overdue = True
                         attempt.scope.cancel()

@@ -46,8 +46,9 @@ class Records:
 
     async def acknowledge(self, draft: Draft) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
+        draft.look()
         generation = draft.generation
-        if draft.synced < generation:
+        if draft.synced < generation or draft.lent:
             await draft.file.sync()
             draft.synced = max(draft.synced, generation)
         async with draft.row_turn:

@@ -50,7 +50,11 @@ class StagingRoom:
     """The disk that the staging files lie on. `hopeful` says whether uploads are on their way that will free some."""
 
     def __init__(
-        self, directory: Path, keep_free_bytes: int, cache: Cache | None, hopeful: Callable[[Draft], bool]
+        self,
+        directory: Path,
+        keep_free_bytes: int,
+        cache: Cache | None,
+        hopeful: Callable[[Draft | None], bool],
     ) -> None:
         self._directory = directory
         self._keep_free = keep_free_bytes
@@ -80,6 +84,13 @@ class StagingRoom:
             if self.free_bytes() + kept < count:
                 raise NoRoom(f"the disk of {self._directory} has no room for what is written")
         self._since += count
+
+    async def relieve(self) -> None:
+        """Somebody writes who does not ask: the cache gives way, and what is to be uploaded is."""
+        if self.free_bytes() < 0:
+            if self._cache is None or not await self._cache.make_room(LOOK_BYTES):
+                self._hopeful(None)
+            self._asked_at = float("-inf")
 
     async def more(self, draft: Draft, count: int) -> bool:
         """Have the cache make room, then wait for uploads. Whether there is room now."""

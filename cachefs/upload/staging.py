@@ -7,12 +7,15 @@ long as somebody uses it; thousands may wait for their upload with none open.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import trio
 
@@ -27,16 +30,30 @@ THREADS = 16
 COPIED = 64 << 20
 """Bytes of one call when a file is copied. Guessed: short enough to be cancelled between two."""
 
+LONG_AGO_NS = 10**9
+"""The time of a file that nobody has written since it was lent. Clocks of file systems tick in milliseconds, or seconds, so
+that a time of now could be that of the next write, too."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class Shape(NamedTuple):
+    """What tells a file that was written from one that was not."""
+
+    size: int
+    mtime_ns: int
+
+
 class StagingFile:
-    """One file. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails."""
+    """One file. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `lent` is written by
+    others, and open for reading only here: then `written` says whether they still are at it."""
 
     def __init__(self, path: Path, threads: trio.CapacityLimiter) -> None:
         self.path = path
         self._threads = threads
+        self.lent = False
         self._fd = -1
+        self._writes = True  # what the descriptor is for
         self._users = 0
 
     def create(self) -> None:
@@ -58,7 +75,8 @@ class StagingFile:
         """One user more."""
         if self._fd < 0:
             with self._translated():
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                self._fd = os.open(self.path, (os.O_RDONLY if self.lent else os.O_RDWR) | os.O_CLOEXEC)
+                self._writes = not self.lent
         self._users += 1
 
     def give_back(self) -> None:
@@ -71,6 +89,48 @@ class StagingFile:
     def fd(self) -> int:
         """The descriptor, for who is a user."""
         return self._fd
+
+    @contextmanager
+    def _written_to(self) -> Iterator[int]:
+        """A descriptor to write to, until this ends."""
+        with self.used() as fd:
+            if self._writes:
+                yield fd
+                return
+            fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+
+    # -- lending, for who is a user ----------------------------------------------------------------
+
+    def reader(self) -> int:
+        """A descriptor of one's own, for reading."""
+        with self._translated():
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def lend(self) -> Shape:
+        """Others write it from now on. Returns what it is like until one does."""
+        self.lent = True
+        if self._writes:
+            fd = self.reader()
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
+            self._writes = False
+        os.utime(self._fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
+        return self.shape()
+
+    def shape(self) -> Shape:
+        status = os.fstat(self._fd) if self._fd >= 0 else os.stat(self.path)
+        return Shape(status.st_size, status.st_mtime_ns)
+
+    def written(self) -> bool:
+        """Whether somebody has it open, or mapped, for writing."""
+        with self.used() as fd:
+            return not _leased(fd, otherwise=True)
+
+    # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """The name goes; who uses the file keeps it."""
@@ -92,15 +152,15 @@ class StagingFile:
 
     async def write(self, offset: int, data: Buffer) -> None:
         """All of it, or an error after any part of it."""
-        with self.used() as fd, self._translated():
+        with self._translated(), self._written_to() as fd:
             await self._in_thread(lambda: _write(fd, offset, data))
 
     async def truncate(self, size: int) -> None:
-        with self.used() as fd, self._translated():
+        with self._translated(), self._written_to() as fd:
             await self._in_thread(lambda: os.ftruncate(fd, size))
 
     async def allocate(self, offset: int, length: int) -> None:
-        with self.used() as fd, self._translated():
+        with self._translated(), self._written_to() as fd:
             await self._in_thread(lambda: os.posix_fallocate(fd, offset, length))
 
     async def sync(self) -> None:
@@ -146,6 +206,31 @@ def sync_names(directory: Path) -> None:
             os.close(fd)
     except OSError as exc:
         raise translated(exc, directory) from exc
+
+
+def can_lease(directory: Path) -> bool:
+    """Whether the kernel says of files there if they are open for writing."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                refused = not _leased(fd, otherwise=True)
+            finally:
+                os.close(fd)
+            return refused
+    except OSError:
+        return False
+
+
+def _leased(fd: int, *, otherwise: bool) -> bool:
+    """Whether the kernel grants a lease, given back at once; `otherwise` where it knows none."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored; SIGIO would end the process
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as exc:
+        return otherwise if exc.errno != errno.EAGAIN else False
+    return True
 
 
 def translated(exc: OSError, directory: Path) -> CachefsError:

@@ -30,6 +30,7 @@ from cachefs.origin.writes import each, new_stamp
 from cachefs.upload import recovery, status
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import NOTES, Journal
+from cachefs.upload.lending import Lending, Loan
 from cachefs.upload.naming import Names
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.records import Records
@@ -59,7 +60,7 @@ class Uploads:
     """`bring` reads what a draft begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
     version that the store has from now on, before those who waited for it (its `mtime_ns` is the draft's, where the
     store's would cost a request); `on_settled` that a draft's content is the cache's or the store's alone, and the draft
-    is not to be used any more: until then it can be opened.
+    is not to be used any more: until then it can be opened; `on_changed`, of one that is lent, that it was written.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
 
@@ -81,6 +82,7 @@ class Uploads:
     ) -> None:
         self.on_committed: Callable[[Draft, ObjectInfo], None] = lambda draft, info: None
         self.on_settled: Callable[[Draft], None] = lambda draft: None
+        self.on_changed: Callable[[Draft], None] = lambda draft: None
         self._staging = staging_dir
         self._store = store
         self._metrics = metrics
@@ -98,6 +100,7 @@ class Uploads:
         self._names = Names(
             self._queue, self._records, lambda *stored: self.on_committed(*stored), self._push, self._drop
         )
+        self._lending = Lending(staging_dir, self._room.relieve)
         self._drafts: dict[str, Draft] = {}
         self._numbers = itertools.count()
 
@@ -151,6 +154,7 @@ class Uploads:
         draft.release()
         if draft.handles:
             return
+        self._lending.released(draft)
         if draft.discarded:
             self._drafts.pop(draft.id, None)
         elif not draft.dirty and draft.adopted:
@@ -159,6 +163,27 @@ class Uploads:
             self._queue.nursery.start_soon(self._settle, draft)
         elif draft.attempt is None and draft.due == math.inf:
             self._queue.nursery.start_soon(self._after_release, draft)
+
+    def lend_to(self, tell: Callable[[Loan], None], retire: Callable[[Loan], None]) -> None:
+        """From now on the kernel writes files by itself; see `Lending`. Not where parts are sent while they are written."""
+        if self._writeback:
+            self._lending.to(tell, retire)
+
+    async def lend(self, draft: Draft) -> Loan | None:
+        """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent. The same one until
+        the last user has gone. Nothing of it is sent meanwhile; an upload that somebody waits for is waited for."""
+        return await self._lending.lend(draft)
+
+    def returned(self, draft: Draft) -> None:
+        """One of those is at his end. Never raises, never waits."""
+        self._lending.returned(draft)
+        if not draft.writers and draft.acknowledged:
+            self._plan(draft)
+
+    def unmounted(self) -> None:
+        """Nobody will say any more that he has closed a file. Who still writes is found out before it is sent."""
+        for draft in self._drafts.values():
+            draft.writers = 0
 
     async def _after_release(self, draft: Draft) -> None:
         if self._writeback:
@@ -172,19 +197,25 @@ class Uploads:
         """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store. Raises what failed:
         the draft stays pending then, and is tried again by itself. With writeback, the failure of an upload since the last
         commit is raised, once."""
+        draft.look()
         if draft.discarded or not draft.dirty:
             return
         if not self._writeback:
             await self._queue.upload(draft)
             return
+        draft.within_limits()
         await self._records.acknowledge(draft)
-        if draft.overdue:
+        if draft.overdue and not draft.writers:
             await self._queue.begin(draft)
-        elif draft.attempt is None and draft.due == math.inf and draft.dirty:
-            self._queue.plan(draft, self._delay_s)
+        elif not draft.writers:
+            self._plan(draft)
         if draft.failure is not None and not draft.told:
             draft.told = True
             raise type(draft.failure)(*draft.failure.args) from draft.failure
+
+    def _plan(self, draft: Draft) -> None:
+        if draft.attempt is None and draft.due == math.inf and draft.dirty and not draft.discarded:
+            self._queue.plan(draft, self._delay_s)
 
     async def rename(
         self, draft: Draft, origin: Origin, key: str, *, base: str | None = None, over: Draft | None = None
@@ -211,7 +242,8 @@ class Uploads:
 
     def pending(self) -> list[Draft]:
         """All that the store does not have as it is."""
-        return [draft for draft in self._drafts.values() if draft.dirty and not draft.discarded]
+        drafts = self._drafts.values()
+        return [draft for draft in drafts if (draft.look() or draft.dirty) and not draft.discarded]
 
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
         """Keep a JSON object over a crash, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
@@ -262,7 +294,7 @@ class Uploads:
     async def orphaned(self, draft: Draft, upload: Upload) -> None:
         await self._records.orphaned(draft.origin.source, upload.key, upload.state())
 
-    def _hopeful(self, draft: Draft) -> bool:
+    def _hopeful(self, draft: Draft | None) -> bool:
         """Whether others are on their way, which begin now if they only wait for their time."""
         found = False
         for other in self._drafts.values():
@@ -310,6 +342,8 @@ class Uploads:
     async def _settle(self, draft: Draft) -> None:
         """Nobody uses it and the store has it: the cache gets the file."""
         async with draft.lock:
+            if draft.lent and not draft.reclaim():
+                return
             info = draft.committed
             if draft.handles or info is None or self._drafts.get(draft.id) is not draft:
                 return
@@ -346,6 +380,7 @@ class Uploads:
         """Uploads that are due, and what is to be cleared away, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._records.run)
+            nursery.start_soon(self._lending.run)
             await self._queue.run()
 
     async def flush(
@@ -365,7 +400,9 @@ class Uploads:
         async def one(draft: Draft) -> None:
             while True:
                 try:
-                    return await self._queue.upload(draft)
+                    await self._queue.upload(draft)
+                    if not draft.lent or deadline_s == math.inf:
+                        return None
                 except CachefsError as exc:
                     if deadline_s == math.inf or in_vain(exc):
                         return None
@@ -398,6 +435,7 @@ class Uploads:
             attrs=row["attrs"],
         )
         draft.has_row = draft.acknowledged = True
+        draft.may_be_written()  # by who has outlived that run
         draft.stamps, draft.upload_state = row["stamps"], row["upload"]
         draft.synced = draft.generation
         if row["upload"] is not None:
@@ -414,6 +452,7 @@ class Uploads:
                 for draft in list(self._drafts.values()):
                     with trio.move_on_after(GIVING_UP_S):
                         await self._give_up(draft)
+                self._queue.close()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
@@ -426,6 +465,8 @@ class Uploads:
         elif draft.acknowledged or not draft.handles:
             await self._queue.halt(draft)
             await self._records.acknowledge(draft)
+            while draft.handles:
+                draft.release()
         else:
             log.warning("%s was being written and is given up", draft.origin.name(draft.key))
             await self.discard(draft, replaced=True)

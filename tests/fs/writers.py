@@ -12,6 +12,19 @@ from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.writing import InMemory
 
 
+class MemoryLoan:
+    """`data` is what the kernel has made of the file since the last look."""
+
+    fd = -1
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.data: bytearray | None = None
+
+    def registered(self, backing_id: int) -> None:
+        raise AssertionError("it is already")
+
+
 class MemoryDraft:
     def __init__(self, name: str, origin: Any, key: str, data: bytes, mtime_ns: int, attrs: Any) -> None:
         self.id, self.origin, self.key = name, origin, key
@@ -20,7 +33,10 @@ class MemoryDraft:
         self.attrs = dict(attrs)
         self.handles = 0
         self.dirty, self.discarded = True, False
+        self.changed: Callable[[MemoryDraft], None] = lambda draft: None
         self.made: ObjectInfo | None = None
+        self.lent: MemoryLoan | None = None
+        self.writers = 0
         self.base: str | None = None
 
     @property
@@ -36,6 +52,14 @@ class MemoryDraft:
 
     async def read(self, offset: int, size: int) -> bytes:
         return bytes(self.data[offset : offset + size])
+
+    def look(self) -> bool:
+        """The kernel's writes are in `lent.data`, if it has the file."""
+        if self.lent is None or self.lent.data is None:
+            return False
+        self.data, self.lent.data, self.dirty = self.lent.data, None, True
+        self.changed(self)
+        return True
 
     async def write(self, offset: int, data: Any) -> None:
         await self.truncate(max(self.size, offset))
@@ -57,6 +81,8 @@ class MemoryWriter:
     def __init__(self, *, writeback: bool = False) -> None:
         self.on_committed: Callable[[Any, ObjectInfo], None] = lambda draft, info: None
         self.on_settled: Callable[[Any], None] = lambda draft: None
+        self.on_changed: Callable[[Any], None] = lambda draft: None
+        self.lends = False
         self.writeback = writeback
         self.failure: CachefsError | None = None
         self.drafts: list[MemoryDraft] = []
@@ -80,6 +106,7 @@ class MemoryWriter:
             data = origin.content(key)[:upto]
         draft = MemoryDraft(next(self._names), origin, key, data, mtime_ns, attrs)
         draft.base = base and base.etag
+        draft.changed = self.on_changed
         self.drafts.append(draft)
         return draft
 
@@ -87,9 +114,23 @@ class MemoryWriter:
         assert not draft.handles or draft in self.drafts
         draft.handles += 1
 
+    async def lend(self, draft: MemoryDraft) -> MemoryLoan | None:
+        if not self.lends:
+            return None
+        draft.writers += 1
+        draft.lent = draft.lent or MemoryLoan(int(draft.id))
+        return draft.lent
+
+    def returned(self, draft: MemoryDraft) -> None:
+        draft.look()
+        draft.writers -= 1
+        assert draft.writers >= 0
+
     def release(self, draft: MemoryDraft) -> None:
         draft.handles -= 1
-        assert draft.handles >= 0
+        assert draft.handles >= draft.writers
+        if not draft.handles:
+            draft.lent = None
         self._settle(draft)
 
     def _settle(self, draft: MemoryDraft) -> None:
@@ -98,6 +139,7 @@ class MemoryWriter:
             self.on_settled(draft)
 
     async def commit(self, draft: MemoryDraft) -> None:
+        draft.look()
         if not self.writeback and draft.dirty and not draft.discarded:
             await self.upload(draft)
 

@@ -339,6 +339,13 @@ class Desk:
         return sorted(p.name for p in self.staging.iterdir() if p.suffix != ".adopted")
 
 
+def let_go(uploads: Uploads) -> None:
+    """A dead process has no file open."""
+    for draft in uploads._drafts.values():
+        while draft.handles:
+            draft.release()
+
+
 @asynccontextmanager
 async def desk(
     path: Path, store: Any = None, cache: Room | None = None, recover: bool = True, **how: Any
@@ -368,3 +375,4 @@ async def desk(
         finally:
             nursery.cancel_scope.cancel()
             uploads.journal.close()
+            let_go(uploads)

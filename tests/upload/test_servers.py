@@ -24,7 +24,7 @@ from tests.origin.reading import content as object_content
 from tests.origin.servers import Lab, Server
 from tests.origin.test_faults import credentials_file
 from tests.origin.test_writing_faults import forget_peak, peak
-from tests.upload.scripted import Desk, Room
+from tests.upload.scripted import Desk, Room, let_go
 
 MIB = 1 << 20
 LARGE = 18 * MIB + 5
@@ -56,6 +56,7 @@ async def daemon(server: Server, path: Path, **how: Any) -> AsyncIterator[tuple[
         finally:
             nursery.cancel_scope.cancel()
             uploads.journal.close()
+            let_go(uploads)
             with trio.CancelScope(shield=True):
                 await opened.store.aclose(1)
                 await origin.aclose()
