@@ -235,9 +235,12 @@ class Fetcher:
 
         obj.refs += 1
         try:
-            async with trio.open_nursery() as nursery:
-                for _ in range(min(PARTS_AT_ONCE, -(-len(blocks) // self._part_blocks))):
-                    nursery.start_soon(bring_runs)
+            if len(blocks) <= self._part_blocks:
+                await bring_runs()  # no more than one part, or two across the end of an extent
+            else:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(min(PARTS_AT_ONCE, -(-len(blocks) // self._part_blocks))):
+                        nursery.start_soon(bring_runs)
             if failures:
                 raise failures[0]
             if self.lends and self._store.lends:

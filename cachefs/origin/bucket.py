@@ -68,7 +68,8 @@ class Throughput:
     def add(self, count: int, now: float) -> None:
         second = int(now)
         if self._seconds and self._seconds[-1][0] == second:
-            count += self._seconds.pop()[1]
+            self._seconds[-1] = second, self._seconds[-1][1] + count
+            return
         self._seconds.append((second, count))
         self.rate(now)
 

@@ -210,6 +210,7 @@ class Prefetcher:
                     self._stirred = False
                     if self._may_start() and (candidate := await self._next()) is not None:
                         self._start(nursery, candidate)
+                        await trio.lowlevel.checkpoint()
                     elif not self._stirred:
                         self._news = trio.Event()
                         with trio.move_on_at(self._resume_at if self._paused() else float("inf")):

@@ -118,8 +118,8 @@ class FromShards:
                 self._queues.popitem(last=False)
 
     async def next(self) -> Candidate | None:
-        await trio.lowlevel.checkpoint()
         while self._queues:
+            await trio.lowlevel.checkpoint()
             key, queue = next(reversed(self._queues.items()))
             while queue:
                 found = queue.pop(0)

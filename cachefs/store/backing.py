@@ -193,7 +193,7 @@ class Lending:
     # -- making ready ------------------------------------------------------------------------------
 
     def prepare_later(self, obj: CachedObject) -> None:
-        if obj.id.digest in self._queue or not self.possible:
+        if obj.id.digest in self._queue or not self.possible or self._ready(obj):
             return
         if len(self._queue) >= TO_PREPARE:
             self._queue.popitem(last=False)
@@ -219,9 +219,12 @@ class Lending:
                     if not obj.in_use():
                         obj.close_files()
 
+    def _ready(self, obj: CachedObject) -> bool:
+        """Whether a tier can lend it as it is."""
+        return any(tier.lends and self._whole(obj, tier, verified=True) for tier in self._tiers)
+
     async def _prepare(self, obj: CachedObject) -> bool:
-        lenders = [tier for tier in self._tiers if tier.lends]
-        if any(self._whole(obj, tier, verified=True) for tier in lenders):
+        if self._ready(obj):
             return False  # somebody read all of it meanwhile
         whole = [tier for tier in self._tiers if self._whole(obj, tier, verified=False)]
         if not whole and await self._gather(obj):

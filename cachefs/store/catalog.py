@@ -148,6 +148,9 @@ class Catalog:
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier."""
+        if obj.id.size <= BLOCKS_PER_EXTENT * self._block_size:
+            only = self.copy(obj, tier, 0)  # most versions are small, and need no search for extents
+            return [only] if only is not None else []
         extents = set(self._index.extents_of(tier, obj.id.digest)) | {e for t, e in obj.copies if t == tier}
         return [c for e in sorted(extents) if (c := self.copy(obj, tier, e)) is not None]
 
@@ -165,10 +168,11 @@ class Catalog:
 
     def ranges(self, copy: Copy, bits: int) -> Iterator[tuple[int, int]]:
         """(offset, length) of each block in `bits`."""
-        for position in range(BLOCKS_PER_EXTENT):
-            if bits >> position & 1:
-                block = copy.extent * BLOCKS_PER_EXTENT + position
-                yield block * self._block_size, block_length(block, copy.object_size, self._block_size)
+        while bits:
+            position = (bits & -bits).bit_length() - 1
+            bits &= bits - 1
+            block = copy.extent * BLOCKS_PER_EXTENT + position
+            yield block * self._block_size, block_length(block, copy.object_size, self._block_size)
 
     def by_digest(self, digest: bytes) -> CachedObject:
         """The version of which nothing else is known."""

@@ -25,6 +25,7 @@ class Datasets:
         self._seen: dict[str, set[str]] = {}
         self._whole: set[str] = set()
         self._names: dict[int, str] = {}
+        self._numbers: dict[tuple[str, str], int] = {}  # by place and first component
 
     def mounted(self, places: Iterable[tuple[str, str]]) -> None:
         """What is mounted: (source, prefix of its keys) each."""
@@ -42,7 +43,12 @@ class Datasets:
         place = f"{source}\0{prefix}"
         if place in self._whole:
             first = ""
-        else:
+        number = self._numbers.get((place, first))
+        return number if number is not None else self._number(place, prefix, first)
+
+    def _number(self, place: str, prefix: str, first: str) -> int:
+        """Of a component that is new, or one too many."""
+        if place not in self._whole:
             seen = self._seen.setdefault(place, set())
             seen.add(first)
             if len(seen) > MOST:
@@ -52,6 +58,7 @@ class Datasets:
         number = zlib.crc32(f"{place}\0{first}".encode("utf-8", "surrogatepass"))
         if number not in self._names:
             self._names[number] = prefix + first
+        self._numbers[place, first] = number
         return number
 
     def name(self, number: int) -> str:

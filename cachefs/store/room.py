@@ -269,6 +269,11 @@ class Room:
     def file_for_write(self, obj: CachedObject, tier: Tier) -> int | None:
         """The version's file, made when there is none; None while a sealed one is on its way out. Blocks that an earlier,
         vanished file held are forgotten first: in the new one they would read as zeros."""
+        if tier.number not in obj.fds and not self._catalog.copies(obj, tier.number):
+            new = tier.new_file(obj.id.digest)  # as nearly always
+            if new is not None:
+                obj.fds[tier.number] = new
+                return new
         try:
             fd = obj.file(tier)
             if not is_sealed(os.fstat(fd)):

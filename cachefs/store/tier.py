@@ -48,6 +48,7 @@ mapping of it may outlive the daemon, and the index may lag behind."""
 RAM, SSD = 0, 1
 """Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
 
+_WRITING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _libc = ctypes.CDLL(None, use_errno=True)
 _PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _GETFLAGS, _SETFLAGS, _NOATIME = (
@@ -221,9 +222,8 @@ class Tier:
         """A descriptor of the version's file, for reading only if it is sealed and we are not root. OSError(ENOENT) without
         `create` when it is not there."""
         path = self._file(digest)
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            return os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
+            return os.open(path, _WRITING | (os.O_CREAT if create else 0), 0o600)
         except FileNotFoundError:
             if not create:
                 raise
@@ -234,7 +234,19 @@ class Tier:
                 path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             )  # sealed, or remounted after an error
         self._make_folder(path)
-        return os.open(path, flags | os.O_CREAT, 0o600)
+        return os.open(path, _WRITING | os.O_CREAT, 0o600)
+
+    def new_file(self, digest: bytes) -> int | None:
+        """A descriptor of the version's file, made here; None when there is one already."""
+        path, flags = self._file(digest), _WRITING | os.O_CREAT | os.O_EXCL
+        try:
+            try:
+                return os.open(path, flags, 0o600)
+            except FileNotFoundError:
+                self._make_folder(path)
+                return os.open(path, flags, 0o600)
+        except FileExistsError:
+            return None
 
     def _make_folder(self, path: str) -> None:
         """For a file that is to come."""

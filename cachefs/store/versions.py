@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from cachefs.names import ObjectId
@@ -76,6 +77,7 @@ class Unnamed:
     """Stands in for the ObjectId of a version only met by its digest (while evicting): the index keeps no keys."""
 
     __slots__ = ("digest", "key")
+    size = sys.maxsize  # not known: it may have any number of extents
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
