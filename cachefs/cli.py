@@ -15,7 +15,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -221,12 +220,16 @@ def _mount_config(
         given["foreground"] = False  # -f is how the parent calls its child: its log is still a file
     config = layers.load(given, o)
     logging.getLogger("cachefs").setLevel(config.log_level.upper())
-    return replace(config, mountpoint=mounting.canonical(config.mountpoint))
+    return mounting.located(config)
 
 
 def _mount_in_background(arguments: list[str], config: Config) -> None:
     from cachefs import background, mounting
 
+    if config.descriptor is not None:
+        raise MountError(
+            f"/dev/fd/{config.descriptor} is served in the foreground, by the process it was passed to: add -f"
+        )
     notes = mounting.check(config)
     for note in notes:
         click.echo(f"cachefs: {note}", err=True)

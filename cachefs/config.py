@@ -93,6 +93,8 @@ class Config:
 
     sources: tuple[Source, ...]
     mountpoint: Path
+    descriptor: int | None = field(default=None, compare=False)
+    """Of /dev/fuse, where somebody else has mounted it at `mountpoint` (which is /dev/fd/N if that cannot be seen)."""
 
     cache_dir: Path = option(
         PATH,

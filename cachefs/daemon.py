@@ -332,6 +332,8 @@ class Daemon:
                 writable=self._uploading is not None,
             )
         except MountError as exc:
+            if config.descriptor is not None:
+                raise
             raise mounting.translate_mount_failure(exc) from exc
         front = self._front.front
         log.info("front: %s (%s)", front.name, self._front.why)

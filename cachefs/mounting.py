@@ -14,11 +14,14 @@ import shutil
 import stat
 import subprocess
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from cachefs.cgroup import memory_limit as memory_limit
 from cachefs.config import Config
 from cachefs.errors import MountError
+from cachefs.fuse import passed
 from cachefs.mountinfo import Mount, mount_at
 
 FUSE_DEVICE = Path("/dev/fuse")
@@ -32,13 +35,32 @@ _CAP_SYS_ADMIN = 21
 
 
 def canonical(path: Path) -> Path:
-    """The path as the mount table spells it: absolute, links resolved. Does not touch a mount at `path`
-    itself."""
+    """The path as the mount table spells it: absolute, links resolved; /dev/fd/N is left as it is. Does not touch a mount
+    at `path` itself."""
+    if passed.number(path) is not None:
+        return path
     lexical = Path(os.path.abspath(path))
     for candidate in (lexical, Path(os.path.realpath(lexical.parent)) / lexical.name):
         if mount_at(candidate) is not None:
             return candidate
     return Path(os.path.realpath(lexical))
+
+
+def located(config: Config) -> Config:
+    """The same with its mountpoint as the mount table spells it. One on a passed descriptor is where that is mounted, if
+    it is seen from here, and read-only if it was mounted so."""
+    fd = passed.number(config.mountpoint)
+    if fd is None:
+        return replace(config, mountpoint=canonical(config.mountpoint))
+    mount = passed.mount_of(fd)
+    if mount is None:
+        return replace(config, descriptor=fd)
+    return replace(
+        config,
+        descriptor=fd,
+        mountpoint=Path(mount.path),
+        read_only=config.read_only or "rw" not in mount.options,
+    )
 
 
 def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | OSError:
@@ -69,6 +91,8 @@ def check(config: Config, *, leave_dead: bool = False) -> list[str]:
 
     With `leave_dead` it stays until `clear` is called, so that those who read go on getting an error, and not an empty
     directory, until the new mount is about to be there."""
+    if config.descriptor is not None:
+        return _check_passed(config, config.descriptor)
     notes: list[str] = []
     if not (leave_dead and is_dead(probe(config.mountpoint))):
         notes = clear(config)
@@ -76,6 +100,14 @@ def check(config: Config, *, leave_dead: bool = False) -> list[str]:
     _check_peers(config)
     check_rights(config.allow_other)
     return notes
+
+
+def _check_passed(config: Config, fd: int) -> list[str]:
+    passed.check(fd)
+    _check_overlap(config)
+    _check_peers(config)
+    mount = passed.mount_of(fd)
+    return [] if mount is None else passed.remarks(mount, os.geteuid())
 
 
 def check_rights(allow_other: bool = False) -> None:
@@ -88,7 +120,10 @@ def check_rights(allow_other: bool = False) -> None:
 
 
 def clear(config: Config) -> list[str]:
-    """Take dead mounts away from the mountpoint, and look at what is below; lines for the log. Raises `MountError`."""
+    """Take dead mounts away from the mountpoint, and look at what is below; lines for the log. Raises `MountError`. A mount
+    that somebody else has made is left alone."""
+    if config.descriptor is not None:
+        return []
     notes = _clear_mountpoint(config.mountpoint)
     _check_directory(config)
     if os.getuid() != 0 and not os.access(config.mountpoint, os.W_OK):
@@ -145,7 +180,13 @@ def _check_directory(config: Config) -> None:
 
 
 def _check_overlap(config: Config) -> None:
-    mountpoint, cache_dir = config.mountpoint, Path(os.path.realpath(config.cache_dir))
+    # First by the text alone: looking at links below a mount that is not served yet would wait for us.
+    for spelt in (os.path.abspath, os.path.realpath):
+        _check_apart(config, spelt)
+
+
+def _check_apart(config: Config, spelt: Callable[[str], str]) -> None:
+    mountpoint, cache_dir = config.mountpoint, Path(spelt(str(config.cache_dir)))
     if cache_dir.is_relative_to(mountpoint):
         raise MountError(
             f"the cache directory {cache_dir} is inside the mountpoint: choose another --cache-dir"
@@ -157,7 +198,7 @@ def _check_overlap(config: Config) -> None:
     for source in config.sources:
         if not source.url.startswith("file://"):
             continue
-        shown = Path(os.path.realpath(source.url.removeprefix("file://").removeprefix("localhost")))
+        shown = Path(spelt(source.url.removeprefix("file://").removeprefix("localhost")))
         if shown.is_relative_to(mountpoint) or mountpoint.is_relative_to(shown):
             raise MountError(
                 f"{mountpoint} and its source {source.url} contain one another, so the mount would read itself: "

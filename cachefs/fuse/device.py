@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cachefs.errors import MountError
-from cachefs.fuse import protocol
+from cachefs.fuse import passed, protocol
 from cachefs.fuse.protocol import Init
 from cachefs.mountinfo import mount_at
 
@@ -141,6 +141,18 @@ class Device:
             device.close()
             raise
 
+    @classmethod
+    def take(cls, fd: int, *, stack_depth: int, writable: bool = False) -> tuple[Device, Negotiated]:
+        """The same over a descriptor that somebody else has mounted, and will unmount."""
+        device = cls(fd, writable=writable)
+        device._number = passed.connection(fd)
+        try:
+            os.set_blocking(fd, False)
+            return device, device._shake_hands(stack_depth)
+        except BaseException:
+            device.close()
+            raise
+
     def _make(self, name: str, allow_other: bool) -> None:
         context = _call(_FSOPEN, b"fuse", _CLOEXEC)
         try:
@@ -190,7 +202,7 @@ class Device:
         self._number = mount.device if mount is not None else ""
 
     def close(self) -> None:
-        """Unmount (whoever uses it) and end the connection; who still waits gets ECONNABORTED."""
+        """Unmount (whoever uses it) what was attached, and end the connection; who still waits gets ECONNABORTED."""
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None:
             mount = mount_at(mountpoint)
@@ -205,6 +217,8 @@ class Device:
                 _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
             else:
                 abort(self._number)  # unmounted lazily, and still in use
+        elif self._number and self.fd >= 0 and not self._ended():
+            abort(self._number)  # a copy of the descriptor may be left somewhere, and nobody reads from it
         fds, self._mount, self.fd = (self._mount, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:

@@ -73,7 +73,9 @@ def choose(
     writer. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
-    if config.front != "pyfuse3":
+    if config.descriptor is not None and _to_lend(config):
+        return _kernel(config, title, places, fs, metrics, on_ready, writable)
+    if config.descriptor is None and config.front != "pyfuse3":
         try:
             chosen = _kernel(config, title, places, fs, metrics, on_ready, writable)
         except NotHere as exc:
@@ -95,8 +97,18 @@ def choose(
 
     kind: type[Pyfuse3Base] = WritablePyfuse3Front if writable else Pyfuse3Front
     front = kind(fs, metrics, config.deadline_s + config.on_outage.wait_s, on_ready)
-    front.mount(config.mountpoint, title, allow_other=config.allow_other)
+    if config.descriptor is None:
+        front.mount(config.mountpoint, title, allow_other=config.allow_other)
+        return Chosen(front, why, {}, lends=False)
+    front.take(config.descriptor, title)
+    if config.front == "auto":
+        why = "somebody else has mounted it, and only root may lend files"
     return Chosen(front, why, {}, lends=False)
+
+
+def _to_lend(config: Config) -> bool:
+    """Whether the kernel front is to serve a passed descriptor. It has one handshake, so nothing can be tried before."""
+    return config.front == "kernel" or (config.front == "auto" and (os.geteuid() == 0 or config.zero_open))
 
 
 def _kernel(
@@ -110,9 +122,12 @@ def _kernel(
 ) -> Chosen:
     must_lend = config.front == "auto" and not config.zero_open
     places = () if config.zero_open else places
-    device, agreed, refused = connect(
-        title, config.allow_other, places, must_lend=must_lend, writable=writable
-    )
+    if config.descriptor is None:
+        device, agreed, refused = connect(
+            title, config.allow_other, places, must_lend=must_lend, writable=writable
+        )
+    else:
+        device, agreed, refused = take(config.descriptor, places, writable=writable)
     immutable = config.consistency == "immutable"
     front = KernelFront(
         *(fs, metrics, config.deadline_s + config.on_outage.wait_s, on_ready, device, agreed),
@@ -126,9 +141,7 @@ def _kernel(
         return Chosen(front, "nothing is cached that the kernel may read by itself", {}, lends=False)
     if len(refused) == len(places):
         reason = next(iter(refused.values()))
-        return Chosen(
-            front, f"as asked, but the kernel reads nothing by itself: {reason}", refused, lends=False
-        )
+        return Chosen(front, f"the kernel reads nothing by itself: {reason}", refused, lends=False)
     why = "the kernel reads whole cached files by itself"
     return Chosen(front, why, refused, lends=True)
 
@@ -151,7 +164,7 @@ def connect(
         except (OSError, MountError) as exc:
             raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
         if not agreed.passthrough:
-            reason = f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
+            reason = _too_old(agreed)
             if must_lend:
                 device.close()
                 raise NotHere(reason)
@@ -164,6 +177,25 @@ def connect(
         device.close()
         raise NotHere(f"the kernel takes no file of the cache: {_reason(*refused.values())}")
     return device, agreed, {place: _reason(exc) for place, exc in refused.items()}
+
+
+def take(
+    fd: int, places: Sequence[Path], *, writable: bool = False
+) -> tuple[Device, Negotiated, dict[Path, str]]:
+    """The same over a descriptor that somebody else has mounted. Raises `MountError`."""
+    try:
+        # With a depth of two a cache on overlayfs could be lent from, but nothing be stacked on a mount that is not ours.
+        device, agreed = Device.take(fd, stack_depth=1, writable=writable)
+    except OSError as exc:
+        raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
+    if not agreed.passthrough:
+        return device, agreed, dict.fromkeys(places, _too_old(agreed))
+    refused = {place: _reason(no) for place in places if (no := _try_lending(device, place)) is not None}
+    return device, agreed, refused
+
+
+def _too_old(agreed: Negotiated) -> str:
+    return f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
 
 
 def _try_lending(device: Device, place: Path) -> OSError | None:

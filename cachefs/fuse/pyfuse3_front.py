@@ -17,7 +17,8 @@ import trio
 
 from cachefs.errors import MountError
 from cachefs.fs import Attributes, Backing, FileSystem
-from cachefs.fuse.device import end
+from cachefs.fuse import passed
+from cachefs.fuse.device import abort, end
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
 from cachefs.metrics import Metrics
 from cachefs.mountinfo import mount_at
@@ -45,6 +46,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         self._metrics = metrics
         self._deadline_s = deadline_s + GRACE_S
         self._on_ready = on_ready
+        self._mountpoint: Path | None = None  # what is to be unmounted
         self._number = ""  # major:minor of the connection, as long as it lives
         self._page = 32  # directory entries that fitted the kernel's last buffer
 
@@ -56,13 +58,21 @@ class Pyfuse3Base(pyfuse3.Operations):
         options |= {f"fsname={name}", "subtype=cachefs", "default_permissions", *self.mount_options}
         if allow_other:
             options.add("allow_other")
-        try:
-            pyfuse3.init(self, str(mountpoint), options)
-        except RuntimeError as exc:
-            raise MountError(str(exc)) from exc
+        self._begin(str(mountpoint), options)
         self._mountpoint = mountpoint
         mount = mount_at(mountpoint)
         self._number = mount.device if mount is not None else ""
+
+    def take(self, fd: int, name: str) -> None:
+        """The same over a descriptor that somebody else has mounted, and will unmount. Raises `MountError`."""
+        self._number = passed.connection(fd)
+        self._begin(f"/dev/fd/{fd}", {*pyfuse3.default_options, f"fsname={name}"})
+
+    def _begin(self, place: str, options: set[str]) -> None:
+        try:
+            pyfuse3.init(self, place, options)
+        except RuntimeError as exc:
+            raise MountError(str(exc)) from exc
 
     def init(self) -> None:
         self._on_ready()
@@ -75,7 +85,10 @@ class Pyfuse3Base(pyfuse3.Operations):
         if self._number:
             # See Device.close: else a notification under way can keep all of it from ending. What is aborted before it is
             # unmounted, libfuse would leave where it is.
-            end(self._mountpoint, self._number)
+            if self._mountpoint is not None:
+                end(self._mountpoint, self._number)
+            else:
+                abort(self._number)
         pyfuse3.close(unmount=True)
 
     def lend(self, backing: Backing) -> None:

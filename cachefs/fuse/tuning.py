@@ -25,7 +25,8 @@ def tune(mountpoint: Path, max_background: int = 0) -> list[str]:
     agreed upon already (0: nothing)."""
     mount = mount_at(mountpoint)
     if mount is None:
-        return ["kernel tuning: the mount is not in this mount namespace; nothing was raised"]
+        lines = ["kernel tuning: where it is mounted is not seen from here; read_ahead_kb was not raised"]
+        return [*lines, f"max_background raised to {max_background}"] if max_background else lines
     minor = mount.device.partition(":")[2]
     lines = []
     bdi = Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb")
