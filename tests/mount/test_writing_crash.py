@@ -140,6 +140,9 @@ class Worker:
             self.log.rename(self.log.with_suffix(f".{len(os.listdir(self.log.parent))}"))
         self.log.write_text("")
 
+    def entries(self) -> int:
+        return self.log.read_bytes().count(b"\n")
+
     def digest(self, recipe: Recipe) -> str:
         name = json.dumps(recipe)
         if name not in self._known:
@@ -282,7 +285,9 @@ class Load:
         )
         assert load.stdout is not None
         assert load.stdout.readline() == "ready\n"
-        time.sleep(dice.choice((0.1, 0.5, 2.0)) * dice.random())
+        entries = dice.choice((0, 10, 40, 100))
+        eventually(lambda: sum(map(Worker.entries, self.workers)) >= entries, "the load is at work", 30)
+        time.sleep(0.2 * dice.random())
         mount.kill()
         _, said = load.communicate(timeout=30)
         seen = watcher.stop()
@@ -315,7 +320,7 @@ class Load:
 
 
 def hammered(mounted: Mounted, bucket: Bucket, place: Path, kills: int, **options: Any) -> None:
-    mount = mounted(bucket, read_only=False, **options)
+    mount = mounted(bucket.url, read_only=False, **options)
     load = Load(mount, bucket, place, writeback=bool(options))
     dice = random.Random(SEED)
     began = time.monotonic()
@@ -342,7 +347,7 @@ class TestAtAnyMoment:
     @pytest.mark.fronts("pyfuse3")
     def test_pyfuse3(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
         hammered(mounted, bucket, tmp_path / "a", KILLS // 10 or 2)
-        other = Bucket(bucket.store)
+        other = type(bucket)(bucket.store)
         hammered(mounted, other, tmp_path / "b", KILLS // 10 or 2, writeback=True, upload_delay="50ms")
 
 

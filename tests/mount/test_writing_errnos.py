@@ -218,7 +218,7 @@ def test_read_only(mounted: Mounted, bucket: Bucket) -> None:
 
 
 def test_between_two_stores(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
-    other = Bucket(bucket.store)
+    other = type(bucket)(bucket.store)
     config = tmp_path / "stores.toml"
     config.write_text(
         "".join(f'[[source]]\nname = "{n}"\nurl = "{b.url}"\n' for n, b in (("one", bucket), ("two", other)))
