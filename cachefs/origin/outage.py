@@ -27,9 +27,12 @@ SILENT_S = 5.0
 """Nothing heard for so long while something is asked is suspicious. Guessed: stores answer in well under a second, and what
 takes longer costs one probe."""
 
-FAILING_S, FAILURES = 3.0, 3
+FAILING_S, FAILURES = 2.0, 3
 """The same when that many attempts in a row broke. Derived: repeated with `Backoff`, a request is given up after 3.1 s at
 the earliest, and should still hear that the store is out."""
+
+LOOK_EVERY_S = 0.5
+"""How often one looks whether there is reason for suspicion. Derived: so that 3.1 s are enough."""
 
 PROBE_EVERY_S = 1.0
 PROBE_S = 5.0
@@ -50,6 +53,7 @@ class Outage:
         self._silent_s, self._failing_s = silent_s, failing_s
         self._waiting = self._failures = 0
         self._quiet_since: float | None = None
+        self._probed_since: float | None = None  # of which silence the probe under way is
         self.since: float | None = None  # out, and nothing heard from then on
 
     @property
@@ -76,6 +80,7 @@ class Outage:
         """A reply, or bytes of one. For how long it was out, if this is the end of an outage."""
         since, self.since = self.since, None
         self._failures = 0
+        self._probed_since = None
         self._quiet_since = now if self._waiting else None
         return None if since is None else now - since
 
@@ -88,10 +93,15 @@ class Outage:
             return True
         return self._waiting > 0 and quiet_s >= self._silent_s
 
-    def probed_in_vain(self, now: float) -> bool:
+    def probing(self) -> None:
+        """A probe begins, because of what is suspicious now: whoever was silent that long need not be asked any more when it
+        ends."""
+        self._probed_since = self._quiet_since
+
+    def probed_in_vain(self) -> bool:
         """True when it is out from now on. Not if it was heard while the probe was under way."""
-        if self.since is None and self.suspicious(now):
-            self.since = self._quiet_since
+        if self.since is None and self._probed_since is not None:
+            self.since = self._probed_since
             return True
         return False
 
@@ -107,8 +117,8 @@ class Reach:
         self._name = name
         self._probe = probe
         self._metrics = metrics
-        self._outage = Outage(min(SILENT_S, deadline_s / 2), min(FAILING_S, deadline_s / 2))
-        self._probe_s = min(PROBE_S, deadline_s / 2)
+        self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
+        self._probe_s = min(PROBE_S, deadline_s / 3)
         self._probers = trio.CapacityLimiter(PROBERS)
         self._hanging: set[trio.CancelScope] = set()
         self._back = trio.Event()
@@ -197,7 +207,7 @@ class Reach:
         try:
             with scope:
                 while not self._outage.idle:
-                    await trio.sleep(min(PROBE_EVERY_S, self._probe_s / 4))
+                    await trio.sleep(min(PROBE_EVERY_S if self.is_out else LOOK_EVERY_S, self._probe_s / 4))
                     if self.is_out or self._outage.suspicious(trio.current_time()):
                         await self._ask()
         except Exception:  # of a system task, it would end the process
@@ -207,6 +217,7 @@ class Reach:
 
     async def _ask(self) -> None:
         self._metrics.origin_list += 1
+        self._outage.probing()
         with trio.move_on_after(self._probe_s):
             try:
                 await trio.to_thread.run_sync(self._probe, abandon_on_cancel=True, limiter=self._probers)
@@ -222,7 +233,7 @@ class Reach:
         self._in_vain()
 
     def _in_vain(self) -> None:
-        if self._outage.probed_in_vain(trio.current_time()):
+        if self._outage.probed_in_vain():
             self._metrics.origin_outages += 1
             log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
             for scope in list(self._hanging):

@@ -34,7 +34,7 @@ def outage(*steps: tuple[str, float]) -> Outage:
     made = Outage()
     for what, at in steps:
         match what:
-            case "asked" | "heard" | "probed_in_vain":
+            case "asked" | "heard":
                 getattr(made, what)(at)
             case _:
                 getattr(made, what)()
@@ -66,39 +66,49 @@ def test_what_is_suspicious(steps: list[tuple[str, float]], at: float, suspiciou
 
 def test_a_probe_in_vain_decides_only_if_nothing_was_heard_meanwhile() -> None:
     here = outage(*BROKEN)
+    here.probing()
     here.heard(FAILING_S)
-    assert not here.probed_in_vain(FAILING_S + 1)
+    assert not here.probed_in_vain()
     out = outage(*BROKEN)
-    assert out.probed_in_vain(FAILING_S) and out.since == 0
-    assert not out.probed_in_vain(FAILING_S + 1)  # said once
+    out.probing()
+    assert out.probed_in_vain() and out.since == 0
+    assert not out.probed_in_vain()  # said once
     assert out.heard(9.0) == 9.0 and out.since is None and out.heard(10.0) is None and out.idle
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["asked", "ended", "failed", "heard", "probed_in_vain"]), st.floats(0, 4))
-    )
-)
+def test_who_gives_up_while_it_is_probed_was_met_with_silence_all_the_same() -> None:
+    out = outage(("asked", 1.0))
+    assert out.suspicious(1 + SILENT_S)
+    out.probing()
+    out.ended()
+    assert out.probed_in_vain() and out.since == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["asked", "ended", "failed", "heard", "probe"]), st.floats(0, 4))))
 def test_it_is_never_out_unless_all_was_quiet_for_long_enough(steps: list[tuple[str, float]]) -> None:
-    here, now, heard_at, waiting = Outage(), 0.0, 0.0, 0
+    here, now, heard_at, waiting, probed = Outage(), 0.0, 0.0, 0, False
     for what, wait in steps:
         now += wait
         if what == "ended" and not waiting:
             continue
         waiting += (what == "asked") - (what == "ended")
-        if what == "heard":
-            heard_at = now
-        outage_s = (
-            getattr(here, what)(now)
-            if what in ("asked", "heard", "probed_in_vain")
-            else getattr(here, what)()
-        )
-        if what == "probed_in_vain" and outage_s:
-            assert now - heard_at >= FAILING_S
-        if what == "heard":
-            assert here.since is None
+        match what:
+            case "heard":
+                here.heard(now)
+                heard_at, probed = now, False
+                assert here.since is None
+            case "asked":
+                here.asked(now)
+            case "probe" if not probed and here.suspicious(now):
+                assert now - heard_at >= FAILING_S
+                here.probing()
+                probed = True
+            case "probe":
+                assert not here.probed_in_vain() or probed
+            case _:
+                getattr(here, what)()
         if here.since is not None:
-            assert here.since >= heard_at and not here.idle
+            assert probed and here.since >= heard_at and not here.idle
 
 
 # -- requests ------------------------------------------------------------------------------------------
