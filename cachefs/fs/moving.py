@@ -77,6 +77,9 @@ class Moving:
 
         await self._instead(replaced, copy)
         assert info is not None
+        self._writer.moved(
+            ObjectId(origin.source, key, found.row.etag, found.row.size), version(origin, info)
+        )
         await self._moved(place, found, to, info)
         await self._delete(origin, key, place)
 
@@ -128,7 +131,7 @@ class Moving:
         self._overlay.moved(place, to, stable, ino)
         origin = _key(to)[0]
         for number in numbers:
-            files.turn(number, ObjectId(origin.source, info.key, info.etag, info.size), reopen=origin)
+            files.turn(number, version(origin, info), reopen=origin)
         self._kept.put(ino, info.etag, self._kept.get(stable, row.etag))
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
@@ -151,8 +154,9 @@ class Moving:
 
         async def copy(info: ObjectInfo) -> None:
             key = new + info.key.removeprefix(prefix)
-            await origin.copy(info.key, key, size=info.size, etag=info.etag)
+            made = await origin.copy(info.key, key, size=info.size, etag=info.etag)
             copied.append(key)
+            self._writer.moved(version(origin, info), version(origin, made))
 
         try:
             await each(copy, objects, COPIES_AT_ONCE)
@@ -242,6 +246,10 @@ class Moving:
         await each(copy, objects, COPIES_AT_ONCE)
         for error in (await origin.delete_many([info.key for info in objects])).values():
             raise error
+
+
+def version(origin: Origin, info: ObjectInfo) -> ObjectId:
+    return ObjectId(origin.source, info.key, info.etag, info.size)
 
 
 async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:

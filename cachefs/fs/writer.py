@@ -109,6 +109,9 @@ class Writer(Protocol):
         was `replaced` by another, nothing that its uploads made is left at the store. `instead` takes the name away while
         nothing of it is under way; when that raises, the draft is as it was."""
 
+    def moved(self, old: ObjectId, new: ObjectId) -> None:
+        """The store has copied the version `old`, which goes now: `new` has the same bytes."""
+
     async def note(self, name: str, row: dict[str, Any] | None) -> None:
         """Keep a row (None: no more) that a later run is to find, whatever happens to this one."""
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from cachefs.names import ObjectId
 from cachefs.origin import ObjectInfo, Origin
 from cachefs.upload.draft import Draft
 from cachefs.upload.queue import Queue
@@ -17,18 +18,20 @@ from cachefs.upload.records import Records
 
 
 class Names:
-    """`committed` is told of versions that a rename has made, `push` sends early what can be, `drop` forgets a draft."""
+    """`committed` is told of versions that a rename has made, `moved` of what they were before; `push` sends early what can
+    be, `drop` forgets a draft."""
 
     def __init__(
         self,
         queue: Queue,
         records: Records,
         committed: Callable[[Draft, ObjectInfo], None],
+        moved: Callable[[ObjectId, ObjectId], None],
         push: Callable[[Draft], None],
         drop: Callable[[Draft], None],
     ) -> None:
         self._queue, self._records = queue, records
-        self._committed, self._push, self._drop = committed, push, drop
+        self._committed, self._moved, self._push, self._drop = committed, moved, push, drop
 
     async def rename(
         self, draft: Draft, origin: Origin, key: str, base: str | None, over: Draft | None
@@ -47,8 +50,10 @@ class Names:
 
     async def _rename_stored(self, draft: Draft, info: ObjectInfo, origin: Origin, key: str) -> None:
         generation = draft.generation
+        before = ObjectId(origin.source, draft.key, info.etag, info.size)
         info = await origin.copy(draft.key, key, size=info.size, etag=info.etag)
         await origin.delete(draft.key)
+        self._moved(before, ObjectId(origin.source, key, info.etag, info.size))
         await draft.sender.abandon()  # of what was written meanwhile
         draft.moved(origin, key, info.etag)
         draft.stored_as(generation, info)

@@ -42,6 +42,9 @@ class Cache(Protocol):
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Take the file as the whole content of a version; False: it is still there, and whose it was."""
 
+    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+        """The origin shows `old` as `new` now."""
+
     async def make_room(self, wanted: int) -> bool:
         """Evict so that the disk gets freer."""
 

@@ -98,7 +98,8 @@ class Uploads:
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(nursery, self._terms, self._stored, self._failed, self._settle, upload_delay_s)
         self._names = Names(
-            self._queue, self._records, lambda *stored: self.on_committed(*stored), self._push, self._drop
+            *(self._queue, self._records, lambda *stored: self.on_committed(*stored)),
+            *(self.moved, self._push, self._drop),
         )
         self._lending = Lending(staging_dir, self._room.relieve)
         self._drafts: dict[str, Draft] = {}
@@ -239,6 +240,11 @@ class Uploads:
         the name away, called when no upload is under way: until it has returned, the draft survives a crash, and when it
         raises, nothing has happened."""
         await self._names.discard(draft, replaced, instead)
+
+    def moved(self, old: ObjectId, new: ObjectId) -> None:
+        """The store has copied a version: what is cached of it here is the other's from now on."""
+        if self._store is not None:
+            self._store.recast(old, new)
 
     def pending(self) -> list[Draft]:
         """All that the store does not have as it is."""

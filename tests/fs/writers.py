@@ -181,6 +181,9 @@ class MemoryWriter:
         if not draft.handles:
             self.drafts.remove(draft)
 
+    def moved(self, old: ObjectId, new: ObjectId) -> None:
+        assert old.size == new.size
+
     async def note(self, name: str, row: dict[str, Any] | None) -> None:
         if row is None:
             self.noted.pop(name, None)

@@ -294,6 +294,11 @@ class Room:
             path.rename(path.with_name(path.name + ".adopted"))  # noqa: ASYNC240
         return self.adopts
 
+    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+        if (data := self.adopted.pop(old, None)) is not None:
+            self.adopted[new] = data
+        return data is not None
+
     async def make_room(self, wanted: int) -> bool:
         self.asked.append(wanted)
         return False
