@@ -22,7 +22,7 @@ from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -63,9 +63,20 @@ def listed(bucket: Bucket) -> dict[str, str]:
 
 
 def unfinished(bucket: Bucket) -> list[str]:
-    """Keys of multipart uploads that were begun and neither completed nor aborted."""
-    with urllib.request.urlopen(f"{bucket.store.endpoint}/{bucket.name}?uploads") as reply:
-        return re.findall(r"<Key>(.*?)</Key>", reply.read().decode())
+    """Keys of multipart uploads that were neither completed nor aborted, and hold something. One that was begun in the very
+    moment of the kill has no part, and its name died with the daemon."""
+    url = f"{bucket.store.endpoint}/{bucket.name}"
+    with urllib.request.urlopen(f"{url}?uploads") as reply:
+        uploads = re.findall(r"<Key>(.*?)</Key><UploadId>(.*?)</UploadId>", reply.read().decode())
+    found = []
+    for key, upload in uploads:
+        try:
+            with urllib.request.urlopen(f"{url}/{quote(unescape(key))}?uploadId={upload}") as reply:
+                if b"<PartNumber>" in reply.read():
+                    found.append(key)
+        except urllib.error.HTTPError as exc:
+            assert exc.code == 404
+    return found
 
 
 def staged(mount: Mount) -> list[str]:
@@ -478,6 +489,12 @@ class TestDurable:
     def test_while_it_is_written(self, durable: Stage, before: dict[str, bytes]) -> None:
         writer = durable.write("f", SMALL, "stay")
         durable.crash(lambda: writer.stdout and writer.stdout.readline() == "written\n")
+        assert durable.files() == before
+
+    def test_while_an_upload_is_begun(self, durable: Stage, before: dict[str, bytes]) -> None:
+        here = durable.loses("create_upload")
+        durable.write("f", LARGE)
+        durable.crash(here)
         assert durable.files() == before
 
     def test_with_a_part_on_its_way(self, durable: Stage, before: dict[str, bytes]) -> None:
