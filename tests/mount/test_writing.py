@@ -305,6 +305,19 @@ class TestNames:
             assert place.stored("f") == (place.path / "f").read_bytes() == data
             assert place.names() == ["f"]
 
+    def test_what_was_renamed_is_read_back_from_here(self, place: Place) -> None:
+        data = content("checkpoint", 3 * MIB + 1)
+        (place.path / "old").mkdir()
+        for _ in range(2):
+            (place.path / "old/f.tmp").write_bytes(data)
+            os.replace(place.path / "old/f.tmp", place.path / "old/f")
+        os.rename(place.path / "old", place.path / "new")
+        place.mount.drop_kernel_pages()
+        with place.mount.counting() as counts:
+            assert (place.path / "new/f").read_bytes() == data
+        assert "origin_get" not in counts
+        assert place.stored("new/f") == data
+
     def test_renaming_while_it_is_open(self, place: Place) -> None:
         with (place.path / "a").open("wb", buffering=0) as file:
             file.write(b"one")
