@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -101,9 +102,14 @@ class Passed:
     def start(self, *words: str, visible: bool = True, **more: Any) -> subprocess.Popen[bytes]:
         """Mount and serve, until the daemon says that it is mounted."""
         process = self.begin(self.command(*words), hidden=not visible, **more)
+        self.served()
+        return process
+
+    def served(self) -> None:
+        process = self.process
+        assert process is not None
         eventually(lambda: "mounted " in self.log() or process.poll() is not None, "served", 20)
         assert process.poll() is None, self.log()
-        return process
 
     def begin(
         self,
@@ -210,6 +216,9 @@ class TestServing:
         assert status["front"] == front
         assert status["mountpoint"] == str(mount.path)
         assert any("read_ahead_kb not raised" in line for line in status["tuning"])
+        if os.path.ismount(CONNECTIONS):
+            connection = CONNECTIONS / mounts_at(mount.path)[0].device.partition(":")[2]
+            assert (connection / "max_background").read_text() == "128\n"
         done = mount.as_daemon("status", "--json", mount.path)
         assert json.loads(done.stdout)["pid"] == process.pid
         assert not [line for line in mount.log().splitlines() if NOISE.search(line)]
@@ -271,6 +280,24 @@ class TestServing:
         assert any("not seen from here" in line for line in mount.status()["tuning"])
         assert mount.end() == 0
         assert errno_of(lambda: os.listdir(mount.path)) == errno.ENOTCONN
+
+    def test_a_shell_that_mounts(self, passed: Make, bucket: Bucket) -> None:
+        """As docs/operating.md has it."""
+        data = bucket.put("file", 100)
+        mount = passed()
+        options = f"fd=7,rootmode=40000,user_id={NOBODY},group_id={NOBODY},allow_other,default_permissions"
+        script = f"exec 7<>/dev/fuse; mount -i -t fuse.cachefs -o {options} the-store {mount.path}"
+        daemon = shlex.join([*as_user(NOBODY), *mount.command("--read-only", target="/dev/fd/7")])
+        with mount.log_file.open("ab") as log:
+            mount.process = subprocess.Popen(
+                ["bash", "-ec", f"{script}; exec {daemon}"],
+                env=mount.env,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+        mount.served()
+        assert (mount.path / "file").read_bytes() == data
+        assert mount.end() == 0
 
 
 def stored(bucket: Bucket, key: str) -> bytes:
