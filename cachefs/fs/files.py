@@ -159,13 +159,16 @@ class OpenFiles:
         if not (self.unopened and own in self._changed):
             others = self._by_ino.get(own)
             if others is None:
-                return own
+                if stable not in self._under_alias:
+                    return own
+                # The one who reads a draft leads to it, and nobody else does.
+                draft = self._open_alias(stable, etag, size)
+                return draft.ino if draft is not None and draft.size == DRAFT else own
             held = others[0].object
             if held.etag == etag and held.size == size and own not in self._apart:
                 return own
-        for handle in self._under_alias.get(stable, ()):
-            if (handle.object.etag, handle.object.size) == (etag, size):
-                return handle.ino
+        if (open_alias := self._open_alias(stable, etag, size)) is not None:
+            return open_alias.ino
         wanted = (stable, etag, size)
         alias = alias_of(*wanted)
         while (found := self._aliases.get(alias)) is not None and found != wanted:
@@ -175,6 +178,13 @@ class OpenFiles:
             if len(self._aliases) > ALIASES_REMEMBERED:
                 del self._aliases[next(iter(self._aliases))]
         return alias
+
+    def _open_alias(self, stable: int, etag: str, size: int) -> FileHandle | None:
+        """A handle of this version under an alias."""
+        for handle in self._under_alias.get(stable, ()):
+            if (handle.object.etag, handle.object.size) == (etag, size):
+                return handle
+        return None
 
     def fits(self, ino: int, etag: str, size: int) -> bool:
         """Whether `ino` may stand for this version of its file."""

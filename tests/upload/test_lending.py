@@ -1,0 +1,312 @@
+"""Drafts that are written by others (the kernel): through descriptors of their files, of which nobody tells the room."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs.errors import TooLarge
+from cachefs.upload import lending, staging
+from cachefs.upload.draft import Draft
+from cachefs.upload.lending import Loan
+from tests.fetch.scripted import content
+from tests.upload.scripted import LIMITS, PART, Desk, ScriptedStore, desk, in_trio
+
+
+class Kernel:
+    """Takes loans, and gives them numbers."""
+
+    def __init__(self, d: Desk) -> None:
+        self.loans: list[Loan] = []
+        self.refuses = 0
+        self.desk = d
+        d.uploads.lend_to(self.tell, self.retire)
+
+    def tell(self, loan: Loan) -> None:
+        if self.refuses:
+            raise OSError(self.refuses, os.strerror(self.refuses))
+        assert os.get_inheritable(loan.fd) is False
+        loan.registered(len(self.loans) + 1)
+        self.loans.append(loan)
+
+    def retire(self, loan: Loan) -> None:
+        self.loans.remove(loan)
+
+
+async def lent(d: Desk, key: str = "k", data: bytes = b"") -> tuple[Draft, int]:
+    """A new draft, open and lent, and a descriptor of its file as the kernel has it."""
+    draft = await d.create(key)
+    fd = await lend(d, draft)
+    os.write(fd, data)
+    return draft, fd
+
+
+async def lend(d: Desk, draft: Draft) -> int:
+    assert await d.uploads.lend(draft) is not None
+    return os.open(draft.file.path, os.O_RDWR)
+
+
+def ends(d: Desk, draft: Draft, fd: int) -> None:
+    """As RELEASE: the kernel has closed its file."""
+    os.close(fd)
+    d.uploads.returned(draft)
+    d.uploads.release(draft)
+
+
+@in_trio
+async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        data = content(1, 3 * PART + 5)
+        draft, fd = await lent(d, data=data)
+        changed: list[Draft] = []
+        d.uploads.on_changed = changed.append
+        assert draft.size == 0 and draft.look() and draft.size == len(data) and not draft.look()
+        assert changed == [draft]
+        await d.uploads.commit(draft)
+        assert draft.acknowledged
+        await trio.sleep(100)
+        assert d.store.counts == {}, "not while it is lent"
+        os.pwrite(fd, b"new", PART)
+        await d.uploads.commit(draft)
+        ends(d, draft, fd)
+        assert kernel.loans == []
+        await trio.sleep(2)
+        await d.quiet()
+        data = data[:PART] + b"new" + data[PART + 3 :]
+        assert d.store.content("k") == data and d.store.seen["k"] == [data]
+        assert list(d.cache.adopted.values()) == [data] and d.settled == ["k"]
+
+
+@in_trio
+async def test_each_promise_syncs_what_nobody_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d, data=b"x" * 100)
+        synced = 0
+        real = os.fdatasync
+
+        def fdatasync(fd: int) -> None:
+            nonlocal synced
+            synced += 1
+            real(fd)
+
+        monkeypatch.setattr(os, "fdatasync", fdatasync)
+        for number in range(3):
+            stamp = os.fstat(fd)
+            os.pwrite(fd, b"%d" % number, 0)
+            os.utime(fd, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # within one tick of the clock
+            await d.uploads.commit(draft)
+        assert synced == 3
+        ends(d, draft, fd)
+
+
+@in_trio
+async def test_a_mapping_that_outlives_its_close_is_waited_for(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d, data=bytes(PART))
+        mapping = mmap.mmap(fd, PART)  # which keeps a descriptor of its own
+        await d.uploads.commit(draft)
+        ends(d, draft, fd)
+        mapping[0:4] = b"late"
+        await trio.sleep(100)
+        assert d.store.counts == {} and draft.lent
+        mapping[8:12] = b"more"
+        mapping.close()
+        await trio.sleep(1)
+        await d.quiet()
+        assert d.store.content("k") == b"late\0\0\0\0more".ljust(PART, b"\0")
+
+
+@in_trio
+async def test_so_is_who_outlives_the_run(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d, data=b"synced")
+        await d.uploads.commit(draft)
+    async with desk(tmp_path, store, writeback=True) as d:
+        await trio.sleep(100)
+        assert store.counts == {}
+        os.write(fd, b" and more")
+        os.close(fd)
+        await trio.sleep(1)
+        await d.quiet()
+        assert store.content("k") == b"synced and more"
+
+
+@in_trio
+async def test_lending_breaks_off_an_upload_that_nobody_waits_for(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        data = content(1, 300 * PART)
+        draft = await d.save("k", data)
+        d.store.hold("part", times=16)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.in_flight
+        d.uploads.open(draft)
+        fd = await lend(d, draft)
+        assert d.store.in_flight == 0 and draft.attempt is None
+        os.pwrite(fd, b"new", 0)
+        await trio.sleep(100)
+        assert "k" not in d.store.objects
+        await d.uploads.commit(draft)
+        ends(d, draft, fd)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.seen["k"] == [b"new" + data[3:]]
+
+
+@in_trio
+async def test_a_reader_stays_and_the_file_is_lent_again(tmp_path: Path) -> None:
+    """The store has it, but not the cache: so the same file is written again, and what is not changed is not sent."""
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        draft, fd = await lent(d, data=b"first")
+        d.uploads.open(draft)
+        await d.uploads.commit(draft)
+        ends(d, draft, fd)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("k") == b"first" and not draft.dirty
+        for again in (b"", b"again"):
+            d.uploads.open(draft)
+            fd = await lend(d, draft)
+            os.pwrite(fd, again, 0)
+            await d.uploads.commit(draft)
+            ends(d, draft, fd)
+            await trio.sleep(2)
+            await d.quiet()
+            assert d.store.content("k") == (again or b"first")
+        assert d.store.counts["put"] == 2 and len(kernel.loans) == 1
+        d.uploads.release(draft)
+        await d.quiet()
+        assert kernel.loans == [] and list(d.cache.adopted.values()) == [b"again"]
+
+
+@in_trio
+async def test_what_the_cache_has_is_not_lent(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d, data=b"first")
+        ends(d, draft, fd)
+        started = d.cache.adopt
+
+        async def adopt(*args: object) -> bool:
+            d.uploads.open(draft)  # somebody comes just then
+            return await started(*args)  # type: ignore[arg-type]
+
+        d.cache.adopt = adopt  # type: ignore[method-assign]
+        await trio.sleep(2)
+        await d.quiet()
+        assert draft.adopted and await d.uploads.lend(draft) is None
+        await draft.write(0, b"F")
+        assert list(d.cache.adopted.values()) == [b"first"], "it has a file of its own by now"
+        assert await d.uploads.lend(draft) is not None
+        d.uploads.returned(draft)
+        d.uploads.release(draft)
+
+
+@in_trio
+async def test_changes_that_come_through_us_meanwhile(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d, data=b"0123456789")
+        await draft.truncate(4)
+        assert os.pread(fd, 99, 0) == b"0123" and draft.size == 4
+        await draft.allocate(0, 6)
+        os.pwrite(fd, b"x", 7)
+        await draft.truncate(8)
+        assert draft.size == 8
+        await d.uploads.rename(draft, d.store, "other")
+        await d.uploads.commit(draft)
+        ends(d, draft, fd)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("other") == b"0123\0\0\0x" and d.store.objects.keys() == {"other"}
+
+
+@in_trio
+async def test_one_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        draft, fd = await lent(d, data=b"x")
+        await d.uploads.discard(draft)
+        os.write(fd, b"y")
+        assert draft.look() and draft.size == 2
+        ends(d, draft, fd)
+        await trio.sleep(10)
+        assert d.store.counts == {} and d.files() == [] and kernel.loans == []
+
+
+@in_trio
+async def test_more_than_the_store_takes_is_said_at_the_close(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d)
+        os.ftruncate(fd, LIMITS.largest_object + 1)
+        with pytest.raises(TooLarge):
+            await d.uploads.commit(draft)
+        os.ftruncate(fd, 1)
+        await d.uploads.commit(draft)
+        ends(d, draft, fd)
+
+
+@in_trio
+async def test_the_cache_gives_way_to_who_does_not_ask(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, keep_free_bytes=1 << 60) as d:
+        Kernel(d)
+        await trio.sleep(10)
+        assert d.cache.asked == []
+        draft, fd = await lent(d)
+        await trio.sleep(10)
+        assert 35 <= len(d.cache.asked) <= 45
+        ends(d, draft, fd)
+        asked = len(d.cache.asked)
+        await trio.sleep(10)
+        assert len(d.cache.asked) <= asked + 1
+
+
+@contextmanager
+def without_leases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: object) -> int:
+            raise OSError(errno.EINVAL, "no leases here")
+
+        patch.setattr(staging.fcntl, "fcntl", refuse)
+        yield
+
+
+@in_trio
+async def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lending.can_lease(tmp_path)
+    async with desk(tmp_path / "durable") as d:
+        Kernel(d)
+        draft = await d.create("k")
+        assert await d.uploads.lend(draft) is None, "parts are sent while it is written"
+        await d.close(draft)
+    async with desk(tmp_path / "refused", writeback=True) as d:
+        Kernel(d).refuses = errno.EOPNOTSUPP
+        draft = await d.create("k", b"x")
+        assert await d.uploads.lend(draft) is None and not draft.lent
+        await d.close(draft)
+    with without_leases(monkeypatch):
+        async with desk(tmp_path / "leases", writeback=True) as d:
+            Kernel(d)
+            draft = await d.create("k", b"x")
+            assert await d.uploads.lend(draft) is None
+            await d.close(draft)
+            assert not draft.file.written()
