@@ -13,6 +13,7 @@ from cachefs.errors import CacheUnusable
 from cachefs.fs import FORMAT, TABLES
 from cachefs.metrics import Metrics
 from cachefs.store import SHM, Opened, Store, open_store
+from cachefs.upload import refuse_foreign
 
 
 def _disk_of(config: Config) -> tuple[int, int]:
@@ -28,6 +29,10 @@ def _disk_of(config: Config) -> tuple[int, int]:
 
 
 def open_cache(config: Config, metrics: Metrics) -> Opened:
+    """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if another version of cachefs has noted
+    uploads here that this one cannot read."""
+    if not config.read_only:
+        refuse_foreign(config.cache_dir / "journal")
     free, total = _disk_of(config)
     held = _held_bytes(config.cache_dir)
     return open_store(

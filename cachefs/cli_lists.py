@@ -72,6 +72,7 @@ def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
 def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
     """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
     from cachefs import asking
+    from cachefs.recording import readable
 
     mountpoint, above = asking.mount_of(base)
     touched: dict[Any, None] = {}
@@ -79,6 +80,7 @@ def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
         try:
             found = json.loads(line)
             path, size = _join(above, str(found["path"])), int(found["size"])
+            readable(found)
             offset, length = int(found["offset"]), int(found["length"])
         except (ValueError, TypeError, KeyError) as exc:
             raise ConfigError(f"{file}, line {number}: not a line of cachefs record ({exc})") from None

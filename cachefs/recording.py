@@ -41,6 +41,17 @@ DRAIN_DEADLINE_S = 60.0
 """Who has not drained for so long has gone. Guessed: a client drains twice a second."""
 
 
+FORMAT = 1
+"""Of a line, when it does not say another (`format`)."""
+
+
+def readable(line: Any) -> None:
+    """Raises `ValueError` for a line of a recording that a later version made and this one would take for something else.
+    Members that are only added need no new format: nobody looks at them."""
+    if (found := line.get("format", FORMAT)) != FORMAT:
+        raise ValueError(f"its format is {found}, this version reads {FORMAT}")
+
+
 class Recorder:
     """Takes note of opens and reads. `path_of` gives the path below the mount, `clock` is in seconds."""
 

@@ -264,8 +264,11 @@ def load(path: Path) -> Trace:
 
 
 def _parse(line: str) -> tuple[str, int, int, int]:
+    from cachefs.recording import readable  # with all that a mount needs
+
     found = json.loads(line)
     name, size = found["path"], found["size"]
+    readable(found)
     offset, length = found.get("offset", 0), found.get("length", size)
     if not isinstance(name, str):
         raise TypeError("its path is not text")

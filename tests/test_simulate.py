@@ -114,6 +114,7 @@ def test_ranges_of_large_files_are_blocks(tmp_path: Path) -> None:
         ({"path": 5, "size": 1}, "its path is not text"),
         ({"path": "a", "size": -1}, "size, offset and length are bytes"),
         ({"path": "a", "size": True}, "size, offset and length are bytes"),
+        ({"path": "a", "size": 1, "format": 2}, "its format is 2, this version reads 1"),
         ({"path": "a", "size": 10, "offset": 5, "length": 6}, "beyond the size"),
     ],
 )

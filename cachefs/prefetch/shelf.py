@@ -21,6 +21,9 @@ from cachefs.prefetch.plans import Order, Plan
 
 log = logging.getLogger(__name__)
 
+FORMAT = 1
+"""Of a plan's file, in its head. A file without one is of the first."""
+
 _SUM = 16
 
 
@@ -44,7 +47,12 @@ class Shelf:
 
     def save(self, plan: Snapshot) -> None:
         digest = plan.files.digest.hex()
-        head = {"plan": plan.name, "files": digest, "orders": [[e, len(n) // 4] for e, n in plan.orders]}
+        head = {
+            "format": FORMAT,
+            "plan": plan.name,
+            "files": digest,
+            "orders": [[e, len(n) // 4] for e, n in plan.orders],
+        }
         body = json.dumps(head).encode() + b"\n" + b"".join(numbers for _, numbers in plan.orders)
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,7 +75,7 @@ class Shelf:
             try:
                 plans.append(self._read(path, lists))
             except (OSError, ValueError, KeyError, TypeError, OverflowError, ConfigError) as exc:
-                log.warning("plan %s is damaged, and dropped: %s", path.name, exc)
+                log.warning("plan %s cannot be read, and is dropped: %s", path.name, exc)
                 self._remove(path)
         self._sweep()
         return plans
@@ -94,6 +102,8 @@ class Shelf:
         line, _, numbers = self._body(path).partition(b"\n")
         head = json.loads(line)
         digest = head["files"]
+        if head.get("format", 1) != FORMAT:
+            raise ValueError(f"its format is {head['format']}, this version reads {FORMAT}")
         if digest not in lists:
             lists[digest] = Files.from_text(self._body(self._directory / f"{digest}.files"))
         plan = Plan(head["plan"], lists[digest], os.stat(path).st_mtime)

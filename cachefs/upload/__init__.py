@@ -10,7 +10,8 @@ does not change meanwhile; a failed upload is told to whoever commits, and tried
 
 from cachefs.upload.base import through
 from cachefs.upload.draft import Draft
+from cachefs.upload.journal import refuse_foreign
 from cachefs.upload.room import Cache
 from cachefs.upload.uploads import Bring, OnConflict, Uploads
 
-__all__ = ["Bring", "Cache", "Draft", "OnConflict", "Uploads", "through"]
+__all__ = ["Bring", "Cache", "Draft", "OnConflict", "Uploads", "refuse_foreign", "through"]

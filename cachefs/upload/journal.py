@@ -15,10 +15,25 @@ from typing import Any
 import trio
 
 from cachefs.database import Database, Put
+from cachefs.errors import CacheUnusable
 
 FORMAT = "journal-1"
 DRAFTS, ORPHANS, NOTES = "drafts", "orphans", "notes"
 """Drafts by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves."""
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises `CacheUnusable` for a journal of another format, and changes nothing: to be asked before anything else of a
+    cache directory is opened, which may drop what it cannot read."""
+    try:
+        found = (directory / "version").read_text(errors="replace")
+    except OSError:
+        return
+    if found != FORMAT:
+        raise CacheUnusable(
+            f"what was written here and is not in the store yet is noted in {directory} in the format {found!r}, and this "
+            f"version reads {FORMAT!r}: start the version of cachefs that wrote it, until all is in the store"
+        )
 
 
 class _Batch:

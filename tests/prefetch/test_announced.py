@@ -4,6 +4,7 @@ stops it, and what is never finished takes no memory for long."""
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import sys
 from array import array
@@ -14,6 +15,7 @@ import pytest
 
 from cachefs.errors import ConfigError
 from cachefs.prefetch import announced
+from cachefs.prefetch import shelf as on_disk
 from cachefs.prefetch.announced import UNFINISHED_S, Announced
 from cachefs.prefetch.files import MOST_FILES, Files
 from cachefs.prefetch.plans import Plans
@@ -121,6 +123,24 @@ async def test_rubbish_among_the_plans_stops_nobody(tmp_path: Path, body: bytes)
     assert os.listdir(tmp_path) == ["rubbish.plan"]
     assert shelf.load() == []
     assert os.listdir(tmp_path) == []
+
+
+def test_a_plan_of_a_later_format_is_dropped_and_one_from_before_formats_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(tmp_path)
+    monkeypatch.setattr(on_disk, "FORMAT", 2)
+    shelf.save(Snapshot.of(plan_of(3, [0, 1, 2])))
+    monkeypatch.undo()
+    assert shelf.load() == [] and os.listdir(tmp_path) == []
+    (line,) = caplog.records
+    assert "cannot be read, and is dropped: its format is 2, this version reads 1" in line.message
+    plan = plan_of(3, [0, 1, 2])
+    shelf.save(Snapshot.of(plan))
+    (path,) = tmp_path.glob("*.plan")
+    body = path.read_bytes()[:-16].replace(b'"format": 1, ', b"")
+    path.write_bytes(body + hashlib.blake2b(body, digest_size=16).digest())
+    assert [loaded.name for loaded in shelf.load()] == [plan.name]
 
 
 def test_a_directory_that_is_read_only_costs_a_line(

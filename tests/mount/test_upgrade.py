@@ -1,0 +1,88 @@
+"""A daemon meets what another version has left in its cache directory: it takes nothing for what it is not."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.mounts import Mount, mounts_at
+from tests.mount.written import stored
+
+pytestmark = ONE_FRONT
+
+MIB = 1 << 20
+
+
+def everything(place: Path) -> dict[str, str]:
+    """Relative path → digest, of all that lies there but for the log and locks."""
+    return {
+        str(path.relative_to(place)): hashlib.md5(path.read_bytes()).hexdigest()
+        for path in place.rglob("*")
+        if path.is_file() and path.suffix not in (".pid", ".log")
+    }
+
+
+def mark(mount: Mount, name: str, version: str) -> None:
+    found = list(mount.cache.glob(f"{name}/version"))
+    assert len(found) == 1, list(mount.cache.iterdir())
+    found[0].write_text(version)
+
+
+@pytest.mark.parametrize(
+    ("name", "versions"),
+    [("index", ("blocks-1-1048576", "blocks-99-1048576")), ("names", ("names 1", "names 99"))],
+)
+def test_a_cache_of_another_format_is_dropped_with_a_line(
+    mounted: Mounted, bucket: Bucket, name: str, versions: tuple[str, str]
+) -> None:
+    data = bucket.put("d/file", 2 * MIB)
+    mount = mounted(bucket, ram="0")
+    mount.allowed += ["dropping the database", "the cache starts empty"]
+    assert (mount.path / "d/file").read_bytes() == data
+    for number, version in enumerate(versions, 1):
+        mount.stop()
+        mark(mount, name, version)
+        mount.start()
+        with mount.counting() as counted:
+            assert (mount.path / "d/file").read_bytes() == data
+        assert (counted.get("origin_bytes", 0) > 0) is (name == "index")
+        lines = [line for line in mount.log().splitlines() if "dropping the database" in line]
+        assert len(lines) == number and f"its format is {version}" in lines[-1]
+        mount.stop()
+        mount.start()  # and it is of ours now
+        assert mount.log().count("dropping the database") == number
+
+
+@pytest.mark.parametrize("version", ["journal-99", "journal-0"])
+def test_uploads_that_another_version_has_noted_are_not_touched(
+    mounted: Mounted, bucket: Bucket, version: str
+) -> None:
+    bucket.put("old", MIB)
+    mount = mounted(
+        bucket, read_only=False, writeback=True, upload_delay="1h", ram="0", flush_deadline="1s", start=False
+    ).start()
+    mount.allowed += ["not in the store", "of an earlier mount"]
+    (mount.path / "old").read_bytes()
+    (mount.path / "written").write_bytes(b"precious")
+    mount.kill()
+    ours = (mount.cache / "journal/version").read_text()
+    mark(mount, "journal", version)
+    mark(mount, "index", "blocks-99-1048576")  # as a later version would have it
+    before = everything(mount.cache)
+    done = mount.try_start()
+    lines = [line for line in done.stderr.splitlines() if "took away a dead mount" not in line]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert (
+        f"in the format {version!r}" in lines[0] and "start the version of cachefs that wrote it" in lines[0]
+    )
+    assert everything(mount.cache) == before
+    mark(mount, "journal", ours)
+    mark(mount, "index", "blocks-2-1048576")
+    mount.start()
+    assert (mount.path / "written").read_bytes() == b"precious"
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert stored(bucket, "written") == b"precious"
+    assert len(mounts_at(mount.path)) == 1
