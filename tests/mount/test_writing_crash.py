@@ -163,6 +163,9 @@ class Worker:
     def read(self) -> int:
         """Take in the log; returns how many operations were acknowledged."""
         self.doubt, self.touched, self.whole = None, set(), set()
+        for path, recipe in self.state.items():
+            if recipe is not None:
+                self.whole.add((f"{self.name}/{path}", self.digest(recipe)))
         wanted: dict[str, Any] | None = None
         so_far: Recipe | None = None
         count = 0
@@ -246,6 +249,17 @@ class Worker:
             if files == found and doubt.paths & there == doubt.paths & state.keys():
                 self.state = state
                 return
+        if (
+            mixed
+            and doubt.change["op"] == "rename"
+            and (f"{self.name}/{path}", found.get(path)) in self.whole
+        ):
+            # It arrived, and the store still had an older version of it under the old name.
+            (root / path).unlink()
+            self.state = doubt.new
+            to = doubt.change["to"]
+            assert found.keys() == {path, to} and found[to] == self.digest(doubt.new[to] or [])
+            return
         before = doubt.so_far or doubt.old.get(path)
         assert mixed and before is not None and doubt.change["op"] == "write", f"{doubt.change} left {found}"
         made = (root / path).read_bytes()
