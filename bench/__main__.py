@@ -18,6 +18,7 @@ from bench import (
     peers,
     prefetching,
     ring,
+    soak,
     tree,
     warm,
     writing,
@@ -66,10 +67,25 @@ ORDER = (
     "peers-checkpoint",
     "peers-killed",
     "peers-training",
+    "soak",
 )
 """As the table has them."""
 
-MODULES = (cold, prefetching, epochs, warm, passthrough, fronts, writing, tree, change, ring, peers, cluster)
+MODULES = (
+    cold,
+    prefetching,
+    epochs,
+    warm,
+    passthrough,
+    fronts,
+    writing,
+    tree,
+    change,
+    ring,
+    peers,
+    cluster,
+    soak,
+)
 """Importing them is what registers the scenarios."""
 
 

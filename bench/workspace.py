@@ -50,6 +50,7 @@ class Scale:
     """The mean of CosmoFlow's files in MLPerf Storage."""
     blocks: int = 1_000_000
     many_names: int = 1_000_000
+    soak_operations: int = 40_000
     others: bool = True
     """Whether other mounts are measured beside cachefs."""
     drops: bool = True
@@ -78,6 +79,7 @@ TINY = Scale(
     record=300_000,
     blocks=2000,
     many_names=20_000,
+    soak_operations=4_000,
     others=False,
     drops=False,
 )

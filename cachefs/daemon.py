@@ -441,6 +441,7 @@ class Daemon:
                     "used_bytes": t.used_bytes,
                     "cap_bytes": t.limit_bytes(),
                     "blocks": t.blocks,
+                    "lent_files": t.lent,
                     "state": t.state,
                 }
                 for t in self._store.tiers
@@ -460,6 +461,7 @@ class Daemon:
                 *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
             ],
             "memory_bytes": _resident_bytes(),
+            "tasks": trio.lowlevel.current_statistics().tasks_living,
             "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),
         }

@@ -130,6 +130,7 @@ class Lending:
                 continue
             obj.sealed.add(tier.number)
             backing = obj.backing = Backing(obj, tier, fd, copies)
+            tier.lent += 1
             return backing
         return None
 
@@ -159,6 +160,7 @@ class Lending:
 
     def _retire(self, backing: Backing) -> None:
         self._idle.pop(backing, None)
+        backing.tier.lent -= 1
         backing.object.backing = None
         self._retired(backing)
         backing.close()

@@ -88,6 +88,7 @@ class Tier:
         self.cap_bytes = cap_bytes
         self.blocking = blocking
         self.lends = True
+        self.lent = 0  # files that the kernel may have now, idle ones among them
         self.used_bytes = 0
         self.unlisted_bytes = 0
         self.pinned_bytes = 0
