@@ -23,7 +23,7 @@ import pytest
 
 from bench.lab.client import LabStore
 from cachefs import control
-from cachefs.store.ram import remove_ram
+from cachefs.store.ram import SHM, own_directory, ram_directory, remove_ram
 from tests.mount.conftest import ONE_FRONT, Bucket, why_no_kernel_front
 from tests.mount.mounts import (
     COMMAND,
@@ -159,6 +159,13 @@ class Passed:
         self.process.send_signal(number)
         return self.process.wait(20)
 
+    @property
+    def memory(self) -> Path:
+        """Where its RAM tier is: only root has one of its own."""
+        if not self.uid:
+            return ram_directory(self.cache)
+        return SHM / own_directory(self.cache).name.replace(f"-{os.getuid()}-", f"-{self.uid}-")
+
     def umount(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.umount2(os.fsencode(self.path), 2) == 0, os.strerror(ctypes.get_errno())
@@ -169,9 +176,12 @@ class Passed:
             self.process.wait(10)
         while mounts_at(self.path):
             self.umount()
-        left = processes_with(str(self.place))
+        held = [file for file in self.memory.rglob("*") if file.is_file() and file.name != "tag"]
         remove_ram(self.cache)
-        assert not left
+        shutil.rmtree(self.memory, ignore_errors=True)
+        assert not processes_with(str(self.place))
+        if self.process is not None and self.process.returncode == 0:
+            assert not held
 
 
 Make = Callable[..., Passed]
