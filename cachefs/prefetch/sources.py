@@ -161,7 +161,8 @@ class _Large:
 
 
 class _Walk:
-    """Where one directory's listing is gone through: from the first files that were asked for to its end, and round."""
+    """Where one directory's listing is gone through: from the first files that were asked for to its end, and round to
+    them."""
 
     def __init__(self, policy: Directory, ino: int, mark: bytes, name: str) -> None:
         self.policy = policy
@@ -277,6 +278,8 @@ class FromDirectories:
             walk.after = after
             if after is None:
                 walk.to_the_end()
+            elif walk.round and after >= walk.start:
+                walk.after = None
 
     def status(self, most: int) -> list[dict[str, Any]]:
         """The directories used last: plain values."""

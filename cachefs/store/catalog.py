@@ -224,10 +224,11 @@ class Catalog:
         """Used now, and changed: the next flush writes it."""
         self._clock += 1
         copy.clock = copy.used = self._clock
-        self._ahead.pop(copy.key, None)
-        self.borrowed.used(copy.key)
-        self._dirty.pop(copy.key, None)
-        self._dirty[copy.key] = copy  # in the order of the clock
+        key = copy.key
+        self._ahead.pop(key, None)
+        self.borrowed.used(key)
+        self._dirty.pop(key, None)
+        self._dirty[key] = copy  # in the order of the clock
 
     def touch_if_old(self, copy: Copy) -> bool:
         """Used now. Not again for each of the reads that go on in a copy: nothing much was used since the last one."""

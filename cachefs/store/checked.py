@@ -34,9 +34,10 @@ class Checked:
         self._young.add(_name(key))
 
     def discard(self, key: CopyKey) -> None:
-        name = _name(key)
-        self._young.discard(name)
-        self._old.discard(name)
+        if self._young or self._old:
+            name = _name(key)
+            self._young.discard(name)
+            self._old.discard(name)
 
     def clear(self) -> None:
         self._young.clear()
