@@ -38,6 +38,9 @@ PROBE_EVERY_S = 1.0
 PROBE_S = 5.0
 """How long a probe may take. Guessed, like `SILENT_S`."""
 
+LEAST_PROBE_S = 1.0
+"""However short the deadline is: a busy machine is no outage. Guessed."""
+
 PROBERS = 16
 """Threads of probes, abandoned ones included. Derived: a client's own timeout ends each after 10 s, one in 6 s is begun."""
 
@@ -118,7 +121,7 @@ class Reach:
         self._probe = probe
         self._metrics = metrics
         self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
-        self._probe_s = min(PROBE_S, deadline_s / 3)
+        self._probe_s = min(PROBE_S, max(LEAST_PROBE_S, deadline_s / 3))
         self._probers = trio.CapacityLimiter(PROBERS)
         self._hanging: set[trio.CancelScope] = set()
         self._back = trio.Event()

@@ -29,6 +29,9 @@ QUICK_S, PATIENT_S = 1, 5
 
 SLACK_S = 1.5
 
+OUTAGE = ("has not answered for", "answers again")
+"""What is said of a store that does not answer anything."""
+
 READ = """
 import hashlib, json, os, sys, time
 longest = 0
@@ -152,7 +155,7 @@ def test_a_failing_listing_is_an_errno_and_no_absence(
     """Neither an empty directory nor ENOENT: a job would believe it."""
     bucket.put("d/file", 1000)
     mount = mounted(bucket, timeout=1)
-    mount.allowed.append(r"WARNING \S+ (lookup|opendir|readdir|getattr|open): ")
+    mount.allowed += [r"WARNING \S+ (lookup|opendir|readdir|getattr|open): ", *OUTAGE]
     for kind in ("list", "head"):
         lab.fault(action, kind=kind, **({"after": 0} if action == "truncate" else {}))
     expected = (errno.EACCES,) if action == "403" else (errno.EIO,)
@@ -163,6 +166,7 @@ def test_a_failing_listing_is_an_errno_and_no_absence(
         assert caught.value.errno in expected, caught.value
     assert time.monotonic() - began < 2 * (1 + SLACK_S)
     lab.clear_faults()
+    eventually(lambda: not mount.ask("status")["warnings"], "the store answers", 4)
     assert [path.name for path in (mount.path / "d").iterdir()] == ["file"]
     assert (mount.path / "d/file").read_bytes() == bucket.objects["d/file"]
 

@@ -15,7 +15,7 @@ import pytest
 from bench.lab.client import LabStore
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, processes_with, state_of
-from tests.mount.test_faults import md5, read
+from tests.mount.test_faults import OUTAGE, md5, read
 
 pytestmark = ONE_FRONT
 
@@ -35,8 +35,7 @@ def stopped(lab: LabStore) -> Iterator[None]:
 
 def said(mount: Mount) -> list[str]:
     """The lines about outages."""
-    words = ("has not answered for", "answers again")
-    return [line for line in mount.log().splitlines() if any(word in line for word in words)]
+    return [line for line in mount.log().splitlines() if any(words in line for words in OUTAGE)]
 
 
 def warned(mount: Mount) -> bool:
@@ -45,11 +44,7 @@ def warned(mount: Mount) -> bool:
 
 def start(mounted: Mounted, bucket: Bucket, how: str) -> Mount:
     mount = mounted(bucket, timeout=TIMEOUT_S, on_outage=how, metadata_ttl="1s")
-    mount.allowed += [
-        "has not answered for",
-        "answers again",
-        r"WARNING \S+ (read|open|lookup|readdir|getattr): ",
-    ]
+    mount.allowed += [*OUTAGE, r"WARNING \S+ (read|open|lookup|readdir|getattr): "]
     return mount
 
 
