@@ -1,0 +1,57 @@
+"""Where a directory's listing is gone through for files to fetch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cachefs.fs import Sibling
+from cachefs.fs.inodes import LOW_BITS
+from cachefs.names import ObjectId
+from cachefs.prefetch.directories import START
+from cachefs.prefetch.sources import FromDirectories, Paths
+
+NAMES = [b"f%03d" % number for number in range(300)]
+INO = 1 << LOW_BITS
+
+
+class Survey:
+    """A listing that has landed; `shown` are the names that it was asked for."""
+
+    def __init__(self, origin: Any) -> None:
+        self.shown: list[bytes] = []
+        self._origin = origin
+
+    def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
+        names = [name for name in NAMES if name > after][:limit]
+        self.shown += names
+        files = [Sibling(name, INO, self._origin, _version(name)) for name in names]
+        return files, names[-1] if len(names) == limit else None
+
+
+def _version(name: bytes) -> ObjectId:
+    return ObjectId("s3://b", f"d/{name.decode()}", '"1"', 100)
+
+
+@pytest.mark.parametrize("first", [0, 150, 299])
+async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(first: int) -> None:
+    origin: Any = SimpleNamespace(prefix="", source="s3://b")
+    volume: Any = SimpleNamespace(name="", origin=origin)
+    survey = Survey(origin)
+    fs: Any = SimpleNamespace(survey=survey)
+    offered: list[bytes] = []
+
+    def wanted(obj: ObjectId) -> bool:
+        offered.append(obj.key.encode()[2:])
+        return False
+
+    source = FromDirectories(fs, Paths([volume]), wanted)
+    for _ in range(START):
+        source.missed(INO, origin, _version(NAMES[first]), 1, 0.0)
+    assert await source.next() is None
+    assert set(offered) == set(NAMES)
+    assert len(survey.shown) < len(NAMES) + 64
+    before = len(survey.shown)
+    assert await source.next() is None and len(survey.shown) == before  # a pass is over until more was missed
