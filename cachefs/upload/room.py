@@ -32,6 +32,9 @@ LEFT_TO_OTHERS = 10
 LOOK_S = 0.25
 """How often is looked whether there is room now. Guessed."""
 
+UNASKED = 1 << 30
+"""With less room than this, who writes has to ask. Guessed: what a fast disk takes while room is made (`LOOK_S`)."""
+
 LOOK_BYTES = 16 << 20
 """The disk is asked anew after as many bytes, or `LOOK_S`. Guessed: asking takes microseconds."""
 

@@ -34,7 +34,7 @@ from cachefs.upload.lending import Lending, Loan
 from cachefs.upload.naming import Names
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.records import Records
-from cachefs.upload.room import Cache, StagingRoom
+from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Terms
 from cachefs.upload.staging import THREADS, Buffer, StagingFile, prepare, sync_names
 
@@ -171,8 +171,11 @@ class Uploads:
             self._lending.to(tell, retire)
 
     async def lend(self, draft: Draft) -> Loan | None:
-        """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent. The same one until
-        the last user has gone. Nothing of it is sent meanwhile; an upload that somebody waits for is waited for."""
+        """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent, as on a disk that
+        is nearly full. The same one until the last user has gone. Nothing of it is sent meanwhile; an upload that somebody
+        waits for is waited for."""
+        if self._room.free_bytes() < UNASKED:
+            return None
         return await self._lending.lend(draft)
 
     def returned(self, draft: Draft) -> None:

@@ -307,7 +307,7 @@ class TestFullDisk:
         assert failure.value.errno == errno.ENOSPC
         assert written
         bucket.store.clear_faults()
-        assert mount.cli("flush", mount.path).returncode == 0
+        eventually(lambda: mount.cli("flush", mount.path).returncode == 0, "all of it is uploaded", 30)
         for number in written:
             assert stored(bucket, f"{number}") == content(f"{number}", 9 * MIB)
 

@@ -266,17 +266,27 @@ async def test_more_than_the_store_takes_is_said_at_the_close(tmp_path: Path) ->
 
 @in_trio
 async def test_the_cache_gives_way_to_who_does_not_ask(tmp_path: Path) -> None:
-    async with desk(tmp_path, writeback=True, keep_free_bytes=1 << 60) as d:
+    async with desk(tmp_path, writeback=True) as d:
         Kernel(d)
         await trio.sleep(10)
         assert d.cache.asked == []
         draft, fd = await lent(d)
+        d.uploads._room._keep_free = 1 << 60  # the disk is full all at once
         await trio.sleep(10)
         assert 35 <= len(d.cache.asked) <= 45
         ends(d, draft, fd)
         asked = len(d.cache.asked)
         await trio.sleep(10)
         assert len(d.cache.asked) <= asked + 1
+
+
+@in_trio
+async def test_who_writes_to_a_disk_that_is_nearly_full_asks(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, keep_free_bytes=1 << 60) as d:
+        Kernel(d)
+        draft = await d.create("k")
+        assert await d.uploads.lend(draft) is None
+        await d.close(draft)
 
 
 @contextmanager
