@@ -292,7 +292,7 @@ class TestServing:
         assert errno_of(lambda: os.listdir(mount.path)) == errno.ENOTCONN
 
     def test_a_shell_that_mounts(self, passed: Make, bucket: Bucket) -> None:
-        """As docs/operating.md has it."""
+        """As docs/operations.md has it."""
         data = bucket.put("file", 100)
         mount = passed()
         options = f"fd=7,rootmode=40000,user_id={NOBODY},group_id={NOBODY},allow_other,default_permissions"

@@ -1,14 +1,21 @@
-"""A daemon meets what another version has left in its cache directory: it takes nothing for what it is not."""
+"""A daemon meets what another version has left in its cache directory, and takes nothing for what it is not; and what
+programs see while one takes the place of another."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
+import os
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
-from tests.mount.mounts import Mount, mounts_at
+from tests.mount.mounts import Mount, alive, eventually, mounts_at
+from tests.mount.test_passthrough import becomes_lent
 from tests.mount.written import stored
 
 pytestmark = ONE_FRONT
@@ -86,3 +93,45 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
     assert mount.cli("flush", mount.path).returncode == 0
     assert stored(bucket, "written") == b"precious"
     assert len(mounts_at(mount.path)) == 1
+
+
+@pytest.mark.fronts("kernel")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: signal.Signals) -> None:
+    """What the kernel reads by itself goes on; all else that is open is dead, and who opens again reads on."""
+    lent, other = bucket.put("lent", 2 * MIB), bucket.put("other", 9 * MIB)
+    mount = mounted(bucket, ram="0")
+    mount.allowed.append("took away a dead mount")
+    (mount.path / "lent").read_bytes()
+    becomes_lent(mount, mount.path / "lent")
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context((mount.path / name).open("rb", 0)) for name in ("lent", "other")}
+        mapping = stack.enter_context(mmap.mmap(opened["lent"].fileno(), 0, prot=mmap.PROT_READ))
+        folder = os.open(mount.path, os.O_RDONLY)
+        stack.callback(os.close, folder)
+        os.pread(opened["other"].fileno(), 10, 0)
+
+        def held() -> None:
+            assert os.pread(opened["lent"].fileno(), 2 * MIB, 0) == lent and mapping[:] == lent
+            for ask in (lambda: os.pread(opened["other"].fileno(), 10, 8 * MIB), lambda: os.listdir(folder)):
+                with pytest.raises(OSError) as caught:
+                    ask()
+                assert caught.value.errno == errno.ENOTCONN
+
+        os.kill(mount.pid, how)
+        eventually(lambda: not alive(mount.pid), "the daemon has ended", 20)
+        mount.killed = how == signal.SIGKILL
+        held()
+        if how == signal.SIGKILL:  # the dead mount stays, so that nobody takes what is below it for the data
+            with pytest.raises(OSError) as caught:
+                (mount.path / "lent").open("rb")
+            assert caught.value.errno == errno.ENOTCONN
+        else:
+            assert os.listdir(mount.path) == []
+        mount.start()
+        held()
+        with mount.counting() as counted:
+            assert (mount.path / "lent").read_bytes() == lent
+        if how == signal.SIGTERM:  # a kill may cost what the index was not told yet
+            assert "origin_bytes" not in counted
+        assert (mount.path / "other").read_bytes() == other
