@@ -174,7 +174,7 @@ class Uploads:
         """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent, as on a disk that
         is nearly full. The same one until the last user has gone. Nothing of it is sent meanwhile; an upload that somebody
         waits for is waited for."""
-        if self._room.free_bytes() < UNASKED:
+        if draft.loan is None and self._room.free_bytes() < UNASKED:
             return None
         return await self._lending.lend(draft)
 
