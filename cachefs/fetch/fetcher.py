@@ -210,9 +210,8 @@ class Fetcher:
         them. Returns how many bytes this call fetched: what is here already, or on its way, costs nothing.
 
         With `ahead` the store evicts nothing that somebody will miss; without, it makes room as for a reader. `keep`: what
-        other nodes keep is kept here, too. Raises
-        `NoRoom` when it takes no more, and what a read raises. Cancelled, it ends the transfers that it began and nobody
-        else waits for; what has landed stays."""
+        other nodes keep is kept here, too. Raises `NoRoom` when it takes no more, and what a read raises. Cancelled, it ends
+        the transfers that it began and nobody else waits for; what has landed stays."""
         obj = self._store.object(object_id)
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)

@@ -148,10 +148,9 @@ class Catalog:
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier."""
-        if obj.id.size <= BLOCKS_PER_EXTENT * self._block_size:
-            only = self.copy(obj, tier, 0)  # most versions are small, and need no search for extents
-            return [only] if only is not None else []
-        extents = set(self._index.extents_of(tier, obj.id.digest)) | {e for t, e in obj.copies if t == tier}
+        extents = {0, *(e for t, e in obj.copies if t == tier)}
+        if obj.id.size > BLOCKS_PER_EXTENT * self._block_size:  # most are not, and need no search
+            extents.update(self._index.extents_of(tier, obj.id.digest))
         return [c for e in sorted(extents) if (c := self.copy(obj, tier, e)) is not None]
 
     def find(self, obj: CachedObject, block: int) -> Copy | None:
@@ -169,9 +168,8 @@ class Catalog:
     def ranges(self, copy: Copy, bits: int) -> Iterator[tuple[int, int]]:
         """(offset, length) of each block in `bits`."""
         while bits:
-            position = (bits & -bits).bit_length() - 1
+            block = copy.extent * BLOCKS_PER_EXTENT + (bits & -bits).bit_length() - 1
             bits &= bits - 1
-            block = copy.extent * BLOCKS_PER_EXTENT + position
             yield block * self._block_size, block_length(block, copy.object_size, self._block_size)
 
     def by_digest(self, digest: bytes) -> CachedObject:
@@ -222,8 +220,7 @@ class Catalog:
 
     def touch(self, copy: Copy) -> None:
         """Used now, and changed: the next flush writes it."""
-        self._clock += 1
-        copy.clock = copy.used = self._clock
+        copy.clock = copy.used = self._clock = self._clock + 1
         key = copy.key
         self._ahead.pop(key, None)
         self.borrowed.used(key)
