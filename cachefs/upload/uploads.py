@@ -171,9 +171,8 @@ class Uploads:
             self._lending.to(tell, retire)
 
     async def lend(self, draft: Draft) -> Loan | None:
-        """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent, as on a disk that
-        is nearly full. The same one until the last user has gone. Nothing of it is sent meanwhile; an upload that somebody
-        waits for is waited for."""
+        """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent. The same one until
+        the last user has gone. Nothing of it is sent meanwhile; an upload that somebody waits for is waited for."""
         if draft.loan is None and self._room.free_bytes() < UNASKED:
             return None
         return await self._lending.lend(draft)
@@ -403,8 +402,7 @@ class Uploads:
         being changed just now, unless it is `at_the_end`; returns what it has not. Without a deadline each is tried once,
         with one until then, except where it would be in vain."""
         chosen = [draft for draft in self.pending() if draft.acknowledged or not draft.handles]
-        chosen = [draft for draft in chosen if under is None or under(draft)]
-        chosen = [draft for draft in chosen if at_the_end or not draft.between]
+        chosen = [d for d in chosen if (under is None or under(d)) and (at_the_end or not d.between)]
 
         async def one(draft: Draft) -> None:
             while True:
