@@ -431,12 +431,7 @@ class Uploads:
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> Draft:
         file = StagingFile(self._staging / row["file"], self._threads)
         draft = Draft(
-            self,
-            name,
-            origin,
-            row["key"],
-            file,
-            file.path.stat().st_size,
+            *(self, name, origin, row["key"], file, file.path.stat().st_size),
             base=row["base"],
             mtime_ns=row["mtime_ns"],
             attrs=row["attrs"],
