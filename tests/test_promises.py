@@ -117,6 +117,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_readonly.py::TestWriting::test_every_write_is_refused_as_read_only",
         "tests/mount/test_readonly.py::TestWriting::test_nothing_is_changed_by_trying",
     ),
+    "A store that does not answer at all is found out within seconds and said once: what is known of names is "
+    "believed further, or not, or readers wait (`--on-outage serve-stale|eio|wait=30s`), nobody hangs, and it is "
+    "over by itself.": (
+        "tests/mount/test_outage.py::test_a_store_that_is_stopped_for_a_while",
+        "tests/mount/test_outage.py::test_a_reader_may_wait_for_the_store",
+    ),
     # Writing
     "When `close` or `fsync` returns 0 the store has the file, whole; a small one costs one PUT and nothing else,"
     " a large one is sent in parts while it is written, and nobody sees it before.": (
@@ -177,6 +183,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "A full disk is ENOSPC to the writer, and nothing to anybody else.": (
         "tests/upload/test_trouble.py::test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else",
+    ),
+    "What a crash or another version left of unsent files is never dropped: a journal that cannot be read is "
+    "refused in one line.": (
+        "tests/mount/test_upgrade.py::test_uploads_that_another_version_has_noted_are_not_touched",
+        "tests/mount/test_writing.py::TestKilled::test_what_was_acknowledged_comes_back",
     ),
     # Before anybody asks
     "Small files of a directory that are all read, in any order, cost one GET each; when a twentieth of them is wanted, "
@@ -295,6 +306,19 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_refusals.py::TestMountpoint",
         "tests/mount/test_refusals.py::TestStore",
         "tests/mount/test_refusals.py::TestMachine",
+    ),
+    "`cachefs mount -f SOURCE /dev/fd/N` serves a mount that somebody else has made, without any right, and "
+    "leaves the unmounting to him.": (
+        "tests/mount/test_passed_descriptor.py::TestServing",
+        "tests/mount/test_passed_descriptor.py::TestRefusals",
+    ),
+    "Across a restart or crash of the daemon programs go on reading files that the kernel reads by itself; other "
+    "handles get ENOTCONN.": ("tests/mount/test_upgrade.py::test_what_programs_see_of_a_restart",),
+    "Counters add up, and are what the store has seen; `cachefs doctor` tells no secret.": (
+        "tests/mount/test_watching.py::test_metrics_are_what_the_store_has_seen",
+        "tests/mount/test_watching.py::test_two_nodes_account_for_every_byte_and_wait",
+        "tests/mount/test_watching.py::test_doctor_finds_the_store_and_tells_no_secret",
+        "tests/watching/test_identities.py::test_counters_add_up",
     ),
     "`auto` takes pyfuse3 where the kernel front cannot serve, and status and log say why; `--front "
     "kernel` fails there in one line.": (
