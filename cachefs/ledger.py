@@ -363,16 +363,17 @@ class Misses:
         if before is None or before[0] != object_id.digest:
             _put(self._versions, name, (object_id.digest, before is not None))
 
-    def missed(self, object_id: ObjectId, extent: int, *, late: bool) -> str:
-        """A reader has to wait for blocks of that extent; the reason."""
+    def missed(self, object_id: ObjectId, extent: int, *, joins: bool = False, late: bool) -> str:
+        """A reader has to wait for blocks of that extent; the reason. `joins`: somebody has asked already."""
         place = object_id.digest, extent
+        before = self._last.get(place) if joins else None
         reason = "late" if late else self._gone.get(place, "")
         if not reason:
             digest, changed = self._versions.get(
                 hash((object_id.source, object_id.key)), (object_id.digest, False)
             )
             reason = "changed" if changed or digest != object_id.digest else "cold"
-        _put(self._last, place, Miss(self._clock(), reason))
+        _put(self._last, place, Miss(self._clock(), reason, before.way if before is not None else []))
         return reason
 
     def asked(self, digest: bytes, extent: int, way: str) -> None:

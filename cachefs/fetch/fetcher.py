@@ -192,8 +192,8 @@ class Fetcher:
         for block in missing:
             flight: Flight | None = obj.flights.get(block)
             late = flight is not None and flight.ahead
-            reason = metrics.ledger.misses.missed(obj.id, block // BLOCKS_PER_EXTENT, late=late)
-            name = f"misses_{reason}"
+            extent, joins = block // BLOCKS_PER_EXTENT, flight is not None
+            name = f"misses_{metrics.ledger.misses.missed(obj.id, extent, joins=joins, late=late)}"
             setattr(metrics, name, getattr(metrics, name) + 1)
 
     async def bring(
