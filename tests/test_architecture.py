@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -170,3 +173,26 @@ def test_no_module_is_longer_than_a_reader_can_hold(path: Path) -> None:
     if relative in LONG_MODULES:
         pytest.skip(LONG_MODULES[relative])
     assert len(path.read_text().splitlines()) <= 500
+
+
+def test_the_demo_imports_nothing_that_its_setup_leaves_out() -> None:
+    """`scripts/setup demo` installs the package and its extra "demo"; the demo and its store run on that alone."""
+    root = PACKAGE.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["demo"]]
+    installed = {re.split(r"[^\w-]", line, maxsplit=1)[0].replace("-", "_") for line in wanted}
+    todo, seen, foreign = ["bench.demo", "bench.lab.store"], set[str](), set[str]()
+    while todo:
+        name = todo.pop()
+        file = root.joinpath(*name.split(".")).with_suffix(".py")
+        if name in seen or not file.is_file():
+            continue
+        seen.add(name)
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            todo += [name for name in names if name.startswith("bench.")]
+            foreign |= {name.split(".")[0] for name in names}
+    assert "httptools" in foreign and len(seen) > 10
+    assert foreign - installed - set(sys.stdlib_module_names) <= {"bench", "cachefs"}
