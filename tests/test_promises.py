@@ -124,8 +124,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_outage.py::test_a_reader_may_wait_for_the_store",
     ),
     # Writing
-    "When `close` or `fsync` returns 0 the store has the file, whole; a small one costs one PUT and nothing else,"
-    " a large one is sent in parts while it is written, and nobody sees it before.": (
+    "When the last `close`, or an `fsync`, returns 0 the store has the file, whole; a small one costs one PUT and nothing "
+    "else, a large one is sent in parts while it is written, and nobody sees it before.": (
         "tests/mount/test_writing.py::TestContent::test_a_small_file_is_one_request",
         "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",
         "tests/mount/test_writing.py::TestContent::test_fsync_in_the_middle",
