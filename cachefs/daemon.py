@@ -17,6 +17,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,11 +150,8 @@ class Daemon:
                             self._notifier.stopping("uploading what was written")
                             if not await self._uploading.finish():
                                 # What replaced the cache directory would go: somebody's work is in it now.
-                                self._opened.temporary[:] = [
-                                    place
-                                    for place in self._opened.temporary
-                                    if place != self._opened.state_dir
-                                ]
+                                with suppress(ValueError):
+                                    self._opened.temporary.remove(self._opened.state_dir)
                     lasting.cancel_scope.cancel()
             finally:
                 self._notifier.stopping("saving memory to disk")
