@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cachefs.errors import CachefsError, NotFound, Transient, Unsupported
 from cachefs.origin.http_writing import ANY_TYPE, HttpWriter, Sign, written
 from cachefs.origin.listing.http import Fetcher
-from cachefs.origin.writing import AZURE, Body, Part, Pending, Terms, Written
+from cachefs.origin.writing import AZURE, Body, Part, Pending, Terms, Written, conflicts
 
 STAMP = "cachefs_stamp"
 """Azure's names of metadata have no hyphens."""
@@ -48,7 +48,7 @@ class ContainerWriter(HttpWriter):
 
     def put(self, key: str, body: Body, terms: Terms) -> Written:
         kind = {"x-ms-blob-type": "BlockBlob", **self._kept(terms)}
-        with self._conditional(terms):
+        with conflicts(terms):
             return written(self._ask("PUT", key, headers=kind, body=body))
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
@@ -99,7 +99,7 @@ class ContainerWriter(HttpWriter):
         rows = "".join(f"<Uncommitted>{name}</Uncommitted>" for _, name in sorted(parts.items()))
         body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{rows}</BlockList>'.encode()
         headers = {**self._kept(terms), "Content-Type": "application/xml"}
-        with self._conditional(terms):
+        with conflicts(terms):
             return written(self._ask("PUT", key, {"comp": "blocklist"}, headers, body, slow=True))
 
     def abort(self, key: str, upload: str) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 from cachefs.errors import (
     CachefsError,
-    Conflict,
     NoSuchUpload,
     NotFound,
-    ObjectChanged,
     Transient,
     Unsupported,
 )
@@ -28,7 +26,7 @@ from cachefs.origin.listing.http import quoted, seconds_ns
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.replies import refusal
 from cachefs.origin.s3_writing import FORBIDDEN
-from cachefs.origin.writing import AZURE, S3, Body, Part, Pending, Terms, Written
+from cachefs.origin.writing import AZURE, S3, Body, Part, Pending, Terms, Written, conflicts
 
 S3_STAMP = "cachefs-stamp"
 
@@ -81,19 +79,6 @@ class BodyFile(io.RawIOBase):
             data, self._left = data[:size], data[size:]
         self._at += len(data)
         return data
-
-
-@contextmanager
-def conflicts(terms: Terms) -> Iterator[None]:
-    """Refusals in the words of a conditional write."""
-    try:
-        yield
-    except ObjectChanged as exc:
-        raise Conflict(f"{exc}; nothing was written") from exc
-    except NotFound as exc:
-        if terms.if_match is None:
-            raise
-        raise Conflict(f"{exc}; nothing was written") from exc
 
 
 class Bucket(Protocol):

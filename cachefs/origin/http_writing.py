@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from cachefs.errors import Conflict, NotFound, ObjectChanged, OriginFailed, Unsupported
+from cachefs.errors import NotFound, OriginFailed, Unsupported
 from cachefs.origin.attempts import PATIENCE
 from cachefs.origin.listing.http import Fetcher, Reply, http_date_ns, query, quoted
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.replies import refusal
-from cachefs.origin.writing import Body, Terms, Written
+from cachefs.origin.writing import Body, Written
 
 Sign = Callable[[str, str, Mapping[str, str], Body | bytes], tuple[str, Mapping[str, str]]]
 """(method, URL, headers, body) → URL and headers of the request that is authorised to be just that."""
@@ -110,18 +110,6 @@ class HttpWriter:
             body = reply.body.decode("utf-8", "replace")
             raise refusal(reply.status, body, what=self._name(key), advice=self._advice())
         return found
-
-    @contextmanager
-    def _conditional(self, terms: Terms) -> Iterator[None]:
-        """Refusals in the words of a conditional write."""
-        try:
-            yield
-        except ObjectChanged as exc:
-            raise Conflict(f"{exc}; nothing was written") from exc
-        except NotFound as exc:
-            if terms.if_match is None:
-                raise
-            raise Conflict(f"{exc}; nothing was written") from exc
 
 
 def written(reply: Reply) -> Written:

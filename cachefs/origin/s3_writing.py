@@ -20,7 +20,7 @@ from cachefs.errors import CachefsError, Conflict, NoSuchUpload, OriginFailed
 from cachefs.origin.http_writing import ANY_TYPE, HttpWriter, Sign, plain, written
 from cachefs.origin.listing.http import Fetcher, quoted, seconds_ns
 from cachefs.origin.replies import refusal
-from cachefs.origin.writing import GOOGLE, S3, Body, Limits, Part, Pending, Terms, Written
+from cachefs.origin.writing import GOOGLE, S3, Body, Limits, Part, Pending, Terms, Written, conflicts
 
 FORBIDDEN = {"AccessDenied": 403}
 """The status that a code would have in a reply of its own."""
@@ -59,7 +59,7 @@ class BucketWriter(HttpWriter):
         self._bucket, self._dialect = name, dialect
 
     def put(self, key: str, body: Body, terms: Terms) -> Written:
-        with self._conditional(terms):
+        with conflicts(terms):
             headers = {**self._kept(terms), **self._conditions(key, terms)}
             return written(self._ask("PUT", key, headers=headers, body=body))
 
@@ -138,7 +138,7 @@ class BucketWriter(HttpWriter):
             for number, etag in sorted(parts.items())
         )
         body = f"<CompleteMultipartUpload>{rows}</CompleteMultipartUpload>".encode()
-        with self._conditional(terms):
+        with conflicts(terms):
             headers = {"Content-Type": "application/xml", **self._conditions(key, terms)}
             reply = self._ask("POST", key, {"uploadId": upload}, headers, body, slow=True)
         return Written(_etag(self._document(reply, key)))

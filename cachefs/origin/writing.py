@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from cachefs.errors import CachefsError
+from cachefs.errors import CachefsError, Conflict, NotFound, ObjectChanged
 from cachefs.origin.protocol import ObjectInfo
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
@@ -118,6 +119,19 @@ class Terms:
     @property
     def conditional(self) -> bool:
         return self.if_absent or self.if_match is not None
+
+
+@contextmanager
+def conflicts(terms: Terms) -> Iterator[None]:
+    """Refusals in the words of a conditional write."""
+    try:
+        yield
+    except ObjectChanged as exc:
+        raise Conflict(f"{exc}; nothing was written") from exc
+    except NotFound as exc:
+        if terms.if_match is None:
+            raise
+        raise Conflict(f"{exc}; nothing was written") from exc
 
 
 @dataclass(frozen=True, slots=True)
