@@ -17,8 +17,8 @@ import trio
 
 from cachefs.errors import CachefsError, NotFound
 from cachefs.fs.overlay import Node, is_below
+from cachefs.fs.survey import object_of
 from cachefs.fs.tree import Directory, Found, Tree
-from cachefs.names import ObjectId
 from cachefs.origin.writes import each
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class Moving:
 
         await self._instead(replaced, copy)
         assert info is not None
-        self._writer.moved(
-            ObjectId(origin.source, key, found.row.etag, found.row.size), version(origin, info)
-        )
+        self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         await self._moved(place, found, to, info)
         await self._delete(origin, key, place)
 
@@ -131,7 +129,7 @@ class Moving:
         self._overlay.moved(place, to, stable, ino)
         origin = _key(to)[0]
         for number in numbers:
-            files.turn(number, version(origin, info), reopen=origin)
+            files.turn(number, info.version(origin.source), reopen=origin)
         self._kept.put(ino, info.etag, self._kept.get(stable, row.etag))
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
@@ -156,7 +154,7 @@ class Moving:
             key = new + info.key.removeprefix(prefix)
             made = await origin.copy(info.key, key, size=info.size, etag=info.etag)
             copied.append(key)
-            self._writer.moved(version(origin, info), version(origin, made))
+            self._writer.moved(info.version(origin.source), made.version(origin.source))
 
         try:
             await each(copy, objects, COPIES_AT_ONCE)
@@ -246,10 +244,6 @@ class Moving:
         await each(copy, objects, COPIES_AT_ONCE)
         for error in (await origin.delete_many([info.key for info in objects])).values():
             raise error
-
-
-def version(origin: Origin, info: ObjectInfo) -> ObjectId:
-    return ObjectId(origin.source, info.key, info.etag, info.size)
 
 
 async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:

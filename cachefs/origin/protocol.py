@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cachefs.errors import Throttled
+from cachefs.names import ObjectId
 
 if TYPE_CHECKING:
     from cachefs.origin.writing import Writer
@@ -25,6 +26,10 @@ class ObjectInfo:
     size: int
     mtime_ns: int
     etag: str
+
+    def version(self, source: str) -> ObjectId:
+        """What it is here, as an object of that store."""
+        return ObjectId(source, self.key, self.etag, self.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count
 from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy
+from cachefs.store.lent import Lent
 from cachefs.store.moves import Moves
 from cachefs.store.room import Evict, Room
 from cachefs.store.tier import Tier, allocated
@@ -36,29 +37,17 @@ TO_PREPARE = 256
 """Versions waiting to be gathered and verified; a longer queue would be of files opened minutes ago. Guessed."""
 
 
-class Backing:
-    """A whole, verified, sealed file, for the kernel. `id` is the front's slot: the kernel's name for it, 0 until it has
-    one. `fd` is for reading, -1 once the kernel has the file; `users` counts who has it open."""
+class Backing(Lent):
+    """A whole, verified, sealed file, for the kernel. `users` counts who has it open."""
 
-    __slots__ = ("copies", "fd", "id", "object", "tier", "users")
+    __slots__ = ("copies", "object", "tier", "users")
 
     def __init__(self, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]) -> None:
+        super().__init__(fd)
         self.object = obj
         self.tier = tier
-        self.fd = fd
         self.copies = copies
-        self.id = 0
         self.users = 0
-
-    def registered(self, backing_id: int) -> None:
-        """The kernel holds the file by itself now."""
-        self.id = backing_id
-        self.close()
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class Lending:

@@ -12,12 +12,12 @@ kernel.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
 
+from cachefs.store.lent import Lent
 from cachefs.upload.draft import Draft
 from cachefs.upload.room import LOOK_S
 from cachefs.upload.staging import can_lease
@@ -25,24 +25,10 @@ from cachefs.upload.staging import can_lease
 log = logging.getLogger(__name__)
 
 
-class Loan:
-    """A staging file for the kernel: `id` is its name for it, 0 until it has one; `fd` is -1 from then on."""
+class Loan(Lent):
+    """A staging file."""
 
-    __slots__ = ("fd", "id")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.id = 0
-
-    def registered(self, backing_id: int) -> None:
-        """The kernel holds the file by itself now."""
-        self.id = backing_id
-        self.close()
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    __slots__ = ()
 
 
 class Lending:

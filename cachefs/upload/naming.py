@@ -50,10 +50,10 @@ class Names:
 
     async def _rename_stored(self, draft: Draft, info: ObjectInfo, origin: Origin, key: str) -> None:
         generation = draft.generation
-        before = ObjectId(origin.source, draft.key, info.etag, info.size)
+        before = info.version(draft.origin.source)
         info = await origin.copy(draft.key, key, size=info.size, etag=info.etag)
         await origin.delete(draft.key)
-        self._moved(before, ObjectId(origin.source, key, info.etag, info.size))
+        self._moved(before, info.version(origin.source))
         await draft.sender.abandon()  # of what was written meanwhile
         draft.moved(origin, key, info.etag)
         draft.stored_as(generation, info)

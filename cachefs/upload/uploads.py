@@ -375,7 +375,7 @@ class Uploads:
         if self._store is None or draft.overtaken or not draft.size:
             return False
         with draft.file.used():
-            version = ObjectId(draft.origin.source, draft.key, info.etag, info.size)
+            version = info.version(draft.origin.source)
             try:
                 return await self._store.adopt(version, draft.file.path)
             except Exception:
