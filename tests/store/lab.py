@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from cachefs.fetch import Fetcher
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.store import Opened, Store, open_store, ram
+from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -175,3 +179,24 @@ def flip_bit(path: Path, rng: random.Random, offset: int | None = None) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def killed_at_random(code: str, cache_dir: Path, kills: int) -> Iterator[int]:
+    """Run `code` in a process of its own, with (directory, number) as arguments, and kill it at a random moment after
+    it said that it is ready; so many times. Yields the number, each time when it is dead."""
+    rng = random.Random(kills)
+    for number in range(kills):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(cache_dir), str(number)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == "ready\n", child.stderr.read()[-3000:]
+        time.sleep(rng.uniform(0.02, 0.5))
+        child.send_signal(signal.SIGKILL)
+        _, errors = child.communicate()
+        assert child.returncode == -signal.SIGKILL, errors[-3000:]
+        yield number

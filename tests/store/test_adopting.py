@@ -7,10 +7,7 @@ import itertools
 import mmap
 import os
 import random
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,9 +21,19 @@ import trio
 from cachefs.names import ObjectId
 from cachefs.store import adopting, backing, scrub
 from cachefs.store.tier import RAM, SSD
-from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, PAGE, Lab, as_kill_leaves_it, cache_files, flip_bit, running
+from tests.store.lab import (
+    BLOCK,
+    EXTENT,
+    MIB,
+    PAGE,
+    Lab,
+    as_kill_leaves_it,
+    cache_files,
+    flip_bit,
+    killed_at_random,
+    running,
+)
 from tests.store.test_lending import Front, kill, spread
 
 LARGE = 5 * EXTENT + 5
@@ -661,21 +668,7 @@ async def writer(place: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_never_make_a_wrong_byte_of_what_was_adopted(cache_dir: Path, kills: int) -> None:
-    rng = random.Random(kills)
-    for number in range(kills):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(cache_dir), str(number)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "ready\n", child.stderr.read()[-3000:]
-        time.sleep(rng.uniform(0.02, 0.5))
-        child.send_signal(signal.SIGKILL)
-        _, errors = child.communicate()
-        assert child.returncode == -signal.SIGKILL, errors[-3000:]
+    for number in killed_at_random(CHILD, cache_dir, kills):
         look(cache_dir, ("first", "none", "full")[number % 3])
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from cachefs.store import scrub
-from tests.conftest import ROOT
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import MIB, running
+from tests.store.lab import MIB, killed_at_random, running
 
 COUNT, SIZE, PREFIX = 40, 700_001, "object"
 
@@ -64,21 +59,7 @@ async def filler(place: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_in_the_middle_of_transfers_never_make_a_wrong_byte(cache_dir: Path, kills: int) -> None:
-    rng = random.Random(kills)
-    for kill in range(kills):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(cache_dir), str(kill)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "ready\n", child.stderr.read()[-3000:]
-        time.sleep(rng.uniform(0.02, 0.5))
-        child.send_signal(signal.SIGKILL)
-        _, errors = child.communicate()
-        assert child.returncode == -signal.SIGKILL, errors[-3000:]
+    for kill in killed_at_random(CHILD, cache_dir, kills):
         look(cache_dir, ("first", "none", "full")[kill % 3])
 
 
