@@ -109,8 +109,7 @@ class LocalWriter:
             return name
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
-        with self._tree.translated(key):
-            folder = self._folder(key, upload)
+        with self._tree.translated(key), self._within(key, upload) as folder:
             fresh = folder / f"{HIDDEN}{secrets.token_hex(8)}"
             with _new_file(str(fresh)) as fd:
                 for chunk in body.chunks():
@@ -125,34 +124,41 @@ class LocalWriter:
         raise Unsupported("a file of any size is copied at once")
 
     def parts(self, key: str, upload: str) -> dict[int, Part]:
-        with self._tree.translated(key):
+        with self._tree.translated(key), self._within(key, upload) as folder:
             found = {}
-            for path in self._folder(key, upload).iterdir():
+            for path in folder.iterdir():
                 if path.name.isdecimal():
                     about = path.stat()
                     found[int(path.name)] = Part(version_of(about), about.st_size)
             return found
 
     def complete(self, key: str, upload: str, parts: Mapping[int, str], terms: Terms) -> Written:
-        with self._tree.translated(key):
-            folder = self._folder(key, upload)
-            there = self.parts(key, upload)
-            for number, etag in parts.items():
-                if number not in there or there[number].etag != etag:
-                    raise OriginFailed(f"{key}: part {number} of the upload is not the one that was sent")
+        there = self.parts(key, upload)
+        for number, etag in parts.items():
+            if number not in there or there[number].etag != etag:
+                raise OriginFailed(f"{key}: part {number} of the upload is not the one that was sent")
 
-            def assemble(fd: int) -> None:
+        def assemble(fd: int) -> None:
+            with self._within(key, upload) as folder:
                 for number in sorted(parts):
                     with open(folder / f"{number:06d}", "rb") as part:
                         _copy(part.fileno(), fd)
 
+        with self._tree.translated(key):
             made = self._place(key, assemble, terms)
-            shutil.rmtree(folder)
+            with suppress(OSError):  # the object is there; an abort may clear away what is left
+                self._clear(upload)
             return made
 
     def abort(self, key: str, upload: str) -> None:
-        with suppress(NoSuchUpload), self._tree.translated(key):
-            shutil.rmtree(self._folder(key, upload))
+        with suppress(NoSuchUpload), self._tree.translated(key), self._within(key, upload):
+            self._clear(upload)
+
+    def _clear(self, upload: str) -> None:
+        # Under another name no part lands in it any more, one that was given up while it was being written included.
+        gone = self._uploads / secrets.token_hex(8)
+        os.rename(self._uploads / upload, gone)
+        shutil.rmtree(gone)
 
     def list_uploads(self, prefix: str) -> list[Pending]:
         with self._tree.translated(prefix):
@@ -164,15 +170,17 @@ class LocalWriter:
                         found.append(Pending(key, folder.name, folder.stat().st_mtime_ns))
             return sorted(found, key=lambda pending: (pending.key, pending.begun_ns))
 
-    def _folder(self, key: str, upload: str) -> Path:
+    @contextmanager
+    def _within(self, key: str, upload: str) -> Iterator[Path]:
+        """The directory of an upload. What is missing there has gone with it, perhaps just now."""
         folder = self._uploads / upload
+        gone = NoSuchUpload(f"{key}: no such upload")
         try:
-            known = "/" not in upload and os.fsdecode((folder / "key").read_bytes()) == key
-        except FileNotFoundError:
-            known = False
-        if not known:
-            raise NoSuchUpload(f"{key}: no such upload")
-        return folder
+            if "/" in upload or os.fsdecode((folder / "key").read_bytes()) != key:
+                raise gone
+            yield folder
+        except FileNotFoundError as exc:
+            raise gone from exc
 
     # Files.
 

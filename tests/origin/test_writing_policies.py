@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from cachefs.origin import FileRange, InMemory, ObjectInfo, Origin, Turn, open_o
 from cachefs.origin.azure_writing import block_id, number_of
 from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.fsspec_store_writing import BodyFile
+from cachefs.origin.local import LocalClient
+from cachefs.origin.local_writing import UPLOADS
 from cachefs.origin.replies import refusal
 from cachefs.origin.retry import Backoff
 from cachefs.origin.s3 import Bucket
@@ -403,3 +406,31 @@ def test_over_tls_a_body_is_not_read_for_a_digest(monkeypatch: pytest.MonkeyPatc
         _, headers = bucket.sign_body("PUT", url, {}, Counted(b"data"))
         assert headers["X-Amz-Content-SHA256"] == digest
     assert looks == [1]
+
+
+# A directory.
+
+
+@pytest.mark.parametrize("way", ["complete", "abort"])
+def test_a_part_that_was_given_up_may_still_land_while_its_upload_ends(tmp_path: Path, way: str) -> None:
+    writer = LocalClient(str(tmp_path)).writer
+    for _ in range(20):
+        upload = writer.begin("k", Terms())
+        etag = writer.put_part("k", upload, 1, Given(b"x"))
+        landed = threading.Event()
+
+        def late(upload: str = upload, landed: threading.Event = landed) -> None:
+            with suppress(NoSuchUpload, NotFound):
+                for number in range(2, 10_000):
+                    writer.put_part("k", upload, number, Given(b"x"))
+                    landed.set()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        landed.wait()
+        if way == "complete":
+            writer.complete("k", upload, {1: etag}, Terms())
+        else:
+            writer.abort("k", upload)
+        thread.join()
+        assert writer.list_uploads("") == [] and not list((tmp_path / UPLOADS).iterdir())

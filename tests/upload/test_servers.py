@@ -17,7 +17,7 @@ from cachefs.errors import NotFound, PermissionDenied
 from cachefs.fetch import Fetcher
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
-from cachefs.origin import Origin
+from cachefs.origin import Origin, Upload
 from cachefs.store import open_store, ram
 from cachefs.upload import Uploads, through
 from tests.origin.reading import content as object_content
@@ -246,10 +246,23 @@ def test_credentials_that_expire_and_come_back(
 
 @pytest.mark.parametrize("name", ["moto", "lab", "directory"])
 @pytest.mark.parametrize("writeback", [True, False])
-def test_after_a_kill_in_the_middle(start: Any, tmp_path: Path, name: str, writeback: bool) -> None:
+def test_after_a_kill_in_the_middle(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, writeback: bool
+) -> None:
     server: Server = start(name)
 
+    async def never(*args: Any, **kwargs: Any) -> None:
+        await trio.sleep_forever()
+
     async def use() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                Upload, "complete", never
+            )  # a thread outlives this kill, and would complete it yet
+            await begin()
+        await go_on()
+
+    async def begin() -> None:
         async with daemon(server, tmp_path, writeback=writeback, upload_delay_s=0.0) as (d, _, _):
             await none_of(d.store, "k")
             draft = await d.create("k", BODY)
@@ -258,6 +271,8 @@ def test_after_a_kill_in_the_middle(start: Any, tmp_path: Path, name: str, write
                 await until(lambda: draft.parts.sent_bytes > 0)
             else:
                 await until(lambda: draft.parts.sent_bytes == 16 * MIB)
+
+    async def go_on() -> None:
         async with daemon(server, tmp_path, writeback=writeback) as (d, _, _):
             if writeback:
                 assert await d.uploads.flush() == []
