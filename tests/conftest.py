@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,21 @@ def needs(program: str) -> pytest.MarkDecorator:
     """A test that runs a program which scripts/setup installs."""
     missing = shutil.which(program) is None
     return pytest.mark.skipif(missing and not ON_CI, reason=f"{program} is not installed")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback on which nobody listens. They are below those that the kernel gives away, to connections and to
+    whoever asks for any port: so what runs beside this does not take them before the one they are for."""
+    found: list[int] = []
+    while len(found) < count:
+        port = 10_000 + secrets.randbelow(20_000)  # not `random`: Hypothesis seeds it, alike everywhere
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        if port not in found:
+            found.append(port)
+    return found
 
 
 @pytest.fixture

@@ -9,22 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import free_ports
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return found
-
-
 def together(mounted: Mounted, bucket: Bucket, count: int, **options: object) -> list[Mount]:
-    found = ports(count)
+    found = free_ports(count)
     peers = "static:" + ",".join(f"127.0.0.1:{port}" for port in found)
     return [
         mounted(bucket, peers=peers, peer_listen=f"127.0.0.1:{port}", **{"prefetch": "off", **options})
@@ -123,7 +116,7 @@ def test_a_key_that_everybody_can_read_is_none(mounted: Mounted, bucket: Bucket,
     key = tmp_path / "key"
     key.write_text("a key that is long enough to be one")
     key.chmod(0o644)
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     options = {"peers": f"static:127.0.0.1:{port}", "peer_key_file": key}
     mount = mounted(bucket, start=False, **options)
     mount.allowed.append("everybody")
@@ -141,7 +134,7 @@ def test_with_a_key_strangers_get_nothing(mounted: Mounted, bucket: Bucket, tmp_
         key.write_text(f"a key that is long enough to be one {number}")
         key.chmod(0o600)
     files = put_files(bucket, 12)
-    found = ports(3)
+    found = free_ports(3)
     peers = "static:" + ",".join(f"127.0.0.1:{port}" for port in found)
     mounts = [
         mounted(bucket, peers=peers, peer_listen=f"127.0.0.1:{port}", peer_key_file=key, prefetch="off")

@@ -24,6 +24,7 @@ from bench.lab.client import LabStore
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin, open_origin
 from cachefs.origin.retry import Backoff
+from tests.conftest import free_ports
 
 QUICK = Backoff(retries=5, first_s=0.01, longest_s=0.05)
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -58,7 +59,7 @@ class Moto(Server):
     any_key = True
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self._process = _start(command, self.port)
         self.env = aws_env()
@@ -115,7 +116,7 @@ class Azurite(Server):
             if shutil.which("npm") is None:
                 pytest.skip("npm is not installed, so there is no Azurite to test against")
             pytest.fail(f"Azurite is missing: npm install --prefix {program.parents[2]} azurite@3")
-        port = _free_port()
+        (port,) = free_ports(1)
         flags = "--disableTelemetry --skipApiVersionCheck --inMemoryPersistence --loose --blobHost 127.0.0.1"
         self._process = _start([str(program), *flags.split(), "--blobPort", str(port)], port)
         endpoint = f"http://127.0.0.1:{port}/devstoreaccount1"
@@ -205,13 +206,6 @@ def aws_env() -> dict[str, str]:
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _start(command: list[str], port: int) -> subprocess.Popen[bytes]:
