@@ -21,6 +21,9 @@ from cachefs.units import about_bytes, parse_duration, printable
 
 HEADS_EVERY = 20
 
+PIPED_COLUMNS = 240
+"""Of a line of `top` that nobody's terminal breaks. Guessed."""
+
 mountpoint = click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
 every = click.option("-i", "--interval", default="1s", metavar="TIME", help="Between two looks.  [1s]")
 times = click.option("-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]")
@@ -81,7 +84,7 @@ def stats(mountpoint: Path | None, interval: str, count: int | None, as_json: bo
     HIT      of the blocks read through the daemon, how many were here
     READS    to readers, through the daemon; OPENS, and how many of them the kernel reads by itself (LENT)
     STORE    received from the store, in GETs; PEERS the same from other nodes; SENT to the store
-    WAIT     the part of the time in which at least one read waited; NOW how many wait now
+    WAIT     the part of the time in which at least one request of a program waited; NOW how many wait now
     """
     seconds = _seconds(interval, "--interval")
     for number, (before, after, passed) in enumerate(_looks(mount_meant(mountpoint), seconds, count)):
@@ -127,16 +130,18 @@ def _share(part: float, whole: float) -> str:
 @times
 @click.option("--by", type=click.Choice(["process", "dataset"]), help="Only these.  [both]")
 def top(mountpoint: Path | None, interval: str, count: int | None, by: str | None) -> None:
-    """Show, live, which processes wait for reads of the mount at MOUNTPOINT, and what is asked for which dataset.
+    """Show, live, which processes wait for the mount at MOUNTPOINT and what for, and what is asked for which dataset.
 
-    A process is seen when a read of it has to wait; what the kernel or the cache answers at once costs nothing, and
-    is not seen either.
+    A process is seen when something that it does has to wait: a read, a listing, a close. What the kernel or the cache
+    answers at once costs nothing, and is not seen either.
     """
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
     looks = _looks(mount_meant(mountpoint), _seconds(interval, "--interval"), count)
 
     def frame(before: Known, after: Known, passed: float) -> Group:
@@ -156,14 +161,14 @@ def top(mountpoint: Path | None, interval: str, count: int | None, by: str | Non
             live.update(frame(before, after, passed), refresh=True)
 
 
-PROCESS_HEADS = ("PROCESS", "#PID", "#BLOCKED", "#READS/s", "#READ", "#GET/s", "#FROM STORE", "WAITS FOR")
+PROCESS_HEADS = ("PROCESS", "#PID", "#BLOCKED", "#READS/s", "#OTHERS/s", "#GET/s", "#FROM STORE", "WAITS FOR")
 DATASET_HEADS = ("DATASET", "#GET/s", "#LIST/s", "#HEAD/s", "#PUT/s", "#FROM STORE", "#TO STORE")
 
 
 def _summary(before: Known, after: Known, passed: float) -> str:
     blocked = _share(after["reads"]["blocked_s"] - before["reads"]["blocked_s"], passed)
     return (
-        f"{after['mountpoint']}: {after['reads']['waiting']} reads wait now; somebody waited {blocked} of the last "
+        f"{after['mountpoint']}: {after['reads']['waiting']} requests wait now; somebody waited {blocked} of the last "
         f"{passed:.0f} s"
     )
 
@@ -172,13 +177,14 @@ def _process_rows(before: Known, after: Known, passed: float) -> list[tuple[str,
     earlier = {(row["pid"], row["name"]): row for row in before["processes"]}
     waiting: dict[int, str] = {}
     for wait in after["waiting"]:
-        waiting.setdefault(wait["pid"], f"{wait['on']}: {printable(wait['key'])} ({wait['seconds']:.1f} s)")
+        what = " ".join(part for part in (wait["request"], printable(wait["key"])) if part)
+        waiting.setdefault(wait["pid"], f"{wait['on']}: {what} ({wait['seconds']:.1f} s)")
     rows = []
     for row in after["processes"]:
         old = earlier.get((row["pid"], row["name"]), {})
         blocked_s = row["blocked_s"] - old.get("blocked_s", 0.0)
-        reads = row["reads"] - old.get("reads", 0)
-        if not (reads or blocked_s > 0):
+        reads, calls = (row[name] - old.get(name, 0) for name in ("reads", "calls"))
+        if not (reads or calls or blocked_s > 0):
             continue
         asked = _grown(row["requests"], old.get("requests", {}))
         rows.append(
@@ -190,7 +196,7 @@ def _process_rows(before: Known, after: Known, passed: float) -> list[tuple[str,
                         str(row["pid"]) if row["pid"] > 0 else "",
                         _share(blocked_s, passed),
                     ),
-                    *(f"{reads / passed:,.0f}", _rate(row["bytes"] - old.get("bytes", 0), passed)),
+                    *(f"{reads / passed:,.0f}", f"{calls / passed:,.0f}"),
                     *(
                         f"{asked.get('origin_get', 0) / passed:,.0f}",
                         _rate(asked.get("origin_bytes", 0), passed),
@@ -246,11 +252,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
 @click.option("--for", "how_long", metavar="TIME", help="In the next TIME.  [since each was first seen]")
 @click.option("--pid", type=click.IntRange(1), help="Only this process and what it has started.")
 def stall(mountpoint: Path | None, how_long: str | None, pid: int | None) -> None:
-    """Print how long each process was blocked in reads of the mount at MOUNTPOINT, and on what, as JSON.
+    """Print how long each process waited for the mount at MOUNTPOINT, and on what, as JSON.
 
-    blocked_s are seconds in which at least one read of the process waited, blocked_share the part of its time
-    (seconds) that this was. waited_s are seconds added up over its reads, by what for: store, peer, disk. What the
-    kernel reads by itself is not in it. So a training loop can log "waited 38 % on data":
+    blocked_s are seconds in which at least one request of the process waited, blocked_share the part of its time
+    (seconds) that this was. waited_s are seconds added up over its requests, by what for: its reads for the store, a
+    peer or this node's disk, everything else for names (looking up, listing, opening, renaming) or writes (write, close,
+    fsync, until it is where it has to be). What the kernel answers by itself is not in it. So a training loop can log
+    "waited 38 % on data":
 
     \b
     cachefs stall --pid $TRAINER --for 60s /mnt/data | jq .processes[].blocked_share
@@ -281,7 +289,7 @@ def stalled(before: Known | None, after: Known, pids: set[int] | None = None) ->
                 "blocked_share": round(blocked_s / seconds, 4) if seconds else 0.0,
             },
             "waited_s": {on: round(s, 6) for on, s in waited.items()},
-            **{name: row[name] - old.get(name, 0) for name in ("reads", "bytes")},
+            **{name: row[name] - old.get(name, 0) for name in ("reads", "bytes", "calls")},
             "waiting": row["waiting"],
         }
 
@@ -293,7 +301,7 @@ def stalled(before: Known | None, after: Known, pids: set[int] | None = None) ->
         "mountpoint": after["mountpoint"],
         **{
             name: whole[name]
-            for name in ("seconds", "blocked_s", "blocked_share", "waited_s", "reads", "bytes")
+            for name in ("seconds", "blocked_s", "blocked_share", "waited_s", "reads", "bytes", "calls")
         },
         "processes": sorted(rows, key=lambda row: -row["blocked_s"]),
         "waiting": [wait for wait in after["waiting"] if pids is None or wait["pid"] in pids],
@@ -330,7 +338,7 @@ KINDS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
 def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
     """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its stores, by dataset, since it began.
 
-    Processes are known for what their reads had to wait for. A price list looks like this; what it leaves out is free:
+    --json has the same by process, without what was fetched ahead. A price list looks like this; what it leaves out is free:
 
     \b
     currency = "USD"

@@ -1,7 +1,7 @@
 """What is remembered by name beside the counters: whom the store was asked for, who waited for what, why blocks were missed.
 
-Counters say how much, these say who and which. All of it is noted where something waits anyway (a request to the store, a
-read that could not be answered at once), so a warm read pays nothing, and reads that the kernel answers by itself are not
+Counters say how much, these say who and which. All of it is noted where something waits anyway (a request to the store, one
+of the kernel that could not be answered at once), so a warm read pays nothing, and what the kernel answers by itself is not
 seen. Every table is bounded: what falls out of one is added to a row of its own, or forgotten where only the latest counts.
 Only changed from the trio thread.
 """
@@ -12,6 +12,7 @@ import heapq
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -41,8 +42,13 @@ SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
 """A wait from which on a read may be among the slowest, how many of those are kept, and for how long. Guessed."""
 
 STORE, PEER, DISK = "store", "peer", "disk"
-WAITED_FOR = (STORE, PEER, DISK)
+READ_FROM = (STORE, PEER, DISK)
 """What a read waits for: bytes from the store, from another node, or from this node's own tiers."""
+
+NAMES, WRITES = "names", "writes"
+WAITED_FOR = (*READ_FROM, NAMES, WRITES)
+"""And what else it does: looking names up, listing, opening, making, moving and removing; or writing, close and fsync,
+until what was written is where it has to be."""
 
 REASONS = {
     "cold": "nobody has had it here, as far as is remembered",
@@ -111,14 +117,16 @@ def identify(thread: int) -> Identity:
 
 
 class Process:
-    """One process that waited. `waited` are seconds summed over its reads, `blocked_s` seconds in which at least one of them
-    waited; `account` is what was asked of the store for its reads."""
+    """One process that waited. `waited` are seconds summed over its requests, `blocked_s` seconds in which at least one of
+    them waited; `calls` are those that were no reads. `account` is what was asked of the store for it: GETs that its reads
+    waited for, and everything else that its requests gave rise to."""
 
     __slots__ = (
         "_blocked_since",
         "account",
         "blocked_s",
         "bytes",
+        "calls",
         "identity",
         "reads",
         "since",
@@ -130,7 +138,7 @@ class Process:
         self.identity = identity
         self.since = now
         self.account = Account()
-        self.reads = self.bytes = self.waiting = 0
+        self.reads = self.calls = self.bytes = self.waiting = 0
         self.waited = dict.fromkeys(WAITED_FOR, 0.0)
         self.blocked_s = 0.0
         self._blocked_since = 0.0
@@ -153,6 +161,7 @@ class Process:
         """The totals of a process that is forgotten."""
         self.account += other.account
         self.reads += other.reads
+        self.calls += other.calls
         self.bytes += other.bytes
         self.blocked_s += other.blocked_s
         for what in WAITED_FOR:
@@ -173,7 +182,7 @@ class Wait:
         self.offset = offset
         self.began = self._marked = clock()
         self.on = DISK
-        self.shares = dict.fromkeys(WAITED_FOR, 0.0)
+        self.shares = dict.fromkeys(READ_FROM, 0.0)
 
     def now_for(self, what: str) -> None:
         """From now on it waits for that."""
@@ -181,6 +190,46 @@ class Wait:
         self.shares[self.on] += now - self._marked
         self._marked = now
         self.on = what
+
+
+class Call:
+    """A request that is no read, and waits. `request` is its name; `end` may come more than once. As a context it is
+    the reason of what is asked of the store meanwhile."""
+
+    __slots__ = ("_token", "_waits", "began", "key", "on", "process", "request", "thread")
+
+    def __init__(self, waits: Waits, thread: int, on: str, request: str, began: float) -> None:
+        self._waits: Waits | None = waits
+        self.thread = thread
+        self.process = waits.process(thread)
+        self.on = on
+        self.request = request
+        self.key = ""
+        self.began = began
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        if self._waits is not None:
+            waits, self._waits = self._waits, None
+            waits.ended(self)
+
+    def __enter__(self) -> None:
+        self._token = current_call.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        current_call.reset(self._token)
+        self.end()
+
+
+current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+"""What this task, or the one that began it, answers."""
+
+
+def about(key: str) -> None:
+    """What is waited for now has to do with this key."""
+    call = current_call.get()
+    if call is not None:
+        call.key = key
 
 
 class SlowRead(NamedTuple):
@@ -195,7 +244,7 @@ class SlowRead(NamedTuple):
 
 
 class Waits:
-    """Who waited in reads, for how long and for what. Seconds of `clock`."""
+    """Who waited, for how long and for what. Seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float], look: Callable[[int], Identity]) -> None:
         self._clock = clock
@@ -205,6 +254,7 @@ class Waits:
         self._numbers = count()
         self._slow: list[SlowRead] = []
         self.under_way: set[Wait] = set()
+        self._calls: set[Call] = set()
         self.everybody = Process(Identity(0, 0, 0, "all"), clock())
         self.buckets = [0] * (len(BUCKETS_S) + 1)
 
@@ -265,13 +315,31 @@ class Waits:
                 process.waited[what] += share
         self.buckets[next((i for i, bound in enumerate(BUCKETS_S) if seconds <= bound), -1)] += 1
         if seconds >= SLOW_S:
-            on = max(WAITED_FOR, key=wait.shares.__getitem__)
+            on = max(READ_FROM, key=wait.shares.__getitem__)
             self._keep(
                 SlowRead(
                     *(seconds, next(self._numbers), now, wait.object.key, wait.offset, on),
                     wait.process.identity,
                 )
             )
+
+    def call(self, thread: int, on: str, request: str) -> Call:
+        """A request of that thread, no read, cannot be answered at once."""
+        now = self._clock()
+        call = Call(self, thread, on, request, now)
+        call.process.began(now)
+        self.everybody.began(now)
+        self._calls.add(call)
+        return call
+
+    def ended(self, call: Call) -> None:
+        """See `Call.end`."""
+        self._calls.discard(call)
+        now = self._clock()
+        for process in (call.process, self.everybody):
+            process.ended(now)
+            process.calls += 1
+            process.waited[call.on] += now - call.began
 
     def _keep(self, read: SlowRead) -> None:
         if len(self._slow) >= SLOWEST:
@@ -308,14 +376,17 @@ class Waits:
         ]
 
     def waiting(self) -> list[dict[str, Any]]:
-        """The reads that wait now, the longest first."""
+        """What waits now, the longest first. `key` is "" where it is not known."""
         now = self._clock()
+        rows: list[tuple[str, str, int, Wait | Call]]
+        rows = [("read", wait.object.key, wait.offset, wait) for wait in self.under_way]
+        rows += [(call.request, call.key, 0, call) for call in self._calls]
         return [
             {
-                **{"seconds": now - wait.began, "key": wait.object.key, "offset": wait.offset, "on": wait.on},
-                **{"pid": wait.process.identity.pid, "name": wait.process.identity.name},
+                **{"request": request, "seconds": now - wait.began, "key": key, "offset": offset},
+                **{"on": wait.on, "pid": wait.process.identity.pid, "name": wait.process.identity.name},
             }
-            for wait in sorted(self.under_way, key=lambda wait: wait.began)
+            for request, key, offset, wait in sorted(rows, key=lambda row: row[3].began)
         ]
 
 
@@ -324,6 +395,7 @@ def _shown(process: Process, now: float) -> dict[str, Any]:
     return {
         **{"pid": identity.pid, "parent": identity.parent, "name": identity.name},
         **{"seen_s": now - process.since, "waiting": process.waiting, "reads": process.reads},
+        "calls": process.calls,
         **{"bytes": process.bytes, "blocked_s": process.blocked_until(now), "waited_s": dict(process.waited)},
         "requests": dict(process.account),
     }

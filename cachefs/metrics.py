@@ -184,10 +184,14 @@ SERIES = (
         "bytes from (in) and to (out) the store",
         ("dataset", "direction"),
     ),
-    Series("reads_waiting", "gauge", "reads", "reads that wait now"),
-    Series("read_blocked_seconds", "counter", "seconds", "time in which at least one read waited"),
+    Series("waiting", "gauge", "requests", "requests of programs that wait now"),
+    Series("blocked_seconds", "counter", "seconds", "time in which at least one request waited"),
     Series(
-        "read_waited_seconds", "counter", "seconds", "time that reads waited, added up, by what for", ("on",)
+        "waited_seconds",
+        "counter",
+        "seconds",
+        "time that requests waited, added up, by what for: reads for store, peer or disk, others for names or writes",
+        ("on",),
     ),
     Series(
         "read_wait_seconds", "histogram", "seconds", "how long reads took that could not be answered at once"

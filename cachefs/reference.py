@@ -38,7 +38,8 @@ When nothing is under way, and held by tests:
 - `misses` is the sum of the six `misses_…`.
 - `origin_bytes + peer_bytes_in` is `admitted_bytes + bypassed_bytes + discarded_bytes`, as far as it was not for uploads.
 - Each `origin_…` counter of requests or bytes is the sum over all datasets.
-- `read_wait_seconds_count` are the reads that could not be answered at once; its sum is that of `read_waited_seconds`.
+- `read_wait_seconds_count` are the reads that could not be answered at once; its sum is that of `waited_seconds` for
+  `store`, `peer` and `disk`.
 """
 
 

@@ -17,6 +17,7 @@ from cachefs.fs.inodes import LOW_MASK
 from cachefs.fs.keys import name_in
 from cachefs.fs.listing import AHEAD
 from cachefs.fs.tree import Directory, inode_of
+from cachefs.ledger import about
 
 if TYPE_CHECKING:
     from cachefs.fs.beliefs import Beliefs
@@ -56,6 +57,7 @@ class DirectoryReader:
 
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
+        about(handle.directory.prefix)
         if offset and (place := handle.places.get(offset)) is not None:
             if place < len(handle.chunk):
                 return handle.chunk[place : place + limit]

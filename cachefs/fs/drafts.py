@@ -27,6 +27,7 @@ from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.overlay import Node, Overlay
 from cachefs.fs.reader import Buffer
 from cachefs.fs.tree import Directory
+from cachefs.ledger import about
 
 if TYPE_CHECKING:
     from cachefs.fs.files import FileHandle, OpenFiles
@@ -245,6 +246,7 @@ class Drafts:
 
     async def _commit(self, node: Node) -> None:
         if node.draft is not None and not node.removed:
+            about(node.draft.key)
             try:
                 await self._writer.commit(node.draft)
             except CachefsError:

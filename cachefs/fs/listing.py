@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -162,7 +163,10 @@ class Lister:
             listing.running = True
             listing.scope = trio.CancelScope()
             self._running.add(listing)
-            trio.lowlevel.spawn_system_task(self._run, directory, listing, name="cachefs listing")
+            context = copy_context()  # whoever asks first is the one that it is for
+            trio.lowlevel.spawn_system_task(
+                self._run, directory, listing, name="cachefs listing", context=context
+            )
 
     def missed(self, directory: Directory, listing: Listing) -> None:
         """A lookup went past it: the more of them, the likelier is it that the whole listing pays."""

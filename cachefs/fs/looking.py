@@ -25,6 +25,7 @@ from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, ChangeHook, Lister
 from cachefs.fs.pages import write_answer
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.ledger import about
 from cachefs.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Looker:
 
     async def look(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
         """What is believed, or else found out. Without `share`, a question about a file is asked anew."""
+        about(directory.prefix + name.decode("utf-8", "surrogateescape"))
         try:
             return await self._look(directory, name, share)
         except Unreachable:

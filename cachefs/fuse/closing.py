@@ -41,6 +41,10 @@ class Writers:
             if not self._count[inode]:
                 del self._count[inode]
 
+    def process(self, fh: int) -> int:
+        """Who opened it; 0 when that cannot be seen."""
+        return self._opened.get(fh, (0, 0))[1]
+
     def last(self, fh: int) -> bool:
         """Whether a descriptor of this handle that goes was its last one."""
         if fh not in self._opened:

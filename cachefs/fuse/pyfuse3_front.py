@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import logging
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from cachefs.fs import Attributes, Backing, FileSystem
 from cachefs.fuse import passed
 from cachefs.fuse.device import abort, end
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
+from cachefs.ledger import NAMES, Call
 from cachefs.metrics import Metrics
 from cachefs.mountinfo import mount_at
 
@@ -49,6 +51,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         self._mountpoint: Path | None = None  # what is to be unmounted
         self._number = ""  # major:minor of the connection, as long as it lives
         self._page = 32  # directory entries that fitted the kernel's last buffer
+        self._listing: dict[int, int] = {}  # open directories: which thread opened them
 
     # -- the front ---------------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         try:
             found = self._fs.lookup_now(parent_inode, name)
             if found is None:
-                with trio.fail_after(self._deadline_s):
+                with self._waits(ctx.pid, "lookup"):
                     found = await self._fs.lookup(parent_inode, name)
             attributes, ttl = found
             if attributes is not None:
@@ -135,7 +138,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         try:
             found = self._fs.attributes_now(inode)
             if found is None:
-                with trio.fail_after(self._deadline_s):
+                with self._waits(ctx.pid, "getattr"):
                     found = await self._fs.getattr(inode)
             return entry_of(*found)
         except Exception as exc:
@@ -164,15 +167,17 @@ class Pyfuse3Base(pyfuse3.Operations):
     async def opendir(self, inode: int, ctx: Any) -> int:
         self._metrics.fuse_opendir += 1
         try:
-            with trio.fail_after(self._deadline_s):
-                return await self._fs.opendir(inode)
+            with self._waits(ctx.pid, "opendir"):
+                dh = await self._fs.opendir(inode)
         except Exception as exc:
             self._fail("opendir", exc)
+        self._listing[dh] = ctx.pid
+        return dh
 
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
         self._metrics.fuse_readdir += 1
         try:
-            with trio.fail_after(self._deadline_s):
+            with self._waits(self._listing.get(fh, 0), "readdir"):
                 entries = await self._fs.readdir(fh, start_id, self._page + 4)
             fitted = 0
             for entry in entries:
@@ -186,6 +191,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         self._page = max(8, fitted) if fitted < len(entries) else min(1024, self._page + 16)
 
     async def releasedir(self, fh: int) -> None:
+        self._listing.pop(fh, None)
         try:
             self._fs.releasedir(fh)
         except Exception:
@@ -201,7 +207,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         try:
             opened = self._fs.open_now(inode, flags, ctx.pid)
             if opened is None:
-                with trio.fail_after(self._deadline_s):
+                with self._waits(ctx.pid, "open"):
                     opened = await self._fs.open(inode, flags, ctx.pid)
         except Exception as exc:
             self._fail("open", exc)
@@ -234,7 +240,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         if not name.startswith(OURS):
             raise pyfuse3.FUSEError(errno_of_foreign(name))
         try:
-            with trio.fail_after(self._deadline_s):
+            with self._waits(ctx.pid, "getxattr"):
                 return await self._fs.getxattr(inode, name)
         except Exception as exc:
             self._fail("getxattr", exc)
@@ -251,6 +257,15 @@ class Pyfuse3Base(pyfuse3.Operations):
 
     async def readlink(self, inode: int, ctx: Any) -> bytes:
         raise pyfuse3.FUSEError(errno.EINVAL)  # there are no symbolic links
+
+    @contextmanager
+    def _waits(self, thread: int, request: str) -> Iterator[None]:
+        """Around what cannot be answered at once, and is no read."""
+        with self._called(thread, NAMES, request), trio.fail_after(self._deadline_s):
+            yield
+
+    def _called(self, thread: int, on: str, request: str) -> Call:
+        return self._metrics.ledger.waits.call(thread, on, request)
 
     def _fail(self, operation: str, exc: Exception) -> NoReturn:
         if isinstance(exc, pyfuse3.FUSEError):

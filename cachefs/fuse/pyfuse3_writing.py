@@ -15,6 +15,7 @@ import pyfuse3
 from cachefs.fuse.closing import Writers
 from cachefs.fuse.kernel_writing import WRITING
 from cachefs.fuse.pyfuse3_front import Pyfuse3Base, entry_of
+from cachefs.ledger import NAMES, WRITES
 
 
 class WritablePyfuse3Front(Pyfuse3Base):
@@ -33,7 +34,8 @@ class WritablePyfuse3Front(Pyfuse3Base):
             return await super().open(inode, flags, ctx)
         self._metrics.fuse_open += 1
         try:
-            fh, keep, _ = await self._fs.open(inode, flags, ctx.pid)
+            with self._called(ctx.pid, NAMES, "open"):
+                fh, keep, _ = await self._fs.open(inode, flags, ctx.pid)
         except Exception as exc:
             self._fail("open", exc)
         self._writers.opened(fh, inode, ctx.pid)
@@ -44,9 +46,10 @@ class WritablePyfuse3Front(Pyfuse3Base):
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         self._metrics.fuse_create += 1
         try:
-            attributes, ttl, (fh, keep, _) = await self._fs.create(
-                parent_inode, name, flags, mode, ctx.pid, ctx.uid, ctx.gid
-            )
+            with self._called(ctx.pid, NAMES, "create"):
+                attributes, ttl, (fh, keep, _) = await self._fs.create(
+                    parent_inode, name, flags, mode, ctx.pid, ctx.uid, ctx.gid
+                )
         except Exception as exc:
             self._fail("create", exc)
         self._writers.opened(fh, attributes.ino, ctx.pid)
@@ -61,7 +64,8 @@ class WritablePyfuse3Front(Pyfuse3Base):
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self._metrics.fuse_write += 1
         try:
-            size: int = await self._fs.write(fh, off, buf)
+            with self._called(self._writers.process(fh), WRITES, "write"):
+                size: int = await self._fs.write(fh, off, buf)
         except Exception as exc:
             self._fail("write", exc)
         self._metrics.fuse_write_bytes += size
@@ -76,14 +80,16 @@ class WritablePyfuse3Front(Pyfuse3Base):
         self._metrics.fuse_flush += 1
         try:
             if self._writers.last(fh):
-                await self._fs.flush(fh)
+                with self._called(self._writers.process(fh), WRITES, "close"):
+                    await self._fs.flush(fh)
         except Exception as exc:
             self._fail("flush", exc)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         self._metrics.fuse_flush += 1
         try:
-            await self._fs.fsync(fh)
+            with self._called(self._writers.process(fh), WRITES, "fsync"):
+                await self._fs.fsync(fh)
         except Exception as exc:
             self._fail("fsync", exc)
 
@@ -96,28 +102,32 @@ class WritablePyfuse3Front(Pyfuse3Base):
         if not stat.S_ISREG(mode):
             raise pyfuse3.FUSEError(errno.EPERM)  # pipes, sockets, devices
         try:
-            return entry_of(*await self._fs.mknod(parent_inode, name, mode, ctx.pid, ctx.uid, ctx.gid))
+            with self._called(ctx.pid, NAMES, "mknod"):
+                return entry_of(*await self._fs.mknod(parent_inode, name, mode, ctx.pid, ctx.uid, ctx.gid))
         except Exception as exc:
             self._fail("mknod", exc)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         self._metrics.fuse_change += 1
         try:
-            return entry_of(*await self._fs.mkdir(parent_inode, name, mode, ctx.uid, ctx.gid))
+            with self._called(ctx.pid, NAMES, "mkdir"):
+                return entry_of(*await self._fs.mkdir(parent_inode, name, mode, ctx.uid, ctx.gid))
         except Exception as exc:
             self._fail("mkdir", exc)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Any) -> None:
         self._metrics.fuse_change += 1
         try:
-            await self._fs.unlink(parent_inode, name)
+            with self._called(ctx.pid, NAMES, "unlink"):
+                await self._fs.unlink(parent_inode, name)
         except Exception as exc:
             self._fail("unlink", exc)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Any) -> None:
         self._metrics.fuse_change += 1
         try:
-            await self._fs.rmdir(parent_inode, name)
+            with self._called(ctx.pid, NAMES, "rmdir"):
+                await self._fs.rmdir(parent_inode, name)
         except Exception as exc:
             self._fail("rmdir", exc)
 
@@ -132,7 +142,8 @@ class WritablePyfuse3Front(Pyfuse3Base):
     ) -> None:
         self._metrics.fuse_change += 1
         try:
-            await self._fs.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+            with self._called(ctx.pid, NAMES, "rename"):
+                await self._fs.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
         except Exception as exc:
             self._fail("rename", exc)
 
@@ -141,15 +152,16 @@ class WritablePyfuse3Front(Pyfuse3Base):
     ) -> pyfuse3.EntryAttributes:
         self._metrics.fuse_change += 1
         try:
-            found = await self._fs.setattr(
-                inode,
-                size=attr.st_size if fields.update_size else None,
-                mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
-                uid=attr.st_uid if fields.update_uid else None,
-                gid=attr.st_gid if fields.update_gid else None,
-                mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-                fh=fh,
-            )
+            with self._called(ctx.pid, NAMES, "setattr"):
+                found = await self._fs.setattr(
+                    inode,
+                    size=attr.st_size if fields.update_size else None,
+                    mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+                    uid=attr.st_uid if fields.update_uid else None,
+                    gid=attr.st_gid if fields.update_gid else None,
+                    mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+                    fh=fh,
+                )
         except Exception as exc:
             self._fail("setattr", exc)
         return entry_of(*found)

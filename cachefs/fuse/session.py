@@ -22,6 +22,7 @@ from cachefs.fuse import protocol, signals
 from cachefs.fuse.device import Device
 from cachefs.fuse.errno_table import GRACE_S, tell
 from cachefs.fuse.protocol import Op
+from cachefs.ledger import NAMES, WRITES, Call, current_call
 from cachefs.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,14 @@ kernel says nothing. Guessed."""
 
 _HEADER = protocol.IN_HEADER.size
 _REPLY = protocol.OUT_HEADER.size
+_CALLED: dict[int, tuple[str, str]] = {int(op): (NAMES, op.name.lower()) for op in Op} | {
+    Op.WRITE: (WRITES, "write"),
+    Op.FLUSH: (WRITES, "close"),
+    Op.FSYNC: (WRITES, "fsync"),
+    Op.FALLOCATE: (WRITES, "fallocate"),
+}
+"""What requests that wait are for the ledger. Reads say it themselves."""
+
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
@@ -61,14 +70,19 @@ class Malformed(ValueError):
 
 
 class _Waiting:
-    """A request that has to wait. Without a scope, it goes on when nobody waits for it any more."""
+    """A request that has to wait. Without a scope, it goes on when nobody waits for it any more. Reads have no call."""
 
-    __slots__ = ("interrupted", "scope", "thread")
+    __slots__ = ("call", "interrupted", "scope", "thread")
 
-    def __init__(self, thread: int, scope: trio.CancelScope | None) -> None:
+    def __init__(self, thread: int, scope: trio.CancelScope | None, call: Call | None) -> None:
         self.thread = thread
         self.scope = scope
+        self.call = call
         self.interrupted = False
+
+    def end(self) -> None:
+        if self.call is not None:
+            self.call.end()
 
 
 class Session:
@@ -180,7 +194,7 @@ class Session:
         """Find the answer in a task of its own; `patient`, however long that takes."""
         deadline = math.inf if patient else trio.current_time() + self._deadline_s
         scope = trio.CancelScope(deadline=deadline)
-        waiting = self._waiting[unique] = _Waiting(self._thread, scope)
+        waiting = self._waiting[unique] = _Waiting(self._thread, scope, self._call(opcode))
         self._nursery.start_soon(self._finish, unique, opcode, waiting, scope, answer, reply)
 
     def change(
@@ -192,8 +206,13 @@ class Session:
     ) -> None:
         """The same for what must not be left half done: a signal ends the wait, and the work goes on. It has no deadline, as
         each of its requests to the store has one. `reply` is called in any case, and finds out whether anybody listens."""
-        waiting = self._waiting[unique] = _Waiting(self._thread, None)
+        waiting = self._waiting[unique] = _Waiting(self._thread, None, self._call(opcode))
         self._nursery.start_soon(self._carry_out, unique, opcode, waiting, work, reply)
+
+    def _call(self, opcode: int) -> Call | None:
+        if opcode == Op.READ:
+            return None
+        return self._metrics.ledger.waits.call(self._thread, *_CALLED[opcode])
 
     async def _finish(
         self,
@@ -204,6 +223,7 @@ class Session:
         answer: Callable[[], Awaitable[T]],
         reply: Callable[[int, T], object],
     ) -> None:
+        current_call.set(waiting.call)
         try:
             with scope:
                 found = await answer()
@@ -217,6 +237,7 @@ class Session:
         except Exception as exc:
             self._fail(unique, opcode, exc)
         finally:
+            waiting.end()
             self._waiting.pop(unique, None)
             self._fewer.set()
 
@@ -228,6 +249,7 @@ class Session:
         work: Callable[[], Awaitable[T]],
         reply: Callable[[int, T], object],
     ) -> None:
+        current_call.set(waiting.call)
         try:
             reply(unique, await work())
         except Exception as exc:
@@ -236,6 +258,7 @@ class Session:
             else:
                 self._fail(unique, opcode, exc)
         finally:
+            waiting.end()
             self._waiting.pop(unique, None)
             self._fewer.set()
 
@@ -258,6 +281,7 @@ class Session:
         waiting = self._waiting[unique]
         if not waiting.interrupted and signals.ends(waiting.thread):
             waiting.interrupted = True
+            waiting.end()
             if waiting.scope is None:
                 self.error(unique, errno.EINTR)
             else:

@@ -35,7 +35,7 @@ from cachefs.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.ledger import Account
+from cachefs.ledger import Account, current_call
 from cachefs.metrics import Metrics
 from cachefs.names import ERRORS, OnOutage
 from cachefs.origin.bucket import RateLimit, Throughput
@@ -209,7 +209,7 @@ class Attempts:
         await (gate.enter(turn) if transfer is None else transfer.enter(gate, turn))
         sent_at = trio.current_time()
         setattr(metrics, counter, getattr(metrics, counter) + 1)
-        accounts = self._accounts(key, turn)
+        accounts = self._accounts(counter, key, turn)
         for account in accounts:
             account[counter] += 1
         if transfer is not None:
@@ -242,12 +242,14 @@ class Attempts:
                 gate.concurrency.finished(len(gate.line) > 0, trio.current_time())
             gate.leave(turn)
 
-    def _accounts(self, key: str, turn: Turn) -> list[Account]:
-        """Of the dataset, and of the process whose read it is for."""
+    def _accounts(self, counter: str, key: str, turn: Turn) -> list[Account]:
+        """Of the dataset, and of the process that it is for: what is fetched ahead is for none."""
         ledger = self._metrics.ledger
         accounts = [ledger.requests.account(self.prefix, key)]
-        if turn.thread:
-            accounts.append(ledger.waits.process(turn.thread).account)
+        call = None if counter == "origin_get" else current_call.get()
+        thread = turn.thread if call is None else call.thread
+        if thread:
+            accounts.append(ledger.waits.process(thread).account)
         return accounts
 
     async def _in_thread(self, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from cachefs.ledger import BUCKETS_S
+from cachefs.ledger import BUCKETS_S, READ_FROM
 from cachefs.metrics import SERIES, Metrics
 
 PREFIX = "cachefs_"
@@ -77,7 +77,7 @@ def _histogram(name: str, help: str, metrics: Metrics) -> Metric:
     waits = metrics.ledger.waits
     counts = list(accumulate(waits.buckets))
     bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
-    total = sum(waits.everybody.waited.values())
+    total = sum(waits.everybody.waited[on] for on in READ_FROM)
     return HistogramMetricFamily(name, help, buckets=list(zip(bounds, counts, strict=True)), sum_value=total)
 
 
@@ -179,6 +179,6 @@ def _ledger(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
     yield "dataset_requests", asked
     yield "dataset_bytes", moved
     totals = ledger.waits.totals()
-    yield "reads_waiting", [((), totals["waiting"])]
-    yield "read_blocked_seconds", [((), totals["blocked_s"])]
-    yield "read_waited_seconds", [((on,), seconds) for on, seconds in totals["waited_s"].items()]
+    yield "waiting", [((), totals["waiting"])]
+    yield "blocked_seconds", [((), totals["blocked_s"])]
+    yield "waited_seconds", [((on,), seconds) for on, seconds in totals["waited_s"].items()]

@@ -140,7 +140,7 @@ def test_waits_are_a_histogram() -> None:
 
     assert [bucket(le) for le in ("0.001", "0.01", "0.025", "60.0", "+Inf")] == [1, 1, 3, 3, 4]
     assert found["cachefs_read_wait_seconds_sum", frozenset()] == pytest.approx(100.0405)
-    assert found["cachefs_read_blocked_seconds_total", frozenset()] == pytest.approx(100.0405)
+    assert found["cachefs_blocked_seconds_total", frozenset()] == pytest.approx(100.0405)
 
 
 def test_the_table_speaks_of_everything_once() -> None:

@@ -11,7 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs import ledger
-from cachefs.ledger import DISK, OTHERS, PEER, STORE, Identity, Misses, Requests, Waits, identify
+from cachefs.ledger import (
+    DISK,
+    NAMES,
+    OTHERS,
+    PEER,
+    STORE,
+    WRITES,
+    Identity,
+    Misses,
+    Requests,
+    Waits,
+    about,
+    current_call,
+    identify,
+)
 from cachefs.names import ObjectId
 
 
@@ -47,7 +61,7 @@ def test_two_reads_of_one_process_at_once_block_it_once() -> None:
     [row] = table.processes()
     assert (row["pid"], row["reads"], row["bytes"], row["waiting"]) == (1, 2, 110, 0)
     assert row["blocked_s"] == 4
-    assert row["waited_s"] == {STORE: 3, PEER: 0, DISK: 2}
+    assert row["waited_s"] == {STORE: 3, PEER: 0, DISK: 2, NAMES: 0, WRITES: 0}
     assert table.totals()["blocked_s"] == 4
     assert [read["seconds"] for read in table.slowest()] == [3, 2]
 
@@ -61,8 +75,40 @@ def test_what_a_read_waits_for_may_change() -> None:
         clock.now += seconds
     assert table.waiting()[0]["on"] == DISK
     table.end(wait, 0)
-    assert table.totals()["waited_s"] == {PEER: 2, STORE: 5, DISK: 1}
+    assert table.totals()["waited_s"] == {PEER: 2, STORE: 5, DISK: 1, NAMES: 0, WRITES: 0}
     assert table.slowest()[0]["on"] == STORE
+
+
+def test_a_close_beside_a_read_blocks_its_process_once_and_says_of_which_file() -> None:
+    clock = Clock()
+    table = waits(clock)
+    wait = table.begin(10, version(), 0)
+    clock.now += 1
+    with table.call(11, WRITES, "close"):
+        about("ckpt")
+        clock.now += 1
+        table.end(wait, 5)
+        [row] = table.waiting()
+        assert (row["request"], row["on"], row["key"], row["pid"]) == ("close", WRITES, "ckpt", 1)
+        clock.now += 1
+    about("nobody's")  # nothing is answered here: forgotten
+    assert current_call.get() is None and table.waiting() == []
+    [row] = table.processes()
+    assert (row["blocked_s"], row["reads"], row["calls"], row["bytes"]) == (3, 1, 1, 5)
+    assert row["waited_s"] == {STORE: 0, PEER: 0, DISK: 2, NAMES: 0, WRITES: 2}
+    assert table.totals()["blocked_s"] == 3 and sum(table.buckets) == 1  # which are of reads
+
+
+def test_a_call_that_is_ended_early_is_ended_once() -> None:
+    clock = Clock()
+    table = waits(clock)
+    call = table.call(10, NAMES, "lookup")
+    clock.now += 1
+    call.end()  # who waited is gone; the work goes on
+    clock.now += 5
+    call.end()
+    [row] = table.processes()
+    assert (row["blocked_s"], row["calls"], row["waiting"]) == (1, 1, 0)
 
 
 def test_a_process_that_blocks_now_shows_the_time_so_far() -> None:

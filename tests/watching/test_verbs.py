@@ -107,7 +107,7 @@ def test_top_names_who_waits(daemon: Daemon) -> None:
     daemon.happens = [lambda: None, work]
     text = run("top", "-n", "1", "/").stdout
     assert re.search(r"python7\s+7\s", text) and re.search(
-        r"python9\s+9\s.*peer: val/\[bold\]9 \(0\.5 s\)", text
+        r"python9\s+9\s.*peer: read val/\[bold\]9 \(0\.5 s\)", text
     )
     assert "python8" not in text
     assert re.search(r"^train ", text, re.MULTILINE)
@@ -128,7 +128,7 @@ def test_stall_says_what_share_of_the_time(daemon: Daemon) -> None:
     assert (first["pid"], first["blocked_share"], first["waited_s"]) == (
         7,
         0.375,
-        {"store": 0, "peer": 3, "disk": 0},
+        {"store": 0, "peer": 3, "disk": 0, "names": 0, "writes": 0},
     )
     assert (second["pid"], second["reads"], second["bytes"]) == (8, 1, 1000)
     since = stalled(None, daemon.answer(), {7})
