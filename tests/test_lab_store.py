@@ -210,6 +210,7 @@ def test_start_after_and_limits(lab: LabStore, s3: Any, bucket: str) -> None:
     assert refused(s3.list_objects_v2, Bucket="none") == ("NoSuchBucket", 404)
 
 
+@pytest.mark.alone
 def test_a_million_keys_cost_nothing(lab: LabStore, s3: Any, bucket: str) -> None:
     began = time.monotonic()
     lab.synthesize(bucket, "many/", 1_000_000, 5000)
@@ -587,6 +588,7 @@ def test_a_store_that_lies(lab: LabStore, bucket: str) -> None:
     assert ask(lab, f"/{bucket}/k", headers={"If-Match": etag})[2] == b"truth"
 
 
+@pytest.mark.alone
 def test_slow(lab: LabStore, bucket: str) -> None:
     lab.put(bucket, "k", bytes(100_000))
     lab.fault("slow", rate=500_000, count=1)
@@ -595,6 +597,7 @@ def test_slow(lab: LabStore, bucket: str) -> None:
     assert 0.15 < time.monotonic() - began < 1
 
 
+@pytest.mark.alone
 def test_latency_and_bandwidth_change_live(lab: LabStore, bucket: str) -> None:
     data = content(9, 2_000_000)
     lab.put(bucket, "k", data)
@@ -611,6 +614,7 @@ def test_latency_and_bandwidth_change_live(lab: LabStore, bucket: str) -> None:
     assert 0.3 < time.monotonic() - began < 0.8
 
 
+@pytest.mark.alone
 def test_a_pipe_keeps_its_rate() -> None:
     pipe = Pipe(100e6)
     began = time.monotonic()
@@ -621,6 +625,7 @@ def test_a_pipe_keeps_its_rate() -> None:
     assert time.monotonic() - began == pytest.approx(0.5, rel=0.05)
 
 
+@pytest.mark.alone
 def test_bandwidth_is_shared_fairly(lab: LabStore, bucket: str) -> None:
     lab.put(bucket, "large", bytes(20_000_000))
     lab.put(bucket, "small", bytes(131_072))

@@ -39,6 +39,7 @@ START = """
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("stop", ["clean", "killed"])
 @in_trio
 async def test_restart_with_a_million_blocks_reads_within_a_second(cache_dir: Path, stop: str) -> None:

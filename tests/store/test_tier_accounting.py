@@ -318,13 +318,13 @@ async def test_saving_ram_keeps_its_deadline(cache_dir: Path, monkeypatch: pytes
         real = os.sendfile
 
         def slow(*args: int) -> int:
-            time.sleep(0.1)
+            time.sleep(0.4)
             return real(*args)
 
         monkeypatch.setattr(os, "sendfile", slow)
         started = time.monotonic()
         await lab.aclose(0.2)
-        assert time.monotonic() - started < 0.7
+        assert time.monotonic() - started < 2.5  # all twelve would take twice that
 
 
 @in_trio
