@@ -28,7 +28,7 @@ import cachefs
 from cachefs import cachedir, control, mounting
 from cachefs.config import Config, control_path
 from cachefs.database import Database
-from cachefs.errors import CachefsError, ConfigError, MountError
+from cachefs.errors import CachefsError, ConfigError, MountError, OriginFailed
 from cachefs.explaining import Explainer
 from cachefs.fetch import Fetcher
 from cachefs.fetch.serving import Serving
@@ -123,6 +123,7 @@ class Daemon:
         self._notifier = Notifier()
         self._started = time.time()
         self._origins: list[Origin] = []
+        self._absent: dict[Origin, OriginFailed] = {}
         self._tuning: list[str] = []
         self._stopped_by = "umount"
         self._prefetcher: Prefetcher | None = None
@@ -188,7 +189,22 @@ class Daemon:
         self._store.datasets.mounted((o.source, o.prefix) for o in self._origins)
         async with trio.open_nursery() as nursery:
             for origin in self._origins:
-                nursery.start_soon(origin.check)
+                nursery.start_soon(self._check, origin)
+
+    async def _check(self, origin: Origin) -> None:
+        try:
+            await origin.check()
+        except OriginFailed as exc:  # it refuses nothing: it does not answer
+            if not self._config.on_outage.stale:
+                raise
+            self._absent[origin] = exc
+
+    def _do_without(self) -> None:
+        """Of stores that do not answer, what is known from earlier is shown, if anything is. Raises `OriginFailed`."""
+        for origin, exc in self._absent.items():
+            if not self._fs.survey.knows(origin):
+                raise exc
+            log.warning("%s; what is known of it from earlier is shown", exc)
 
     async def _open_peers(self) -> None:
         chosen = settings(self._config)
@@ -256,6 +272,7 @@ class Daemon:
             self._metrics,
             writer=None if uploading is None else uploading.uploads,
         )
+        self._do_without()
         await self._fs.recover()
         if uploading is not None:  # not before: what an earlier run has left has to have its names first
             lasting.start_soon(self._keep, uploading.uploads.run, "uploading")

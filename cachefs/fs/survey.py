@@ -58,6 +58,11 @@ class Survey:
 
     # -- from what is written ----------------------------------------------------------------------
 
+    def knows(self, origin: Origin) -> bool:
+        """Whether anything is written down of what is mounted of a store."""
+        tops = (top for top in self._tree.tops() if top.origin is origin)
+        return any(top.complete or self._tree.scan(top, b"", 1) for top in tops)
+
     def known(self, path: str) -> tuple[Origin, ObjectId] | None:
         """The file at `path` as it is written down; None when it is not."""
         directory = self._tree.root

@@ -14,7 +14,7 @@ import pytest
 
 from bench.lab.client import LabStore
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
-from tests.mount.mounts import Mount, eventually, processes_with, state_of
+from tests.mount.mounts import Mount, eventually, mounts_at, processes_with, state_of
 from tests.mount.test_faults import OUTAGE, md5, read
 
 pytestmark = ONE_FRONT
@@ -120,3 +120,53 @@ def test_a_reader_may_wait_for_the_store(mounted: Mounted, bucket: Bucket, lab: 
         status = os.waitpid(pid, 0)[1]
     assert os.waitstatus_to_exitcode(status) == 0
     assert len(said(mount)) == 2
+
+
+@pytest.mark.parametrize("ended", ["stopped", "killed"])
+def test_a_mount_starts_without_its_store_and_shows_what_it_knows(
+    mounted: Mounted, bucket: Bucket, lab: LabStore, ended: str
+) -> None:
+    cached = {f"d/cached{n}": bucket.put(f"d/cached{n}", MIB) for n in range(4)}
+    cold = bucket.put("e/cold", 2 * MIB)
+    mount = start(mounted, bucket, "serve-stale")
+    mount.allowed.append("what is known of it from earlier is shown")
+    for name, data in cached.items():
+        assert (mount.path / name).read_bytes() == data
+    listed = sorted(os.listdir(mount.path / "d"))
+    assert (mount.path / "e/cold").stat().st_size == len(cold)
+    mount.settled()
+    if ended == "stopped":
+        mount.stop()
+    else:
+        time.sleep(1.5)  # the index is written once a second
+        mount.kill()
+    with stopped(lab):
+        mount.start()
+        for name, data in cached.items():
+            assert (mount.path / name).read_bytes() == data
+        assert sorted(os.listdir(mount.path / "d")) == listed
+        number, took = timed(lambda: (mount.path / "e/cold").read_bytes())
+        assert number == errno.EIO and took < TIMEOUT_S + SLACK_S
+        assert "what is known of it from earlier is shown" in mount.log()
+    eventually(lambda: not warned(mount), "the store is back")
+    outcome = read(mount.path / "e/cold")
+    assert (outcome.errno, outcome.md5) == (0, md5(cold))
+
+
+@pytest.mark.parametrize("how", ["serve-stale", "eio"])
+def test_what_knows_nothing_or_believes_nothing_is_not_mounted_without_its_store(
+    mounted: Mounted, bucket: Bucket, lab: LabStore, how: str
+) -> None:
+    bucket.put("file", 1)
+    mount = mounted(bucket, start=False, timeout=TIMEOUT_S, on_outage=how)
+    mount.allowed += [*OUTAGE, "ERROR"]
+    if how == "eio":
+        mount.start()
+        assert (mount.path / "file").read_bytes()
+        mount.stop()
+    with stopped(lab):
+        done = mount.try_start()
+    assert done.returncode == 1 and "has not answered for" in done.stderr
+    assert not mounts_at(mount.path)
+    mount.start()
+    assert (mount.path / "file").read_bytes()
