@@ -153,19 +153,19 @@ class Overlay:
         assert node.draft is not None
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
-                node.stable, node.row = await self._pinned(node, node.directory, node.name)
+                node.stable, node.row = self._pinned(node, node.directory, node.name)
                 self._held(node)
         self.on_change()
         self._files.turn(self.number(node), self.version(node))
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
 
-    async def _pinned(self, node: Node, directory: Directory, name: bytes) -> tuple[int, Row]:
+    def _pinned(self, node: Node, directory: Directory, name: bytes) -> tuple[int, Row]:
+        """Not in a thread: who holds `Tree.writing` has the database to himself, and it is not synced. Measured: 40 µs, of
+        which a thread's turn takes several times as much."""
         assert node.draft is not None
         etag, mtime_ns = DRAFT_ETAG + node.draft.id, node.draft.mtime_ns
-        return await trio.to_thread.run_sync(
-            pin, self._tree.database, directory, name, mtime_ns, etag, self._tree.moved
-        )
+        return pin(self._tree.database, directory, name, mtime_ns, etag, self._tree.moved)
 
     def _held(self, node: Node) -> None:
         node.held = True
@@ -303,7 +303,7 @@ class Overlay:
         place, stable, ino = (node.directory, node.name), node.stable, self.number(node)
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
-                node.stable, node.row = await self._pinned(node, directory, name)
+                node.stable, node.row = self._pinned(node, directory, name)
                 self._let_go(node)
                 del self._places[place[0].number, place[1]]
                 self._give_up(directory, name)

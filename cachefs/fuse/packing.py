@@ -30,10 +30,10 @@ def attr(attributes: Attributes) -> tuple[int, ...]:
     )
 
 
-def entry_of(attributes: Attributes, ttl: float) -> tuple[int, ...]:
-    whole = int(ttl)
-    rest = int((ttl - whole) * 1e9)
-    return (attributes.ino, 0, whole, whole, rest, rest, *attr(attributes))
+def entry_of(attributes: Attributes, ttl: float, least: float = 0.0) -> tuple[int, ...]:
+    """For `ttl` seconds the name leads there; the attributes hold as long, and `least` seconds."""
+    name, attrs = divmod(int(ttl * 1e9), 10**9), divmod(int(max(ttl, least) * 1e9), 10**9)
+    return (attributes.ino, 0, name[0], attrs[0], name[1], attrs[1], *attr(attributes))
 
 
 def dirent(entry: Entry) -> bytes:

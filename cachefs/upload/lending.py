@@ -60,6 +60,7 @@ class Lending:
             if draft.adopted:
                 return None  # the file is the cache's
             if draft.loan is None:
+                await draft.file.land()
                 draft.loan = self._told(draft)
             if draft.loan is not None:
                 draft.begin_lending()

@@ -17,7 +17,7 @@ from typing import Protocol
 import trio
 
 from cachefs.errors import CachefsError, NoSuchUpload, OriginFailed
-from cachefs.origin import FileRange, ObjectInfo, Origin, Part, Turn, Upload
+from cachefs.origin import ObjectInfo, Origin, Part, Turn, Upload
 from cachefs.origin.writes import each
 from cachefs.upload.parts import Parts, Piece
 from cachefs.upload.staging import StagingFile
@@ -157,9 +157,9 @@ class Sender:
         small = size <= PUT_BYTES or not self.origin.limits.most_parts
         if small and self.upload is None and not parts.under_way:
             self.final = True
-            with self._turn() as turn, self.file.used() as fd:
+            with self._turn() as turn, self.file.used():
                 return await self.origin.put(
-                    *(self.key, FileRange(fd), size),
+                    *(self.key, self.file.source(), size),
                     if_match=terms.if_match,
                     if_absent=terms.if_absent,
                     stamp=terms.stamp,
@@ -195,8 +195,8 @@ class Sender:
         try:
             async with self._slots:
                 upload = await self._open_upload()
-                with self._turn() as turn, self.file.used() as fd:
-                    length = piece.stop - piece.start
+                with self._turn() as turn, self.file.used():
+                    fd, length = self.file.fd, piece.stop - piece.start
                     found = self._found.pop(piece.number, None) if self._found else None
                     if found is None or not await trio.to_thread.run_sync(
                         same, found, fd, piece.start, length

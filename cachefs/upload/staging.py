@@ -2,6 +2,10 @@
 
 Bytes are moved in worker threads, because the kernel makes who writes faster than the disk wait. A file is open as
 long as somebody uses it; thousands may wait for their upload with none open.
+
+A small one may lie in memory as long as nobody was promised that it is on the disk (`Memory`): written, sent and closed, it
+has cost no thread a turn. It *lands* on the disk when it grows, when it is to survive this process, and when the cache takes
+it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from cachefs.errors import CachefsError, CacheUnusable, NoRoom
+from cachefs.origin import FileRange, InMemory, Source
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -29,6 +34,13 @@ THREADS = 16
 
 COPIED = 64 << 20
 """Bytes of one call when a file is copied. Guessed: short enough to be cancelled between two."""
+
+HELD = 64 << 10
+"""The largest file that stays in memory. Borrowed from the size of writes that are copied anyway; derived: the copies that a
+few changes of it cost take less than the turns of threads that they save."""
+
+HELD_ALTOGETHER = 32 << 20
+"""By all files. Guessed: five hundred of the largest, and of those that are open or on their way only."""
 
 LONG_AGO_NS = 10**9
 """The time of a file that nobody has written since it was lent. Clocks of file systems tick in milliseconds, or seconds, so
@@ -44,36 +56,42 @@ class Shape(NamedTuple):
     mtime_ns: int
 
 
-class StagingFile:
-    """One file. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `lent` is written by
-    others, and open for reading only here: then `written` says whether they still are at it."""
+class Memory:
+    """What is left of it for small files."""
 
-    def __init__(self, path: Path, threads: trio.CapacityLimiter) -> None:
+    def __init__(self, most: int = HELD_ALTOGETHER) -> None:
+        self.left = most
+
+
+class StagingFile:
+    """One file: a new one, empty, if there is `memory` for it, else the one that lies there. Raises `NoRoom` when the disk
+    is full, `CacheUnusable` when it fails. One that is `lent` is written by others, and open for reading only here: then
+    `written` says whether they still are at it."""
+
+    def __init__(self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None) -> None:
         self.path = path
         self._threads = threads
         self.lent = False
         self._fd = -1
         self._writes = True  # what the descriptor is for
         self._users = 0
-
-    def create(self) -> None:
-        """Make it, empty, with one user. Blocking."""
-        with self._translated():
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._users = 1
+        self._memory = memory or Memory(0)
+        self._held = None if memory is None else bytearray()  # all of it, until it lands
+        self._landing = trio.Lock()
+        self._removed = False
 
     @contextmanager
-    def used(self) -> Iterator[int]:
-        """The descriptor, open until this ends."""
+    def used(self) -> Iterator[None]:
+        """There is a user more until this ends."""
         self.take()
         try:
-            yield self._fd
+            yield
         finally:
             self.give_back()
 
     def take(self) -> None:
         """One user more."""
-        if self._fd < 0:
+        if self._fd < 0 and self._held is None:
             with self._translated():
                 self._fd = os.open(self.path, (os.O_RDONLY if self.lent else os.O_RDWR) | os.O_CLOEXEC)
                 self._writes = not self.lent
@@ -81,23 +99,62 @@ class StagingFile:
 
     def give_back(self) -> None:
         self._users -= 1
-        if not self._users:
+        if self._users:
+            return
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        elif self._removed:
+            self._let_go()
 
     @property
     def fd(self) -> int:
-        """The descriptor, for who is a user."""
+        """The descriptor, for who is a user of one that has landed, as those have that were larger than `HELD`."""
+        assert self._held is None
         return self._fd
+
+    def source(self) -> Source:
+        """What it holds now, for who is a user and sends it."""
+        return FileRange(self._fd) if self._held is None else InMemory(bytes(self._held))
+
+    async def land(self) -> None:
+        """It is a file from now on, for who is a user."""
+        async with self._landing:
+            if self._held is None:
+                return
+            with self._translated():
+                self._fd = await self._in_thread(partial(_written_file, self.path, bytes(self._held)))
+            self._let_go()
+            if self._removed:  # meanwhile, or before
+                self.path.unlink(missing_ok=True)
+
+    def _let_go(self) -> None:
+        self._memory.left += len(self._held or b"")
+        self._held = None
+
+    def _keep(self, size: int) -> bytearray | None:
+        """What is in memory, of a file that is to have `size` bytes; None: it has to land, or has."""
+        held = self._held
+        if held is None or size > HELD or self._landing.locked():
+            return None
+        more = size - len(held)
+        if more > self._memory.left:
+            return None
+        self._memory.left -= more
+        if more > 0:
+            held.extend(bytes(more))
+        else:
+            del held[size:]
+        return held
 
     @contextmanager
     def _written_to(self) -> Iterator[int]:
         """A descriptor to write to, until this ends."""
-        with self.used() as fd:
+        with self.used():
             if self._writes:
-                yield fd
+                yield self._fd
                 return
-            fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 yield fd
             finally:
@@ -127,17 +184,23 @@ class StagingFile:
 
     def written(self) -> bool:
         """Whether somebody has it open, or mapped, for writing."""
-        with self.used() as fd:
-            return not _leased(fd, otherwise=True)
+        with self.used():
+            return not _leased(self._fd, otherwise=True)
 
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """The name goes; who uses the file keeps it."""
-        self.path.unlink(missing_ok=True)
+        self._removed = True
+        if self._held is None:
+            self.path.unlink(missing_ok=True)
+        elif not self._users:
+            self._let_go()
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
         """The bytes, if that takes no waiting."""
+        if self._held is not None:
+            return bytes(self._held[offset : offset + size])
         data = bytearray(size)
         try:
             if os.preadv(self._fd, [data], offset, os.RWF_NOWAIT) != size:
@@ -147,33 +210,46 @@ class StagingFile:
         return data
 
     async def read(self, offset: int, size: int) -> bytes:
-        with self.used() as fd, self._translated():
-            return await self._in_thread(lambda: os.pread(fd, size, offset))
+        if self._held is not None:
+            return bytes(self._held[offset : offset + size])
+        with self.used(), self._translated():
+            return await self._in_thread(lambda: os.pread(self._fd, size, offset))
 
     async def write(self, offset: int, data: Buffer) -> None:
         """All of it, or an error after any part of it."""
-        with self._translated(), self._written_to() as fd:
-            await self._in_thread(lambda: _write(fd, offset, data))
+        end = offset + len(data)
+        if (held := self._keep(max(len(self._held or b""), end))) is not None:
+            held[offset:end] = data
+            return
+        await self._on_disk(lambda fd: _write(fd, offset, data))
 
     async def truncate(self, size: int) -> None:
-        with self._translated(), self._written_to() as fd:
-            await self._in_thread(lambda: os.ftruncate(fd, size))
+        if self._keep(size) is None:
+            await self._on_disk(lambda fd: os.ftruncate(fd, size))
 
     async def allocate(self, offset: int, length: int) -> None:
-        with self._translated(), self._written_to() as fd:
-            await self._in_thread(lambda: os.posix_fallocate(fd, offset, length))
+        await self._on_disk(lambda fd: os.posix_fallocate(fd, offset, length))
 
     async def sync(self) -> None:
         """The bytes are on the disk. Its name may not be: `sync_names`."""
-        with self.used() as fd, self._translated():
-            await self._in_thread(lambda: os.fdatasync(fd))
+        with self.used(), self._translated():
+            await self.land()
+            await self._in_thread(lambda: os.fdatasync(self._fd))
 
     async def copy_to(self, other: StagingFile, size: int) -> None:
         """The first `size` bytes, without their coming through here."""
-        with self.used() as source, other.used() as sink, self._translated():
+        with self.used(), other.used(), self._translated():
+            await self.land()
+            await other.land()
             at = 0
             while at < size:
-                at += await self._in_thread(partial(_copy, source, sink, at, min(COPIED, size - at)))
+                at += await self._in_thread(partial(_copy, self._fd, other._fd, at, min(COPIED, size - at)))
+
+    async def _on_disk(self, change: Callable[[int], object]) -> None:
+        with self.used(), self._translated():
+            await self.land()
+            with self._written_to() as fd:
+                await self._in_thread(lambda: change(fd))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(call, limiter=self._threads)
@@ -238,6 +314,18 @@ def translated(exc: OSError, directory: Path) -> CachefsError:
     if exc.errno in FULL:
         return NoRoom(f"the disk of {directory} is full")
     return CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}")
+
+
+def _written_file(path: Path, data: bytes) -> int:
+    """A new file that holds `data`, open; on an error there is none."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _write(fd, 0, data)
+    except OSError:
+        os.close(fd)
+        path.unlink()
+        raise
+    return fd
 
 
 def _write(fd: int, offset: int, data: Buffer) -> None:

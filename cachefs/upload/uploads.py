@@ -36,7 +36,7 @@ from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Terms
-from cachefs.upload.staging import THREADS, Buffer, StagingFile, prepare, sync_names
+from cachefs.upload.staging import THREADS, Buffer, Memory, StagingFile, prepare, sync_names
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class Uploads:
         self._conditional = on_conflict == "fail"
         self._now_ns = now_ns
         self._threads = trio.CapacityLimiter(THREADS)
+        self._memory = Memory()
         prepare(staging_dir)
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self._records = Records(self.journal, list(origins))
@@ -134,15 +135,13 @@ class Uploads:
             mtime_ns=self._now_ns() if mtime_ns is None else mtime_ns,
             attrs=attrs or {},
         )
-        await trio.to_thread.run_sync(draft.file.create, limiter=self._threads)
         try:
             if base is not None and count:
-                await self._fill(draft, base, count)
+                with draft.file.used():
+                    await self._fill(draft, base, count)
         except BaseException:
             draft.file.remove()
             raise
-        finally:
-            draft.file.give_back()
         self._drafts[name] = draft
         return draft
 
@@ -286,14 +285,11 @@ class Uploads:
 
     async def renew(self, draft: Draft) -> StagingFile:
         file = self._file(f"{draft.id}.{next(self._numbers)}")
-        await trio.to_thread.run_sync(file.create, limiter=self._threads)
         try:
             await draft.file.copy_to(file, draft.size)
         except BaseException:
             file.remove()
             raise
-        finally:
-            file.give_back()
         return file
 
     async def keep(self, draft: Draft) -> None:
@@ -377,7 +373,11 @@ class Uploads:
         with draft.file.used():
             version = info.version(draft.origin.source)
             try:
+                await draft.file.land()
                 return await self._store.adopt(version, draft.file.path)
+            except CachefsError as exc:
+                log.info("%s is not kept here: %s", draft.origin.name(draft.key), exc)
+                return False
             except Exception:
                 log.exception("the cache failed to take %s", draft.origin.name(draft.key))
                 return False
@@ -478,7 +478,8 @@ class Uploads:
         return {"writeback": self._writeback, **status.of(self.pending(), self._now_ns())}
 
     def _file(self, name: str) -> StagingFile:
-        return StagingFile(self._staging / name, self._threads)
+        """A new one."""
+        return StagingFile(self._staging / name, self._threads, self._memory)
 
     async def _fill(self, draft: Draft, base: ObjectId, count: int) -> None:
         at = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from cachefs import errors
 from cachefs.fs import Attributes
 from cachefs.fuse import kernel_writing, protocol, session
 from cachefs.fuse.device import MAX_WRITE
+from cachefs.fuse.kernel_writing import NEW_S
 from cachefs.fuse.protocol import Op, Opened, Setattr
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
@@ -297,6 +300,19 @@ async def test_writers_are_told_of_closes_and_readers_are_not(keep: bool) -> Non
         )
         made = await asking.ask(Op.CREATE, DIRECTORY, create_in(b"f"))
         assert int.from_bytes(made.body[ENTRY_BYTES + 8 : ENTRY_BYTES + 12], "little") == kept
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(0, NEW_S), (1, 0.0)])
+async def test_a_new_file_needs_not_be_asked_about_at_once(size: int, wanted: float) -> None:
+    class Fresh(Noted):
+        async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, bool, int]]:
+            return replace(NEW, size=size), 0.0, (9, False, 0)
+
+    async with writing(Fresh()) as asking:
+        made = await asking.ask(Op.CREATE, DIRECTORY, create_in(b"f"))
+        _, _, name, attributes, name_ns, attributes_ns = struct.unpack_from("=QQQQII", made.body)
+        assert (name, name_ns) == (0, 0), "others may come to it by another number"
+        assert attributes + attributes_ns / 1e9 == wanted
 
 
 async def test_counters() -> None:

@@ -83,6 +83,23 @@ class TestContent:
         assert not {"origin_upload", "origin_put_part", "origin_delete", "origin_copy"} & counts.keys()
         assert (place.path / "f").read_bytes() == b"bytes"
 
+    def test_what_a_small_file_takes(self, place: Place, front: str) -> None:
+        """One request, and of messages none that the kernel does not insist on."""
+        (place.path / "first").write_bytes(b"x")
+        with place.mount.counting() as grown:
+            for number in range(20):
+                (place.path / f"{number}").write_bytes(b"x" * 10_000)
+        took = {name: count / 20 for name, count in grown.items() if count >= 20 or name.startswith("origin")}
+        assert {name: took[name] for name in took if name.startswith("origin")} == {
+            "origin_put": 1,
+            "origin_bytes_sent": 10_000,
+        }
+        once = {"fuse_lookup", "fuse_create", "fuse_write", "fuse_flush", "fuse_release"}
+        assert {name: took[name] for name in once} == dict.fromkeys(once, 1)
+        if front == "kernel":
+            # The directory's, which is another one with each name.
+            assert took["fuse_getattr"] == 1
+
     def test_a_large_file_goes_in_parts_and_is_read_back_from_here(self, place: Place) -> None:
         data = content("large", 20 * MIB + 17)
         with place.mount.counting() as counts:

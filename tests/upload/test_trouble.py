@@ -57,6 +57,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 async def test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else(tmp_path: Path, disk: Disk) -> None:
     async with desk(tmp_path) as d:
         good, bad = await d.create("good", b"1" * 100), await d.create("bad", b"2" * 100)
+        await bad.file.land()
         disk.fill(bad.file.path)
         with pytest.raises(NoRoom):
             await bad.write(50, b"3" * 100)

@@ -36,7 +36,8 @@ class Fetcher:
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
-        self._pools: dict[str, Any] = {}
+        self._pools: dict[str, Any] = {}  # by proxy
+        self._ways: dict[tuple[str, str], Any] = {}  # by scheme and host
 
     def get(self, url: str, headers: Mapping[str, str]) -> Reply:
         """The reply, whatever its status; `Transient` when there is none."""
@@ -96,14 +97,23 @@ class Fetcher:
         return reply
 
     def _pool(self, url: str) -> Any:
+        """The connections to a host. The environment's proxies are looked up once: that takes as long as a small request
+        takes to be signed."""
+        parts = urlsplit(url)
+        where = parts.scheme, parts.hostname or ""
+        found = self._ways.get(where)
+        if found is None:
+            found = self._ways[where] = self._manager(*where)
+        return found
+
+    def _manager(self, scheme: str, host: str) -> Any:
         import urllib3
 
-        parts = urlsplit(url)
-        proxy = urllib.request.getproxies().get(parts.scheme, "")
-        if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
+        proxy = urllib.request.getproxies().get(scheme, "")
+        if proxy and urllib.request.proxy_bypass(host):
             proxy = ""
         if proxy not in self._pools:
-            if parts.scheme == "https":
+            if scheme == "https":
                 authorities()  # urllib3 would not say which file it cannot read
             settings: dict[str, Any] = {
                 "maxsize": 64,  # connections kept: as many parts of files as are written at once

@@ -1,0 +1,165 @@
+"""Small files wait in memory for what becomes of them: the disk sees one when it has to, and never half of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.errors import NoRoom, OriginFailed
+from cachefs.upload import staging
+from cachefs.upload.staging import HELD
+from tests.upload.scripted import ScriptedStore, desk, in_trio
+
+
+class Turns:
+    """Counts what threads are asked to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        run_sync = trio.to_thread.run_sync
+
+        async def counted(*args: Any, **how: Any) -> Any:
+            self.count += 1
+            return await run_sync(*args, **how)
+
+        monkeypatch.setattr(trio.to_thread, "run_sync", counted)
+
+
+@in_trio
+async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path) as d:
+        turns = Turns(monkeypatch)
+        draft = await d.create("k", b"1" * 10_000)
+        assert await draft.read(0, 20_000) == draft.read_now(0, 20_000) == b"1" * 10_000
+        await d.uploads.commit(draft)
+        assert d.files() == [] and turns.count == 0, "but for the request, which is the store's"
+        assert d.store.counts == {"put": 1} and d.store.content("k") == b"1" * 10_000
+        d.uploads.release(draft)
+        await d.quiet()
+        assert turns.count == 1 and list(d.cache.adopted.values()) == [b"1" * 10_000]
+        assert d.files() == [] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+
+
+@in_trio
+async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"1" * HELD)
+        await draft.truncate(HELD // 2)
+        await draft.write(HELD - 1, b"2")
+        assert d.files() == []
+        await draft.append(b"3")
+        assert d.files() == [draft.id] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+        await draft.truncate(10)
+        await draft.append(b"4")
+        assert await draft.read(0, 100) == b"1" * 10 + b"4"
+        await d.close(draft)
+        assert d.store.content("k") == b"1" * 10 + b"4"
+
+
+@in_trio
+async def test_all_together_take_no_more_memory_than_they_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path) as d:
+        d.uploads._memory.left = 2500
+        drafts = [await d.create(str(n), b"1" * 1000) for n in range(4)]
+        assert d.files() == sorted([drafts[2].id, drafts[3].id]) and d.uploads._memory.left == 500
+        await drafts[0].truncate(0)
+        await drafts[1].append(b"2" * 1500)
+        assert len(d.files()) == 2 and d.uploads._memory.left == 0
+        for draft in drafts:
+            await d.close(draft)
+        await d.quiet()
+        assert d.uploads._memory.left == 2500 and d.files() == []
+        assert d.store.content("1") == b"1" * 1000 + b"2" * 1500
+
+
+@in_trio
+async def test_one_that_was_removed_leaves_no_file_however_it_grows(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"1" * 10)
+        await d.uploads.discard(draft)
+        assert await draft.read(0, 10) == b"1" * 10
+        await draft.append(b"2" * HELD)
+        assert await draft.read(0, 2 * HELD) == b"1" * 10 + b"2" * HELD
+        assert d.files() == []
+        d.uploads.release(draft)
+        other = await d.create("l", b"1" * 10)
+        await d.uploads.discard(other)
+        d.uploads.release(other)
+        assert d.uploads._memory.left == staging.HELD_ALTOGETHER and d.store.objects == {}
+
+
+@in_trio
+async def test_what_is_written_while_it_lands_is_there_afterwards(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.create("k", b"1" * 1000)
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(d.uploads.commit, draft)
+            for at in range(0, 1000, 100):
+                nursery.start_soon(draft.write, at, b"2" * 50)
+                nursery.start_soon(draft.read, 0, 1000)
+        assert await draft.read(0, 2000) == (b"2" * 50 + b"1" * 50) * 10
+        assert draft.file.path.read_bytes() == (b"2" * 50 + b"1" * 50) * 10
+        d.uploads.release(draft)
+
+
+@in_trio
+async def test_one_whose_upload_failed_is_on_the_disk_before_its_writer_hears_of_it(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store) as d:
+        store.fail("put", lambda: OriginFailed("no"))
+        draft = await d.create("k", b"1" * 1000)
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        assert draft.acknowledged and draft.file.path.read_bytes() == b"1" * 1000
+    async with desk(tmp_path, store) as d:
+        assert [draft.key for draft in d.uploads.pending()] == ["k"]
+
+
+@in_trio
+async def test_a_disk_without_room_for_it_keeps_it_from_the_cache_and_from_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with desk(tmp_path) as d:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "_written_file", full)
+            draft = await d.create("k", b"1" * 1000)
+            with pytest.raises(NoRoom):
+                await draft.append(b"2" * HELD)
+            assert draft.size == 1000
+            await d.close(draft)
+            await d.quiet()
+        assert d.store.content("k") == b"1" * 1000 and d.cache.adopted == {} and d.files() == []
+        assert d.settled == ["k"]
+
+
+@in_trio
+async def test_a_landing_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"1" * 1000)
+
+        def full(fd: int, data: Any, offset: int) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(NoRoom):
+                await draft.file.land()
+        assert d.files() == [] and draft.read_now(0, 10) == b"1" * 10
+        await draft.file.land()
+        assert draft.file.path.read_bytes() == b"1" * 1000
+        await d.close(draft)
