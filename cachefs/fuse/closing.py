@@ -5,6 +5,9 @@ that was forked meanwhile ends or becomes another program. A checkpoint must not
 training process started a subprocess. What the kernel does not say is whether other descriptors are left, so the one who
 opened the file is looked at: as long as it has one to write to the file, this was not its last close.
 
+A descriptor is told by its inode number and by its file system: numbers are hashes of paths, so the same path on two mounts
+has the same one.
+
 Wrong guesses are made in one direction: who cannot be seen (ended, or of another PID namespace) has no descriptor left, and
 a file that is open for writing more than once is brought to the store at every close.
 """
@@ -13,16 +16,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 
 _NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
-_FIELD = re.compile(rb"^(flags|ino):\s*(\d+)$", re.MULTILINE)
+_FIELD = re.compile(rb"^(flags|ino|mnt_id):\s*(\d+)$", re.MULTILINE)
 _TGID = re.compile(rb"^Tgid:\s*(\d+)$", re.MULTILINE)
 
 
 class Writers:
-    """The handles that are open for writing, and who opened them."""
+    """The handles that are open for writing, and who opened them. `device` is the "major:minor" of the mount; "" where that
+    is not known, and then any file system will do."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Callable[[], str] = lambda: "") -> None:
+        self._device = device
         self._opened: dict[int, tuple[int, int]] = {}  # handle → (inode, process)
         self._count: dict[int, int] = {}  # inode → handles
 
@@ -50,7 +56,7 @@ class Writers:
         if fh not in self._opened:
             return True
         inode, process = self._opened[fh]
-        return self._count[inode] > 1 or not _has_open(process, inode)
+        return self._count[inode] > 1 or not _has_open(process, inode, self._device())
 
 
 def _process_of(thread: int) -> int:
@@ -62,7 +68,7 @@ def _process_of(thread: int) -> int:
     return int(found[1]) if found else 0
 
 
-def _has_open(process: int, inode: int) -> bool:
+def _has_open(process: int, inode: int, device: str) -> bool:
     """Whether a process has a descriptor to write to an inode. Asks nothing of the mount itself."""
     if not process:
         return False
@@ -81,9 +87,25 @@ def _has_open(process: int, inode: int) -> bool:
         if (
             int(found.get(b"ino", 0)) == inode
             and int(found.get(b"flags", b"0"), 8) & os.O_ACCMODE != os.O_RDONLY
+            and (not device or _device_of(process, found.get(b"mnt_id", b"")) == device)
         ):
             return True
     return False
+
+
+def _device_of(process: int, mount: bytes) -> str:
+    """The "major:minor" of a mount that a process has a descriptor in; "" when it cannot be seen. A mount's number is the
+    same for everybody, so what a process cannot see of its own descriptor (behind chroot) is looked for here."""
+    for who in (process, "self"):
+        try:
+            with open(f"/proc/{who}/mountinfo", "rb") as table:
+                for line in table:
+                    number, _, device, *_ = line.split(b" ", 3)
+                    if number == mount:
+                        return device.decode()
+        except OSError:
+            continue
+    return ""
 
 
 def _read(path: str) -> bytes:

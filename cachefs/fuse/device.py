@@ -123,7 +123,7 @@ class Device:
         self._use(bytearray(self._request_bytes))
         self._mount = -1
         self._attached: Path | None = None
-        self._number = ""  # major:minor of the mount
+        self.number = ""  # major:minor of the mount; "" where the kernel does not say
         self._gone = False
 
     # -- coming and going --------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Device:
     def take(cls, fd: int, *, stack_depth: int, writable: bool = False) -> tuple[Device, Negotiated]:
         """The same over a descriptor that somebody else has mounted, and will unmount."""
         device = cls(fd, writable=writable)
-        device._number = passed.connection(fd)
+        device.number = passed.connection(fd)
         try:
             os.set_blocking(fd, False)
             return device, device._shake_hands(stack_depth)
@@ -199,26 +199,26 @@ class Device:
         os.close(self._mount)  # a descriptor of a mount is a user of it, too
         self._mount = -1
         mount = mount_at(mountpoint)  # fstat would ask us, who are here
-        self._number = mount.device if mount is not None else ""
+        self.number = mount.device if mount is not None else ""
 
     def close(self) -> None:
         """Unmount (whoever uses it) what was attached, and end the connection; who still waits gets ECONNABORTED."""
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None:
             mount = mount_at(mountpoint)
-            ours = mount is not None and mount.device == self._number
+            ours = mount is not None and mount.device == self.number
             if self._ended():
                 # Its number may be another mount's by now. One that is dead is ours: it was aborted, and is in the way.
                 if ours and _is_dead(mountpoint):
                     _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
-            elif ours or not self._number:
+            elif ours or not self.number:
                 # By force: a notification of ours may wait for a lock whose holder waits for us, and a descriptor that
                 # a thread is writing to does not end the connection when it is closed.
                 _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
             else:
-                abort(self._number)  # unmounted lazily, and still in use
-        elif self._number and self.fd >= 0 and not self._ended():
-            abort(self._number)  # a copy of the descriptor may be left somewhere, and nobody reads from it
+                abort(self.number)  # unmounted lazily, and still in use
+        elif self.number and self.fd >= 0 and not self._ended():
+            abort(self.number)  # a copy of the descriptor may be left somewhere, and nobody reads from it
         fds, self._mount, self.fd = (self._mount, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:

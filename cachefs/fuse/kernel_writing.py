@@ -53,7 +53,7 @@ class WritingHandlers:
         self._fs = fs
         self._metrics = metrics
         self._device = device
-        self._writers = Writers()
+        self._writers = Writers(lambda: device.number)
         self._turns: dict[int, tuple[trio.Lock, int]] = {}  # by directory: whose turn it is, how many want it
         self.handlers: dict[int, Handler] = {
             Op.CREATE: self._create,

@@ -25,7 +25,7 @@ class WritablePyfuse3Front(Pyfuse3Base):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._writers = Writers()
+        self._writers = Writers(lambda: self._number)
 
     # -- handles -----------------------------------------------------------------------------------
 

@@ -58,6 +58,20 @@ def test_another_file_does_not_count(file: tuple[int, int], tmp_path: Path) -> N
         assert writers.last(HANDLE)
 
 
+def test_a_file_of_another_file_system_with_the_same_number_does_not_count(file: tuple[int, int]) -> None:
+    """Numbers are hashes of paths: two mounts give the same one to the same path."""
+    fd, inode = file
+    here = os.fstat(fd).st_dev
+    table = Path("/proc/self/mountinfo").read_text().splitlines()
+    shown = f"{os.major(here)}:{os.minor(here)}"
+    if shown not in {line.split()[2] for line in table}:
+        pytest.skip("this file system has a device of its own for each volume")
+    for device, last in ((shown, False), ("999:9", True), ("", False)):
+        writers = Writers(lambda device=device: device)  # type: ignore[misc]
+        writers.opened(HANDLE, inode, os.getpid())
+        assert writers.last(HANDLE) is last
+
+
 def test_a_file_that_is_open_twice_is_brought_to_the_store_at_every_close(file: tuple[int, int]) -> None:
     _, inode = file
     writers = Writers()

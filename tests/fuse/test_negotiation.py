@@ -351,7 +351,7 @@ def test_closing_unmounts_what_is_ours(
             monkeypatch.setattr(os, "statvfs", not_connected)
         else:
             monkeypatch.setattr(os, "statvfs", lambda _: None)
-        pair.device._attached, pair.device._number = attached and Path(attached), number  # type: ignore[assignment]
+        pair.device._attached, pair.device.number = attached and Path(attached), number  # type: ignore[assignment]
         pair.device.close()
         pair.device.close()
         pair.device.take_back(1)  # too late, and no failure
