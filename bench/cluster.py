@@ -347,7 +347,7 @@ def _versions(cluster: Cluster, owner: Node, bucket: str, names: Sequence[str], 
 
 
 class _Dropped:
-    def write(self, data: memoryview | bytes) -> None:
+    def write_block(self, data: memoryview, checksum: int) -> None:
         pass
 
 

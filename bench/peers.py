@@ -125,7 +125,7 @@ def server(kind: str, size: int, host: str = "127.0.0.1") -> Iterator[Address]:
 
 
 class _Dropped:
-    def write(self, data: memoryview | bytes) -> None:
+    def write_block(self, data: memoryview, checksum: int) -> None:
         pass
 
 

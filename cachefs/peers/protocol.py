@@ -68,5 +68,5 @@ class Shares(Protocol):
 class Sink(Protocol):
     """Where bytes of one request go: called from worker threads, in order, never concurrently."""
 
-    def write(self, data: memoryview | bytes) -> None:
-        """Take the next bytes. May raise to stop the transfer (the reader is gone)."""
+    def write_block(self, data: memoryview, checksum: int) -> None:
+        """Take the next block; its bytes have this xxh3_64. May raise to stop the transfer (the reader is gone)."""

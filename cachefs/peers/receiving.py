@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections import deque
-from collections.abc import Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import trio
 import xxhash
@@ -33,6 +32,13 @@ SPARE_BUFFERS = 16
 """Kept between requests."""
 
 
+class Checked(NamedTuple):
+    """A block as it was received, valid until the next one is, and its checksum, which was compared."""
+
+    data: memoryview
+    checksum: int
+
+
 class Delivery:
     """A sink, behind a fence. Touched by whoever writes (a worker thread, or the trio task) and by the task (`close`).
 
@@ -47,14 +53,14 @@ class Delivery:
         self._writing = False
         self._closed = False
 
-    def write(self, data: memoryview) -> bool:
+    def write(self, block: Checked) -> bool:
         """False when there is no use in going on."""
         self._writing = True
         try:
             if self._closed:
                 return False
-            self._sink.write(data)
-            self.bytes += len(data)
+            self._sink.write_block(*block)
+            self.bytes += len(block.data)
         except Exception as exc:
             self.error = exc
             return False
@@ -112,17 +118,20 @@ class Receiver:
     ) -> None:
         buffer = _buffer(self._little, LITTLE + CHECKSUM.size + SEAL_BYTES)
         try:
-            for step in checked_blocks(connection, request, seals, memoryview(buffer)):
-                if isinstance(step, int):
+            view, check = memoryview(buffer), _check_bytes(seals)
+            for index in range(request.start_block, request.stop_block):
+                received = view[: request.length(index) + check]
+                for step in connection.read_into(received):
                     with trio.move_on_after(silence_s) as scope:
                         await ready(connection, step)
                     if scope.cancelled_caught:
                         raise connection.silent()
-                elif not sink_waits:
-                    delivery.write(step)
+                block = checked(connection, index, received, seals)
+                if not sink_waits:
+                    delivery.write(block)
                 else:
                     await trio.to_thread.run_sync(
-                        delivery.write, step, abandon_on_cancel=True, limiter=self._threads
+                        delivery.write, block, abandon_on_cancel=True, limiter=self._threads
                     )
                 if delivery.error is not None:
                     return
@@ -147,16 +156,17 @@ class Receiver:
                 return
             try:
                 buffer = _buffer(self._buffers, request.block_size + CHECKSUM.size + SEAL_BYTES)
-                for step in checked_blocks(connection, request, seals, memoryview(buffer)):
-                    if isinstance(step, int):
-                        connection.wait(step, silence_s)
-                    elif not delivery.write(step):
+                view, check = memoryview(buffer), _check_bytes(seals)
+                for block in range(request.start_block, request.stop_block):
+                    received = view[: request.length(block) + check]
+                    connection.fill(received)
+                    if not delivery.write(checked(connection, block, received, seals)):
                         return
                 self._buffers.append(buffer)  # but for one of a reply that failed
             finally:
                 connection.give_back()
 
-        connection.lend()
+        connection.lend(silence_s)
         try:
             await trio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=self._threads)
         finally:
@@ -176,21 +186,22 @@ def _buffer(spare: deque[bytearray], size: int) -> bytearray:
     return buffer if len(buffer) >= size else bytearray(size)
 
 
-def checked_blocks(
-    connection: Connection, request: BlockRequest, seals: Seals | None, view: memoryview
-) -> Iterator[int | memoryview]:
-    """Steps of receiving, and each block once it is whole and right; it is valid until the next step."""
-    check = CHECKSUM.size + (SEAL_BYTES if seals is not None else 0)
-    for block in range(request.start_block, request.stop_block):
-        length = request.length(block)
-        yield from connection.read_into(view[: length + check])
-        data, said = view[:length], bytes(view[length : length + check])
-        checksum = CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
-        if said[: CHECKSUM.size] != checksum:
-            raise PeerFailed("corrupt", f"{connection.address}: block {block} does not match its checksum")
-        if seals is not None and not hmac.compare_digest(seals.block(block, checksum), said[CHECKSUM.size :]):
-            raise PeerFailed("corrupt", f"{connection.address}: block {block} is not signed with our key")
-        yield data
+def _check_bytes(seals: Seals | None) -> int:
+    """What follows each block."""
+    return CHECKSUM.size + (SEAL_BYTES if seals is not None else 0)
+
+
+def checked(connection: Connection, block: int, received: memoryview, seals: Seals | None) -> Checked:
+    """What was received as a block, if it is right. Raises `PeerFailed`."""
+    length = len(received) - _check_bytes(seals)
+    data, said = received[:length], bytes(received[length:])
+    checksum = xxhash.xxh3_64_intdigest(data)
+    packed = CHECKSUM.pack(checksum)
+    if said[: CHECKSUM.size] != packed:
+        raise PeerFailed("corrupt", f"{connection.address}: block {block} does not match its checksum")
+    if seals is not None and not hmac.compare_digest(seals.block(block, packed), said[CHECKSUM.size :]):
+        raise PeerFailed("corrupt", f"{connection.address}: block {block} is not signed with our key")
+    return Checked(data, checksum)
 
 
 async def small_body(connection: Connection, head: Head, seals: Seals | None, deadline_s: float) -> bytes:

@@ -57,11 +57,7 @@ class Fill:
         """Take the next bytes. Worker thread. Raises `NoRoom` when the tier cannot take them, `FillClosed` when late."""
         view = memoryview(data)
         with self._lock:
-            if self._closed:
-                raise FillClosed
-            if self.landed + len(view) > self.stop:
-                raise ValueError("more bytes than the range has")
-            self._put(view, self.landed)
+            self._place(view)
             position = self.landed
             while len(view):
                 block = position // self.block_size
@@ -74,7 +70,29 @@ class Fill:
                     self._completed.append((block, self._hash.intdigest()))
                     self._hash = xxhash.xxh3_64()
             self.landed = position
-        if position >= self.wake_at and self.on_landed is not None:
+        self._disturb()
+
+    def write_block(self, data: memoryview, checksum: int) -> None:
+        """The same for a whole block, of which whoever brings it has found this checksum: no byte is hashed twice."""
+        with self._lock:
+            block, within = divmod(self.landed, self.block_size)
+            if within or len(data) != block_length(block, self._size, self.block_size):
+                raise ValueError("not a whole block")
+            self._place(data)
+            self._completed.append((block, checksum))
+            self.landed += len(data)
+        self._disturb()
+
+    def _place(self, view: memoryview) -> None:
+        if self._closed:
+            raise FillClosed
+        if self.landed + len(view) > self.stop:
+            raise ValueError("more bytes than the range has")
+        self._put(view, self.landed)
+
+    def _disturb(self) -> None:
+        """Those who wait for what has landed."""
+        if self.landed >= self.wake_at and self.on_landed is not None:
             self.on_landed()
 
     @property

@@ -156,7 +156,7 @@ class Kept:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
-    def write(self, data: memoryview | bytes) -> None:
+    def write_block(self, data: memoryview, checksum: int) -> None:
         self.parts.append(bytes(data))
 
     @property

@@ -522,5 +522,5 @@ async def test_a_peer_that_is_given_up_is_told_of_once_and_why(
 
 
 class Nobody:
-    def write(self, data: memoryview | bytes) -> None:
+    def write_block(self, data: memoryview, checksum: int) -> None:
         pass

@@ -175,7 +175,7 @@ async def test_what_a_sink_raises_is_raised_and_ends_the_transfer(size: int) -> 
     class Sink:
         calls = 0
 
-        def write(self, data: memoryview | bytes) -> None:
+        def write_block(self, data: memoryview, checksum: int) -> None:
             self.calls += 1
             raise Full
 
@@ -221,7 +221,7 @@ async def test_a_sink_is_not_called_after_a_cancelled_read_has_returned() -> Non
             self.go_on = threading.Event()
             self.calls = self.ended = 0
 
-        def write(self, data: memoryview | bytes) -> None:
+        def write_block(self, data: memoryview, checksum: int) -> None:
             self.calls += 1
             self.inside.set()
             self.go_on.wait(10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -189,6 +190,28 @@ async def test_silence_in_a_long_body_ends_it_too() -> None:
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(LONG_VERSION), sink, deadline_s=0.1)
         assert caught.value.kind == "timeout" and caught.value.delivered == MIB
+    client.close()
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (MIB - 1,), (300 * KIB, 700 * KIB, 800 * KIB)])
+@in_trio
+async def test_a_long_body_in_spurts_comes_block_by_block(cuts: tuple[int, ...]) -> None:
+    """The next block is not sent before the last one was delivered: whoever waits for more of it would wait for ever."""
+    whole, block = body(LONG), MIB + 8
+
+    async def script(stream: trio.SocketStream, head: bytes) -> None:
+        await stream.send_all(reply(b"", length=len(whole)))
+        for count in range(3):
+            await until(lambda count=count: len(sink.parts) == count)
+            for begin, end in pairwise([0, *cuts, block]):
+                await stream.send_all(whole[count * block :][begin:end])
+                await trio.sleep(0.01)
+        await trio.sleep_forever()
+
+    client, sink = Client(), Kept()
+    async with scripted(script) as address:
+        await client.read(address, asking(LONG_VERSION), sink, deadline_s=20)
+        assert sink.data == LONG
     client.close()
 
 
