@@ -14,6 +14,7 @@ from bench import (
     cold,
     epochs,
     fronts,
+    operating,
     passthrough,
     peers,
     prefetching,
@@ -67,6 +68,8 @@ ORDER = (
     "peers-checkpoint",
     "peers-killed",
     "peers-training",
+    "watching",
+    "outage",
     "soak",
 )
 """As the table has them."""
@@ -84,6 +87,7 @@ MODULES = (
     ring,
     peers,
     cluster,
+    operating,
     soak,
 )
 """Importing them is what registers the scenarios."""

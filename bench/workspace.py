@@ -51,6 +51,8 @@ class Scale:
     blocks: int = 1_000_000
     many_names: int = 1_000_000
     soak_operations: int = 40_000
+    out_s: float = 60.0
+    """How long a store does not answer."""
     others: bool = True
     """Whether other mounts are measured beside cachefs."""
     drops: bool = True
@@ -80,6 +82,7 @@ TINY = Scale(
     blocks=2000,
     many_names=20_000,
     soak_operations=4_000,
+    out_s=8.0,
     others=False,
     drops=False,
 )

@@ -50,6 +50,8 @@ COUNTS = {
     "overwrite": ("bytes fetched", "old bytes"),
     "restart": ("bytes from the store",),
     "restart-million": ("bytes from the store",),
+    "watching": (),
+    "outage": ("reads that failed", "anything but EIO", "D state"),
 }
 """Scenario → words of those of its figures that are counts."""
 
