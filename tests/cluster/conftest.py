@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in ours:
         item.add_marker(pytest.mark.root)
         item.add_marker(pytest.mark.mount)
+        item.add_marker(pytest.mark.alone)  # a peer has a quarter of a second to answer
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 
