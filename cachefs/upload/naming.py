@@ -46,7 +46,8 @@ class Names:
                 await self._rename_stored(draft, draft.committed, origin, key)
             else:
                 await self._rename_dirty(draft, origin, key, base, over)
-            self._push(draft)
+            if draft.dirty:
+                self._push(draft)
 
     async def _rename_stored(self, draft: Draft, info: ObjectInfo, origin: Origin, key: str) -> None:
         generation = draft.generation

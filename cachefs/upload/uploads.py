@@ -351,6 +351,8 @@ class Uploads:
             info = draft.committed
             if draft.handles or info is None or self._drafts.get(draft.id) is not draft:
                 return
+            if draft.sender.upload is not None:  # of a completion that somebody's newer object hid, for one
+                await draft.sender.abandon()
             if not draft.adopted:
                 draft.settling = True
                 draft.adopted = await self._adopt(draft, info)

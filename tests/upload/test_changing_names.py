@@ -8,8 +8,9 @@ import pytest
 import trio
 
 from cachefs.errors import OriginFailed
+from cachefs.names import ObjectId
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, desk, in_trio
+from tests.upload.scripted import PART, Room, desk, in_trio
 
 
 @in_trio
@@ -121,6 +122,30 @@ async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> 
         assert d.store.content("b") == b"one two" and d.uploads.journal.rows("drafts") == {}
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@in_trio
+async def test_what_the_store_has_is_not_sent_again_when_it_is_renamed(tmp_path: Path, closed: bool) -> None:
+    class Slow(Room):
+        async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+            await trio.sleep(5)
+            return await super().adopt(object_id, path)
+
+    async with desk(tmp_path, cache=Slow()) as d:
+        draft = await d.create("a", content(1, 5 * PART))
+        await d.uploads.commit(draft)
+        if closed:
+            d.uploads.release(draft)
+            await trio.sleep(1)
+        await d.uploads.rename(draft, d.store, "b")
+        await d.quiet()
+        assert d.store.counts["begin"] == d.store.counts["complete"] == 1 and d.store.uploads == {}
+        assert d.store.counts["part"] == 5
+        if not closed:
+            await d.close(draft)
+        await trio.sleep(10)
+        assert d.store.uploads == {} and d.store.objects.keys() == {"b"} and d.settled == ["b"]
+
+
 @in_trio
 async def test_a_removed_file_is_not_uploaded_and_its_users_keep_it(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
@@ -178,10 +203,8 @@ async def test_an_upload_that_cannot_be_aborted_now_is_aborted_later(tmp_path: P
 
 @in_trio
 async def test_a_file_removed_while_the_cache_takes_it(tmp_path: Path) -> None:
-    from tests.upload.scripted import Room
-
     class Slow(Room):
-        async def adopt(self, object_id, path):  # type: ignore[no-untyped-def]
+        async def adopt(self, object_id: ObjectId, path: Path) -> bool:
             await trio.sleep(5)
             return await super().adopt(object_id, path)
 
