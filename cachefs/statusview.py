@@ -146,7 +146,7 @@ def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator
         yield (
             "written",
             (
-                f"{size(count('fuse_write_bytes'))} by programs, {size(count('origin_bytes_sent'))} sent in "
+                f"{size(count('fuse_write_bytes'))} through the daemon, {size(count('origin_bytes_sent'))} sent in "
                 f"{count('origin_put'):,} PUT, {count('origin_put_part'):,} parts; "
                 f"{count('origin_copy'):,} COPY, {count('origin_delete'):,} DELETE"
             ),
@@ -252,6 +252,8 @@ def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
     if origin.get("throughput"):
         limit = origin.get("download_limit")
         yield f"{size(origin['throughput'])}/s" + (f" of at most {size(limit)}/s" if limit else "")
+    if origin.get("upload_throughput"):
+        yield f"{size(origin['upload_throughput'])}/s sent"
     if origin.get("demand_waiting"):
         yield f"{origin['demand_waiting']} waiting for a slot"
     if origin.get("prefix"):

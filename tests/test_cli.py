@@ -231,7 +231,7 @@ def test_status_for_people() -> None:
             "rank1: no order yet of 10",
             "pyfuse3: only root may speak to the kernel without help",
             "writable, here first (--writeback)",
-            "3.0 GiB by programs, 2.0 GiB sent in 5 PUT, 256 parts; 3 COPY, 4 DELETE",
+            "3.0 GiB through the daemon, 2.0 GiB sent in 5 PUT, 256 parts; 3 COPY, 4 DELETE",
             "1,234 files, 1.0 GiB, for 1m 1s, 2 of them failed: s3://a/x: denied",
             "read_ahead_kb raised",
             "the disk \N{REPLACEMENT CHARACTER}[31mis full",
