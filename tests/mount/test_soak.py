@@ -30,7 +30,7 @@ def test_nothing_grows(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
         bucket, read_only=False, cache_size="16M", ram="4M", metadata_ttl="2s", timeout=9, keep_free="64M"
     )
     mount.allowed += ["WARNING", "ERROR"]  # the store is unwell
-    run = soak.Soak(mount.path, mount.cache, mount.pid, lab, lambda: mount.ask("status"))
+    run = soak.Soak(mount.path, mount.cache, mount.pid, lab, bucket.name, lambda: mount.ask("status"))
     run.run(2_400, rounds=12, stops=False)
     assert run.tally.wrong == []
     grown = {name: by for name, by in soak.growth(run.samples).items() if by[0] > by[1]}
