@@ -4,6 +4,9 @@ Not through obstore, although it can: obstore follows symbolic links out of the 
 with control characters. `os` calls are all it takes. Symbolic links are followed where they end inside the
 root and do not lead back to a directory on their own way; others, and whatever is neither file nor directory,
 are not there.
+
+A directory `d` is the empty object `d/`, its marker: so an empty one is there, and who lists what is below a
+prefix to copy or delete all of it comes by the directories, too.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class LocalClient:
             more = first + limit < len(names)
             objects: list[ObjectInfo] = []
             for name in page:
-                if not name.endswith("/"):
+                if not name.endswith("/"):  # a file, or "": the directory itself
                     try:
                         objects.append(self.head(prefix + name))
                     except NotFound:
@@ -96,10 +99,11 @@ class LocalClient:
         return real
 
     def _sorted_names(self, prefix: str, fresh: bool) -> list[str]:
-        """Names in a directory, directories with a slash behind, in the order of a store's keys."""
+        """Names in a directory, directories with a slash behind, in the order of a store's keys; "" is its own marker, which
+        the root has not."""
         if not fresh and self._names[0] == prefix:
             return self._names[1]
-        names = []
+        names = [""] if prefix else []
         with os.scandir(self.inside(prefix)) as entries:
             for entry in entries:
                 if entry.name.startswith(HIDDEN):
@@ -159,6 +163,8 @@ def _order(name: str) -> bytes:
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
-    if not stat.S_ISREG(status.st_mode):
+    if key.endswith("/") and stat.S_ISDIR(status.st_mode):
+        return ObjectInfo(key, 0, status.st_mtime_ns, version_of(status))
+    if key.endswith("/") or not stat.S_ISREG(status.st_mode):
         raise NotFound(f"{key}: not a regular file")
     return ObjectInfo(key, status.st_size, status.st_mtime_ns, version_of(status))

@@ -63,10 +63,16 @@ class LocalWriter:
     def put(self, key: str, body: Body, terms: Terms) -> Written:
         with self._tree.translated(key):
             if key.endswith("/"):
-                return self._make_directory(key, body)
+                if body.size:
+                    raise Unsupported(f"{key}: a directory holds no bytes")
+                return self._make_directory(key)
             return self._write(key, body.chunks(), terms)
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
+        if key.endswith("/"):  # a directory, whatever has come and gone in it
+            with self._tree.translated(key):
+                self._tree.head(key)
+                return self._make_directory(to)
         with self._tree.translated(key), open(self._tree.inside(key), "rb") as source:
             before = self._tree.head(key)
             if etag not in (None, before.etag):
@@ -81,10 +87,10 @@ class LocalWriter:
             path = self._path(key)
             if not key.endswith("/"):
                 os.unlink(path)
-            else:
+            elif not os.listdir(path):  # else other keys keep it there, as they do in a store
                 try:
-                    os.rmdir(path)
-                except OSError as exc:  # other keys keep it there, as they do in a store
+                    (os.unlink if os.path.islink(path) else os.rmdir)(path)
+                except OSError as exc:
                     if exc.errno != errno.ENOTEMPTY:
                         raise
             _sync(os.path.dirname(path))
@@ -104,7 +110,9 @@ class LocalWriter:
     def begin(self, key: str, terms: Terms) -> str:
         with self._tree.translated(key):
             name = secrets.token_hex(8)
-            os.makedirs(self._uploads / name)
+            while not (self._uploads / name).is_dir():
+                with suppress(FileNotFoundError):  # what they are in has just gone with another upload
+                    os.makedirs(self._uploads / name)
             (self._uploads / name / "key").write_bytes(os.fsencode(key))
             return name
 
@@ -159,6 +167,8 @@ class LocalWriter:
         gone = self._uploads / secrets.token_hex(8)
         os.rename(self._uploads / upload, gone)
         shutil.rmtree(gone)
+        with suppress(OSError):
+            os.rmdir(self._uploads)  # unless there are others
 
     def list_uploads(self, prefix: str) -> list[Pending]:
         with self._tree.translated(prefix):
@@ -218,9 +228,7 @@ class LocalWriter:
         _sync(folder)
         return Written(version_of(about), about.st_mtime_ns)
 
-    def _make_directory(self, key: str, body: Body) -> Written:
-        if body.size:
-            raise Unsupported(f"{key}: a directory holds no bytes")
+    def _make_directory(self, key: str) -> Written:
         path = self._path(key, make=True)
         with suppress(FileExistsError):
             os.mkdir(path)

@@ -141,7 +141,8 @@ class Writes(Attempts):
         await self.call(lambda: writer.delete(key), f"deleting {self.name(key)}", "origin_delete", key)
 
     async def delete_many(self, keys: Iterable[str]) -> dict[str, CachefsError]:
-        """Remove many, a thousand a request where the store takes that. Returns those that are still there, and why."""
+        """Remove many, a thousand a request where the store takes that. Returns those that are still there, and why. Where
+        directories are real, they go behind what is in them."""
         wanted, writer, kept = list(keys), self.writer, dict[str, CachefsError]()
         batch = writer.limits.batch or 1
 
@@ -164,8 +165,9 @@ class Writes(Attempts):
             except CachefsError as exc:
                 kept.update(dict.fromkeys(names, exc))
 
-        batches = (wanted[at : at + batch] for at in range(0, len(wanted), batch))
-        await each(some, batches, self._gate.concurrency.maximum)
+        for turn in inside_out(wanted) if writer.limits.directories else [wanted]:
+            batches = (turn[at : at + batch] for at in range(0, len(turn), batch))
+            await each(some, batches, self._gate.concurrency.maximum)
         return kept
 
     # For the other modules of this room.
@@ -236,6 +238,14 @@ class Writes(Attempts):
             with trio.CancelScope(shield=True), trio.move_on_after(self._deadline_s):
                 await upload.abort()
             raise
+
+
+def inside_out(keys: Iterable[str]) -> list[list[str]]:
+    """Files, then directories ("d/"), the deepest first: each list may be deleted at once."""
+    turns: dict[int, list[str]] = {}
+    for key in keys:
+        turns.setdefault(key.count("/") if key.endswith("/") else -1, []).append(key)
+    return [turns[depth] for depth in sorted(turns, key=lambda depth: (depth >= 0, -depth))]
 
 
 def new_stamp() -> str:

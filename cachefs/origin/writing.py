@@ -32,7 +32,7 @@ of the 10,000 that S3 takes, and none is above its 5 GiB; the first 10 GiB go in
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a store takes, in bytes. `most_parts` is 0 where there are no multipart uploads; `batch` is how many keys one
-    deletion may name, 0 where it is one."""
+    deletion may name, 0 where it is one. `directories`: they are really there, and go only when they are empty."""
 
     largest_put: int
     largest_copy: int
@@ -41,6 +41,7 @@ class Limits:
     most_parts: int
     largest_object: int
     batch: int = 0
+    directories: bool = False
 
     def part_size(self, sent: int) -> int:
         """How long the next part shall be when `sent` bytes went before it and nobody knows how many will come: parts
@@ -59,10 +60,10 @@ AZURE = Limits(5000 * MIB, 190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
 """As documented for block blobs, except for the largest: 190 TiB would need the largest blocks from the beginning, and
 growing ones reach 150."""
 
-LOCAL = Limits(1 << 62, 1 << 62, 1, 1 << 62, 1_000_000, 1 << 62)
+LOCAL = Limits(1 << 62, 1 << 62, 1, 1 << 62, 1_000_000, 1 << 62, directories=True)
 """A file system has limits of its own, which it tells by failing."""
 
-WHOLE = Limits(1 << 62, 1 << 62, 1, 1 << 62, 0, 1 << 62)
+WHOLE = Limits(1 << 62, 1 << 62, 1, 1 << 62, 0, 1 << 62, directories=True)
 """A filesystem of fsspec writes from the beginning to the end, and at once."""
 
 

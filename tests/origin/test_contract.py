@@ -79,6 +79,7 @@ def test_listing(place) -> None:
             for limit in (1000, 2):
                 found = await pages(origin, prefix, limit)
                 objects = [o for page in found for o in page.objects if o.key.startswith(("d/", "top"))]
+                objects = [o for o in objects if o.key != prefix]  # a marker, where directories are real
                 prefixes = [p for page in found for p in page.prefixes if p.startswith("d/")]
                 keys, folders = below(tree, prefix)
                 assert sorted(o.key for o in objects) == sorted(keys)
@@ -119,7 +120,7 @@ def test_head_says_what_the_listing_said(place) -> None:
         page = await origin.list_page("d/")
         for info in page.objects:
             found = await origin.head(info.key)
-            assert found.size == len(tree[info.key])
+            assert found.size == len(tree.get(info.key, b""))  # "d/" itself, where directories are real
             assert found.etag and found.mtime_ns > 0
             if server.lists_sizes:
                 assert found == info
