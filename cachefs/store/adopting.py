@@ -16,6 +16,7 @@ import errno
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -35,6 +36,9 @@ NO_DATASET = 0
 
 HASHED_AT_ONCE = 2
 """Files being hashed at a time, each a thread. Guessed: one does some GB/s, as fast as anything is written."""
+
+HASHED_NOW = 64 << 10
+"""A file up to this size is hashed without a thread if the kernel has its pages. Measured: 10 µs; a thread's turn: 50."""
 
 ZEROS = bytes(1 << 20)
 
@@ -198,6 +202,9 @@ class Adopting:
 
     async def _checksums(self, fd: int, lengths: list[int]) -> list[int]:
         """Of all blocks, an extent at a time: it can be cancelled between, and others have their turn."""
+        if len(lengths) == 1 and lengths[0] <= HASHED_NOW:
+            with suppress(OSError):  # then it waits for the disk, or fails again
+                return _hash(fd, 0, lengths, os.RWF_NOWAIT)
         found: list[int] = []
         while len(found) < len(lengths):
             some = lengths[len(found) : len(found) + BLOCKS_PER_EXTENT]
@@ -243,12 +250,12 @@ def _write_zeros(fd: int, start: int, stop: int) -> None:
             start = os.lseek(fd, start, os.SEEK_HOLE)
 
 
-def _hash(fd: int, start: int, lengths: list[int]) -> list[int]:
-    """Worker thread: xxh3_64 of blocks that lie one behind another. OSError when the file ends before."""
+def _hash(fd: int, start: int, lengths: list[int], how: int = 0) -> list[int]:
+    """xxh3_64 of blocks that lie one behind another, read as `how` (RWF_*) says. OSError when the file ends before."""
     buffer = memoryview(bytearray(max(lengths)))
     found = []
     for length in lengths:
-        if os.preadv(fd, [buffer[:length]], start) != length:
+        if os.preadv(fd, [buffer[:length]], start, how) != length:
             raise OSError(errno.EIO, "short read")
         found.append(xxhash.xxh3_64_intdigest(buffer[:length]))
         start += length

@@ -259,8 +259,11 @@ class Tier:
         """A file of the same file system becomes the version's, sealed, in place of whatever is there. False where a file
         cannot be sealed; then, and when it raises OSError, it is where it was."""
         path = self._file(digest)
-        self._make_folder(path)
-        os.rename(file, path)
+        try:
+            os.rename(file, path)
+        except FileNotFoundError:
+            self._make_folder(path)
+            os.rename(file, path)
         try:
             os.chmod(path, SEALED)
             if is_sealed(os.lstat(path)):
