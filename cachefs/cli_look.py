@@ -21,6 +21,9 @@ from cachefs.units import about_bytes, parse_duration, printable
 
 HEADS_EVERY = 20
 
+NAMED = 8
+"""Mounts that are named when one has to be. Guessed."""
+
 PIPED_COLUMNS = 240
 """Of a line of `top` that nobody's terminal breaks. Guessed."""
 
@@ -40,7 +43,8 @@ def mount_meant(mountpoint: Path | None) -> Path:
         return canonical(mountpoint)
     found = asking.all_statuses()
     if len(found) != 1:
-        raise MountError(f"{len(found) or 'no'} cachefs mounts: name one" if found else "no cachefs mounts")
+        some = ", ".join(str(status["mountpoint"]) for status in found[:NAMED])
+        raise MountError(f"{len(found)} cachefs mounts: name one: {some}" if found else "no cachefs mounts")
     return Path(found[0]["mountpoint"])
 
 

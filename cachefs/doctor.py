@@ -13,7 +13,7 @@ import re
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -119,7 +119,8 @@ def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Findi
             found.append(asking.ask(place, "status"))
         except (control.ControlError, MountError) as exc:
             level: Level = "note" if mountpoint is None and "this user" in str(exc) else "problem"
-            silent.append(Finding(level, f"mount {place}", str(exc)))
+            reason, _, todo = str(exc).partition(": ")  # as all our refusals are put
+            silent.append(Finding(level, f"mount {place}", reason, todo or "the log says why"))
     return found, silent
 
 
@@ -257,9 +258,9 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
     subject = f"mount {status['mountpoint']}"
     yield Finding("ok", subject, f"answers, version {status['version']}, {status['front']} front")
     if status["front"] != "kernel":
-        yield Finding("note", subject, f"{status['front']} front: {status['front_reason']}")
-    for line in status.get("warnings") or ():
-        yield Finding("problem", subject, str(line))
+        todo = "nothing, if that is as it was meant; docs/operations.md says what it costs"
+        yield Finding("note", subject, f"{status['front']} front: {status['front_reason']}", todo)
+    yield from warnings(subject, map(str, status.get("warnings") or ()))
     for tier in status.get("tiers") or ():
         if tier["state"] != "normal":
             todo = "look at the log and at the disk (dmesg): until then it is not filled"
@@ -277,6 +278,17 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("problem", subject, found, todo)
 
 
+def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
+    """What `cachefs status` warns of. A store that does not answer is asked by itself."""
+    for line in lines:
+        if "there is no password" in line:
+            todo = "--metrics PORT alone is for this machine only; or let nobody else reach the port"
+            yield Finding("note", subject, line, todo)
+        elif "has not answered for" not in line:
+            todo = "the log says when and why; of a tier, names or the index: look at its disk (df, dmesg)"
+            yield Finding("problem", subject, line, todo)
+
+
 def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
     """How far they are, asked for by the daemon, with what it has for credentials."""
     metrics = status.get("metrics") or {}
@@ -287,7 +299,8 @@ def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
     for answer in answers:
         subject = f"store {answer['source']}"
         if "error" in answer:
-            yield Finding("problem", subject, answer["error"], "the network, the endpoint or the credentials")
+            todo = "is the endpoint right (curl -v), and are the credentials? The mount goes on by itself once it answers"
+            yield Finding("problem", subject, answer["error"], todo)
         elif answer["seconds"] > FAR_S:
             todo = "run where the bucket is: each first read of a small file takes this long"
             yield Finding("note", subject, f"{1000 * answer['seconds']:.0f} ms for a small request", todo)

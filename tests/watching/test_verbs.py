@@ -317,6 +317,27 @@ def test_what_a_mount_says_is_wrong() -> None:
     assert said["pyfuse3 front: not root"] == "note"
 
 
+def test_each_warning_of_a_mount_is_followed_by_what_to_do() -> None:
+    lines = [
+        "s3://b has not answered for 10 s",  # the store is asked, and says it itself
+        "metrics are shown at 0.0.0.0:1 to whoever reaches it: there is no password",
+        "no ssd tier: it is full",
+    ]
+    found = list(doctor.warnings("mount /mnt", lines))
+    assert [finding.level for finding in found] == ["note", "problem"]
+    assert "--metrics" in found[0].todo and "dmesg" in found[1].todo
+
+
+def test_a_dead_mount_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def died(*_: Any) -> None:
+        raise MountError("the daemon of /mnt has died: cachefs umount /mnt, then mount it again")
+
+    monkeypatch.setattr(doctor.asking, "ask", died)
+    [finding] = doctor._statuses(tmp_path)[1]
+    assert (finding.level, finding.found) == ("problem", "the daemon of /mnt has died")
+    assert finding.todo.startswith("cachefs umount")
+
+
 def test_what_peers_say_is_wrong() -> None:
     def level(*members: dict[str, Any], listen: str = "a:1") -> list[tuple[str, str]]:
         status = {"mountpoint": "/mnt", "peers": {"members": members, "listen": listen, "group": "g"}}
