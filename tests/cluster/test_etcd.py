@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.netns import Host, StoreOn
+from cachefs.peers.etcd import LEASE_S
 from tests.cluster.etcd import Etcd
 from tests.cluster.nodes import Cluster, Clustered, Dataset, eventually
 from tests.peers.cluster import needs_etcd
@@ -52,8 +53,8 @@ def test_members_come_and_go_and_so_does_the_leader_of_etcd(
 
     # Who stops says so; who is killed is gone with its lease.
     joining.stop()
-    eventually(lambda: three.peers_listed() == [3, 3, 3], "the one that stopped has left", 3)
+    eventually(lambda: three.peers_listed() == [3, 3, 3], "the one that stopped has left", LEASE_S / 2)
     first[2].kill()
     two = Cluster(data, first[:2])
-    eventually(lambda: two.peers_listed() == [2, 2], "the one that was killed has left", 15)
+    eventually(lambda: two.peers_listed() == [2, 2], "the one that was killed has left")
     two.read_all(late)

@@ -86,7 +86,8 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    """Wait for it; the time is for a machine that has much else to do."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"not within {seconds} s: {what}"
@@ -273,7 +274,7 @@ class Mount:
                 wrong.append(f"umount failed: {done.stderr.strip()}")
         for pid in self.pids:
             try:
-                eventually(lambda pid=pid: not alive(pid), "", 10)  # type: ignore[misc]
+                eventually(lambda pid=pid: not alive(pid), "")  # type: ignore[misc]
             except AssertionError:
                 wrong.append(f"daemon {pid} is still there")
                 os.kill(pid, signal.SIGKILL)

@@ -166,7 +166,7 @@ def test_a_failing_listing_is_an_errno_and_no_absence(
         assert caught.value.errno in expected, caught.value
     assert time.monotonic() - began < 2 * (1 + SLACK_S)
     lab.clear_faults()
-    eventually(lambda: not mount.ask("status")["warnings"], "the store answers", 4)
+    eventually(lambda: not mount.ask("status")["warnings"], "the store answers")
     assert [path.name for path in (mount.path / "d").iterdir()] == ["file"]
     assert (mount.path / "d/file").read_bytes() == bucket.objects["d/file"]
 
