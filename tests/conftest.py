@@ -12,10 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 """There, a test that lacks something of its machine fails: everything is installed."""
+
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background so, and all processes of the tests would inherit it.
