@@ -10,7 +10,8 @@ then on; readahead never waits for anything and gives up silently; a transfer th
 wholly landed.
 """
 
-from cachefs.fetch.fetcher import Fetcher, OpenedObject
-from cachefs.fetch.readahead import Readahead
+from cachefs.fetch.fetcher import Fetcher
+from cachefs.fetch.opened import OpenedObject
+from cachefs.fetch.readahead import Readahead, footer_at
 
-__all__ = ["Fetcher", "OpenedObject", "Readahead"]
+__all__ = ["Fetcher", "OpenedObject", "Readahead", "footer_at"]

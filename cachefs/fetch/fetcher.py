@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import trio
 
 from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
 from cachefs.fetch.flight import Flight
+from cachefs.fetch.opened import OpenedObject
 from cachefs.fetch.readahead import Budget, Readahead
 from cachefs.fetch.upstream import Upstream
 from cachefs.ledger import DISK, Wait
@@ -38,10 +39,6 @@ CACHED_ATTEMPTS = 3
 """After this many, what is missing bypasses the tiers: under great pressure a block can be evicted before its reader runs.
 Guessed."""
 
-REPETITION_S = 0.25
-"""The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
-gets the same failure: otherwise an application would wait for two deadlines. Guessed; the repetition comes within 1 ms."""
-
 HEAP_BYTES = 64 << 20
 """What readers whom no tier can serve may hold in memory while their blocks come; the others wait. Guessed: a gigabyte a
 second at 60 ms."""
@@ -49,24 +46,8 @@ second at 60 ms."""
 Buffer = bytes | bytearray | memoryview
 
 
-class OpenedObject:
-    """One open handle's view of a version."""
-
-    __slots__ = ("cached", "failed", "id", "origin", "readahead")
-
-    def __init__(self, origin: Origin, object_id: ObjectId) -> None:
-        self.origin = origin
-        self.id = object_id
-        self.cached: CachedObject | None = None
-        self.readahead: Readahead | None = None
-        self.failed: tuple[float, CachefsError] | None = None
-
-    def raise_repeated(self) -> None:
-        """Give a failure that has just been told once more, once."""
-        if self.failed is not None:
-            (until, error), self.failed = self.failed, None
-            if trio.current_time() < until:
-                raise type(error)(*error.args) from error
+ReadHook = Callable[[ObjectId, int, int], None]
+"""(object, offset, size): a part of a large file was read through the daemon. Never raises."""
 
 
 class Fetcher:
@@ -102,6 +83,13 @@ class Fetcher:
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self.flights = 0
         self.lends = False
+        self._on_read: ReadHook | None = None
+        self._unlent: Container[bytes] = frozenset()
+
+    def watch_reads(self, hook: ReadHook, unlent: Container[bytes]) -> None:
+        """From now on `hook` hears of reads of files larger than `WHOLE_BYTES`. Those whose digest is in `unlent` are not
+        lent, so that it hears of all of theirs."""
+        self._on_read, self._unlent = hook, unlent
 
     # -- what fs asks ------------------------------------------------------------------------------
 
@@ -119,6 +107,8 @@ class Fetcher:
             self._store.release(obj)
 
     def lend_now(self, opened: OpenedObject) -> Backing | None:
+        if opened.id.size > WHOLE_BYTES and opened.id.digest in self._unlent:
+            return None
         return self._store.lend_now(self._store.object(opened.id))
 
     def lend_again(self, backing: Backing) -> None:
@@ -338,6 +328,8 @@ class Fetcher:
                 )
             policy.users += 1
             opened.readahead = policy
+        if self._on_read is not None:
+            self._on_read(opened.id, offset, size)
         wanted = policy.observe(pid, offset, size)
         if wanted:
             self._ask_ahead(opened.origin, obj, policy, wanted)
@@ -491,7 +483,7 @@ class Fetcher:
             if flight.ahead:
                 continue  # nobody had asked for it; the reader's own attempt decides
             if isinstance(error, CachefsError):
-                opened.failed = (trio.current_time() + REPETITION_S, error)
+                opened.failed(error)
                 raise error
             raise _unexpected(flight) from error
 

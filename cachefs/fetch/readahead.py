@@ -30,6 +30,11 @@ for each column of a row group of 100 MiB, and more for page indexes."""
 _NOTHING = range(0)
 
 
+def footer_at(size: int) -> int:
+    """Where the footer of an object of `size` bytes begins."""
+    return size - min(max(size // FOOTER_SHARE, FOOTER_LEAST), FOOTER_MOST)
+
+
 @dataclass(slots=True)
 class Budget:
     """How many blocks all streams of all objects may be ahead of their readers, beyond one window each."""
@@ -68,7 +73,7 @@ class Readahead:
         self._max = max_blocks
         self._part = max(1, min(part_blocks, max_blocks // 2))
         self._budget = budget or Budget(0)
-        self._footer = size - min(max(size // FOOTER_SHARE, FOOTER_LEAST), FOOTER_MOST)
+        self._footer = footer_at(size)
         self._streams: list[Stream] = []  # used last first
         self._jumps = 0
         self.under_way = 0

@@ -2,7 +2,8 @@
 
 What jobs have announced comes first, then the shards that come next, then the rest of a directory. Two bounds hold for
 all of them together: transfers under way, which leave the store's last slots to readers, and bytes that were fetched and
-not used yet, which are a share of the cache. A file is *used* when it is opened; until then it is *awaited*.
+not used yet, which are a share of the cache. A file is *awaited* until it is opened, and then it is *used*. Of a large one
+that was guessed only as much is used as is seen to be read: who opens it may look at its footer and go on to the next.
 
 The store refuses what would displace something that somebody will miss. Then prefetch pauses, until something was used or
 a second has passed. It pauses as long after a failure: a store that is down is asked by readers alone. An error here costs
@@ -50,6 +51,9 @@ PAUSE_S = 1.0
 SWEEP_EVERY_S = 60.0
 """How often what is awaited is looked through. Guessed."""
 
+UNREAD_S = 60.0
+"""What was not read for so long of a large file that was opened will not be read. Guessed."""
+
 AWAITED_S = 600.0
 """What nobody opened for so long will not be opened, unless a plan in use says so. Guessed."""
 
@@ -58,9 +62,9 @@ SHOWN = 4
 
 
 class _Ahead:
-    """A file that was fetched and not opened."""
+    """A file that is fetched ahead, `size` bytes of it. `fetched` is known when it is done."""
 
-    __slots__ = ("candidate", "done", "object", "since", "size")
+    __slots__ = ("candidate", "counted", "done", "fetched", "object", "read", "since", "size")
 
     def __init__(self, candidate: Candidate, obj: ObjectId, size: int, since: float) -> None:
         self.candidate = candidate
@@ -68,16 +72,25 @@ class _Ahead:
         self.size = size
         self.since = since
         self.done = False
+        self.fetched = self.read = self.counted = 0
+
+    def use(self, count: int) -> int:
+        """So many bytes were read, or may have been. Returns how many more of those fetched are used than before."""
+        self.read = min(self.size, self.read + count)
+        before, self.counted = self.counted, min(self.read, self.fetched)
+        return self.counted - before
 
 
 class Awaited:
-    """Whose opens are worth telling, by digest: see `FileSystem.watch_opens`."""
+    """Whose opens are worth telling, by digest: see `FileSystem.watch_opens`. `unread` are those that were opened, and not
+    read to their end."""
 
-    __slots__ = ("bytes", "everything", "files")
+    __slots__ = ("bytes", "everything", "files", "unread")
 
     def __init__(self) -> None:
         self.everything = False  # plans follow every open
         self.files: OrderedDict[bytes, _Ahead] = OrderedDict()
+        self.unread: dict[bytes, _Ahead] = {}
         self.bytes = 0
 
     def __contains__(self, digest: object) -> bool:
@@ -96,6 +109,43 @@ class Awaited:
     def drop(self, ahead: _Ahead) -> bool:
         """Give it up; False when it was used meanwhile."""
         return self.files.get(ahead.object.digest) is ahead and self.pop(ahead.object.digest) is ahead
+
+    def opened(self, ahead: _Ahead) -> None:
+        """It is used by being read."""
+        self.end(ahead.object.digest)
+        self.unread[ahead.object.digest] = ahead
+        self.bytes += ahead.size
+
+    def read(self, digest: bytes, size: int, now: float) -> int:
+        """Some of it was read. Returns how many bytes more are used."""
+        ahead = self.unread.get(digest)
+        if ahead is None:
+            return 0
+        before, ahead.since = ahead.read, now
+        used = ahead.use(size)
+        self.bytes -= ahead.read - before
+        if ahead.read == ahead.size and ahead.done:
+            del self.unread[digest]
+        return used
+
+    def end(self, digest: bytes) -> None:
+        """The rest of it will not be read."""
+        ahead = self.unread.pop(digest, None)
+        if ahead is not None:
+            self.bytes -= ahead.size - ahead.read
+
+
+class _Unlent:
+    """Digests of large files whose reads are to be seen."""
+
+    def __init__(self, awaited: Awaited, shards: FromShards) -> None:
+        self._files = awaited.files
+        self._shards = shards.shards
+
+    def __contains__(self, digest: object) -> bool:
+        ahead = self._files.get(digest)  # type: ignore[call-overload]
+        stream = None if ahead is None else ahead.candidate.stream
+        return stream is not None and self._shards.doubts(*stream)
 
 
 class Prefetcher:
@@ -149,7 +199,10 @@ class Prefetcher:
         ahead = self.awaited.pop(obj.digest)
         if ahead is not None:
             self._metrics.prefetch_used_files += 1
-            self._used_bytes += ahead.size
+            if ahead.candidate.stream is None or lent:
+                self._used_bytes += ahead.use(ahead.size)
+            else:
+                self.awaited.opened(ahead)
             if ahead.candidate.directory is not None:
                 self._directories.hit(ino, ahead.candidate.directory, self._fetcher.course.epoch(obj), now)
             if self._pause == "no room":
@@ -163,7 +216,9 @@ class Prefetcher:
                 self._wake()
                 return  # the plan knows better
         if obj.size > LARGE:
-            self._shards.opened(ino, pid, origin, obj)
+            counts = ahead is not None or not self._fetcher.whole(obj)
+            cold = ahead is None and not self._fetcher.cached_bytes(obj)
+            self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts)
             self._wake()
         elif obj.size and ahead is None and not lent and self._still_wanted(obj):
             self._fetcher.course.comes(obj)
@@ -171,6 +226,16 @@ class Prefetcher:
             if walk is not None and self._nursery is not None:
                 self._nursery.start_soon(self._count, walk)
             self._wake()
+
+    def read(self, obj: ObjectId, offset: int, size: int) -> None:
+        """See `ReadHook`."""
+        try:
+            if self.awaited.unread:
+                self._used_bytes += self.awaited.read(obj.digest, size, trio.current_time())
+            if self._shards.read(obj, offset, size):
+                self._wake()
+        except Exception:
+            log.exception("a read could not be followed")
 
     async def _count(self, walk: Any) -> None:
         await self._directories.count(walk)
@@ -201,6 +266,7 @@ class Prefetcher:
 
     async def run(self) -> None:
         """Fetch ahead until cancelled."""
+        self._fetcher.watch_reads(self.read, _Unlent(self.awaited, self._shards))
         await self._announced.load()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -275,15 +341,20 @@ class Prefetcher:
     async def _bring(self, origin: Origin, ahead: _Ahead, transfers: int) -> None:
         fetched = False
         try:
-            self._fetched_bytes += await self._fetcher.bring(origin, ahead.object, 0, ahead.size)
-            self._metrics.prefetch_files += 1
+            ahead.fetched = await self._fetcher.bring(origin, ahead.object, 0, ahead.size)
             fetched = ahead.done = True
+            self._fetched_bytes += ahead.fetched
+            self._used_bytes += ahead.use(0)
+            self._metrics.prefetch_files += 1
         except CachefsError as exc:
             self._failed(exc, ahead.candidate)
         finally:
             self._in_flight -= transfers
-            if not fetched and self.awaited.drop(ahead) and ahead.candidate.directory is not None:
-                ahead.candidate.directory.failed()
+            if not fetched:
+                if self.awaited.drop(ahead) and ahead.candidate.directory is not None:
+                    ahead.candidate.directory.failed()
+                if self.awaited.unread.get(ahead.object.digest) is ahead:
+                    self.awaited.end(ahead.object.digest)
             self._wake()
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
@@ -321,6 +392,9 @@ class Prefetcher:
                 await trio.lowlevel.checkpoint()
             if ahead.done and (self._given_up(ahead) or not self._fetcher.cached_bytes(ahead.object)):
                 self.awaited.drop(ahead)
+        for digest, ahead in list(self.awaited.unread.items()):
+            if ahead.done and ahead.since < trio.current_time() - UNREAD_S:
+                self.awaited.end(digest)
 
     def _given_up(self, ahead: _Ahead) -> bool:
         item = ahead.candidate.item

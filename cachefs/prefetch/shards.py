@@ -9,6 +9,11 @@ first in the listing. A *stream* is what one process opens in one directory: aft
 a second equal step the next two. The *front* of a directory is the furthest shard that several processes together have
 come to in small steps: that many are foretold behind it. At the end of the directory nothing is: who begins again finds
 what is cached.
+
+Who opens shards in order may be looking at them only: at their footers, for a schema or a count of rows, or at one column.
+So nothing is foretold before a shard of the stream was *read*, and never more than were; and when more were opened since
+the last one that was read than were read before (`Trust`), nothing is until another is. What is read of a file that the
+kernel was lent nobody sees: so every few shards one that is fetched ahead should not be lent.
 """
 
 from __future__ import annotations
@@ -32,6 +37,14 @@ AHEAD = 2
 
 FRONT_AHEAD = 8
 """Shards before a front, at most, whatever the number of processes. Guessed."""
+
+READ_SHARE = 4
+"""A shard is taken as read when this part (a quarter) of it was. Guessed: tables are read by the column, records from the
+beginning to the end; both are further away from it than what the kernel adds."""
+
+MOST_TRUST = 4
+"""Shards that one stream may open without one that is seen to be read: so many, and the two ahead, are the most that are
+fetched for nothing when a reader turns to looking. Guessed; one in three is not lent for it."""
 
 STREAMS = 1024
 """Streams remembered, about 500 bytes each. Guessed."""
@@ -102,58 +115,104 @@ def step(first: bytes, second: bytes, listing: Listing) -> Step | None:
     return Step(follow.index(second) + 1, None) if second in follow else None
 
 
+class Trust:
+    """Whether shards are read, or looked at: `read` of them were (counted up to a bound), and `unread` opened since then."""
+
+    __slots__ = ("read", "unread")
+
+    def __init__(self) -> None:
+        self.read = self.unread = 0
+
+    def was_opened(self) -> None:
+        self.unread += 1
+        if self.unread > self.read:
+            self.read //= 2
+
+    def was_read(self, most: int) -> None:
+        self.read = min(most, self.read + 1)
+        self.unread = 0
+
+    @property
+    def shards(self) -> int:
+        """How many may be foretold."""
+        return self.read if self.unread <= self.read else 0
+
+    @property
+    def doubts(self) -> bool:
+        """Whether the next open is beyond half of what may be opened unseen."""
+        return 2 * (self.unread + 1) > self.read
+
+
 class _Stream:
-    __slots__ = ("doubted", "last", "step")
+    __slots__ = ("count", "doubted", "last", "step", "trust")
 
-    def __init__(self, last: bytes) -> None:
-        self.last = last
+    def __init__(self) -> None:
+        self.last = b""
         self.step: Step | None = None
+        self.count = 0  # how many steps are believed to follow
         self.doubted = False  # a guess was wrong: the next step has to come twice
+        self.trust = Trust()
 
-    def opened(self, name: bytes, listing: Listing) -> list[bytes]:
+    def opened(self, name: bytes, listing: Listing) -> bool:
+        """Whether it is another than before: it may be opened again for its footer, or by a second thread."""
         if name == self.last:
-            return []  # opened again: for its footer, by a second thread
-        taken = step(self.last, name, listing)
+            return False
+        taken = step(self.last, name, listing) if self.last else None
         again = taken is not None and taken == self.step
         self.doubted = not again and (self.doubted or self.step is not None)
         self.last, self.step = name, taken
-        if taken is None or not (again or (taken.near() and not self.doubted)):
+        self.count = AHEAD if again else 1 if taken is not None and taken.near() and not self.doubted else 0
+        return True
+
+    def ahead(self, listing: Listing) -> list[bytes]:
+        count = min(self.count, self.trust.shards)
+        if self.step is None or not count:
             return []
-        count = AHEAD if again else 1
-        return _existing([taken.times(n).take(name, listing) for n in range(1, count + 1)])
+        return _existing([self.step.times(n).take(self.last, listing) for n in range(1, count + 1)])
 
 
 class _Front:
     """Several processes in one directory. `furthest` moves on in small steps; `steps` of them came in a row."""
 
-    __slots__ = ("furthest", "pids", "recent", "steps")
+    __slots__ = ("field", "furthest", "pids", "recent", "steps", "trust")
 
     def __init__(self) -> None:
         self.furthest = b""
+        self.field: int | None = None  # by which the steps are counted
         self.steps = 0
+        self.trust = Trust()
         self.recent: deque[bytes] = deque(maxlen=RECENT)
         self.pids: deque[int] = deque(maxlen=RECENT)
 
-    def opened(self, pid: int, name: bytes, listing: Listing) -> list[bytes]:
+    @property
+    def processes(self) -> int:
+        return len(set(self.pids))
+
+    def opened(self, pid: int, name: bytes, listing: Listing) -> bool:
+        """Whether it is new."""
         if name in self.recent:
-            return []
+            return False
         self.recent.append(name)
         self.pids.append(pid)
-        processes = len(set(self.pids))
+        reach = 2 * self.processes
         forward = step(self.furthest, name, listing) if self.furthest else None
         back = None if forward is not None and forward.by > 0 else step(name, self.furthest, listing)
-        if forward is not None and 0 < forward.by <= 2 * processes:
+        if forward is not None and 0 < forward.by <= reach:
             self.steps += 1
-            self.furthest = name
-        elif self.furthest and back is not None and 0 < back.by <= 2 * processes:
+            self.furthest, self.field = name, forward.field
+        elif self.furthest and back is not None and 0 < back.by <= reach:
             self.steps += 1
+            self.field = back.field
         else:
             self.steps = 0
             self.furthest = name
-        if processes < 2 or self.steps < 2:
+        return True
+
+    def ahead(self, listing: Listing) -> list[bytes]:
+        count = min(self.processes, FRONT_AHEAD, self.trust.shards)
+        if self.processes < 2 or self.steps < 2:
             return []
-        unit = Step(1, (forward or back).field)  # type: ignore[union-attr]
-        count = min(processes, FRONT_AHEAD)
+        unit = Step(1, self.field)
         return _existing([unit.times(n).take(self.furthest, listing) for n in range(1, count + 1)])
 
 
@@ -172,14 +231,46 @@ class Shards:
     def __len__(self) -> int:
         return sum(stream.step is not None for stream in self._streams.values())
 
-    def opened(self, directory: int, pid: int, name: bytes, listing: Listing) -> list[bytes]:
-        """A large file was opened: what to fetch now, soonest first."""
-        stream = self._streams.pop((directory, pid), None)
-        self._streams[directory, pid] = stream or _Stream(name)
+    def opened(
+        self, directory: int, pid: int, name: bytes, listing: Listing, *, counts: bool = True
+    ) -> list[bytes]:
+        """A large file was opened: what to fetch now, soonest first. `counts` says that it will be seen whether it is read:
+        of what was here already nothing may be, for the kernel has it in its memory."""
+        stream = self._streams.pop((directory, pid), None) or _Stream()
         front = self._fronts.pop(directory, None) or _Front()
-        self._fronts[directory] = front
+        self._streams[directory, pid], self._fronts[directory] = stream, front
         for table in (self._streams, self._fronts):
             if len(table) > STREAMS:
                 table.popitem(last=False)
-        own = stream.opened(name, listing) if stream is not None else []
-        return list(dict.fromkeys(own + front.opened(pid, name, listing)))
+        foretold: list[bytes] = []
+        for one, new in ((stream, stream.opened(name, listing)), (front, front.opened(pid, name, listing))):
+            if new:
+                if counts:
+                    one.trust.was_opened()
+                foretold += one.ahead(listing)
+        return list(dict.fromkeys(foretold))
+
+    def was_read(self, directory: int, pid: int, listing: Listing) -> list[bytes]:
+        """One that this process has opened was read, not just looked at: what to fetch now."""
+        stream, front = self._streams.get((directory, pid)), self._fronts.get(directory)
+        foretold: list[bytes] = []
+        if stream is not None:
+            stream.trust.was_read(MOST_TRUST)
+            foretold += stream.ahead(listing)
+        if front is not None:
+            front.trust.was_read(max(MOST_TRUST, 2 * front.processes))
+            foretold += front.ahead(listing)
+        return list(dict.fromkeys(foretold))
+
+    def _trusts(self, directory: int, pid: int) -> list[Trust]:
+        """Of the stream and the front, those whose readers are believed to read."""
+        both = (self._streams.get((directory, pid)), self._fronts.get(directory))
+        return [one.trust for one in both if one is not None and one.trust.shards]
+
+    def trusts(self, directory: int, pid: int) -> bool:
+        """Whether what was foretold of a stream is still worth fetching."""
+        return bool(self._trusts(directory, pid))
+
+    def doubts(self, directory: int, pid: int) -> bool:
+        """Whether it should be seen how much its next shard is read."""
+        return any(trust.doubts for trust in self._trusts(directory, pid))

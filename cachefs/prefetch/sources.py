@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from cachefs.errors import CachefsError
+from cachefs.fetch import footer_at
 from cachefs.fs import LARGE, FileSystem, Sibling, Volume
 from cachefs.fs.inodes import FIRST_ALIAS, LOW_BITS
 from cachefs.prefetch.directories import REMEMBERED, START, Directories, Directory
 from cachefs.prefetch.plans import Item, Plans
-from cachefs.prefetch.shards import Shards
+from cachefs.prefetch.shards import READ_SHARE, Shards
 
 if TYPE_CHECKING:
     from cachefs.names import ObjectId
@@ -35,6 +36,12 @@ SCANS = 8
 QUEUES = 64
 """Streams of shards that have something foretold. Guessed; the newest go first."""
 
+LOOKS = 1024
+"""Large files lately opened of which it is known how much was read, about 500 bytes each. Guessed."""
+
+READERS = 16
+"""Processes remembered of each. Guessed."""
+
 Wanted = Callable[["ObjectId"], bool]
 """Whether a version is neither here nor on its way; without a plan that knows better, nor read in this epoch already."""
 
@@ -48,6 +55,7 @@ class Candidate:
     give_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
+    stream: tuple[int, int] | None = None  # of shards
 
 
 class Paths:
@@ -93,6 +101,25 @@ class FromPlans:
         return None
 
 
+class _Look:
+    """What was read of a large file by those who opened it, but for its footer."""
+
+    __slots__ = ("footer", "left", "listing", "pids")
+
+    def __init__(self, obj: ObjectId, listing: _Large) -> None:
+        self.listing = listing
+        self.pids: OrderedDict[int, None] = OrderedDict()
+        self.footer = footer_at(obj.size)
+        self.left = obj.size // READ_SHARE  # until it counts as read
+
+    def read(self, offset: int, size: int) -> bool:
+        """Whether it counts as read from now on."""
+        if self.left <= 0:
+            return False
+        self.left -= max(0, min(offset + size, self.footer) - offset)
+        return self.left <= 0
+
+
 class FromShards:
     """The large files that come next."""
 
@@ -102,14 +129,38 @@ class FromShards:
         self._paths = paths
         self._wanted = wanted
         self._queues: OrderedDict[tuple[int, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
+        self._looks: OrderedDict[bytes, _Look] = OrderedDict()
 
-    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId) -> None:
+    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
+        """`cold`: nothing of it was here. `counts`: see `Shards.opened`."""
         if ino >= FIRST_ALIAS:
             return
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
+        look = self._looks.pop(obj.digest, None)
+        if look is None or cold:
+            look = _Look(obj, listing)
+        self._looks[obj.digest] = look
+        look.pids[pid] = None
+        for table, most in ((self._looks, LOOKS), (look.pids, READERS)):
+            if len(table) > most:
+                table.popitem(last=False)
         key = (ino >> LOW_BITS, pid)
-        names = self.shards.opened(*key, name.encode(), listing)
+        self._foretell(key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts))
+        if counts and look.left <= 0:
+            self._foretell(key, listing, self.shards.was_read(*key, listing))
+
+    def read(self, obj: ObjectId, offset: int, size: int) -> bool:
+        """A part of a large file was read. Whether that foretells others."""
+        look = self._looks.get(obj.digest)
+        if look is None or not look.read(offset, size):
+            return False
+        for pid in look.pids:
+            key = (look.listing.directory, pid)
+            self._foretell(key, look.listing, self.shards.was_read(*key, look.listing))
+        return True
+
+    def _foretell(self, key: tuple[int, int], listing: _Large, names: list[bytes]) -> None:
         found = [found for name in names if (found := listing.known(name)) is not None]
         if found:
             self._queues.pop(key, None)
@@ -121,10 +172,10 @@ class FromShards:
         while self._queues:
             await trio.lowlevel.checkpoint()
             key, queue = next(reversed(self._queues.items()))
-            while queue:
+            while queue and self.shards.trusts(*key):
                 found = queue.pop(0)
                 if self._wanted(found[1]):
-                    return Candidate(found, partial(self._give_back, key, found))
+                    return Candidate(found, partial(self._give_back, key, found), stream=key)
             del self._queues[key]
         return None
 
@@ -139,6 +190,7 @@ class _Large:
         self._fs = fs
         self._ino = ino
         self._above = above
+        self.directory = ino >> LOW_BITS
 
     def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
         found = self._fs.survey.known(f"{self._above}/{_text(name)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import random
 from array import array
 from collections import Counter
@@ -16,6 +18,7 @@ import pytest
 from bench import training
 from bench.lab.client import LabStore
 from cachefs import hints
+from cachefs.prefetch.shards import AHEAD, MOST_TRUST
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, in_python
 
@@ -147,6 +150,83 @@ class TestShards:
         counted = mount.metrics()
         assert counted["origin_bytes"] == len(keys) * SHARD
         assert counted["prefetch_used_files"] > 0
+
+
+TABLES, COLUMNS = 6, 10
+
+METADATA = "import sys, pyarrow.parquet as pq; print(sum(pq.read_metadata(p).num_rows for p in sys.argv[1:]))"
+ROWS = "import sys, pyarrow.dataset as ds; print(ds.dataset(sys.argv[1:]).count_rows())"
+COLUMN = """if True:
+    import sys, pyarrow.parquet as pq
+    print(sum(pq.read_table(p, columns=["c3"]).num_rows for p in sys.argv[1:]))"""
+IN_TURN = "import sys, pyarrow.parquet as pq; print(sum(pq.read_table(p).num_rows for p in sys.argv[1:]))"
+DATASET = "import sys, pyarrow.dataset as ds; print(ds.dataset(sys.argv[1:]).to_table().num_rows)"
+
+
+@pytest.fixture(scope="module")
+def table() -> bytes:
+    """Ten columns, in four row groups: 16 MB that do not get any smaller."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rng, out = random.Random(1), io.BytesIO()
+    columns = {f"c{n}": array("d", rng.randbytes(1_600_000)) for n in range(COLUMNS)}
+    table = pa.table({name: pa.array(memoryview(column)) for name, column in columns.items()})
+    pq.write_table(table, out, row_group_size=50_000, compression="none", use_dictionary=False)
+    return out.getvalue()
+
+
+class TestTables:
+    """Columnar files, read by the library that everybody reads them with."""
+
+    @ONE_FRONT
+    @pytest.mark.parametrize(
+        ("code", "least", "most"),
+        [
+            pytest.param(METADATA, 0, 0.1, id="metadata"),
+            pytest.param(ROWS, 0, 0.1, id="count"),
+            pytest.param(COLUMN, 0.1, 0.6, id="one-column"),  # blocks of 1 MiB around pieces of 400 kB
+            pytest.param(IN_TURN, 1, 1, id="in-turn"),
+            pytest.param(DATASET, 1, 1, id="dataset"),
+        ],
+    )
+    def test_only_what_is_read_through_is_fetched_ahead(
+        self,
+        mounted: Mounted,
+        bucket: Bucket,
+        lab: LabStore,
+        table: bytes,
+        code: str,
+        least: float,
+        most: float,
+    ) -> None:
+        keys = [f"t/part-{number:03d}.parquet" for number in range(TABLES)]
+        for key in keys:
+            bucket.put(key, table)
+        mount = mounted(bucket)
+        lab.shape(latency_ms=FAR_MS)
+        assert in_python(code, *(mount.path / key for key in keys)) == f"{TABLES * 200_000}\n"
+        quiet(mount)
+        counted, said = mount.metrics(), prefetch(mount)
+        assert least <= counted["origin_bytes"] / (TABLES * len(table)) <= most
+        assert (counted["prefetch_files"] > 0) == (least == 1)
+        assert said["used_bytes"] <= said["fetched_bytes"]
+
+    def test_who_reads_shards_and_then_looks_at_them_wastes_a_few(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        keys = [f"shards/{number:03d}.tar" for number in range(40)]
+        for key in keys:
+            bucket.put(key, SHARD)
+        mount = mounted(bucket)
+        for key in keys[:10]:  # each waits until the next is here, whole: the kernel may be lent it
+            same(mount, bucket, [key])
+            quiet(mount)
+        assert mount.metrics()["origin_bytes"] == 12 * SHARD
+        for key in keys[10:]:
+            with open(mount.path / key, "rb", buffering=0) as file:
+                file.seek(-100, os.SEEK_END)
+                assert file.read() == bucket.objects[key][-100:]
+            quiet(mount)
+        assert mount.metrics()["prefetch_files"] <= 10 + MOST_TRUST + AHEAD
 
 
 class TestHints:

@@ -16,7 +16,8 @@ import trio
 from cachefs.errors import ConfigError, OriginFailed
 from cachefs.prefetch import Prefetcher, prefetcher
 from cachefs.prefetch.plans import FOLLOWED_S, QUIET_S
-from cachefs.prefetch.prefetcher import AWAITED_S, SWEEP_EVERY_S
+from cachefs.prefetch.prefetcher import AWAITED_S, SWEEP_EVERY_S, UNREAD_S
+from cachefs.prefetch.shards import AHEAD, MOST_TRUST
 from tests.prefetch.world import KIB, LARGE_FILE, MIB, Shop, world
 
 
@@ -127,6 +128,50 @@ async def test_two_shards_ahead_at_most() -> None:
             await w.read(name)
             await trio.sleep(1)
         assert set(shop.got) == set(names[:7])
+
+
+async def test_looking_at_shards_fetches_nothing_ahead() -> None:
+    names = [f"s/{i:03d}.parquet" for i in range(30)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop) as w:
+        for name in names:
+            await w.look(name, LARGE_FILE - 64 * KIB, 64 * KIB)
+            await w.look(name, LARGE_FILE // 2, 64 * KIB)
+        await w.quiet()
+        assert not w.metrics.prefetch_files and len(shop.got) <= 60
+        assert sum(stop - start for _, start, stop in shop.gets) <= 60 * MIB
+
+
+async def test_who_turns_to_looking_wastes_a_few_shards_and_is_not_said_to_use_them() -> None:
+    names = [f"s/{i:03d}.parquet" for i in range(60)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop) as w:
+        for name in names[:12]:
+            await w.read(name)
+            await trio.sleep(1)
+        status = w.prefetcher.status()
+        assert status["fetched_bytes"] - status["used_bytes"] == w.prefetcher.awaited.bytes == 2 * LARGE_FILE
+        for name in names[12:]:
+            await w.look(name, LARGE_FILE - 64 * KIB, 64 * KIB)
+            await trio.sleep(0.1)
+        whole = {key for key, start, stop in shop.gets if stop - start > MIB}
+        assert len(whole) <= 12 + MOST_TRUST + AHEAD
+        assert w.prefetcher.awaited.bytes > (len(whole) - 12) * (LARGE_FILE - 64 * KIB - 1)
+        await trio.sleep(2 * SWEEP_EVERY_S + UNREAD_S)
+        assert w.prefetcher.awaited.bytes == 0  # nobody will read them
+
+
+async def test_no_more_is_used_than_was_fetched_ahead() -> None:
+    names = [f"s/{i:03d}.tar" for i in range(12)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop) as w:
+        for name in names:  # each is opened while it is on its way
+            await w.read(name)
+            status = w.prefetcher.status()
+            assert status["used_bytes"] <= status["fetched_bytes"]
+        await w.quiet()
+        assert w.prefetcher.status()["used_bytes"] > 0
+        assert sum(stop - start for _, start, stop in shop.gets) == 12 * LARGE_FILE
 
 
 @pytest.mark.parametrize("known", [True, False])

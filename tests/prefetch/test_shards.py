@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.prefetch.shards import FRONT_AHEAD, STREAMS, Shards
+from cachefs.prefetch.shards import AHEAD, FRONT_AHEAD, MOST_TRUST, STREAMS, Shards
 
 
 class Names:
@@ -27,9 +27,20 @@ class Names:
         return self.names[at : at + count]
 
 
+class Reader:
+    """Who reads each shard through before the next is opened."""
+
+    def __init__(self) -> None:
+        self.shards = Shards()
+
+    def opened(self, directory: int, pid: int, name: bytes, listing: Names) -> list[bytes]:
+        foretold = self.shards.opened(directory, pid, name, listing)
+        return list(dict.fromkeys(foretold + self.shards.was_read(directory, pid, listing)))
+
+
 def told(names: Names, opened: Sequence[str], pid: int = 1) -> list[list[str]]:
-    shards = Shards()
-    return [[n.decode() for n in shards.opened(1, pid, name.encode(), names)] for name in opened]
+    reader = Reader()
+    return [[n.decode() for n in reader.opened(1, pid, name.encode(), names)] for name in opened]
 
 
 PADDED = Names(f"train-{i:05d}-of-01000.tar" for i in range(1000))
@@ -89,7 +100,7 @@ def test_a_shuffled_order_wastes_few_shards() -> None:
 
 
 def test_workers_by_stride_each_have_theirs() -> None:
-    shards, hits, opened = Shards(), 0, set()
+    shards, hits, opened = Reader(), 0, set()
     foretold: set[bytes] = set()
     for turn in range(40):
         for worker in range(8):
@@ -103,7 +114,7 @@ def test_workers_by_stride_each_have_theirs() -> None:
 
 def test_workers_that_share_a_queue_are_foretold_the_directory_s_next() -> None:
     rng = random.Random(2)
-    shards, foretold, hits = Shards(), set[bytes](), 0
+    shards, foretold, hits = Reader(), set[bytes](), 0
     for name in PADDED.names[:200]:
         hits += name in foretold
         foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
@@ -113,19 +124,73 @@ def test_workers_that_share_a_queue_are_foretold_the_directory_s_next() -> None:
 
 def test_readers_of_scattered_shards_make_no_front() -> None:
     rng = random.Random(3)
-    shards = Shards()
+    shards = Reader()
     count = sum(len(shards.opened(1, rng.randrange(4), rng.choice(PADDED.names), PADDED)) for _ in range(300))
     assert count <= 9
 
 
 def test_directories_and_processes_are_told_apart() -> None:
-    shards = Shards()
+    shards = Reader()
     a, b = Names(f"a{i}" for i in range(9)), Names(f"b{i}" for i in range(9))
     for i in range(3):
         first = shards.opened(1, 1, b"a%d" % i, a)
         second = shards.opened(2, 1, b"b%d" % (2 * i), b)
     assert (first, second) == ([b"a3", b"a4"], [b"b6", b"b8"])
-    assert len(shards) == 2
+    assert len(shards.shards) == 2
+
+
+# -- who looks, and who reads ----------------------------------------------------------------------
+
+
+def test_who_only_looks_is_foretold_nothing() -> None:
+    shards = Shards()
+    for number, name in enumerate(PADDED.names):
+        assert shards.opened(1, 1 + number % 3, name, PADDED) == []
+    assert not shards.trusts(1, 1)
+
+
+def test_the_next_is_foretold_when_one_has_been_read() -> None:
+    shards, names = Shards(), PADDED.names
+    assert [shards.opened(1, 1, name, PADDED) for name in names[:4]] == [[], [], [], []]
+    assert shards.was_read(1, 1, PADDED) == names[4:5]  # while others are under way, in another thread
+    assert shards.opened(1, 1, names[4], PADDED) == names[5:6]
+    assert shards.was_read(1, 1, PADDED) == names[5:7]
+
+
+@pytest.mark.parametrize("read", [1, 2, 5, 100])
+def test_who_turns_to_looking_is_believed_for_a_few(read: int) -> None:
+    shards, foretold = Shards(), set[bytes]()
+    for number, name in enumerate(PADDED.names[:200]):
+        foretold |= set(shards.opened(1, 1, name, PADDED))
+        if number < read:
+            foretold |= set(shards.was_read(1, 1, PADDED))
+    wasted = foretold - set(PADDED.names[:read])
+    assert len(wasted) <= min(read, MOST_TRUST) + AHEAD
+    assert shards.opened(1, 1, PADDED.names[200], PADDED) == [] and not shards.trusts(1, 1)
+    assert shards.was_read(1, 1, PADDED) == [PADDED.names[201]]  # and begins anew
+
+
+def test_some_of_what_nobody_would_see_should_be_seen() -> None:
+    """Lent shards show nothing: those that are not lent on account of a doubt keep the trust, or end it."""
+    shards, seen = Shards(), list[int]()
+    shards.opened(1, 1, PADDED.names[0], PADDED)
+    shards.was_read(1, 1, PADDED)
+    for number, name in enumerate(PADDED.names[1:60], 1):
+        doubts = shards.doubts(1, 1)
+        assert shards.opened(1, 1, name, PADDED)
+        if doubts:
+            seen.append(number)
+            shards.was_read(1, 1, PADDED)
+    assert len(seen) <= 59 / 3 + MOST_TRUST
+
+
+def test_what_was_here_already_says_nothing() -> None:
+    shards, names = Shards(), PADDED.names
+    shards.opened(1, 1, names[0], PADDED)
+    shards.was_read(1, 1, PADDED)
+    for name in names[1:50]:  # of an earlier epoch, out of the kernel's memory
+        assert shards.opened(1, 1, name, PADDED, counts=False)
+    assert shards.trusts(1, 1)
 
 
 def test_streams_are_bounded() -> None:
@@ -142,7 +207,7 @@ def test_whatever_the_names_only_files_that_exist_are_foretold(
     opened: list[tuple[int, bytes]], names: set[bytes]
 ) -> None:
     listing = Names(names)
-    shards = Shards()
+    shards = Reader()
     for pid, name in opened:
         foretold = shards.opened(1, pid, name, listing)
         assert set(foretold) <= names

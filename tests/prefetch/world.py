@@ -70,16 +70,29 @@ class World:
         self.prefetcher = prefetcher
         self.metrics = lab.metrics
 
-    async def read(self, path: str, pid: int = 1) -> bytes:
-        """Open, read all, close; checked against what the store has."""
-        ino = ROOT
+    async def look(self, path: str, offset: int, size: int, pid: int = 1) -> None:
+        """Open, read a part, close."""
+        ino, _ = await self._find(path)
+        fh, _, _ = self.fs.open_now(ino, os.O_RDONLY, pid) or await self.fs.open(ino, os.O_RDONLY, pid)
+        now = self.fs.read_now(fh, offset, size)
+        data = bytes(await self.fs.read(fh, offset, size) if now is None else now)
+        self.fs.release(fh)
+        assert data == content(path, offset + size)[offset:]
+
+    async def _find(self, path: str) -> tuple[int, int]:
+        """Number and size."""
+        ino, size = ROOT, 0
         for name in os.fsencode(path).split(b"/"):
             found, _ = self.fs.lookup_now(ino, name) or await self.fs.lookup(ino, name)
             assert found is not None, path
-            ino = found.ino
+            ino, size = found.ino, found.size
+        return ino, size
+
+    async def read(self, path: str, pid: int = 1) -> bytes:
+        """Open, read all, close; checked against what the store has."""
+        ino, size = await self._find(path)
         fh, _, _ = self.fs.open_now(ino, os.O_RDONLY, pid) or await self.fs.open(ino, os.O_RDONLY, pid)
         try:
-            size = found.size if found else 0
             parts = []
             for at in range(0, size, MIB):
                 now = self.fs.read_now(fh, at, MIB)
