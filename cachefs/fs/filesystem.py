@@ -87,9 +87,8 @@ class FileSystem(Writes):
         self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, clock, self._tree.moved)
         self.survey = Survey(self._tree, self._beliefs, self._looker, self._directories, self._locate)
-        self._refreshing = Refreshing(
-            *(self._tree, self._beliefs, self._lister, self._forget_warm, self._tell, lambda: self.told())
-        )
+        known = (self._tree, self._beliefs, self._lister, clock)
+        self._refreshing = Refreshing(*known, self._forget_warm, self._tell, lambda: self.told())
         self._writing = None
         if writer is not None:
             parts = (self._tree, self._beliefs, self._looker, self._lister, self._files)
@@ -178,15 +177,15 @@ class FileSystem(Writes):
             return None
         if not isinstance(found, Found):
             self._metrics.negative_hits += 1
-        return self._answer(found)
+        return self._answer(found, directory, name)
 
     async def lookup(self, parent: int, name: bytes) -> tuple[Attributes | None, float]:
         """The same, looking where necessary. An origin that fails raises: a failure is no absence."""
         found = self.lookup_now(parent, name)
         if found is not None:
             return found
-        directory = self._tree.directory(parent)
-        return self._answer(await self._looker.look(directory, name, share=not self._strict))
+        at = self._tree.directory(parent)
+        return self._answer(await self._looker.look(at, name, share=not self._strict), at, name)
 
     def forget(self, ino: int, nlookup: int) -> None:
         """Nothing to do: see above."""
@@ -200,10 +199,10 @@ class FileSystem(Writes):
             return self._writing.attributes(found.row), self._seconds_until(found.until)
         return self._attributes(ino, found.is_dir, found.row), self._seconds_until(found.until)
 
-    def _answer(self, found: Found | float) -> tuple[Attributes | None, float]:
+    def _answer(self, found: Found | float, at: Directory, name: bytes) -> tuple[Attributes | None, float]:
         if isinstance(found, Found):
             return self._shape(found.ino, found.is_dir, found.row), self._seconds_until(found.until)
-        return None, max(0.0, min(found, FOREVER))
+        return None, self._refreshing.absent(at, name, max(0.0, min(found, FOREVER)))
 
     def _seconds_until(self, until: float) -> float:
         return max(0.0, min(until - self._clock(), FOREVER))

@@ -1,7 +1,8 @@
 """Looking again: what is known of a path, and of everything below it, is not believed any more.
 
 It makes no request. One number says that nothing from before counts, however much lies below (`Tree.refresh`); the kernel
-has to be told the names right below, which take what is under them along.
+has to be told the names right below, which take what is under them along: those that are there, and those that it believes
+missing, of which nothing else here knows.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.tree import Tree
 
+MOST_ABSENT = 65_536
+"""Names that the kernel may believe missing at a time, about 200 bytes each; it asks for others whenever it needs them.
+Guessed: more than a program tries on its way to what it imports."""
+
 
 class Refreshing:
     """`forget` drops what is known of open files; `tell` has the kernel look at a name (directory, ino, name) again, and
-    `told` waits until it does. Numbers are those of paths; 0 is no inode."""
+    `told` waits until it does. Numbers are those of paths; 0 is no inode. `clock` is seconds since the epoch."""
 
     def __init__(
         self,
         tree: Tree,
         beliefs: Beliefs,
         lister: Lister,
+        clock: Callable[[], float],
         forget: Callable[[], None],
         tell: Callable[[Directory, int, bytes], None],
         told: Callable[[], Awaitable[None]],
@@ -38,10 +44,26 @@ class Refreshing:
         self._tree = tree
         self._beliefs = beliefs
         self._lister = lister
+        self._clock = clock
         self._forget = forget
         self._tell = tell
         self._told = told
+        self._absent: dict[tuple[int, bytes], float] = {}  # until when the kernel believes it
         self.ever = False  # listings that the kernel keeps may be out of date
+
+    def absent(self, directory: Directory, name: bytes, seconds: float) -> float:
+        """For how many seconds, of so many, the kernel may believe that there is no such name."""
+        if not seconds:
+            return 0.0
+        place, now = (directory.ino, name), self._clock()
+        self._absent.pop(place, None)
+        if len(self._absent) >= MOST_ABSENT:
+            oldest = next(iter(self._absent))
+            if self._absent[oldest] > now:
+                return 0.0
+            del self._absent[oldest]
+        self._absent[place] = now + seconds
+        return seconds
 
     async def path(self, path: str) -> None:
         """Raises `NotFound` for what can be no path, `NameTooLong`."""
@@ -80,6 +102,10 @@ class Refreshing:
     async def directory(self, directory: Directory) -> None:
         self._beliefs.forget_answers()
         await self._disbelieve(directory)
+        for place in [place for place in self._absent if place[0] == directory.ino]:
+            del self._absent[place]
+            self._tell(directory, 0, place[1])
+        await self._told()
         after: bytes | None = b""
         while after is not None:
             rows = self._tree.scan(directory, after, 1000)

@@ -23,7 +23,9 @@ class Writes:
     if TYPE_CHECKING:
 
         def _directory(self, ino: int) -> Directory: ...
-        def _answer(self, found: Found | float) -> tuple[Attributes | None, float]: ...
+        def _answer(
+            self, found: Found | float, at: Directory, name: bytes
+        ) -> tuple[Attributes | None, float]: ...
         def attributes_now(self, ino: int) -> tuple[Attributes, float] | None: ...
         async def getattr(self, ino: int) -> tuple[Attributes, float]: ...
 
@@ -103,8 +105,9 @@ class Writes:
         self, parent: int, name: bytes, mode: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A marker at the store, so that all see it. Raises `AlreadyExists`."""
-        found = await self._write.mkdir(self._directory(parent), name, mode, uid, gid)
-        attributes, ttl = self._answer(found)
+        directory = self._directory(parent)
+        found = await self._write.mkdir(directory, name, mode, uid, gid)
+        attributes, ttl = self._answer(found, directory, name)
         assert attributes is not None
         return attributes, ttl
 

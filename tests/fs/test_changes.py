@@ -508,6 +508,28 @@ async def test_refresh_of_a_file_by_attribute_and_of_a_missing_name() -> None:
             await mount.fs.refresh("../..")
 
 
+async def test_refresh_of_a_directory_tells_of_the_names_that_the_kernel_believes_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cachefs.fs.refreshing.MOST_ABSENT", 3)
+    bucket = Bucket(["d/a", "e/a"])
+    async with mounted(bucket, immutable=True) as mount:
+        d, e, a = [await mount.ino(path) for path in ("d", "e", "d/a")]
+        believed = [await mount.fs.lookup(parent, name) for parent in (d, e) for name in (b"x", b"y")]
+        ttl = believed[0][1]
+        # The kernel asks for the last one each time.
+        assert ttl > 0 and believed == [(None, ttl)] * 3 + [(None, 0.0)]
+        assert await mount.fs.lookup(d, b"x") == (None, ttl)
+        await mount.fs.refresh("d")
+        assert sorted(mount.invalidated) == sorted([(a, d, b"a"), (0, d, b"x"), (0, d, b"y")])
+        assert await mount.fs.lookup(e, b"y") == (None, ttl)  # there is room again
+        mount.invalidated.clear()
+        await mount.fs.refresh("d")
+        assert b"x" not in [name for _, _, name in mount.invalidated]
+        mount.clock.now += ttl + 1
+        assert [await mount.fs.lookup(d, bytes([name])) for name in b"pqrs"].count((None, ttl)) == 3
+
+
 async def test_refresh_outlives_a_restart(tmp_path: Path) -> None:
     bucket = Bucket(["d/a"])
     async with mounted(bucket, path=tmp_path, immutable=True) as mount:

@@ -112,6 +112,26 @@ class TestRefresh:
         refresh_by_command(path)
         assert path.read_bytes() == data
 
+    @WAYS
+    @pytest.mark.parametrize("consistency", ["default", "immutable"])
+    def test_shows_a_name_that_was_asked_for_before_it_came(
+        self, mounted: Mounted, bucket: Bucket, refresh, consistency: str
+    ) -> None:
+        """Of the directory, and of one above it: whatever the kernel believes missing."""
+        bucket.put("d/e/file", 1000)
+        mount = mounted(bucket, consistency=consistency, negative_ttl="1h")
+        for number, (place, new) in enumerate(
+            (("", "new"), ("d", "d/new"), ("", "d/e/new"), ("d/e", "d/e/newer"))
+        ):
+            path = mount.path / new
+            assert not path.exists()
+            data = bucket.put(new, 1000 + number)
+            with mount.counting() as grown:
+                assert not path.exists()  # nobody asked to look again
+            assert "fuse_lookup" not in grown
+            refresh(mount.path / place)
+            assert path.read_bytes() == data
+
     def test_keeps_cached_bytes_that_are_still_right(self, mounted: Mounted, bucket: Bucket) -> None:
         data = bucket.put("file", 200_000)
         mount = mounted(bucket)
