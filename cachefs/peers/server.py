@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
@@ -42,9 +40,6 @@ from cachefs.peers.wire import (
     parse_query,
     parse_target,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +99,9 @@ class Server:
         self._limits = limits or Limits()
         self._stats = stats or PeerTable()
         self._metrics = metrics or Metrics()
-        self._connections: Counter[str] = Counter()
-        self._in_flight: Counter[str] = Counter()
+        limits = self._limits
+        self._connections = _Admitted(limits.connections, limits.connections_per_host)
+        self._in_flight = _Admitted(limits.in_flight, limits.in_flight_per_host)
         self._disk = trio.CapacityLimiter(self._limits.disk_threads)
         self._leaving = False
 
@@ -118,7 +114,7 @@ class Server:
     async def drained(self) -> None:
         """Turn new requests away, and return when none is under way."""
         self._leaving = True
-        while self._in_flight:  # noqa: ASYNC110 - at a stop, and not for long
+        while self._in_flight.total:  # noqa: ASYNC110 - at a stop, and not for long
             await trio.sleep(0.02)
 
     async def _accepted(self, stream: trio.SocketStream) -> None:
@@ -130,14 +126,13 @@ class Server:
                 host = str(sock.getpeername()[0])
             except OSError:  # gone again
                 return
-            limits = self._limits
-            with _counted(
-                self._connections, host, limits.connections, limits.connections_per_host
-            ) as admitted:
-                if admitted:
-                    await self._converse(sock, host)
-                else:
-                    self._stats.of(host).turned_away += 1
+            if not self._connections.enter(host):
+                self._stats.of(host).turned_away += 1
+                return
+            try:
+                await self._converse(sock, host)
+            finally:
+                self._connections.leave(host)
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
         wire: Wire = (
@@ -157,23 +152,34 @@ class Server:
             wire.close()
 
 
-@contextmanager
-def _counted(counts: Counter[str], host: str, most: int, most_of_host: int) -> Iterator[bool]:
-    """Whether there is room for one more; if so it is counted while inside."""
-    if counts[host] >= most_of_host or counts.total() >= most:
-        yield False
-        return
-    counts[host] += 1
-    try:
-        yield True
-    finally:
-        counts[host] -= 1
-        if not counts[host]:
-            del counts[host]
+class _Admitted:
+    """A number of what hosts have here at once, bounded in all and for each of them."""
+
+    def __init__(self, most: int, most_of_host: int) -> None:
+        self.total = 0
+        self._most = most
+        self._most_of_host = most_of_host
+        self._of_host: dict[str, int] = {}
+
+    def enter(self, host: str) -> bool:
+        """Whether there is room for one more. It is counted then, until it leaves."""
+        already = self._of_host.get(host, 0)
+        if already >= self._most_of_host or self.total >= self._most:
+            return False
+        self.total += 1
+        self._of_host[host] = already + 1
+        return True
+
+    def leave(self, host: str) -> None:
+        self.total -= 1
+        self._of_host[host] -= 1
+        if not self._of_host[host]:
+            del self._of_host[host]
 
 
 class _Conversation:
-    """Requests and replies on one connection."""
+    """Requests and replies on one connection. Whatever is waited for has a deadline, and all of them end the conversation;
+    so one scope has them, one after the other: to enter another for each request is a tenth of what a small one costs."""
 
     def __init__(self, server: Server, wire: Wire, host: str) -> None:
         self._server = server
@@ -181,42 +187,48 @@ class _Conversation:
         self._host = host
         self._early = b""  # of the next request, received with the last
         self._last = False  # no request follows this one
+        self._scope = trio.CancelScope()
+        self._streaming = False
         self._seals: Seals | None = None
 
     async def run(self) -> None:
         """Until either side has enough. Raises `Gone`."""
-        while not self._last:
-            self._seals = None
-            try:
-                request = await self._next_request()
-                if request is None:
-                    return
-                await self._answer(request)
-            except _Refusal as exc:
-                stats, metrics = self._server._stats.of(self._host), self._server._metrics
-                stats.turned_away += 1
-                metrics.peer_turned_away += 1
-                await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
+        with self._scope:
+            while not self._last:
+                self._seals = None
+                try:
+                    request = await self._next_request()
+                    if request is None:
+                        return
+                    await self._answer(request)
+                except _Refusal as exc:
+                    stats, metrics = self._server._stats.of(self._host), self._server._metrics
+                    stats.turned_away += 1
+                    metrics.peer_turned_away += 1
+                    await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
+        if self._scope.cancelled_caught and self._streaming:
+            raise Gone("it is not done in time, or does not take what it asked for")
+
+    def _within(self, seconds: float) -> None:
+        """From now on, what is waited for must come in that time."""
+        self._scope.deadline = trio.current_time() + seconds
 
     async def _next_request(self) -> Request | None:
-        """None when the client closes the connection, or is too slow. Raises `_Refusal`, `Gone`."""
+        """None when the client closes the connection. Raises `_Refusal`, `Gone`."""
         limits, reader, data = self._server._limits, RequestReader(), self._early
         self._last = True  # unless it turns out to be a whole request, after which another may follow
         try:
-            if not data:
-                with trio.move_on_after(limits.idle_s):
-                    data = await self._wire.receive()
-            request = reader.feed(data)
+            self._within(limits.idle_s)
+            request = reader.feed(data or await self._wire.receive())
             if request is None:
-                with trio.move_on_after(limits.head_s):
-                    while request is None:
-                        request = reader.feed(await self._wire.receive())
+                self._within(limits.head_s)
+                while request is None:
+                    request = reader.feed(await self._wire.receive())
         except NotHttp as exc:
             raise _Refusal(exc.status, str(exc)) from exc
         except EOFError:
             return None
-        if request is not None:
-            self._early, self._last = reader.rest, request.last
+        self._early, self._last = reader.rest, request.last
         return request
 
     async def _answer(self, request: Request) -> None:
@@ -237,21 +249,21 @@ class _Conversation:
             wanted = parse_query(query, server._block_size)
         except Malformed as exc:
             raise _Refusal(400, str(exc)) from None
-        limits = server._limits
-        with _counted(server._in_flight, self._host, limits.in_flight, limits.in_flight_per_host) as admitted:
-            if not admitted or server._leaving:
-                raise _Refusal(503, "leaving" if admitted else "too many requests at once")
-            try:
-                if path == HAVE:
-                    await self._have(wanted)
-                else:
-                    await self._blocks(wanted, bring=path == BRING)
-            except NotShared as exc:
-                raise _Refusal(404, str(exc)) from None
-            except ObjectChanged as exc:
-                raise _Refusal(412, str(exc)) from None
-            except Busy as exc:
-                raise _Refusal(503, str(exc)) from None
+        if server._leaving or not server._in_flight.enter(self._host):
+            raise _Refusal(503, "leaving" if server._leaving else "too many requests at once")
+        try:
+            if path == HAVE:
+                await self._have(wanted)
+            else:
+                await self._blocks(wanted, bring=path == BRING)
+        except NotShared as exc:
+            raise _Refusal(404, str(exc)) from None
+        except ObjectChanged as exc:
+            raise _Refusal(412, str(exc)) from None
+        except Busy as exc:
+            raise _Refusal(503, str(exc)) from None
+        finally:
+            server._in_flight.leave(self._host)
 
     def _authenticate(self, request: Request) -> None:
         verifier, names = self._server._verifier, self._server.names
@@ -267,6 +279,7 @@ class _Conversation:
     async def _have(self, wanted: BlockRequest) -> None:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
             raise _Refusal(400, "too many blocks in one question")
+        self._within(self._server._limits.reply_s)
         held = await self._server._shares.have(wanted, self._host)
         await self._reply(200, pack_bitmap(held))
 
@@ -284,57 +297,55 @@ class _Conversation:
             served.close()
 
     async def _all_arrived(self, wanted: BlockRequest, served: Served) -> None:
-        with trio.move_on_after(self._server._limits.reply_s):
-            left = wanted.stop - wanted.start
-            while left:
-                piece = served.take() or await self._arrived(served, working=True)
-                left -= piece.length
-            return
-        raise Gone
+        self._within(self._server._limits.reply_s)
+        left = wanted.stop - wanted.start
+        while left:
+            piece = served.take() or await self._arrived(served, working=True)
+            left -= piece.length
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
         """Head and body. What is raised before the first piece came becomes a status, later it breaks the reply off."""
         wire, limits = self._wire, self._server._limits
         stats, metrics = self._server._stats.of(self._host), self._server._metrics
         length = wanted.body_length(self._seals is not None)
-        now, piece = trio.current_time(), served.take()
-        until = now + limits.reply_s
-        with trio.CancelScope(deadline=until if piece is None else min(now + limits.stall_s, until)) as scope:
+        until = trio.current_time() + limits.reply_s
 
-            def progressed() -> None:
-                scope.deadline = min(trio.current_time() + limits.stall_s, until)
+        def progressed() -> None:
+            self._scope.deadline = min(trio.current_time() + limits.stall_s, until)
 
-            if piece is None:
-                piece = await self._arrived(served, working=True)
+        self._streaming = True
+        piece = served.take()
+        if piece is None:
+            self._scope.deadline = until
+            piece = await self._arrived(served, working=True)
+        progressed()
+        await wire.send(self._head(200, length, b""), more=True)
+        block, left = wanted.start_block, wanted.length(wanted.start_block)
+        while True:
+            if piece.length > left or (piece.checksum is None) != (piece.length < left):
+                raise Gone("the pieces are not the blocks that were asked for")
+            await wire.send_file(piece, progressed)
+            left -= piece.length
+            stats.bytes_out += piece.length
+            metrics.peer_bytes_out += piece.length
+            last = piece.checksum is not None and block + 1 == wanted.stop_block
+            following = None if last else served.take()
+            if piece.checksum is not None:
+                # Held back for more only if there is more: the kernel would wait 0.2 s for it.
+                await wire.send(self._check(block, piece.checksum), more=following is not None)
+                if last:
+                    break
+                block += 1
+                left = wanted.length(block)
+            if following is None:
+                self._scope.deadline = until  # it is not the client who is slow now
+                try:
+                    following = await self._arrived(served, working=False)
+                except (NotShared, ObjectChanged, Busy) as exc:
+                    raise Gone(f"the rest cannot be had: {exc}") from exc
                 progressed()
-            await wire.send(self._head(200, length, b""), more=True)
-            block, left = wanted.start_block, wanted.length(wanted.start_block)
-            while True:
-                if piece.length > left or (piece.checksum is None) != (piece.length < left):
-                    raise Gone("the pieces are not the blocks that were asked for")
-                await wire.send_file(piece, progressed)
-                left -= piece.length
-                stats.bytes_out += piece.length
-                metrics.peer_bytes_out += piece.length
-                last = piece.checksum is not None and block + 1 == wanted.stop_block
-                following = None if last else served.take()
-                if piece.checksum is not None:
-                    # Held back for more only if there is more: the kernel would wait 0.2 s for it.
-                    await wire.send(self._check(block, piece.checksum), more=following is not None)
-                    if last:
-                        break
-                    block += 1
-                    left = wanted.length(block)
-                if following is None:
-                    scope.deadline = until  # it is not the client who is slow now
-                    try:
-                        following = await self._arrived(served, working=False)
-                    except (NotShared, ObjectChanged, Busy) as exc:
-                        raise Gone(f"the rest cannot be had: {exc}") from exc
-                    progressed()
-                piece = following
-        if scope.cancelled_caught:
-            raise Gone("it is not done in time, or does not take what it asked for")
+            piece = following
+        self._streaming = False
         stats.served += 1
         metrics.peer_served += 1
 
@@ -371,10 +382,8 @@ class _Conversation:
         return packed if self._seals is None else packed + self._seals.block(block, packed)
 
     async def _reply(self, status: int, body: bytes) -> None:
-        with trio.move_on_after(self._server._limits.stall_s):
-            await self._wire.send(self._head(status, len(body), body) + body, more=False)
-            return
-        raise Gone
+        self._within(self._server._limits.stall_s)
+        await self._wire.send(self._head(status, len(body), body) + body, more=False)
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:
         seal = self._seals.reply(status, length, body) if self._seals is not None else ""

@@ -24,6 +24,7 @@ Everything here is pure.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -95,6 +96,14 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+_PLAIN = re.compile(r'[A-Za-z0-9_.~/:"-]*')
+
+
+def _quoted(name: str) -> str:
+    """Percent-encoded. Most names need none; quotation marks, in nearly all etags, are left as they are."""
+    return name if _PLAIN.fullmatch(name) else quote(name, safe='/:"', errors="surrogatepass")
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
     """Blocks [start_block, stop_block) of one object version, of `block_size` bytes each but for the object's last.
@@ -134,12 +143,9 @@ class BlockRequest:
     def target(self, path: str) -> str:
         """The request target, ASCII. Raises `Malformed` when no peer would take it (a name too long)."""
         version = self.object
-        named = "&".join(
-            f"{name}={quote(text, safe='/:', errors='surrogatepass')}"
-            for name, text in (("source", version.source), ("key", version.key), ("etag", version.etag))
-        )
         target = (
-            f"{path}?{named}&size={version.size}&block={self.block_size}"
+            f"{path}?source={_quoted(version.source)}&key={_quoted(version.key)}&etag={_quoted(version.etag)}"
+            f"&size={version.size}&block={self.block_size}"
             f"&start={self.start_block}&stop={self.stop_block}&rank={self.rank}"
         )
         if len(target) > MAX_TARGET_BYTES:
@@ -147,7 +153,11 @@ class BlockRequest:
         return target
 
 
-_FIELDS = ("source", "key", "etag", "size", "block", "start", "stop", "rank")
+_QUERY = re.compile(
+    "source=([^&]+)&key=([^&]+)&etag=([^&]*)"
+    "&size=([0-9]{1,18})&block=([0-9]{1,18})&start=([0-9]{1,18})&stop=([0-9]{1,18})&rank=([0-9]{1,18})"
+)
+"""Names and numbers of which a version and its blocks consist."""
 
 
 def parse_target(target: str) -> tuple[str, str]:
@@ -161,18 +171,19 @@ def parse_target(target: str) -> tuple[str, str]:
 def parse_query(query: str, block_size: int) -> BlockRequest:
     """The request that a query of ours spells. Raises `Malformed`, also for a range that the object does not have or a
     block size that is not `block_size`."""
-    pairs = [part.partition("=") for part in query.split("&", len(_FIELDS))]
-    if tuple(name for name, _, _ in pairs) != _FIELDS:
-        raise Malformed("the query needs " + ", ".join(_FIELDS))
-    values = [value for _, _, value in pairs]
-    try:
-        source, key, etag = (unquote(value, errors="surrogatepass") for value in values[:3])
-    except UnicodeDecodeError as exc:
-        raise Malformed("a name is not UTF-8") from exc
+    said = _QUERY.fullmatch(query)
+    if said is None:
+        raise Malformed("the query is not a source, a key, an etag and five numbers")
+    source, key, etag = said.group(1, 2, 3)
+    if "%" in query:
+        try:
+            source, key, etag = (unquote(name, errors="surrogatepass") for name in (source, key, etag))
+        except UnicodeDecodeError as exc:
+            raise Malformed("a name is not UTF-8") from exc
     # With a zero byte in them, two versions could have one digest (`ObjectId`); no store has such.
-    if not source or not key or "\0" in source or "\0" in etag:
-        raise Malformed("a name is missing or impossible")
-    size, block, start, stop, rank = (_number(value) for value in values[3:])
+    if "\0" in source or "\0" in etag:
+        raise Malformed("a name is impossible")
+    size, block, start, stop, rank = map(int, said.group(4, 5, 6, 7, 8))
     if block != block_size:
         raise Malformed(f"blocks have {block_size} bytes here")
     if not 0 <= start < stop <= block_count(size, block):
@@ -180,12 +191,6 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     if rank > MAX_RANK:
         raise Malformed("nobody is asked so late")
     return BlockRequest(ObjectId(source, key, etag, size), start, stop, block, rank)
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise Malformed("not a number")
-    return int(text)
 
 
 def pack_bitmap(held: list[bool]) -> bytes:

@@ -173,6 +173,19 @@ async def test_who_does_not_take_a_reply_loses_it(in_bits: bool) -> None:
 
 
 @in_trio
+async def test_a_little_reply_that_is_taken_in_bits_comes_whole() -> None:
+    """Head, block and check are one call, which takes what there is room for."""
+    shelf, client, sink = Shelf(), Client(), Kept()
+    data = content(100 * KIB)
+    version = shelf.put(data)
+    async with serving(shelf, send_buffer=4 * KIB) as (address, stats):
+        for _ in range(3):
+            await client.read(address, asking(version), sink, deadline_s=20)
+        assert sink.data == 3 * data and stats.of("127.0.0.1").served == 3
+    client.close()
+
+
+@in_trio
 async def test_who_hangs_up_within_a_body_leaves_nothing_behind() -> None:
     shelf = Shelf()
     version = shelf.put(content(16 * MIB))

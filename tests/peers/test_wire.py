@@ -49,6 +49,14 @@ def test_a_request_is_read_as_it_was_written(request: BlockRequest) -> None:
     assert read.object.digest == request.object.digest
 
 
+def test_an_ordinary_name_is_spelled_as_it_is_and_may_be_spelled_otherwise() -> None:
+    request = BlockRequest(ObjectId("s3://bucket", "train/n0144/0001.tar", '"0123-4"', 5), 0, 1, MIB)
+    target = request.target(BLOCKS)
+    assert "%" not in target and request.object.key in target
+    encoded = target.replace("/", "%2F").replace('"', "%22").replace("%2F", "/", 3)
+    assert encoded != target and parse_query(parse_target(encoded)[1], MIB) == request
+
+
 def test_the_longest_key_of_a_store_can_be_asked_for() -> None:
     request = BlockRequest(ObjectId("az://container", "\U0001f600" * 1024, '"etag"', 5), 0, 1, MIB)
     assert parse_query(parse_target(request.target(BLOCKS))[1], MIB) == request
