@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cachefs.fs.kept import Kept
     from cachefs.fs.listing import Lister
     from cachefs.fs.looking import Looker
-    from cachefs.fs.overlay import Overlay
+    from cachefs.fs.overlay import Node, Overlay
     from cachefs.fs.tree import Tree
     from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
@@ -105,14 +106,23 @@ class Changing:
         node = self._overlay.at(directory, name)
         if node is None or node.stored:
             await self._mark_last(origin, directory, name)
-        delete = partial(origin.delete, directory.prefix + name.decode())
+        key = directory.prefix + name.decode()
         if node is None:
-            await delete()
+            await origin.delete(key)
         else:
             async with node.lock:
-                await self._overlay.remove(node, replaced=False, instead=delete if node.stored else None)
+                delete = partial(self._delete, origin, key, node) if node.stored else None
+                await self._overlay.remove(node, replaced=False, instead=delete)
         await self._overlay.gone(directory, name)
         self._kept.put(found.ino, "", {})
+        if node is not None and node.draft is not None and node.draft.conflicts:
+            with suppress(NotFound):
+                await self._overlay.is_file(directory, name, await origin.head(key))
+
+    async def _delete(self, origin: Origin, key: str, node: Node) -> None:
+        """What was refused because of somebody else's object goes alone."""
+        if node.draft is None or not node.draft.conflicts:
+            await origin.delete(key)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
         """A directory that exists by its last key alone gets a marker before that goes: it must not vanish from under

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.errors import CachefsError, NotFound
+from cachefs.errors import CachefsError, NotEmpty, NotFound
 from cachefs.fs.overlay import Node, is_below
 from cachefs.fs.survey import object_of
 from cachefs.fs.tree import Directory, Found, Tree
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.overlay import Overlay
     from cachefs.fs.writer import Writer
+    from cachefs.names import ObjectId
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
@@ -89,7 +90,14 @@ class Moving:
             await self._overlay.remove(replaced, replaced=True, instead=work)
 
     async def _node(
-        self, node: Node, found: Found, to: Place, base: str | None, replaced: Node | None = None
+        self,
+        node: Node,
+        found: Found,
+        to: Place,
+        base: str | None,
+        replaced: Node | None = None,
+        *,
+        upload: bool = True,
     ) -> None:
         """A file that somebody has open, or that the store does not have."""
         place = node.directory, node.name
@@ -97,27 +105,35 @@ class Moving:
         if node.draft is None:
             await self._stored(place, found, to, replaced)
             return
-        beneath = node.beneath
         draft, over = node.draft, None if replaced is None else replaced.draft
+        left = False
 
         async def rename() -> None:
-            nonlocal base
+            nonlocal base, left
             base = base if over is None else over.base
-            await self._writer.rename(draft, *_key(to), base=base, over=over)
+            left = await self._writer.rename(draft, *_key(to), base=base, over=over, upload=upload)
 
         with self._overlay.moving(node):
-            await self._instead(replaced, rename)
+            try:
+                await self._instead(replaced, rename)
+            except BaseException:
+                self._overlay.look_again(to[0])  # what was asked for may have come about
+                raise
             clean = draft.committed is not None
-            node.stored, node.beneath = base is not None or clean, base is not None and not clean
+            node.stored = base is not None or clean or left
+            node.beneath = node.stored and not clean
             if node.held:
                 await self._overlay.rehold(node, *to)
-                if beneath:  # an older version goes, so what replaces it must stay
-                    await self._writer.commit(draft)
-                    await origin.delete(key)
             else:
                 assert draft.committed is not None
                 await self._moved(place, found, to, draft.committed)
                 await self._overlay.gone(*place, moved=True)
+            if left:
+                try:
+                    await self._delete(origin, key, place)
+                except BaseException:
+                    self._overlay.look_again(place[0])
+                    raise
 
     async def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
         """Write down that a version is at another path: under its number, with what was set of it, for those who read it."""
@@ -145,30 +161,28 @@ class Moving:
         inside = self._tree.directory(found.ino)
         local = {node.key for node in self._overlay.below(inside) if node.draft is not None}
         objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
+        there = {new} if known else {info.key for info in await keys_below(origin, new)}
+        if there - {new}:
+            raise NotEmpty(f"{new} has something in it by now")
         note = uuid4().hex
         row = {"source": origin.source, "from": prefix, "to": new}
         await self._writer.note(note, row)
-        copied: list[str] = []
-
-        async def copy(info: ObjectInfo) -> None:
-            key = new + info.key.removeprefix(prefix)
-            made = await origin.copy(info.key, key, size=info.size, etag=info.etag)
-            copied.append(key)
-            self._writer.moved(info.version(origin.source), made.version(origin.source))
-
+        copies = _Copies(origin, prefix, new, self._writer.moved)
+        moved: Directory | None = None
         try:
-            await each(copy, objects, COPIES_AT_ONCE)
+            await copies.make(objects)
             moved = await self._overlay.directory(*to)
             self._overlay.look_again(moved)
             went = await self._nodes(inside, moved)
             for key in local - went:
                 with suppress(NotFound):
-                    await copy(info := await origin.head(key))
-                    objects.append(info)
+                    objects.append(await origin.head(key))
+                    await copies.make(objects[-1:])
         except BaseException:
             with trio.CancelScope(shield=True):
-                await origin.delete_many(copied)
-                if not known:
+                stays = moved is not None and await self._back(moved, inside)
+                await copies.undo(objects, there)
+                if not known and not stays:
                     await self._overlay.gone(*to)
                 await self._writer.note(note, None)
             raise
@@ -197,9 +211,18 @@ class Moving:
                 row = self._tree.row(node.directory, node.name)
                 if node.draft is None or row is None:
                     continue  # only open: it begins anew when it is looked up
-                await self._node(node, Found(node.stable, False, row, 0.0), (above, node.name), None)
+                found = Found(node.stable, False, row, 0.0)
+                await self._node(node, found, (above, node.name), None, upload=False)
                 went.add(key)
         return went
+
+    async def _back(self, moved: Directory, inside: Directory) -> bool:
+        """What has gone along comes back, as far as the store lets it. Returns whether something stays."""
+        try:
+            await self._nodes(moved, inside)
+        except CachefsError as exc:
+            log.warning("what was written below %s stays there: %s", moved.prefix, exc)
+        return any(node.draft is not None for node in self._overlay.below(moved))
 
     async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
         inside = self._tree.directory(found.ino)
@@ -230,20 +253,61 @@ class Moving:
     async def _finish(self, origin: Origin, prefix: str, new: str) -> None:
         for draft in self._writer.pending():
             if draft.origin is origin and draft.key.startswith(prefix):
-                await self._writer.rename(draft, origin, new + draft.key.removeprefix(prefix), base=None)
+                key = new + draft.key.removeprefix(prefix)
+                await self._writer.rename(draft, origin, key, base=None, upload=False)
         # What is under the new name already is of this rename, or newer: the new name was free.
         there = {info.key for info in await keys_below(origin, new)}
         there |= {draft.key for draft in self._writer.pending() if draft.origin is origin}
         objects = await keys_below(origin, prefix)
 
-        async def copy(info: ObjectInfo) -> None:
-            key = new + info.key.removeprefix(prefix)
-            if key not in there:
-                await origin.copy(info.key, key, size=info.size, etag=info.etag)
-
-        await each(copy, objects, COPIES_AT_ONCE)
+        copies = _Copies(origin, prefix, new, self._writer.moved)
+        await copies.make([info for info in objects if copies.to(info) not in there])
         for error in (await origin.delete_many([info.key for info in objects])).values():
             raise error
+
+
+class _Copies:
+    """Of objects below one prefix, to where they are to be. `moved` is told that the cache may take one for the other."""
+
+    def __init__(
+        self, origin: Origin, prefix: str, new: str, moved: Callable[[ObjectId, ObjectId], None]
+    ) -> None:
+        self._origin, self._prefix, self._new, self._moved = origin, prefix, new, moved
+        self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
+
+    def to(self, info: ObjectInfo) -> str:
+        return self._new + info.key.removeprefix(self._prefix)
+
+    async def make(self, objects: Sequence[ObjectInfo]) -> None:
+        """After a failure no other is begun, but what is under way is waited for: it would land unseen."""
+        failed: list[CachefsError] = []
+
+        async def copy(info: ObjectInfo) -> None:
+            if failed:
+                return
+            try:
+                made = await self._origin.copy(info.key, self.to(info), size=info.size, etag=info.etag)
+            except CachefsError as exc:
+                failed.append(exc)
+                return
+            self._made.append((info, made))
+            self._tell(info, made)
+
+        await each(copy, objects, COPIES_AT_ONCE)
+        if failed:
+            raise failed[0]
+
+    async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
+        """Of all these nothing is there, whether we were told of it or not, but what was there before."""
+        for info, made in self._made:
+            self._tell(made, info)
+        keys = [self.to(info) for info in objects]
+        for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
+            log.warning("%s was made by a rename that failed, and cannot be removed: %s", key, error)
+
+    def _tell(self, old: ObjectInfo, new: ObjectInfo) -> None:
+        source = self._origin.source
+        self._moved(old.version(source), new.version(source))
 
 
 async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:

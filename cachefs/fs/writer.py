@@ -38,6 +38,11 @@ class Draft(Protocol):
         """The etag of the version that it replaces at the store; None: there is none."""
 
     @property
+    def conflicts(self) -> bool:
+        """Whether its last upload was refused, because what the store has under its name is somebody else's."""
+        ...
+
+    @property
     def attrs(self) -> dict[str, Any]: ...
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
@@ -96,11 +101,20 @@ class Writer(Protocol):
         """What close(2) and fsync(2) promise. Raises why it cannot be kept; the draft stays."""
 
     async def rename(
-        self, draft: Any, origin: Origin, key: str, *, base: str | None, over: Any = None
-    ) -> None:
+        self,
+        draft: Any,
+        origin: Origin,
+        key: str,
+        *,
+        base: str | None,
+        over: Any = None,
+        upload: bool = True,
+    ) -> bool:
         """Its content goes to another key, where it is to replace the version `base`, or the draft `over` that is being
-        discarded, and nothing that it made is left under the old one. What the store has of it is copied and deleted there;
-        then `on_committed` is called."""
+        discarded. What the store has of it is there, too, when this returns, copied or, unless `upload` is not wanted,
+        replaced by what it holds; when the store has all of it, `on_committed` was called. When this raises, it has its old
+        name. Returns whether something of it is left under the old key, for the caller to delete."""
+        ...
 
     async def discard(
         self, draft: Any, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None

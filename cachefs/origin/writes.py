@@ -78,7 +78,7 @@ class Writes(Attempts):
                 f"{self.name(key)}: {size} bytes are too many for one request; upload it in parts"
             )
         terms = Terms(content_type, if_match, if_absent)
-        if terms.conditional:
+        if terms.conditional or stamp:
             terms = Terms(content_type, if_match, if_absent, stamp=stamp or new_stamp())
         what = f"writing {self.name(key)}"
         try:
@@ -212,16 +212,18 @@ class Writes(Attempts):
     async def ours(self, key: str, stamp: str, size: int | None, error: CachefsError) -> ObjectInfo:
         """The object if it shows our stamp: an earlier attempt wrote it, and only its reply was lost. Else raises
         `error`."""
-        writer = self.writer
         try:
-            info, shown = await self.call(
-                lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head", key
-            )
+            info, shown = await self.look(key)
         except NotFound:
             shown = ""
         if stamp and shown == stamp and size in (None, info.size):
             return info
         raise error
+
+    async def look(self, key: str) -> tuple[ObjectInfo, str]:
+        """One object as it is now, and the stamp that it shows ("": none)."""
+        writer = self.writer
+        return await self.call(lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head", key)
 
     async def _copy_in_parts(self, key: str, to: str, size: int, etag: str | None) -> ObjectInfo:
         limits, etag = self.limits, etag or (await self.head(key)).etag

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
-from cachefs.errors import CachefsError, NoRoom, TooLarge
+from cachefs.errors import CachefsError, Conflict, NoRoom, TooLarge
 from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.upload.parts import Parts
 from cachefs.upload.sending import Sender
@@ -144,10 +144,16 @@ class Draft:
         """Whether the store has had what it held then, or later."""
         return self._at_store is not None and self._at_store[0] >= generation
 
-    def forget_stored(self) -> None:
-        """Nothing of it is at the store any more."""
-        self._at_store = None
+    @property
+    def conflicts(self) -> bool:
+        """Whether what the store has under its name is somebody else's, and was not to be replaced."""
+        return isinstance(self.failure, Conflict)
+
+    def copied(self, own: ObjectInfo, info: ObjectInfo) -> None:
+        """What it had at the store is under its new name, as `info`."""
         self.unsure = False
+        if self._at_store is not None and self._at_store[1].etag == own.etag:
+            self._at_store = (self._at_store[0], info)
 
     def moved(self, origin: Origin, key: str, base: str | None) -> None:
         """It is on its way to another key. Nothing of it is under way, or sent."""

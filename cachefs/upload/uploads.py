@@ -219,15 +219,9 @@ class Uploads:
         if draft.attempt is None and draft.due == math.inf and draft.dirty and not draft.discarded:
             self._queue.plan(draft, self._delay_s)
 
-    async def rename(
-        self, draft: Draft, origin: Origin, key: str, *, base: str | None = None, over: Draft | None = None
-    ) -> None:
-        """Its content goes to `key` (of the same store), and nothing that it made is left where it was going. `base` is the
-        etag of what it is to replace there, `over` the draft, which the caller is discarding: after a crash at most one of
-        them is back. Free as long as nothing of it is at the store; else one copy and one deletion.
-
-        Raises what these do, and then it has its old name."""
-        await self._names.rename(draft, origin, key, base, over)
+    async def rename(self, draft: Draft, origin: Origin, key: str, **how: Any) -> bool:
+        """See `Names.rename`."""
+        return await self._names.rename(draft, origin, key, **how)
 
     async def discard(
         self,
@@ -314,10 +308,10 @@ class Uploads:
 
     async def _terms(self, draft: Draft) -> Terms:
         """What the next attempt may replace."""
-        if not self._conditional:
-            return Terms()
         stamp = new_stamp()
         draft.stamped(stamp)
+        if not self._conditional:
+            return Terms(stamp=stamp)
         if draft.acknowledged:
             await self._records.keep(draft)  # before: a later run must know its own object
         return Terms(draft.base, draft.base is None, stamp)

@@ -95,8 +95,8 @@ async def test_what_is_not_uploaded_moves_for_nothing() -> None:
             await mount.rename("d/tmp", "d/f")
             assert await mount.read("d/f") == b"version %d" % i
         await mount.rename("d/f", "e/g")
-        assert bucket.puts == ["d/"] and bucket.deletes == ["d/f"], (
-            "the old one has to go, and takes no directory along"
+        assert bucket.puts == ["d/", "e/g"] and bucket.deletes == ["d/f"], (
+            "the old one has to go, when the new one is there, and takes no directory along"
         )
         assert await mount.walk() == {b"d": None, b"e": None, b"e/g": 9, b"e/x": 10}
         await writer.upload_all()

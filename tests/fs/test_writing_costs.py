@@ -79,7 +79,7 @@ COSTS: list[tuple[Any, tuple[int, int], tuple[int, int, int]]] = [
     (two_in_a_new_directory, (0, 0), (3, 0, 0)),
     (lambda mount: mount.rmdir("empty"), (1, 0), (0, 0, 1)),
     (remove_tree, (1, 0), (1, 0, 4)),
-    (lambda mount: mount.rename("t", "u"), (1, 0), (0, 3, 3)),
+    (lambda mount: mount.rename("t", "u"), (2, 0), (0, 3, 3)),
 ]
 
 

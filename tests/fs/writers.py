@@ -32,7 +32,7 @@ class MemoryDraft:
         self.mtime_ns = mtime_ns
         self.attrs = dict(attrs)
         self.handles = 0
-        self.dirty, self.discarded = True, False
+        self.dirty, self.discarded, self.conflicts = True, False, False
         self.changed: Callable[[MemoryDraft], None] = lambda draft: None
         self.made: ObjectInfo | None = None
         self.lent: MemoryLoan | None = None
@@ -158,19 +158,34 @@ class MemoryWriter:
             await self.upload(draft)
 
     async def rename(
-        self, draft: MemoryDraft, origin: Any, key: str, *, base: str | None, over: Any = None
-    ) -> None:
+        self,
+        draft: MemoryDraft,
+        origin: Any,
+        key: str,
+        *,
+        base: str | None,
+        over: Any = None,
+        upload: bool = True,
+    ) -> bool:
         old, made = draft.key, draft.made
         if made is not None and not draft.dirty:
             info = await origin.copy(old, key, size=made.size, etag=made.etag)
-            await origin.delete(old)
             draft.key, draft.made, draft.base = key, info, info.etag
             self.on_committed(draft, info)
-            return
+            return True
+        before = draft.base
+        if before is not None and not upload:
+            info = await origin.copy(old, key, size=origin.objects[old].size, etag=before)
+            draft.key, draft.base = key, info.etag
+            return True
         draft.key, draft.base = key, base
-        if made is not None:
-            await origin.delete(old)
-            draft.made = None
+        if before is not None:
+            try:
+                await self.upload(draft)
+            except CachefsError:
+                draft.key, draft.base = old, before
+                raise
+        return before is not None
 
     async def discard(
         self, draft: MemoryDraft, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from bench.lab.client import LabStore
 from bench.lab.dataset import content
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.mounts import Mount
 from tests.mount.written import keys, stored
 
 MIB = 1 << 20
@@ -57,3 +61,156 @@ class TestUploadsInParts:
         mount.settled()
         assert requests(bucket.store)["create_upload"] == 1 and uploads_left(bucket) == []
         assert bucket.store.counters()["bytes_received"]["upload_part"] == len(data)
+
+
+def deleted(bucket: Bucket) -> list[str]:
+    return [r["key"] for r in bucket.store.requests() if r["kind"] == "delete"]
+
+
+class TestNeverNeither:
+    """The old name does not go before the new one is there."""
+
+    def failed(self, mounted: Mounted, bucket: Bucket) -> Mount:
+        """A mount whose `f` is newer than the store's, because that refuses to be written."""
+        mount = mounted(bucket, read_only=False, timeout=2)
+        mount.allowed.append("trying again|InternalError|answered 500|failed|not in the store")
+        bucket.put("f", b"v1")
+        assert (mount.path / "f").read_bytes() == b"v1"
+        bucket.store.fault("500", kind="put")
+        with pytest.raises(OSError, match="Input/output"):
+            (mount.path / "f").write_bytes(b"v2")
+        return mount
+
+    def test_a_file_that_could_not_be_uploaded(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = self.failed(mounted, bucket)
+        bucket.store.reset()
+        with pytest.raises(OSError, match="Input/output"):
+            (mount.path / "f").rename(mount.path / "g")
+        assert stored(bucket, "f") == b"v1" and keys(bucket) == ["f"] and deleted(bucket) == []
+        assert os.listdir(mount.path) == ["f"] and (mount.path / "f").read_bytes() == b"v2"
+        bucket.store.clear_faults()
+        (mount.path / "f").rename(mount.path / "g")
+        assert keys(bucket) == ["g"] and stored(bucket, "g") == b"v2"
+        assert os.listdir(mount.path) == ["g"] and (mount.path / "g").read_bytes() == b"v2"
+
+    def test_a_file_of_which_half_a_change_is_here(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, read_only=False)
+        bucket.put("f", b"v1")
+        with (mount.path / "f").open("r+b", buffering=0) as file:
+            file.write(b"half")
+            (mount.path / "f").rename(mount.path / "g")
+            assert stored(bucket, "g") == b"v1" and keys(bucket) == ["g"]
+            file.write(b", whole")
+        assert stored(bucket, "g") == b"half, whole" and keys(bucket) == ["g"]
+
+    def test_with_writeback(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, read_only=False, writeback=True, upload_delay="10s")
+        bucket.put("f", b"v1")
+        (mount.path / "f").write_bytes(b"v2")
+        bucket.store.reset()
+        (mount.path / "f").rename(mount.path / "g")
+        asked = [r["kind"] for r in bucket.store.requests() if r["kind"] in ("put", "delete")]
+        assert asked == ["put", "delete"] and stored(bucket, "g") == b"v2" and keys(bucket) == ["g"]
+
+
+class TestDirectories:
+    def test_a_copy_that_fails_leaves_nothing(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, read_only=False)
+        mount.allowed.append("denied|403|AccessDenied")
+        names = [f"f{number}" for number in range(5)]
+        for name in names:
+            bucket.put(f"cl/{name}", name.encode() * 1000)
+        bucket.store.shape(latency_ms=10)
+        with (mount.path / "cl/f3").open("ab") as open_one:
+            open_one.write(b"more")
+            open_one.flush()
+            bucket.store.fault("403", kind="copy", key="cl2/f1")
+            with pytest.raises(PermissionError):
+                (mount.path / "cl").rename(mount.path / "cl2")
+            time.sleep(0.2)
+            assert keys(bucket) == [f"cl/{name}" for name in names]
+            assert sorted(os.listdir(mount.path / "cl")) == names and os.listdir(mount.path) == ["cl"]
+            bucket.store.clear_faults()
+            (mount.path / "cl").rename(mount.path / "cl2")
+        assert keys(bucket) == [f"cl2/{name}" for name in names]
+        assert stored(bucket, "cl2/f3") == b"f3" * 1000 + b"more" == (mount.path / "cl2/f3").read_bytes()
+
+    def test_what_was_written_below_comes_back_too(self, mounted: Mounted, bucket: Bucket) -> None:
+        """One of its open files moved, another could not."""
+        mount = mounted(bucket, read_only=False)
+        mount.allowed.append("denied|403|AccessDenied")
+        names = [f"f{number}" for number in range(4)]
+        for name in names:
+            bucket.put(f"cl/{name}", name.encode() * 1000)
+        files = [(mount.path / "cl" / name).open("ab", buffering=0) for name in names]
+        for file in files:
+            file.write(b"more")
+        bucket.store.fault("403", kind="copy", key="cl2/f2")
+        with pytest.raises(PermissionError):
+            (mount.path / "cl").rename(mount.path / "cl2")
+        bucket.store.clear_faults()
+        assert keys(bucket) == [f"cl/{name}" for name in names] and os.listdir(mount.path) == ["cl"]
+        for file in files:
+            file.close()
+        for name in names:
+            wanted = name.encode() * 1000 + b"more"
+            assert stored(bucket, f"cl/{name}") == wanted == (mount.path / "cl" / name).read_bytes()
+
+    def test_over_what_another_node_has_put_there(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, read_only=False)
+        bucket.put("cl/f", b"mine")
+        assert os.listdir(mount.path) == ["cl"] and not (mount.path / "cl2").exists()
+        bucket.put("cl2/g", b"theirs")
+        with pytest.raises(OSError) as caught:
+            (mount.path / "cl").rename(mount.path / "cl2")
+        assert caught.value.errno == errno.ENOTEMPTY
+        assert keys(bucket) == ["cl/f", "cl2/g"]
+
+
+class TestConflicts:
+    """`--on-conflict fail`: ways out of it that lose neither theirs nor ours."""
+
+    @pytest.fixture
+    def mount(self, mounted: Mounted, bucket: Bucket) -> Mount:
+        """Its `f` was refused, first by an outage and then because another node had put it."""
+        mount = mounted(bucket, read_only=False, on_conflict="fail", timeout=2)
+        mount.allowed.append(
+            "trying again|InternalError|answered 500|failed|not in the store|another version"
+        )
+        bucket.put("f", b"v1")
+        fd = os.open(mount.path / "f", os.O_RDWR)
+        os.write(fd, b"mine")
+        bucket.store.fault("500", kind="put")
+        with pytest.raises(OSError, match="Input/output"):
+            os.fsync(fd)
+        bucket.store.clear_faults()
+        bucket.put("f", b"theirs")
+        with pytest.raises(OSError) as caught:
+            os.close(fd)
+        assert caught.value.errno == errno.ESTALE
+        bucket.store.reset()
+        return mount
+
+    def test_moved_aside(self, mount: Mount, bucket: Bucket) -> None:
+        (mount.path / "f").rename(mount.path / "f.mine")
+        until = time.monotonic() + 5
+        while keys(bucket) != ["f", "f.mine"] and time.monotonic() < until:
+            time.sleep(0.05)
+        assert stored(bucket, "f.mine") == b"mine" and stored(bucket, "f") == b"theirs"
+        assert deleted(bucket) == []
+        mount.refresh()
+        assert shown(mount.path) == {"f": b"theirs", "f.mine": b"mine"}
+        (mount.path / "f").write_bytes(b"agreed")
+        assert stored(bucket, "f") == b"agreed"
+
+    def test_removed(self, mount: Mount, bucket: Bucket) -> None:
+        (mount.path / "f").unlink()
+        assert stored(bucket, "f") == b"theirs" and deleted(bucket) == []
+        assert shown(mount.path) == {"f": b"theirs"}
+        (mount.path / "f").write_bytes(b"agreed")
+        assert stored(bucket, "f") == b"agreed"
+        assert mount.umount("--flush").returncode == 0
+
+
+def shown(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}

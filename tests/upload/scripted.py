@@ -226,6 +226,14 @@ class ScriptedStore:
             etag, data = self.objects[key]
             return ObjectInfo(key, len(data), 0, etag)
 
+    async def look(self, key: str) -> tuple[ObjectInfo, str]:
+        async with self.request("head", key):
+            if key not in self.objects:
+                raise NotFound(key)
+            etag, data = self.objects[key]
+            made_by, stamp = self.stamps.get(key, ("", ""))
+            return ObjectInfo(key, len(data), 0, etag), stamp if made_by == etag else ""
+
 
 class ScriptedUpload:
     def __init__(self, store: ScriptedStore, key: str, name: str) -> None:
@@ -334,6 +342,12 @@ class Desk:
         draft = await self.create(key, data, **how)
         await self.close(draft)
         return draft
+
+    async def rename(self, draft: Draft, key: str, **how: Any) -> None:
+        """As rename(2) does it."""
+        old = draft.key
+        if await self.uploads.rename(draft, self.store, key, **how):
+            await self.store.delete(old)
 
     async def quiet(self) -> None:
         """Until nothing happens any more by itself (but what time brings)."""

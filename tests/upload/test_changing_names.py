@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.errors import OriginFailed
+from cachefs.errors import Conflict, OriginFailed
 from cachefs.names import ObjectId
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, Room, desk, in_trio
+from tests.upload.scripted import PART, Room, ScriptedStore, desk, in_trio
 
 
 @in_trio
 async def test_renaming_what_is_not_uploaded_is_free(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         draft = await d.create("a", b"data")
-        await d.uploads.rename(draft, d.store, "b")
+        await d.rename(draft, "b")
         assert draft.key == "b" and d.store.counts == {}
         await d.close(draft)
         assert d.store.counts == {"put": 1} and d.store.content("b") == b"data" and "a" not in d.store.objects
@@ -30,7 +30,7 @@ async def test_renaming_while_parts_are_sent(tmp_path: Path) -> None:
         draft = await d.create("a", data)
         await d.quiet()
         assert d.store.counts["part"] == 19
-        await d.uploads.rename(draft, d.store, "b")
+        await d.rename(draft, "b")
         assert d.store.counts["abort"] == 1
         await d.close(draft)
         assert d.store.content("b") == data and d.store.uploads == {} and d.store.objects.keys() == {"b"}
@@ -59,7 +59,7 @@ async def test_renaming_breaks_a_commit_off_that_goes_on_under_the_new_name(
             await held.reached.wait()
             if kind == "begin":  # that one is waited for: nobody else would know of the upload
                 nursery.start_soon(release_later, held)
-            await d.uploads.rename(draft, d.store, "b")
+            await d.rename(draft, "b")
             await done.wait()
         assert d.store.content("b") == data and d.store.objects.keys() == {"b"} and d.store.uploads == {}
         assert [key for key, _ in d.told] == ["b"]
@@ -81,7 +81,7 @@ async def test_renaming_waits_for_an_outcome_out_of_our_hands(tmp_path: Path, si
             nursery.start_soon(d.uploads.commit, draft)
             await held.reached.wait()
             nursery.start_soon(release_later, held)
-            await d.uploads.rename(draft, d.store, "b")
+            await d.rename(draft, "b")
         assert d.store.objects.keys() == {"b"} and d.store.content("b") == data
         assert d.store.counts["copy"] == d.store.counts["delete"] == 1
         assert [key for key, _ in d.told] == ["a", "b"] and not draft.dirty
@@ -99,7 +99,7 @@ async def test_renaming_after_an_upload_whose_outcome_nobody_knows(tmp_path: Pat
         with pytest.raises(OriginFailed):
             await d.uploads.commit(draft)
         assert ("a" in d.store.objects) == lost
-        await d.uploads.rename(draft, d.store, "b")
+        await d.rename(draft, "b")
         assert "a" not in d.store.objects
         await d.close(draft)
         assert d.store.objects.keys() == {"b"}
@@ -111,15 +111,108 @@ async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> 
         draft = await d.create("a", b"one")
         await d.uploads.commit(draft)
         await draft.append(b" two")
-        d.store.fail("delete", lambda: OriginFailed("no"))
+        d.store.fail("copy", lambda: OriginFailed("no"))
         with pytest.raises(OriginFailed):
-            await d.uploads.rename(draft, d.store, "b")
+            await d.rename(draft, "b")
         assert draft.key == "a" and d.store.objects.keys() == {"a"}
-        await d.uploads.rename(draft, d.store, "b")
-        assert d.store.objects == {} and draft.acknowledged
-        assert d.uploads.journal.rows("drafts")[draft.id]["key"] == "b"
+        await d.rename(draft, "b")
+        assert d.store.content("b") == b"one" and d.store.objects.keys() == {"b"}, "half a change is not sent"
         await d.close(draft)
         assert d.store.content("b") == b"one two" and d.uploads.journal.rows("drafts") == {}
+
+
+@pytest.mark.parametrize("conflict", ["overwrite", "fail"])
+@pytest.mark.parametrize("lost", [False, True])
+@in_trio
+async def test_the_old_name_does_not_go_before_the_new_one_is_there(
+    tmp_path: Path, lost: bool, conflict: str
+) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, on_conflict=conflict) as d:
+        draft = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        store.fail("put", lambda: OriginFailed("500"), times=3, lost=lost, key="a")
+        with pytest.raises(OriginFailed):
+            await d.close(draft)
+        at_store = store.content("a")
+        store.fail("put", lambda: OriginFailed("500"), key="b")
+        with pytest.raises(OriginFailed):
+            await d.rename(draft, "b")
+        assert (
+            draft.key == "a" and draft.dirty and store.content("a") == at_store and "b" not in store.objects
+        )
+        row = d.uploads.journal.rows("drafts")[draft.id]
+        assert row["key"] == "a" and row["acknowledged"]
+        await d.rename(draft, "b")
+        assert store.objects.keys() == {"b"} and store.content("b") == b"v2!" and not draft.dirty
+        await trio.sleep(100)
+        assert store.objects.keys() == {"b"} and d.uploads.journal.rows("drafts") == {} and d.settled == ["b"]
+
+
+@in_trio
+async def test_with_writeback_neither(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=10) as d:
+        draft = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        await d.close(draft)
+        held = store.hold("put")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.rename, draft, "b")
+            await held.reached.wait()
+            assert store.content("a") == b"v1"
+            assert held.release is not None
+            held.release.set()
+        assert store.objects.keys() == {"b"} and store.counts["delete"] == 1 and store.counts["copy"] == 0
+
+
+@in_trio
+async def test_half_a_change_takes_along_what_it_was_of(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store) as d:
+        draft = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        await d.rename(draft, "b")
+        assert store.objects.keys() == {"b"} and store.content("b") == b"v1"
+        await d.close(draft)
+        assert store.content("b") == b"v2!" and store.counts["put"] == 1
+
+
+@pytest.mark.parametrize("conflict", ["overwrite", "fail"])
+@in_trio
+async def test_what_somebody_else_has_put_there_stays(tmp_path: Path, conflict: str) -> None:
+    store = ScriptedStore()
+    store.show("a", b"v1")
+    async with desk(tmp_path, store, on_conflict=conflict) as d:
+        draft = await d.create("a", b"mine", base=store.version("a"), upto=0)
+        store.fail("put", lambda: OriginFailed("500"))
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        store.show("a", b"theirs")
+        if conflict == "fail":
+            with pytest.raises(Conflict):
+                await d.uploads.commit(draft)
+        d.uploads.release(draft)
+        await d.rename(draft, "b")
+        assert store.content("a") == b"theirs"
+        await trio.sleep(0.1)
+        await d.quiet()
+        assert store.content("b") == b"mine" and store.content("a") == b"theirs", "and at once"
+
+
+@in_trio
+async def test_removing_what_is_in_conflict_leaves_theirs(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store, on_conflict="fail") as d:
+        draft = await d.create("a", b"mine")
+        store.fail("put", lambda: OriginFailed("500"))
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        store.show("a", b"theirs")
+        with pytest.raises(Conflict):
+            await d.close(draft)
+        await d.uploads.discard(draft)
+        assert store.content("a") == b"theirs" and d.files() == [] and d.uploads.pending() == []
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -136,7 +229,7 @@ async def test_what_the_store_has_is_not_sent_again_when_it_is_renamed(tmp_path:
         if closed:
             d.uploads.release(draft)
             await trio.sleep(1)
-        await d.uploads.rename(draft, d.store, "b")
+        await d.rename(draft, "b")
         await d.quiet()
         assert d.store.counts["begin"] == d.store.counts["complete"] == 1 and d.store.uploads == {}
         assert d.store.counts["part"] == 5

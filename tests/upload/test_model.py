@@ -106,7 +106,7 @@ class World:
                     self.live[to] = file  # nobody else takes it meanwhile
                     self.note(to, file)
                     try:
-                        await d.uploads.rename(draft, self.store, to)  # type: ignore[arg-type]
+                        await d.rename(draft, to)
                         del self.live[name]
                     except CachefsError:
                         del self.live[to]
