@@ -13,7 +13,7 @@ from typing import IO
 import click
 
 from cachefs.cli_lists import below, listed
-from cachefs.errors import ConfigError
+from cachefs.errors import ConfigError, NotFound
 from cachefs.units import parse_duration
 
 DRAIN_EVERY_S = 0.5
@@ -38,7 +38,8 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
 
     mount, _ = asking.mount_of(mountpoint)
     if drop:
-        asking.ask(mount, "hint_drop", plan=plan)
+        if not hints.drop(mount, plan):
+            raise NotFound(f"no plan {plan} on {mount}: cachefs status names those there are")
         click.echo(f"plan {plan} is forgotten", err=True)
         return
     if list_file is None:
@@ -47,7 +48,8 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
     if list(wanted) != [mount]:
         raise ConfigError(f"{list_file} has paths that are not below {mount}")
     hints.send_files(mount, plan, wanted[mount])
-    hints.send_order(mount, plan, epoch, array("I", range(len(wanted[mount]))))
+    order = array("I", range(len(wanted[mount])))
+    hints.send_order(mount, plan, epoch, order, hints.digest(wanted[mount]))
     click.echo(f"plan {plan}, epoch {epoch}: {len(wanted[mount]):,} files", err=True)
 
 
@@ -72,24 +74,33 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
         until = float("inf") if how_long is None else time.monotonic() + parse_duration(how_long)
     except ValueError as exc:
         raise ConfigError(f"--for: {how_long!r} is {exc}") from None
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: enough.set())
+    recording = asking.ask(mount, "record_start")  # before the file: who is refused has emptied none
     try:
-        file = sys.stdout if output == "-" else open(output, "w", encoding="utf-8")  # noqa: SIM115
-    except OSError as exc:
-        raise ConfigError(f"{output}: {exc.strerror}") from exc
-    with file:
-        lines, lost = _record(mount, file, until)
+        with _opened(output) as file:
+            lines, lost = _record(mount, recording, file, until, enough)
+    except BaseException:
+        asking.ask(mount, "record_stop", recording=recording)
+        raise
     more = f", {lost:,} more were lost: they came faster than they were taken" if lost else ""
     click.echo(f"{lines:,} lines{more}", err=True)
 
 
-def _record(mount: Path, file: IO[str], until: float) -> tuple[int, int]:
-    """Write lines until then or until a signal says that it is enough; how many, and how many were lost."""
+def _opened(output: str) -> IO[str]:
+    try:
+        return sys.stdout if output == "-" else open(output, "w", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{output}: {exc.strerror}") from exc
+
+
+def _record(
+    mount: Path, recording: int, file: IO[str], until: float, enough: threading.Event
+) -> tuple[int, int]:
+    """Write lines until then or until it is enough; how many, and how many were lost."""
     from cachefs import asking
 
-    enough = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: enough.set())
-    recording = asking.ask(mount, "record_start")
     count = lost = 0
 
     def drain() -> None:

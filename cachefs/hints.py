@@ -9,7 +9,9 @@ Only the standard library is needed. Nothing here ever disturbs the training: wh
 own, and whatever fails (no mount, no daemon, a path that is elsewhere) is at most one warning. Paths are sent once,
 then an epoch is four bytes a sample.
 
-A *plan* is a list of files and the orders told of it; each rank and each sampler of a process has its own.
+A *plan* is a list of files and the orders told of it; each rank, each list and each sampler of a process has its own. Its
+name is made of host, rank and the list's digest: jobs that share a node do not get into one another's plans, and one that
+is started anew finds its own. An order goes with the digest of the list it counts in, and is refused for any other.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import atexit
 import base64
 import copy
+import hashlib
 import logging
 import os
 import random
@@ -25,11 +28,11 @@ import sys
 import threading
 import warnings
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, islice
 from operator import index as as_index
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,9 @@ NEXT_AFTER = 8
 """The next epoch is drawn and told after this part (an eighth) of the current one: the first batch is not delayed by it,
 and it is known long before its first file is wanted. Guessed."""
 
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
+"""What launchers (torchrun, srun, Open MPI, MPICH and Intel MPI) tell a process that it is. Given."""
+
 ELSEWHERE = 0xFFFFFFFF
 """Number of a path that does not lie below a mount."""
 
@@ -62,13 +68,13 @@ def announce(
 ) -> None:
     """Tell the daemons that these files will be read next, in this order.
 
-    Returns at once (or after at most `wait_s` seconds, when all is told). `plan` is this process's own by default; a
-    second announcement of a plan replaces the first. Never raises for what the daemon does or the paths are."""
+    Returns at once (or after at most `wait_s` seconds, when all is told). `plan` is this process's own by default, and is
+    replaced by its next announcement. Never raises for what the daemon does or the paths are."""
     listed = [os.fsdecode(path) for path in paths]
     order = array("I", range(len(listed)))
     if _silent():
         return
-    files = _Files(plan or default_plan(), listed)
+    files = _Files(plan, listed, _rank, replaces=True)
     _sender.put(lambda: files.tell(epoch, order))
     if wait_s:
         wait(wait_s)
@@ -77,15 +83,6 @@ def announce(
 def wait(timeout_s: float = 60.0) -> bool:
     """Wait until everything that was announced has been sent, or has failed. Whether it has."""
     return _sender.wait(timeout_s)
-
-
-def default_plan() -> str:
-    """Host and rank: those who share a node's cache do not get into one another's plans."""
-    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    return f"{socket.gethostname()}-{rank}"
-
-
-_numbers = count(1)
 
 
 class HintedSampler:
@@ -100,12 +97,8 @@ class HintedSampler:
     def __init__(
         self, sampler: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None
     ) -> None:
-        number = next(_numbers)
         self.sampler = sampler
-        self._files = _Files(
-            plan or (default_plan() if number == 1 else f"{default_plan()}-{number}"),
-            [os.fsdecode(path) for path in paths],
-        )
+        self._files = _Files(plan, [os.fsdecode(path) for path in paths], partial(_rank, sampler))
         self._rounds = 0
         self._set: int | None = None
         self._foretold: tuple[int, array[int]] | None = None
@@ -267,6 +260,18 @@ def _generators_kept(sampler: Any) -> Iterator[None]:
             put_back(state)
 
 
+def _rank(sampler: Any = None) -> str:
+    """Which of a job's processes this is: its sampler knows best."""
+    for one in _chain(sampler):
+        rank = getattr(one, "rank", None)
+        if isinstance(rank, int) and not isinstance(rank, bool):
+            return str(rank)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return str(distributed.get_rank())
+    return next((rank for name in RANKS if (rank := os.environ.get(name))), "0")
+
+
 def _silent() -> bool:
     """Whether this is a worker of a loader: its parent has told it all."""
     data = sys.modules.get("torch.utils.data")
@@ -277,11 +282,16 @@ def _silent() -> bool:
 
 
 class _Files:
-    """The files of a plan. Used by the sending thread alone, after it is made."""
+    """The files of a plan. Used by the sending thread alone, after it is made. `rank` is asked when it is first needed;
+    `replaces`: of the plans that have no name of their own, the one before is dropped."""
 
-    def __init__(self, plan: str, paths: list[str]) -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: str | None, paths: list[str], rank: Callable[[], str], *, replaces: bool = False
+    ) -> None:
+        self._plan = plan
         self._paths = paths
+        self._rank = rank
+        self._replaces = replaces
         self._shares: list[_Share] | None = None
 
     def tell(self, epoch: int, order: array[int]) -> None:
@@ -289,12 +299,15 @@ class _Files:
         if self._shares is None:
             self._shares = list(_by_mount(self._paths))
             self._paths = []
+            rank = self._rank()
+            for share in self._shares:
+                share.name(self._plan, rank, replaces=self._replaces)
             if not self._shares:
                 raise MountError("none of these paths lies below a cachefs mount")
         failure = None
         for share in self._shares:
             try:
-                share.tell(self.plan, epoch, order)
+                share.tell(epoch, order)
             except CachefsError as exc:
                 failure = exc
         if failure is not None:
@@ -306,22 +319,49 @@ class _Share:
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = Path(mountpoint)
+        self.plan = self.digest = self._former = ""
         self.paths: list[str] = []
         self.numbers = array("I")
         self._sent = False
 
-    def tell(self, plan: str, epoch: int, order: array[int]) -> None:
+    def name(self, plan: str | None, rank: str, *, replaces: bool) -> None:
+        """All paths are here: give the plan its name."""
+        self.digest = digest(self.paths)
+        if plan is not None:
+            self.plan = plan
+            return
+        self.plan = f"{socket.gethostname()}-{rank}-{self.digest[:8]}"
+        if replaces:
+            self._former = _announced.get(self.mountpoint, "")
+            _announced[self.mountpoint] = self.plan
+            return
+        _samplers[self.mountpoint, self.plan] += 1
+        if (number := _samplers[self.mountpoint, self.plan]) > 1:
+            self.plan += f"-{number}"
+
+    def tell(self, epoch: int, order: array[int]) -> None:
         if len(self.numbers) != len(self.paths) or (order and max(order) >= len(self.numbers)):
             numbers, there = self.numbers, len(self.numbers)
             order = array("I", (numbers[i] for i in order if i < there and numbers[i] != ELSEWHERE))
         if not self._sent:
-            send_files(self.mountpoint, plan, self.paths)
+            if self._former not in ("", self.plan):
+                drop(self.mountpoint, self._former)
+            send_files(self.mountpoint, self.plan, self.paths)
             self._sent = True
         try:
-            send_order(self.mountpoint, plan, epoch, order)
-        except CachefsError:  # a daemon that was started anew may have lost the files
-            send_files(self.mountpoint, plan, self.paths)
-            send_order(self.mountpoint, plan, epoch, order)
+            send_order(self.mountpoint, self.plan, epoch, order, self.digest)
+        except (
+            CachefsError
+        ):  # a daemon that was started anew may have lost the files, or has others of this name
+            send_files(self.mountpoint, self.plan, self.paths)
+            send_order(self.mountpoint, self.plan, epoch, order, self.digest)
+
+
+_announced: dict[Path, str] = {}
+"""The plan that was announced last of those without a name of their own, by mount."""
+
+_samplers: Counter[tuple[Path, str]] = Counter()
+"""How many samplers of this process have the same list: by mount and name of the plan."""
 
 
 def _by_mount(paths: list[str]) -> Iterable[_Share]:
@@ -344,6 +384,14 @@ def _by_mount(paths: list[str]) -> Iterable[_Share]:
     return shares.values()
 
 
+def digest(paths: Iterable[str]) -> str:
+    """Of a list of paths relative to a mount, as the daemon has it (`cachefs.prefetch.files`)."""
+    summed = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        summed.update(os.fsencode(path).lstrip(b"/") + b"\0")
+    return summed.hexdigest()
+
+
 def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
     """Tell the daemon of `mountpoint` the files of a plan (relative to the mount). Raises `CachefsError`."""
     from cachefs import asking, control
@@ -354,8 +402,9 @@ def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
         at += len(batch)
 
 
-def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int]) -> None:
-    """Tell it the order of an epoch, as places in the list of files. Raises `CachefsError`."""
+def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files: str = "") -> None:
+    """Tell it the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`,
+    also when it has another list."""
     from cachefs import asking
 
     if sys.byteorder == "big":
@@ -363,16 +412,22 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int]) -> No
         order.byteswap()
     for at in range(0, len(order), INDICES_AT_ONCE):
         text = base64.b64encode(order[at : at + INDICES_AT_ONCE].tobytes()).decode()
-        asking.ask(
-            mountpoint,
-            "hint_order",
-            ASK_DEADLINE_S,
-            plan=plan,
-            epoch=epoch,
-            indices_b64=text,
-            at=at,
-            total=len(order),
-        )
+        told = {
+            "plan": plan,
+            "epoch": epoch,
+            "indices_b64": text,
+            "at": at,
+            "total": len(order),
+            "files": files,
+        }
+        asking.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **told)
+
+
+def drop(mountpoint: Path, plan: str) -> bool:
+    """Have it forget a plan. Whether there was one. Raises `CachefsError`."""
+    from cachefs import asking
+
+    return bool(asking.ask(mountpoint, "hint_drop", ASK_DEADLINE_S, plan=plan))
 
 
 class _Sender:

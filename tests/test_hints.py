@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import os
 import random
+import re
 import subprocess
 import sys
 import threading
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,16 @@ from cachefs.config import control_path
 from cachefs.errors import NotFound
 from cachefs.hints import HintedSampler, announce, hinted
 from cachefs.mountinfo import Finder, Mount
+from cachefs.prefetch.files import Files
 
 PATHS = 100
+
+
+def listed(paths: list[str]) -> str:
+    """The digest of a list as the daemon has it."""
+    files = Files(len(paths))
+    files.extend([os.fsencode(path) for path in paths])
+    return files.digest.hex()
 
 
 class FakeDaemon:
@@ -42,7 +53,11 @@ class FakeDaemon:
         self._token = trio.lowlevel.current_trio_token()
         self._stop = trio.Event()
         async with trio.open_nursery() as nursery:
-            verbs = {"hint_files": self._hint_files, "hint_order": self._hint_order}
+            verbs = {
+                "hint_files": self._hint_files,
+                "hint_order": self._hint_order,
+                "hint_drop": self._hint_drop,
+            }
             await nursery.start(control.serve, control_path(self.mountpoint), verbs)
             self._ready.set()
             await self._stop.wait()
@@ -56,10 +71,16 @@ class FakeDaemon:
         known += paths
         assert len(known) <= total
 
-    async def _hint_order(self, plan: str, epoch: int, indices_b64: str, at: int, total: int) -> None:
+    async def _hint_drop(self, plan: str) -> bool:
         self.requests += 1
-        if plan not in self.files:
-            raise NotFound("no such plan")
+        return self.files.pop(plan, None) is not None
+
+    async def _hint_order(
+        self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str
+    ) -> None:
+        self.requests += 1
+        if plan not in self.files or files != listed(self.files[plan]):
+            raise NotFound("no such plan, or not of this list")
         indices = array("I", base64.b64decode(indices_b64)).tolist()
         if at == 0:
             self.orders.append((plan, epoch, []))
@@ -69,8 +90,9 @@ class FakeDaemon:
         assert len(self.orders[-1][2]) <= total
 
     def told(self, plan: str, epoch: int) -> list[str]:
-        """The paths last told of an epoch, in their order."""
+        """The paths last told of an epoch, in their order. The digest in a plan's name is left out."""
         assert hints.wait(10)
+        (plan,) = [name for name in self.files if name == plan or re.fullmatch(plan + "-[0-9a-f]{8}", name)]
         order = [indices for p, e, indices in self.orders if (p, e) == (plan, epoch)][-1]
         return [self.files[plan][i] for i in order]
 
@@ -82,7 +104,10 @@ class FakeDaemon:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hints, "_complained", False)
-    monkeypatch.setattr(hints, "_numbers", iter(range(1, 100)))
+    monkeypatch.setattr(hints, "_samplers", Counter())
+    monkeypatch.setattr(hints, "_announced", {})
+    for name in hints.RANKS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     yield
@@ -248,7 +273,65 @@ def test_each_sampler_of_a_process_has_a_plan(daemon: FakeDaemon) -> None:
     for _ in range(2):
         list(HintedSampler(range(PATHS), paths_in(daemon.mountpoint)))
     assert hints.wait(10)
-    assert list(daemon.files) == ["node-3", "node-3-2"]
+    plan = f"node-3-{listed(next(iter(daemon.files.values())))[:8]}"
+    assert list(daemon.files) == [plan, f"{plan}-2"]
+
+
+def test_two_jobs_on_a_node_have_a_plan_each(daemon: FakeDaemon) -> None:
+    """They say the same of themselves, and have lists of one length: neither's order counts in the other's list."""
+    one, other = (paths_in(daemon.mountpoint / place) for place in ("a", "b"))
+    first, second = HintedSampler(Shuffled(), one), HintedSampler(Shuffled(), other)
+    list(first)
+    list(second)
+    list(first)
+    assert hints.wait(10)
+    for paths in daemon.files.values():
+        assert len({path.partition("/")[0] for path in paths}) == 1
+    assert len(daemon.files) == 2
+    for plan, _, order in daemon.orders:
+        assert len(order) == len(daemon.files[plan])
+
+
+def test_an_order_is_for_its_own_list(daemon: FakeDaemon) -> None:
+    """Of two who gave a plan the same name, the one who speaks says which files it means."""
+    one, other = (paths_in(daemon.mountpoint / place) for place in ("a", "b"))
+    first, second = HintedSampler(range(PATHS), one, plan="p"), HintedSampler(range(PATHS), other, plan="p")
+    for sampler, place in ((first, "a"), (second, "b"), (first, "a")):
+        list(sampler)
+        assert daemon.told("p", sampler._rounds - 1) == [f"{place}/train/{n:05}.jpg" for n in range(PATHS)]
+
+
+def test_what_is_announced_anew_replaces_what_was(daemon: FakeDaemon) -> None:
+    for count in (5, 7):
+        announce(paths_in(daemon.mountpoint, count), wait_s=10)
+    assert [len(paths) for paths in daemon.files.values()] == [7]
+
+
+class OfRank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@pytest.mark.parametrize(
+    ("sampler", "environment", "rank"),
+    [
+        (None, {}, "0"),
+        (None, {"LOCAL_RANK": "2"}, "2"),
+        (None, {"PMI_RANK": "4", "LOCAL_RANK": "0"}, "4"),
+        (None, {"OMPI_COMM_WORLD_RANK": "5"}, "5"),
+        (None, {"SLURM_PROCID": "6", "OMPI_COMM_WORLD_RANK": "0"}, "6"),
+        (None, {"RANK": "7", "SLURM_PROCID": "0"}, "7"),
+        (OfRank(1), {"RANK": "0"}, "1"),  # started by mp.spawn: the environment is the parent's
+        (Batches(OfRank(1), 2), {"RANK": "0"}, "1"),
+    ],
+)
+def test_which_rank_it_is(
+    monkeypatch: pytest.MonkeyPatch, sampler: Any, environment: dict[str, str], rank: str
+) -> None:
+    monkeypatch.delenv("RANK")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert hints._rank(sampler) == rank
 
 
 def test_a_daemon_that_has_lost_its_plans_is_told_them_again(daemon: FakeDaemon) -> None:
@@ -423,8 +506,21 @@ class TestTorch:
             inner.set_epoch(epoch)
             order = [int(n) for n in loader]
             assert len(order) == 25
-            assert daemon.told("node-3", epoch) == [f"train/{n:05}.jpg" for n in order]
+            assert daemon.told("node-1", epoch) == [f"train/{n:05}.jpg" for n in order]
         assert [epoch for _, epoch, _ in daemon.orders] == [0, 1, 2, 3]
+
+    def test_ranks_that_are_spawned_have_plans_of_their_own(self, data: Any, daemon: FakeDaemon) -> None:
+        paths, distributed = paths_in(daemon.mountpoint), sys.modules["torch"].distributed
+        for rank in range(2):
+            inner = data.DistributedSampler(range(PATHS), num_replicas=2, rank=rank)
+            list(hinted(data.DataLoader(list(range(PATHS)), batch_size=None, sampler=inner), paths))
+        assert hints.wait(10)
+        assert [name[:7] for name in daemon.files] == ["node-0-", "node-1-"]
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            assert hints._rank() == "0"  # and not 3
+        finally:
+            distributed.destroy_process_group()
 
     def test_a_stream_is_left_alone(self, data: Any, daemon: FakeDaemon) -> None:
         class Stream(data.IterableDataset):  # type: ignore[misc, name-defined]

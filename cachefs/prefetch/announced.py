@@ -82,13 +82,18 @@ class Announced:
                 await self._put(Plan(plan, self._plans.sharing(files), self._clock()))
         return len(files)
 
-    async def order(self, plan: str, epoch: int, indices_b64: str, at: int, total: int) -> int:
+    async def order(
+        self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
+    ) -> int:
         """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on; how many are known
-        then. Raises `ConfigError`."""
+        then. Raises `ConfigError`, also when the plan has another list than `files` is the digest of: its places would
+        be those of other files."""
         _check_types(plan, epoch=epoch, at=at, total=total)
         known = self._plans.by_name.get(plan)
         if known is None:
             raise ConfigError(f"plan {plan}: its files were not announced")
+        if files and files != known.files.digest.hex():
+            raise ConfigError(f"plan {plan}: it has another list of files, which somebody else announced")
         if at == 0:
             if not 0 <= total <= 64 * max(len(known.files), 1):
                 raise ConfigError(f"plan {plan}: an order of {total} for {len(known.files)} files")

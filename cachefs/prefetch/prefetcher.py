@@ -245,10 +245,12 @@ class Prefetcher:
         """The files of a plan, relative to the mount, from the `at`th of `total` on. Returns how many have come."""
         return await self._announced.files(plan, paths, at, total)
 
-    async def hint_order(self, plan: str, epoch: int, indices_b64: str, at: int, total: int) -> int:
+    async def hint_order(
+        self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
+    ) -> int:
         """The order of an epoch of a plan: places in its list of files, little-endian 32-bit numbers in base64, from the
-        `at`th of `total` on. Returns how many have come."""
-        return await self._announced.order(plan, epoch, indices_b64, at, total)
+        `at`th of `total` on. `files` is the digest of the list they are meant for. Returns how many have come."""
+        return await self._announced.order(plan, epoch, indices_b64, at, total, files)
 
     async def hint_drop(self, plan: str) -> bool:
         """Forget a plan. Whether there was one."""

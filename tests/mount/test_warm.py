@@ -221,7 +221,8 @@ def test_hinted_files_are_there_before_they_are_opened(
     for key in order:
         assert (mount.path / key).read_bytes() == data.objects[key]
     assert data.gets() == 0
-    said(mount, "hint", mount.path, "--drop")
+    assert "plan hint is forgotten" in said(mount, "hint", mount.path, "--drop")
+    assert "no plan hint on" in said(mount, "hint", mount.path, "--drop", code=1)
     other = mounted(data, prefetch="off")
     assert "--prefetch off" in said(other, "hint", other.path, "-f", listed, code=1)
 
@@ -251,6 +252,10 @@ def test_a_recording_is_replayed_on_an_empty_cache(
     ) as recorder:
         eventually(profile.exists, "it records")
         eventually(lambda: refused(mount), "it records")
+        earlier = tmp_path / "earlier.jsonl"
+        earlier.write_text("an earlier recording\n")
+        assert "recorded already" in said(mount, "record", mount.path, "-o", earlier, code=1)
+        assert earlier.read_text() == "an earlier recording\n"
         for key in touched:
             (mount.path / key).read_bytes()
         with (mount.path / "large.bin").open("rb", buffering=0) as file:
@@ -260,6 +265,9 @@ def test_a_recording_is_replayed_on_an_empty_cache(
         recorder.send_signal(signal.SIGINT)
         told = recorder.communicate(timeout=20)[1]
         assert recorder.returncode == 0, told
+    nowhere = tmp_path / "nowhere" / "run.jsonl"
+    assert "No such file" in said(mount, "record", mount.path, "-o", nowhere, code=2)
+    assert not refused(mount)  # it did not stay behind
     lines = [json.loads(line) for line in profile.read_text().splitlines()]
     assert f"{len(lines)} lines" in told
     parts = [(line["path"], line["offset"], line["length"]) for line in lines]

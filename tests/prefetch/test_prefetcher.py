@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from cachefs import hints
 from cachefs.errors import ConfigError, OriginFailed
 from cachefs.prefetch import Prefetcher, prefetcher
 from cachefs.prefetch.plans import FOLLOWED_S, QUIET_S
@@ -324,6 +325,16 @@ async def test_chunks_are_checked() -> None:
             await p.hint_files("", [], 0, 0)
         with pytest.raises(ConfigError):
             await p.hint_files("p", [], 0, 1 << 40)
+
+
+async def test_an_order_for_another_list_is_refused() -> None:
+    names, others = paths(30), [f"other/{i}" for i in range(30)]
+    async with world(Shop([*names, *others])) as w:
+        await announce(w.prefetcher, names, range(30), plan="p")
+        text = base64.b64encode(array("I", range(30)).tobytes()).decode()
+        with pytest.raises(ConfigError, match="another list"):
+            await w.prefetcher.hint_order("p", 1, text, 0, 30, hints.digest(others))
+        assert await w.prefetcher.hint_order("p", 1, text, 0, 30, hints.digest(names)) == 30
 
 
 async def test_what_is_never_opened_is_given_up() -> None:
