@@ -304,6 +304,7 @@ def test_fio_verifies_behind_a_new_mount(mounted: Mounted, bucket: Bucket, optio
     mount = mounted(bucket, read_only=False, **options)
     words = ["fio", "--name=j", f"--directory={mount.path}", "--size=12M", "--bs=4k-128k", "--rw=randwrite"]
     words += ["--verify=crc32c", "--verify_fatal=1", "--numjobs=2", "--ioengine=psync", "--verify_backlog=64"]
+    words.append("--verify_state_save=0")  # which would be left where the tests were started
     succeed(words, timeout=80)
     mount.stop()
     mount.start()
