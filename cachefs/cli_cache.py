@@ -72,6 +72,8 @@ def warm(
         count = sum(asking.stop_jobs(mountpoint) for mountpoint in mounts_of(paths))
         click.echo(f"{count} jobs ended", err=True)
         return 0
+    if profile and list_file is not None:
+        raise ConfigError("--profile and -f are two lists of what to fetch: give one of them")
     wanted: Mapping[Path, Iterable[Any]]
     wanted = profiled(profile, only(paths, "--profile")) if profile else wanted_of(paths, list_file)
     if background:
@@ -94,6 +96,13 @@ def warm(
                 f"({about_share(done['cached_bytes'], done['bytes'])})"
             )
         return 0 if whole else 1
+    for node in done["silent"]:
+        click.echo(f"cachefs: {node} does not answer: others keep its share meanwhile", err=True)
+    if done["vanished"] and not done["files"]:
+        raise MountError(
+            f"none of the {done['vanished']:,} files that {profile} names is below {paths[0]}: was another "
+            "directory recorded?"
+        )
     gone = f"; {done['vanished']:,} are not there any more" if done["vanished"] else ""
     elsewhere = ""
     if done["elsewhere_bytes"]:
@@ -173,6 +182,7 @@ def _jobs(
             asking.stop_jobs(mountpoint, number)
             raise
     total = {name: sum(job[name] for job in ended) for name in ended[0] if name in _ADDED}
+    total["silent"] = sorted({node for job in ended for node in job["silent"]})
     if as_json:
         click.echo(json.dumps(ended if len(ended) > 1 else ended[0], indent=2))
     for job in ended:

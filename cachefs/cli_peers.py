@@ -20,7 +20,9 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
     """Show the members that the mount at MOUNTPOINT (the only one, if left out) shares its cache with.
 
     IN is what it got from each, OUT what it gave, LATENCY how long answers took to begin. What daemons of one
-    machine took is counted for all of them.
+    machine took is counted for all of them. A node keeps its ID, and with it its share, under any address.
+
+    Below the members are those that are listed and share nothing, and why.
     """
     status = _status(mountpoint)
     found = status.get("peers")
@@ -31,7 +33,8 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
         return
     rows = [
         (
-            member["name"],
+            ", ".join(member["addresses"]),
+            member["id"][:8],
             f"{100 * member['share']:.1f} %",
             "this node" if member["here"] else member["state"],
             about_bytes(member["bytes_in"]),
@@ -41,7 +44,15 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
         )
         for member in found["members"]
     ]
-    _table(("MEMBER", "SHARE", "STATE", "IN", "OUT", "LATENCY", "FAILURES"), rows)
+    rows += [(other["name"], "-", "-", other["state"], "-", "-", "-", "-") for other in found["apart"]]
+    if found["trouble"]:
+        click.echo(f"cachefs: {printable(found['trouble'])}", err=True)
+    elif not rows:
+        click.echo("cachefs: nobody is known yet, not even this node", err=True)
+    for other in found["apart"]:
+        if other["wrong"]:
+            click.echo(f"cachefs: {other['name']} {printable(other['why'])}", err=True)
+    _table(("MEMBER", "ID", "SHARE", "STATE", "IN", "OUT", "LATENCY", "FAILURES"), rows)
 
 
 @click.command(short_help="Which nodes hold files.")

@@ -42,7 +42,6 @@ from cachefs.names import ObjectId
 from cachefs.notify import Notifier
 from cachefs.origin import Origin, open_origin
 from cachefs.peers.node import PeerNode
-from cachefs.peers.settings import settings
 from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
 from cachefs.store import Backing, Opened, scrub
@@ -207,10 +206,8 @@ class Daemon:
             log.warning("%s; what is known of it from earlier is shown", exc)
 
     async def _open_peers(self) -> None:
-        chosen = settings(self._config)
-        if chosen is not None:
-            sources = [origin.source for origin in self._origins]
-            self._peers = await PeerNode.open(self._config, chosen, sources, self._metrics)
+        sources = [origin.source for origin in self._origins]
+        self._peers = await PeerNode.open(self._config, sources, self._metrics, self._opened.state_dir)
 
     def _writable(self) -> bool:
         """Whether anything of the mount can be written; says so where that is not as it was asked."""
@@ -474,6 +471,7 @@ class Daemon:
                 *([self._store.index_error] if self._store.index_error else []),
                 *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
                 *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
+                *(self._peers.warnings if self._peers is not None else []),
             ],
             "memory_bytes": _resident_bytes(),
             "tasks": trio.lowlevel.current_statistics().tasks_living,

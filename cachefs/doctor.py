@@ -120,7 +120,8 @@ def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Findi
         except (control.ControlError, MountError) as exc:
             level: Level = "note" if mountpoint is None and "this user" in str(exc) else "problem"
             reason, _, todo = str(exc).partition(": ")  # as all our refusals are put
-            silent.append(Finding(level, f"mount {place}", reason, todo or "the log says why"))
+            hangs = f"it hangs: see its log, end its process, then cachefs umount --lazy {place}, and mount it again"
+            silent.append(Finding(level, f"mount {place}", reason, todo or hangs))
     return found, silent
 
 
@@ -328,6 +329,15 @@ def peers(status: Mapping[str, Any]) -> Iterator[Finding]:
     subject = f"peers of {status['mountpoint']}"
     others = [member for member in known["members"] if not member["here"]]
     silent = [member["name"] for member in others if member["state"] != "healthy"]
+    apart = known.get("apart", ())
+    silent += [other["name"] for other in apart if other["state"] == "unknown"]
+    for other in apart:
+        if other["wrong"]:
+            todo = "nothing is shared with it until both are mounted alike"
+            yield Finding("problem", subject, f"{other['name']} {other['why']}", todo)
+    if known.get("trouble"):
+        todo = "members stay as they are meanwhile, and nobody new is seen"
+        yield Finding("problem", subject, known["trouble"], todo)
     if silent:
         todo = "what they keep comes from the store meanwhile; see their logs, and what lies between"
         yield Finding("problem", subject, f"{', '.join(silent)} do not answer", todo)

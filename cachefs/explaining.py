@@ -118,7 +118,7 @@ class Explainer:
         if self._cluster is None:
             return ""
         owner = self._cluster.owner(version.digest, extent)
-        return owner.name if owner is not None else ""
+        return str(owner) if owner is not None else ""
 
     async def probe(self) -> list[dict[str, Any]]:
         """How long one small request to each store takes, in seconds, or why it fails."""

@@ -50,16 +50,16 @@ class Locator:
         files = size = 0
         here, others = HERE, list[Member]()
         if self._cluster is not None:
-            here = min(self._cluster.membership.own, default=HERE)
+            here = min(map(str, self._cluster.membership.own_addresses), default=HERE)
             others = self._cluster.others()
         held[here] = 0
-        held.update(dict.fromkeys((member.name for member in others), 0))
+        held.update(dict.fromkeys(map(str, others), 0))
         room = trio.CapacityLimiter(AT_ONCE)
 
         async def ask(version: ObjectId) -> None:
             async with room, trio.open_nursery() as asking:
                 for member in others:
-                    if member.name not in silent:
+                    if str(member) not in silent:
                         asking.start_soon(self._ask, member, version, held, silent)
 
         with trio.move_on_after(DEADLINE_S) as scope:
@@ -91,11 +91,11 @@ class Locator:
                 answer = await self._cluster.have(
                     member, version, first * size, min(version.size, last * size)
                 )
-                held[member.name] += sum(
+                held[str(member)] += sum(
                     block_length(first + index, version.size, size)
                     for index, here in enumerate(answer)
                     if here
                 )
         except PeerFailed as exc:
             if exc.kind != "not_here":
-                silent[member.name] = str(exc)
+                silent[str(member)] = str(exc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,13 @@ from rich.text import Text
 
 from cachefs.units import about_bytes as size
 from cachefs.units import printable
+
+
+NAMED = 2
+"""Failures of a job that has ended."""
+
+DATASETS = 6
+"""Named in one line."""
 
 
 def show(statuses: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -169,7 +177,8 @@ def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tup
         return
     others = [member for member in members if not member["here"]]
     states = {state: sum(member["state"] == state for member in others) for state in ("suspect", "dead")}
-    trouble = "".join(f", {number} {state}" for state, number in states.items() if number)
+    apart = Counter(other["state"] for other in peers.get("apart", ()))
+    trouble = "".join(f", {number} {state}" for state, number in {**states, **apart}.items() if number)
     listens = f", listening on {peers['listen']}" if peers.get("listen") else ", giving nothing"
     yield (
         "peers",
@@ -185,6 +194,8 @@ def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tup
 
 
 def _job(job: Mapping[str, Any]) -> str:
+    if job.get("state", "running") != "running":
+        return _ended(job)
     so_far = "" if job["walked"] else " so far"
     failed = f", {job['failed']:,} failed" if job["failed"] else ""
     return (
@@ -193,8 +204,26 @@ def _job(job: Mapping[str, Any]) -> str:
     )
 
 
+def _ended(job: Mapping[str, Any]) -> str:
+    failures = [job["error"]] if job.get("error") else list(job.get("failures") or [])
+    failed = f", {job['failed']:,} failed" if job["failed"] else ""
+    why = f": {'; '.join(failures[:NAMED])}" if failures else ""
+    return (
+        f"{job['action']}: {job['state']} {duration(time.time() - job['ended'])} ago, {job['done_files']:,} of "
+        f"{job['files']:,} files{failed}{why}"
+    )
+
+
 def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
-    """The datasets in use whose epochs are known, and what is pinned."""
+    """The policy and how each dataset in use is taken; the epochs of those that have some; what is pinned."""
+    if eviction.get("policy"):
+        modes = [
+            f"{dataset.get('name') or '/'} by {'epochs' if dataset.get('mode') == 'epoch' else 'last use'}"
+            for dataset in eviction.get("datasets") or []
+        ]
+        more = [f"{len(modes) - DATASETS} more"] if len(modes) > DATASETS else []
+        shown = f": {', '.join(modes[:DATASETS] + more)}" if modes else ""
+        yield "eviction", f"{eviction['policy']}{shown}"
     shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
     for dataset in shown[:3]:
         ratio = (

@@ -54,6 +54,11 @@ FAILURES_IN_A_ROW = 200
 KEPT = 32
 """Jobs that have ended, remembered for whoever asks how they went."""
 
+SHOWN = 4
+"""Of these, how many the status shows: who began one in the background has no other way to hear of it. Guessed."""
+
+FAILURES_LOGGED = 3
+
 PAGE = 4096
 """Files take whole pages of a tier."""
 
@@ -75,7 +80,7 @@ class Wanted(NamedTuple):
 @dataclass
 class Job:
     """One job. `files` and `bytes` are what was met so far, and all there is when `walked`; the others count what became of
-    them. `error` is why it gave up."""
+    them. `silent` are the other nodes that do not answer, whose heirs bring their share. `error` is why it gave up."""
 
     id: int
     action: str
@@ -94,6 +99,7 @@ class Job:
     cached_bytes: int = 0
     fetched_bytes: int = 0
     elsewhere_bytes: int = 0
+    silent: list[str] = field(default_factory=list)
     freed_bytes: int = 0
     kept_files: int = 0
     vanished: int = 0
@@ -118,6 +124,15 @@ class Job:
             **{name: value for name, value in vars(self).items() if name in self.__dataclass_fields__},
             "seconds": (self.ended or time.time()) - self.started,
         }
+
+    def told(self) -> str:
+        """How it ended, in one line."""
+        line = f"{self.state}, {self.done_files:,} of {self.files:,} files"
+        line += f", {self.vanished:,} are not there any more" if self.vanished else ""
+        if self.failed:
+            more = ", …" if self.failed > FAILURES_LOGGED else ""
+            line += f", {self.failed:,} failed: {'; '.join(self.failures[:FAILURES_LOGGED])}{more}"
+        return line + (f": {self.error}" if self.error else "")
 
     def give_up(self, error: str) -> None:
         """End it with one line."""
@@ -169,8 +184,10 @@ class Jobs:
         }
 
     def status(self) -> list[dict[str, Any]]:
-        """Jobs that run."""
-        return [job.as_dict() for job in self._jobs.values() if job.state == "running"]
+        """Jobs that run, and the last that have ended."""
+        over = [job.id for job in self._jobs.values() if job.state != "running"]
+        old = set(over[:-SHOWN])
+        return [job.as_dict() for job in self._jobs.values() if job.id not in old]
 
     # -- verbs -------------------------------------------------------------------------------------
 
@@ -227,6 +244,8 @@ class Jobs:
         done = False
         try:
             with job.scope:
+                if job.action == "warm":
+                    job.silent = await self._fetcher.greet()
                 async with trio.open_nursery() as nursery:
                     send, receive = trio.open_memory_channel[Wanted](job.at_once)
                     nursery.start_soon(self._walk_all, job, send)
@@ -238,6 +257,8 @@ class Jobs:
             job.error = f"internal error ({type(exc).__name__}): the log has more"
         if job.action in ("pin", "unpin"):
             await self._store.flush()  # what is said to be pinned stays so, even if the daemon is killed now
+        if job.action == "pin" and job.error and job.done_files:
+            job.error += f"; {job.done_files:,} files of them are pinned (cachefs unpin lets them go)"
         if job.error:
             job.state = "failed"
         else:
@@ -245,7 +266,8 @@ class Jobs:
         job.ended = time.time()
         job.pieces.clear()
         job.items.clear()
-        log.info("job %d (%s): %s, %d of %d files", job.id, job.action, job.state, job.done_files, job.files)
+        level = logging.WARNING if job.error or job.failed else logging.INFO
+        log.log(level, "job %d (%s): %s", job.id, job.action, job.told())
 
     async def _walk_all(self, job: Job, send: trio.MemorySendChannel[Wanted]) -> None:
         async with send, trio.open_nursery() as nursery:
@@ -269,6 +291,8 @@ class Jobs:
                             job.pinned += obj.size
                         if job.action in ("warm", "pin"):
                             self._mind_the_room(job)
+                        if job.action == "pin":
+                            self._mind_the_budget(job)
                         await send.send(wanted)
             except CachefsError as exc:
                 job.fail(path, exc)
@@ -297,6 +321,16 @@ class Jobs:
                 f"{about_bytes(room)}; give fewer, or mount with a larger --cache-size"
             )
 
+    def _mind_the_budget(self, job: Job) -> None:
+        """Before what cannot be pinned is fetched."""
+        budget, others = self._store.pins.budget_bytes, max(0, self._store.pinned_bytes - job.pinned)
+        if job.here + others > budget:
+            in_use = f", of which {about_bytes(others)} are in use" if others else ""
+            job.give_up(
+                f"{job.files:,} files of {about_bytes(job.here)} so far cannot be pinned: all pins together may "
+                f"take {about_bytes(budget)}{in_use}; give fewer, or mount with a larger --pin-budget"
+            )
+
     def _bytes_here(self, job: Job, wanted: Wanted) -> int:
         """What of it is to lie on this node: with peers, each warms its share."""
         if job.action == "pin":
@@ -316,7 +350,7 @@ class Jobs:
             try:
                 await act(job, wanted)
             except NoRoom as exc:
-                job.give_up(f"{exc} ({job.done_files:,} files are done)")
+                job.give_up(f"{exc}" if job.action == "pin" else f"{exc} ({job.done_files:,} files are done)")
             except CachefsError as exc:
                 job.fail(wanted.path, exc)
             else:
@@ -327,9 +361,19 @@ class Jobs:
     # -- actions -----------------------------------------------------------------------------------
 
     async def _warm(self, job: Job, wanted: Wanted) -> None:
-        length = wanted.stop - wanted.start
-        if self._fetcher.whole(wanted.object):
+        whole, length = self._fetcher.whole(wanted.object), wanted.stop - wanted.start
+        if whole:
             self._store.renew(self._store.object(wanted.object))  # what this job brings must not displace it
+        if job.cluster and job.action == "warm":
+
+            async def here(start: int, stop: int) -> None:
+                await self._bring(job, wanted, start, stop)
+
+            elsewhere = await self._fetcher.bring_everywhere(wanted.object, wanted.start, wanted.stop, here)
+            job.elsewhere_bytes += elsewhere
+            job.done_bytes += elsewhere
+            return
+        if whole:
             job.cached_files += 1
             job.cached_bytes += length
             job.done_bytes += length
@@ -337,11 +381,9 @@ class Jobs:
         for start, stop, kept in self._fetcher.kept_here(wanted.object, wanted.start, wanted.stop):
             if kept or job.action == "pin":
                 await self._bring(job, wanted, start, stop)
-                continue
-            if job.cluster:
-                await self._fetcher.bring_elsewhere(wanted.object, start, stop)
-            job.elsewhere_bytes += stop - start
-            job.done_bytes += stop - start
+            else:
+                job.elsewhere_bytes += stop - start
+                job.done_bytes += stop - start
 
     async def _bring(self, job: Job, wanted: Wanted, begin: int, end: int) -> None:
         for start in range(begin, end, SLICE_BYTES):
@@ -359,6 +401,8 @@ class Jobs:
         job.done_bytes += wanted.object.size
 
     async def _pin(self, job: Job, wanted: Wanted) -> None:
+        obj = self._store.object(wanted.object)
+        self._store.pins.check(obj)  # before it is fetched
         await self._warm(job, wanted)
         obj = self._store.object(wanted.object)
         was_pinned = obj.pinned

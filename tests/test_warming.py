@@ -29,6 +29,7 @@ class World:
         self.held: dict[str, int] = {}
         self.shared: set[str] = set()
         self.asked: list[tuple[str, int, int]] = []
+        self.greeted = 0
         self.pins: set[str] = set()
         self.calls: list[tuple[str, int, int]] = []
         self.failing: dict[str, Exception] = {}
@@ -63,8 +64,19 @@ class World:
         elif start < stop:
             yield start, stop, True
 
-    async def bring_elsewhere(self, obj: ObjectId, start: int, stop: int) -> None:
-        self.asked.append((obj.key, start, stop))
+    async def bring_everywhere(self, obj: ObjectId, start: int, stop: int, here: Any) -> int:
+        elsewhere = 0
+        for first, last, kept in self.kept_here(obj, start, stop):
+            if kept:
+                await here(first, last)
+            else:
+                self.asked.append((obj.key, first, last))
+                elsewhere += last - first
+        return elsewhere
+
+    async def greet(self) -> list[str]:
+        self.greeted += 1
+        return ["10.0.0.9:7070"]
 
     async def bring(
         self, origin: Any, obj: ObjectId, start: int, stop: int, *, ahead: bool, keep: bool
@@ -124,7 +136,7 @@ async def run(
         number = await jobs.start(action, **more)
         await jobs.add(number, items[:2])
         await jobs.add(number, items[2:], complete=True)
-    assert jobs.status() == []
+    assert [job["state"] for job in jobs.status()] != ["running"]
     return await jobs.status_of(number)
 
 
@@ -185,11 +197,15 @@ async def test_what_other_nodes_keep_is_theirs_to_fetch() -> None:
     assert job["state"] == "done" and not world.asked
     assert (job["fetched_bytes"], job["elsewhere_bytes"], job["done_bytes"]) == (3 * MIB, MIB, 4 * MIB)
     assert ("d/0001", 0, MIB // 2) in world.calls
+    assert (world.greeted, job["silent"]) == (1, ["10.0.0.9:7070"])
+    world.held["d/0001"] = MIB  # whole here, some of it only borrowed: that is not where others look for it
     job = await run(world, ["d"], cluster=True)
     assert sorted(world.asked) == [("d/0001", MIB // 2, MIB), ("d/0003", MIB // 2, MIB)]
+    assert (job["done_bytes"], job["elsewhere_bytes"]) == (4 * MIB, MIB)
     whole = World(tree(4))
     whole.shared = set(whole.sizes)
     assert (await run(whole, ["d"], "pin"))["fetched_bytes"] == 4 * MIB and not whole.asked
+    assert not whole.greeted
 
 
 @in_trio

@@ -12,7 +12,7 @@ from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
 from cachefs.fetch.flight import Flight
 from cachefs.fetch.opened import OpenedObject
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Upstream
+from cachefs.fetch.upstream import Here, Upstream
 from cachefs.ledger import DISK, Wait
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
@@ -259,29 +259,36 @@ class Fetcher:
             yield start, end, kept
             start = end
 
-    async def bring_elsewhere(self, object_id: ObjectId, start: int, stop: int) -> None:
-        """Have those who keep [start, stop) fetch it. Raises `OriginFailed`."""
+    async def bring_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
+        """Have all who keep [start, stop) fetch it, as `Upstream.bring` says."""
         extent_bytes = BLOCKS_PER_EXTENT * self._block_size
         first = start // extent_bytes * extent_bytes
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
-        await self._upstream.bring(object_id, itertools.pairwise(cuts), extent_bytes)
+        return await self._upstream.bring(object_id, itertools.pairwise(cuts), extent_bytes, here)
+
+    async def greet(self) -> list[str]:
+        """As `Upstream.greet`."""
+        return await self._upstream.greet()
 
     def fetch_for_peer(
         self, origin: Origin, obj: CachedObject, blocks: range, *, asker: str, background: bool
     ) -> None:
-        """Have on their way, straight from the origin, those of the blocks (of one extent) that are missing. Raises `Busy`
-        when no tier takes them, or they come from another node: who asks must not wait for somebody who asks in turn."""
+        """Have on their way those of the blocks (of one extent) that are missing. Raises `Busy` when no tier takes them.
+
+        What is asked for to be read comes straight from the origin, and is `Busy` when it is on its way from another node:
+        who asks must not wait for somebody who asks in turn. What is only to be kept (`background`) may come from a node
+        that had it first: nobody reads through two, so that is no circle."""
         missing = [b for b in blocks if not self._store.has(obj, b)]
         for block in missing:
             flight: Flight | None = obj.flights.get(block)
-            if flight is not None and (flight.elsewhere or flight.fill.kept):
+            if flight is not None and ((flight.elsewhere and not background) or flight.fill.kept):
                 raise Busy("another node is being asked for it, or no tier takes it")
         for start, stop in self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT):
-            fill = self._begin(obj, start, stop)
+            fill = self._begin(obj, start, stop, keep=background)
             if fill is None:
                 raise Busy("no tier takes it now")
             fill.asker = asker
-            self._start(origin, obj, fill, ahead=background, straight=True)
+            self._start(origin, obj, fill, ahead=background, straight=not background)
 
     # -- the parts of it ---------------------------------------------------------------------------
 

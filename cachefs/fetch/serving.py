@@ -2,8 +2,8 @@
 
 A peer names a version and blocks of it. It gets what is mounted here and nothing else: the source must be one of ours, and
 the key below the prefix that is shown. What is missing is fetched only where this node is meant to fetch it (the owner, or
-the heir of owners that the asker finds dead), as demand, and straight from the origin: no peer is asked for the sake of
-another one. Blocks are given one by one as they land, as ranges of the tiers' files.
+the heir of owners that are dead), as demand, and straight from the origin: no peer is asked for the sake of
+another one that reads. Blocks are given one by one as they land, as ranges of the tiers' files.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Reply:
                     return
                 raise Busy("no tier takes it now")
             flight: Flight | None = self.object.flights.get(block)
-            if flight is None or flight.elsewhere or flight.fill.kept:
+            if flight is None or (flight.elsewhere and not self.background) or flight.fill.kept:
                 self.begin()
                 continue
             if not self.background:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
 
-from cachefs.errors import CachefsError, OriginFailed
+from cachefs.errors import CachefsError
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.origin.gate import Gate, Turn
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 ASKED_AT_ONCE = 8
 """Extents of one file that owners are asked to bring. As `fetcher.PARTS_AT_ONCE`."""
+
+Here = Callable[[int, int], Awaitable[None]]
+"""Have bytes [start, stop) of a file on this node."""
 
 
 class Upstream:
@@ -75,11 +78,11 @@ class Upstream:
             try:
                 await self.cluster.read(asked, object_id, before, fill.stop, fill, sink_waits=fill.waits)
             except PeerFailed as exc:
-                self._asked(object_id, fill, f"{name}: {exc.kind}")
+                self._asked(object_id, fill, f"{asked.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)
                 return exc.kind == "reset" and exc.delivered > 0
             else:
-                self._asked(object_id, fill, name)
+                self._asked(object_id, fill, str(asked.member))
                 return True
             finally:
                 self._metrics.peer_hits += -(-(fill.landed - before) // fill.block_size)
@@ -87,31 +90,65 @@ class Upstream:
     def _asked(self, object_id: ObjectId, fill: Fill, way: str) -> None:
         self._metrics.ledger.misses.asked(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT, way)
 
-    async def bring(self, object_id: ObjectId, parts: Iterable[tuple[int, int]], extent_bytes: int) -> None:
-        """Have the owners of these parts, [start, stop) of one extent each, fetch and keep them. Raises `OriginFailed` when
-        one does not."""
-        cluster = self.cluster
-        assert cluster is not None
-        waiting = iter(parts)
-        failures: list[CachefsError] = []
-
-        async def ask() -> None:
+    async def bring(
+        self, object_id: ObjectId, parts: Iterable[tuple[int, int]], extent_bytes: int, here: Here
+    ) -> int:
+        """Have those who keep these parts, [start, stop) of one extent each, fetch them: as many nodes as there are
+        replicas, in the ring's order, past those that do not bring it. `here` is awaited for this node's own turn, and for
+        what nobody brings. Returns the bytes that only others were brought. Raises what `here` raises."""
+        cluster, waiting = self.cluster, iter(parts)
+        if cluster is None:
             for start, stop in waiting:
-                member = cluster.owner(object_id.digest, start // extent_bytes)
-                if member is None or failures:
-                    continue
-                turn = Turn(background=True)
+                await here(start, stop)
+            return 0
+        failures: list[CachefsError] = []
+        elsewhere = 0
+
+        async def work() -> None:
+            nonlocal elsewhere
+            for start, stop in waiting:
+                if failures:
+                    return
                 try:
-                    async with self._place(member.name, turn):
-                        await cluster.bring(member, object_id, start, stop)
-                except PeerFailed as exc:
+                    came = await self._bring_part(cluster, object_id, start, stop, extent_bytes, here)
+                except CachefsError as exc:
                     failures.append(exc)
+                else:
+                    elsewhere += 0 if came else stop - start
 
         async with trio.open_nursery() as nursery:
             for _ in range(ASKED_AT_ONCE):
-                nursery.start_soon(ask)
+                nursery.start_soon(work)
         if failures:
-            raise OriginFailed(f"its owner does not bring it: {failures[0]}") from failures[0]
+            raise failures[0]
+        return elsewhere
+
+    async def _bring_part(
+        self, cluster: Cluster, object_id: ObjectId, start: int, stop: int, extent_bytes: int, here: Here
+    ) -> bool:
+        """Whether it has been brought here, too."""
+        copies, came = 0, False
+        for asked in cluster.keepers(object_id.digest, start // extent_bytes):
+            if asked.member.name in cluster.membership.own:
+                await here(start, stop)
+                came = True
+            else:
+                try:
+                    async with self._place(asked.member.name, Turn(background=True)):
+                        await cluster.bring(asked, object_id, start, stop)
+                except PeerFailed as exc:
+                    log.debug("a peer does not bring %s from %d on: %s", object_id.key, start, exc)
+                    continue
+            copies += 1
+            if copies == cluster.replicas:
+                break
+        if not copies:
+            await here(start, stop)
+        return came or not copies
+
+    async def greet(self) -> list[str]:
+        """Learn which of the others are there. Those that are not, for people."""
+        return await self.cluster.greet() if self.cluster is not None else []
 
     @asynccontextmanager
     async def _place(self, name: str, turn: Turn, patience_s: float = math.inf) -> AsyncIterator[bool]:

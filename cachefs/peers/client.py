@@ -164,15 +164,17 @@ class Client:
 
     async def bring(
         self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0, working_s: float = TOTAL_S
-    ) -> None:
-        """Return when the peer has the blocks of `request`, which it may take `working_s` for."""
+    ) -> float:
+        """Return when the peer has the blocks of `request`, which it may take `working_s` for: the seconds to the first sign
+        of life."""
 
         async def receive(connection: Connection, head: Head, seals: Seals | None) -> None:
             await small_body(connection, head, seals, deadline_s)
 
-        await self._ask(
+        head_s, _ = await self._ask(
             *(address, BRING, request, receive, CONNECT_S, deadline_s, working_s + 2 * deadline_s, working_s)
         )
+        return head_s
 
     async def hello(
         self, address: Address, *, connect_s: float = CONNECT_S, deadline_s: float = 2.0

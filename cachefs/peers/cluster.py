@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 
 from cachefs.names import ObjectId
 from cachefs.peers.client import TOTAL_S, Client
-from cachefs.peers.health import LONGEST_DEADLINE_S, Health
-from cachefs.peers.membership import Member, Membership
+from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health
+from cachefs.peers.membership import UNKNOWN, Member, Membership
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.stats import PeerTable
-from cachefs.peers.wire import BlockRequest, Kind
+from cachefs.peers.wire import Address, BlockRequest, Kind
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ASKED = 2
 """Members asked for one range before the store. Guessed: with two that fail, something is wrong with more than a node."""
@@ -39,6 +42,8 @@ peer may be cut off from the store, and we are not."""
 HEIRS = 2
 """Members behind the replicas that may stand in. Derived from `ASKED`: the owner and its heir may both be gone."""
 
+GREETED_AT_ONCE = 64
+"""As `listed.ASKED_AT_ONCE`."""
 
 ANSWERS: Collection[Kind] = ("not_here", "busy", "changed")
 """Of a peer that is well."""
@@ -77,12 +82,13 @@ class Cluster:
         self.serves = serves
         self._client = client
         self._rng = rng
-        self._block_size = block_size
+        self.block_size = block_size
         self._deadline_s = deadline_s
         self.patience_s = deadline_s / HASTE
         """How long a reader waits for a peer that works, and in the queue in front of it."""
         self._now = clock
         self._health: dict[str, Health] = {}
+        self._reached: dict[str, Address] = {}
         self._known: dict[str, Member] = {}
         membership.on_change = self.changed
 
@@ -112,20 +118,31 @@ class Cluster:
         """Whether this node keeps what it has of the extent: as one of its owners, or as the heir of those that are dead. A
         node that serves nobody has no part of the ring, and keeps what it likes."""
         owners = self._owners(digest, extent)
+        return not self.serves or not owners or self._stands(owners, self.replicas)
+
+    def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
+        """Whether to fetch it for somebody who believes that this node has that rank: it has in our view, or would have
+        without those that we find dead (whoever asks may not know them at all)."""
+        return self._stands(self._owners(digest, extent), max(self.replicas, rank + 1))
+
+    def _stands(self, owners: Collection[str], count: int) -> bool:
+        """Whether this node is among the first `count` that are not dead."""
         alive = 0
-        for name in owners if self.serves else ():
+        for name in owners:
             if name in self.membership.own:
                 return True
             alive += self._of(name).state != "dead"
-            if alive == self.replicas:
+            if alive == count:
                 return False
-        return not self.serves or not owners
+        return False
 
-    def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
-        """Whether to fetch it for somebody who believes that this node has that rank."""
-        return not self.membership.own.isdisjoint(
-            self._owners(digest, extent)[: max(self.replicas, rank + 1)]
-        )
+    def keepers(self, digest: bytes, extent: int) -> Iterator[Asked]:
+        """Those who are to keep it, in the ring's order, and behind them who stands in: this node among them, of the others
+        those that may be asked. As with `candidates`, whoever takes one asks it."""
+        members, own = self.membership.members, self.membership.own
+        for rank, name in enumerate(self._owners(digest, extent)):
+            if name in own or self._of(name).may_try(self._now()):
+                yield Asked(members[name], rank)
 
     def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
         return self.membership.ring.owners(digest, extent, self.replicas + HEIRS)
@@ -137,37 +154,88 @@ class Cluster:
     ) -> None:
         """Bytes [start, stop) of a version, whole blocks of one extent, into `sink`. Raises `PeerFailed`, and what the
         sink raises."""
-        member, request = asked.member, self._request(version, start, stop, asked.rank)
-        health, sent_at = self._of(member.name), self._now()
-        try:
-            first_s = await self._client.read(
-                member.address,
-                request,
-                sink,
-                deadline_s=health.read_deadline(),
+        request = self._request(version, start, stop, asked.rank)
+        deadline_s = self._of(asked.member.name).read_deadline()
+        await self._judged(
+            asked.member,
+            lambda address: self._client.read(
+                *(address, request, sink),
+                deadline_s=deadline_s,
                 working_s=self.patience_s,
                 sink_waits=sink_waits,
-            )
-        except PeerFailed as exc:
-            self._judge(member.name, health, exc, sent_at)
-            raise
-        if health.state == "dead":
-            log.info("peer %s is back", member.name)
-        health.succeeded(first_s)
+            ),
+        )
 
     def failed_since(self, asked: Asked, moment: float) -> bool:
         """Whether it has failed for somebody from that moment (of trio's clock) on."""
         return self._of(asked.member.name).failed_since(moment)
 
-    async def bring(self, member: Member, version: ObjectId, start: int, stop: int) -> None:
-        """Have the owner fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""
-        await self._client.bring(
-            member.address, self._request(version, start, stop, 0), working_s=self._deadline_s
+    async def bring(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
+        """Have it fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""
+        request = self._request(version, start, stop, asked.rank)
+        await self._judged(
+            asked.member,
+            lambda address: self._client.bring(address, request, working_s=self._deadline_s),
         )
 
     async def have(self, member: Member, version: ObjectId, start: int, stop: int) -> list[bool]:
         """Which blocks of [start, stop) (in bytes) the member holds. Raises `PeerFailed`."""
-        return await self._client.have(member.address, self._request(version, start, stop, 0))
+        request = self._request(version, start, stop, 0)
+        return await self._reach(member, lambda address: self._client.have(address, request))
+
+    async def greet(self) -> list[str]:
+        """Ask all others whether they are there, before much depends on it: those that are not are dead when this returns,
+        so their heirs stand in. Their addresses, and those at which nobody has ever answered."""
+        silent = [str(address) for address, why in self.membership.apart.items() if why == UNKNOWN]
+        at_once = trio.CapacityLimiter(GREETED_AT_ONCE)
+
+        async def ask(member: Member) -> None:
+            health = self._of(member.name)
+            async with at_once:
+                for _ in range(DEAD_AFTER):
+                    sent_at = self._now()
+                    try:
+                        await self._reach(member, self._client.hello)
+                    except PeerFailed:
+                        health.failed(sent_at, self._now())
+                    else:
+                        return health.succeeded(self._now() - sent_at)
+            silent.append(str(member))
+
+        async with trio.open_nursery() as nursery:
+            for member in self.others():
+                nursery.start_soon(ask, member)
+        return sorted(silent)
+
+    async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
+        """`ask` returns the seconds to the first sign of life. Raises what it raises."""
+        health, sent_at = self._of(member.name), self._now()
+        try:
+            first_s = await self._reach(member, ask)
+        except PeerFailed as exc:
+            self._judge(member, health, exc, sent_at)
+            raise
+        if health.state == "dead":
+            log.info("peer %s is back", member)
+        health.succeeded(first_s)
+
+    async def _reach(self, member: Member, ask: Callable[[Address], Awaitable[T]]) -> T:
+        """At its addresses in turn, until somebody answers: the one that did last is the first."""
+        usual = self._reached.get(member.name)
+        *others, last = sorted(member.addresses, key=lambda address: address != usual)
+        for address in others:
+            try:
+                found = await ask(address)
+            except PeerFailed as exc:
+                if exc.kind == "connect":
+                    continue
+                raise
+            self._reached[member.name] = address
+            return found
+        found = await ask(last)
+        if others:
+            self._reached[member.name] = last
+        return found
 
     def others(self) -> list[Member]:
         """All members but this node."""
@@ -175,10 +243,10 @@ class Cluster:
         return [m for name, m in membership.members.items() if name not in membership.own]
 
     def _request(self, version: ObjectId, start: int, stop: int, rank: int) -> BlockRequest:
-        size = self._block_size
+        size = self.block_size
         return BlockRequest(version, start // size, -(-stop // size), size, rank)
 
-    def _judge(self, name: str, health: Health, exc: PeerFailed, sent_at: float) -> None:
+    def _judge(self, member: Member, health: Health, exc: PeerFailed, sent_at: float) -> None:
         now, before = self._now(), health.state
         late = now - sent_at > LONGEST_DEADLINE_S
         if exc.kind == "timeout" or (late and exc.kind in ANSWERS):
@@ -189,7 +257,7 @@ class Cluster:
             health.failed(sent_at, now)
         if health.state == "dead" != before:
             level = logging.WARNING if exc.kind in TELLING else logging.INFO
-            log.log(level, "peer %s is left alone for a while: %s", name, exc)
+            log.log(level, "peer %s is left alone for a while: %s", member, exc)
 
     def _of(self, name: str) -> Health:
         found = self._health.get(name)
@@ -200,33 +268,50 @@ class Cluster:
         return found
 
     def changed(self) -> None:
-        """Others are members now: what was known of those that left is forgotten."""
+        """Others are members now, or are elsewhere: what was known of those that left, or began anew, is forgotten."""
         members = self.membership.members
-        for name in self._known.keys() - members.keys():
-            self._client.forget(self._known[name].address)
-            self._health.pop(name, None)
+        for name, known in self._known.items():
+            now = members.get(name)
+            if now is None or now.life != known.life:
+                self._health.pop(name, None)
+            if now != known:
+                self._reached.pop(name, None)
+        for address in _addresses(self._known) - _addresses(members):
+            self._client.forget(address)
         self._known = dict(members)
 
     # -- to be looked at ---------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
-        """The members, in the order of their names; `share` is of the ring. What they took from us is counted by host, so
-        several daemons of one machine have one count."""
+        """The members, in the order of their addresses; `share` is of the ring. What they took from us is counted by host,
+        so several daemons of one machine have one count."""
         members = self.membership.members
         total = sum(member.weight for member in members.values()) or 1.0
         table = self.stats.as_dict()
-        nothing: dict[str, Any] = {}
-        return [
-            {
-                "name": name,
-                "here": name in self.membership.own,
-                "share": member.weight / total,
-                "state": self._of(name).state,
-                "bytes_in": table.get(name, nothing).get("bytes_in", 0),
-                "bytes_out": table.get(self._client.host_of(member.address), nothing).get("bytes_out", 0),
-                "requests": table.get(name, nothing).get("requests", 0),
-                "failures": table.get(name, nothing).get("failures", {}),
-                "latency_s": table.get(name, nothing).get("latency_s", 0.0),
-            }
-            for name, member in sorted(members.items())
-        ]
+        rows = []
+        for name, member in sorted(members.items(), key=lambda item: item[1].addresses):
+            asked = [table[str(address)] for address in member.addresses if str(address) in table]
+            answered = [row["latency_s"] for row in asked if row["latency_s"]]
+            failures: Counter[str] = Counter()
+            for row in asked:
+                failures.update(row["failures"])
+            rows.append(
+                {
+                    "name": str(member),
+                    "id": name,
+                    "addresses": [str(address) for address in member.addresses],
+                    "here": name in self.membership.own,
+                    "share": member.weight / total,
+                    "state": self._of(name).state,
+                    "bytes_in": sum(row["bytes_in"] for row in asked),
+                    "bytes_out": table.get(self._client.host_of(member.address), {}).get("bytes_out", 0),
+                    "requests": sum(row["requests"] for row in asked),
+                    "failures": dict(failures),
+                    "latency_s": sum(answered) / len(answered) if answered else 0.0,
+                }
+            )
+        return rows
+
+
+def _addresses(members: Mapping[str, Member]) -> set[Address]:
+    return {address for member in members.values() for address in member.addresses}

@@ -1,6 +1,7 @@
 """Members that register in etcd.
 
-A node's key is `prefix/group/host:port` and holds its hello, so a member is known with its first sighting. The key hangs
+A node's key is `prefix/group/host:port` and holds its hello, so a member is known with its first sighting. Where two keys
+tell of one node (it is back under another address, and its old lease still runs), the one written last holds. The key hangs
 on a lease of 10 s: a node that dies is gone ten seconds later, one that stops revokes it. All nodes read the prefix once
 and then watch it from that revision on, so nothing between is missed.
 
@@ -37,6 +38,9 @@ AGAIN_S = (0.5, 3.0)
 """Between attempts that failed: doubling from the first to the second, which is a third of a lease: so that most leases are
 renewed in time when etcd comes back. Derived."""
 
+WATCH, REGISTER = "watch members in etcd", "register in etcd"
+"""What may fail, the worse first."""
+
 READ_PAGE = 1000
 """Keys in one reading of the prefix, so that no reply is large."""
 
@@ -66,15 +70,24 @@ class Registry:
         self._listen = listen if hello.weight > 0 else None
         self._rng = rng
         self._entries: dict[Address, Hello] = {}
+        """In the order in which they were written."""
+        self._troubles: dict[str, str] = {}
         self._revision = 0
         """The last one seen; 0: all has to be read."""
         self._disputed = False
+
+    @property
+    def trouble(self) -> str:
+        return next(iter(self._troubles.values()), "")
 
     async def run(self, report: Report) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow, report)
             if self._listen is not None:
                 nursery.start_soon(self._stay_registered, self._listen)
+
+    def heard(self, host: str) -> None:
+        pass  # etcd tells
 
     # -- being seen --------------------------------------------------------------------------------
 
@@ -97,12 +110,13 @@ class Registry:
                         await self._place(address, lease)
                         placed = True
                     failures = 0
+                    self._troubles.pop(REGISTER, None)
                     await trio.sleep(LEASE_S / 3)
                 except (EtcdUnavailable, EtcdRefused, OSError) as exc:
                     if isinstance(exc, EtcdRefused) and exc.code == NOT_FOUND:
                         lease = ""  # it ran out before the key was placed
                     failures += 1
-                    _complain(exc, failures, "register in etcd")
+                    self._complain(exc, failures, REGISTER)
                     await trio.sleep(self._pause(failures))
         finally:
             if lease:
@@ -150,12 +164,12 @@ class Registry:
                 failures = 0
             except (EtcdUnavailable, EtcdRefused, *BROKEN) as exc:
                 failures += 1
-                _complain(exc, failures, "watch members in etcd")
+                self._complain(exc, failures, WATCH)
                 await trio.sleep(self._pause(failures))
 
     async def _read(self) -> tuple[dict[Address, Hello], int]:
         """All entries, and the revision at which they were so."""
-        entries: dict[Address, Hello] = {}
+        found: list[Message] = []
         revision = 0
         start, stop = self._directory.encode(), self._end()
         while True:
@@ -169,9 +183,11 @@ class Registry:
             # The pages after the first are of its revision.
             revision = revision or _number(_part(page, "header"), "revision")
             pairs = _parts(page, "kvs")
-            for pair in pairs:
-                self._enter(entries, pair)
+            found += pairs
             if not page.get("more") or not pairs:
+                entries: dict[Address, Hello] = {}
+                for pair in sorted(found, key=lambda pair: _number(pair, "mod_revision")):
+                    self._enter(entries, pair)
                 return entries, revision
             start, last = _decoded(pairs[-1], "key") + b"\0", start
             if start <= last:
@@ -199,6 +215,7 @@ class Registry:
                     # It lags behind the one we read from, or lost its data and began anew.
                     self._revision = 0
                     raise EtcdUnavailable("this member of etcd knows less than we do")
+                self._troubles.pop(WATCH, None)
                 self._take(_parts(result, "events"), report)
                 message = await messages.next()
         raise EtcdUnavailable("the watch ended")
@@ -219,11 +236,11 @@ class Registry:
         address = self._address_of(pair)
         if address is None:
             return
+        entries.pop(address, None)
         try:
             entries[address] = Hello.parse(_decoded(pair, "value"))
         except CachefsError as exc:
             log.debug("what etcd has for %s is no entry of a node: %s", address, exc)
-            entries.pop(address, None)
 
     def _address_of(self, pair: Message) -> Address | None:
         try:
@@ -238,14 +255,15 @@ class Registry:
         """The first key after all of the directory: the slash, plus one."""
         return self._directory[:-1].encode() + b"0"
 
+    def _complain(self, exc: BaseException, failures: int, what: str) -> None:
+        """Once for each trouble, however long it lasts. One attempt that fails after it went well is none."""
+        log.log(logging.WARNING if failures == 2 else logging.DEBUG, "cannot %s: %s", what, exc)
+        if failures >= 2 or not self._revision:
+            self._troubles[what] = f"cannot {what}: {exc}"
+
     def _pause(self, failures: int) -> float:
         first, longest = AGAIN_S
         return min(longest, first * 2.0 ** min(failures - 1, 16)) * self._rng.uniform(0.5, 1.0)
-
-
-def _complain(exc: BaseException, failures: int, what: str) -> None:
-    """Once for each trouble, however long it lasts."""
-    log.log(logging.WARNING if failures == 2 else logging.DEBUG, "cannot %s: %s", what, exc)
 
 
 def _coded(raw: bytes) -> str:

@@ -1,20 +1,23 @@
 """Members from a list of addresses: the one on the command line, or what a DNS name means.
 
-A list says where, not who. So each address is introduced: if it is one of this machine's and the port is ours, it is
-this node; otherwise `identify` asks it (a hello of the exchange), and asks again now and then, because a daemon may
-return with another weight or other sources. Who never answered stays listed: whether it is asked for extents is for its
-health to decide.
+A list says where, not who, and only who is known has a place in the ring. So each address is introduced: if it is one of
+this machine's and the port is ours, it is this node; otherwise `identify` asks it (a hello of the exchange), and asks again
+now and then, because a daemon may return with another weight or other sources, or another node may have the address. Who
+asks for our hello is asked for its own at once: so nodes that start together know each other as soon as the last of them
+listens. Who answered once stays what it was while it is silent: whether it is asked for extents is for its health to decide.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import random
 import socket
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -31,8 +34,21 @@ LOOK_EVERY_S = (5.0, 10.0)
 INTRODUCED_FOR_S = 60.0
 """How long an answer is believed. Guessed: a thousand nodes then get 17 hellos a second each."""
 
-ASK_AGAIN_S = 10.0
-"""When nobody answered. Guessed."""
+ASK_AGAIN_S = (0.5, 10.0)
+"""When nobody answered: doubling from the first to the second. Guessed: who starts with us is there within seconds."""
+
+FRESH_S = 10.0
+"""Who was asked since then is not asked for having asked us: two nodes would go on for ever. Guessed."""
+
+STRANGERS_S = 1.0
+"""How often somebody at an address that is not listed (listed by name, or one of several) has all unknown ones asked.
+Guessed."""
+
+FIRST_S = 1.0
+"""How long the first report waits for those who are being asked. Guessed: a peer answers within a millisecond."""
+
+TOGETHER_S = 0.05
+"""How long each later one does, so that a thousand answers are a few reports. Guessed."""
 
 ASKED_AT_ONCE = 64
 """Derived: a thousand silent addresses take half a minute."""
@@ -56,7 +72,14 @@ Identify = Callable[[str, int], Awaitable[Hello]]
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]
 """(name, port) → addresses. Raises OSError, also for a name that cannot be one. Whoever asks brings a deadline."""
 
-Look = Callable[[], Awaitable[Collection[Address]]]
+
+class Look(Protocol):
+    """A list, looked at anew each time it is called. `trouble` says why that failed, if it did."""
+
+    @property
+    def trouble(self) -> str: ...
+
+    async def __call__(self) -> Collection[Address]: ...
 
 
 class Resolver:
@@ -120,29 +143,43 @@ class Lookups:
         return sorted(self._missed)
 
 
-def static(addresses: Collection[Address]) -> Look:
-    """These."""
+class Static:
+    """These addresses."""
 
-    async def look() -> Collection[Address]:
-        return addresses
+    trouble = ""
 
-    return look
+    def __init__(self, addresses: Collection[Address]) -> None:
+        self._addresses = addresses
+
+    async def __call__(self) -> Collection[Address]:
+        return self._addresses
 
 
-def dns(name: str, port: int, resolve: Resolve) -> Look:
-    """What the name means; what it meant last while that cannot be learnt."""
-    lookups = Lookups()
+class Dns:
+    """What a name means; what it meant last while that cannot be learnt."""
 
-    async def look() -> Collection[Address]:
+    def __init__(self, name: str, port: int, resolve: Resolve) -> None:
+        self.trouble = ""
+        self._name, self._port = name, port
+        self._resolve = resolve
+        self._lookups = Lookups()
+
+    async def __call__(self) -> Collection[Address]:
         found: Collection[str] = ()
+        trouble = ""
         try:
             with trio.fail_after(LOOK_DEADLINE_S):
-                found = await resolve(name, port)
+                found = await self._resolve(self._name, self._port)
         except (OSError, trio.TooSlowError) as exc:
-            log.debug("cannot look up %s: %s", name, exc)
-        return [Address(address, port) for address in lookups.answered(found)]
-
-    return look
+            said = (
+                (isinstance(exc, OSError) and exc.strerror)
+                or str(exc)
+                or f"no answer in {LOOK_DEADLINE_S:g} s"
+            )
+            trouble = f"cannot look up the peers' name {self._name}: {said}"
+            log.log(logging.DEBUG if self.trouble else logging.WARNING, "%s", trouble)
+        self.trouble = trouble
+        return [Address(address, self._port) for address in self._lookups.answered(found)]
 
 
 class Listed:
@@ -164,41 +201,111 @@ class Listed:
         self._rng = rng
         self._resolve = resolve
         self._known: dict[Address, Hello | None] = {}
-        self._ask_at: dict[Address, float] = {}
+        """In the order in which that was heard first."""
+        self._asks: dict[Address, _Asks] = {}
+        self._under_way = 0
+        self._at_once = trio.CapacityLimiter(ASKED_AT_ONCE)
+        self._wakes_at = -math.inf
+        self._wake, self._news, self._all_said = trio.Event(), trio.Event(), trio.Event()
+        self._strangers_at = -math.inf
+
+    @property
+    def trouble(self) -> str:
+        return self._look.trouble
 
     async def run(self, report: Report) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tell, report)
+            while True:
+                self._take(await self._look())
+                look_at = trio.current_time() + self._rng.uniform(*LOOK_EVERY_S)
+                while (now := trio.current_time()) < look_at:
+                    due = [a for a, asks in self._asks.items() if not asks.under_way and asks.next_at <= now]
+                    if due and not self._under_way:
+                        self._all_said = trio.Event()
+                    for address in due:
+                        self._asks[address].under_way = True
+                        self._under_way += 1
+                        nursery.start_soon(self._introduce, address, self._asks[address])
+                    if not self._under_way:
+                        self._all_said.set()
+                    waiting = (asks.next_at for asks in self._asks.values() if not asks.under_way)
+                    self._wakes_at = min(look_at, min(waiting, default=look_at))
+                    with trio.move_on_at(self._wakes_at):
+                        await self._wake.wait()
+                    self._wake = trio.Event()
+
+    def heard(self, host: str) -> None:
+        now = trio.current_time()
+        there = [address for address in self._known if address.host == host]
+        for address in there:
+            asks = self._asks[address]
+            if self._known[address] is None or now - asks.begun_at >= FRESH_S:
+                self._due(asks, now)
+        if not there and now - self._strangers_at >= STRANGERS_S:
+            self._strangers_at = now
+            for address, hello in self._known.items():
+                if hello is None:
+                    self._due(self._asks[address], now)
+
+    def _take(self, listed: Collection[Address]) -> None:
+        """The list as it is now."""
+        if not self._known or set(listed) != self._known.keys():
+            self._news.set()
+        self._known = {address: hello for address, hello in self._known.items() if address in listed}
+        for address in listed:
+            self._known.setdefault(address, None)
+        self._asks = {address: self._asks.get(address) or _Asks() for address in self._known}
+
+    def _due(self, asks: _Asks, at: float) -> None:
+        asks.next_at = at
+        if at < self._wakes_at:
+            self._wake.set()
+
+    async def _tell(self, report: Report) -> None:
+        patience_s = FIRST_S
         while True:
-            listed = await self._look()
-            self._known = {address: self._known.get(address) for address in listed}
-            self._ask_at = {address: at for address, at in self._ask_at.items() if address in self._known}
-            self._say(report)
-            now = trio.current_time()
-            due = [address for address in self._known if self._ask_at.get(address, now) <= now]
-            at_once = trio.CapacityLimiter(ASKED_AT_ONCE)
-            async with trio.open_nursery() as nursery:
-                for address in due:
-                    nursery.start_soon(self._introduce, address, at_once, report)
-            if due:
-                self._say(report)
-            await trio.sleep(self._rng.uniform(*LOOK_EVERY_S))
+            await self._news.wait()
+            with trio.move_on_after(patience_s):
+                await self._all_said.wait()
+            self._news = trio.Event()
+            report([Sighting(address, hello) for address, hello in self._known.items()])
+            patience_s = TOGETHER_S
 
-    def _say(self, report: Report) -> None:
-        report([Sighting(address, hello) for address, hello in self._known.items()])
-
-    async def _introduce(self, address: Address, at_once: trio.CapacityLimiter, report: Report) -> None:
-        async with at_once:
-            try:
+    async def _introduce(self, address: Address, asks: _Asks) -> None:
+        try:
+            async with self._at_once:
+                asks.begun_at = trio.current_time()
                 with trio.fail_after(IDENTIFY_S):
-                    self._known[address] = await self._ask(address)
-                if self._known[address] is self._hello:
-                    self._say(report)  # at once: whoever does not know itself would ask itself
-                again = INTRODUCED_FOR_S
-            except (OSError, CachefsError, trio.TooSlowError) as exc:
-                log.debug("peer %s did not say who it is: %s", address, exc)
-                again = ASK_AGAIN_S
-            self._ask_at[address] = trio.current_time() + again * self._rng.uniform(0.8, 1.0)
+                    said = await self._ask(address)
+        except (OSError, CachefsError, trio.TooSlowError) as exc:
+            log.debug("peer %s did not say who it is: %s", address, exc)
+            first, longest = ASK_AGAIN_S
+            again = min(longest, first * 2.0 ** min(asks.failures, 16))
+            asks.failures += 1
+        else:
+            asks.failures, again = 0, INTRODUCED_FOR_S
+            if address in self._known and self._known[address] != said:
+                del self._known[address]  # what was heard last comes last
+                self._known[address] = said
+                self._news.set()
+        asks.under_way = False
+        self._under_way -= 1
+        if not self._under_way:
+            self._all_said.set()
+        self._due(asks, trio.current_time() + again * self._rng.uniform(0.8, 1.0))
 
     async def _ask(self, address: Address) -> Hello:
         if self._listen is not None and await is_own(address, self._listen, self._resolve):
             return self._hello
         return await self._identify(*address)
+
+
+@dataclass(slots=True)
+class _Asks:
+    """How often one address is asked."""
+
+    next_at: float = -math.inf
+    begun_at: float = -math.inf
+    failures: int = 0
+    under_way: bool = False

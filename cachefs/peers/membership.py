@@ -5,9 +5,10 @@ those that belong to this node's ring: of the same cache group, with the same so
 different members for a while, and nothing has to wait for that: an extent then has two owners, or is asked of one who does
 not know it, and in the worst case comes from the store once more.
 
-A member's *name* in the ring is its address. It outlives restarts, and so does what the node has on disk; a node id is
-drawn anew by each daemon and serves to recognise oneself behind an address. Somebody unknown yet is taken for a usual
-member: listed hosts are mostly right, and all nodes that read the list do the same.
+A member's *name* in the ring is its id (`identity`), which belongs to what the node has on disk, wherever it is reached;
+several addresses of one node are one member. So an address where nobody has answered yet is nobody's: it has no place in
+the ring, and the others keep its share. A place under its address would be another one than it will have, and two parts of
+the data would move instead of one.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cachefs.peers.ring import Ring
-from cachefs.peers.wire import Address, Hello
+from cachefs.peers.wire import MAX_HELLO_TEXT, Address, Hello
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that owns a share of the extents, this one included. `name` is the same on every node."""
+    """A node that owns a share of the extents, this one included. `name` is the same on every node; `addresses` are those
+    of its present `life`, one at least."""
 
     name: str
-    host: str
-    port: int
+    addresses: tuple[Address, ...]
     weight: float
     group: str
+    life: str = ""
 
     @property
     def address(self) -> Address:
-        return Address(self.host, self.port)
+        return self.addresses[0]
+
+    def __str__(self) -> str:
+        """For people: where it is reached."""
+        return str(self.address)
 
 
 class Sighting(NamedTuple):
@@ -47,22 +53,48 @@ class Sighting(NamedTuple):
     hello: Hello | None
 
 
+class Apart(NamedTuple):
+    """Somebody listed who is no member: `state` for a table, `why` for a sentence after the address. `wrong`: nobody wants
+    that."""
+
+    state: str
+    why: str
+    wrong: bool = False
+
+
+UNKNOWN = Apart("unknown", "has not answered yet")
+COPIED = Apart("our id", "has this node's id, as after a copy of its cache directory", wrong=True)
+
 Report = Callable[[Iterable[Sighting]], None]
+"""What a source says. Of two sightings of one node, the later is what was heard last."""
 
 
 class Source(Protocol):
     """Where members are learnt."""
 
+    @property
+    def trouble(self) -> str:
+        """Why it cannot look now, for people; else empty."""
+
     async def run(self, report: Report) -> None:
         """Until cancelled: call `report` with all that is known now, at the start and whenever it changes. What was
         reported holds until the next time, so a source that cannot look says nothing. Raises nothing of its own."""
 
+    def heard(self, host: str) -> None:
+        """Somebody at this IP address has asked who we are: it runs, and may be new."""
+
 
 def fingerprint(sources: Collection[str], block_size: int) -> str:
     """Of what two nodes must have in common to share extents: the names of their stores (`ObjectId.source`), in any
-    order, and the size of a block. 32 hexadecimal digits; says nothing about the names."""
+    order, and the size of a block. 32 hexadecimal digits."""
     text = json.dumps([sorted(sources), block_size])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def spelled(sources: Collection[str]) -> str:
+    """The names of stores as a hello carries them for people: shortened."""
+    text = ", ".join(sorted(sources)).encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_HELLO_TEXT else text[: MAX_HELLO_TEXT - 1] + "…"
 
 
 class Membership:
@@ -76,41 +108,78 @@ class Membership:
         self.ring = Ring({})
         """Of exactly `members`."""
         self.own: frozenset[str] = frozenset()
-        """Names of members that are this node (several, when a list has several of its addresses)."""
+        """This node's name, if it is a member."""
+        self.own_addresses: frozenset[Address] = frozenset()
+        self.apart: Mapping[Address, Apart] = {}
+        """Who is listed and no member."""
         self.version = 0
         """Grows with each change."""
         self.on_change = on_change
-        self._source = source
+        self.source = source
         self._hello = hello
 
     async def run(self) -> None:
         """Keep them up to date, until cancelled."""
-        await self._source.run(self._report)
+        await self.source.run(self._report)
+
+    def become(self, source: Source, hello: Hello) -> None:
+        """Another self, while nothing runs: what is known of the others holds until the next report."""
+        self.source, self._hello = source, hello
 
     def _report(self, sightings: Iterable[Sighting]) -> None:
-        members: dict[str, Member] = {}
-        own = set()
+        me = self._hello
+        last: dict[str, Hello] = {}
+        where: dict[tuple[str, str], list[Address]] = {}
+        apart: dict[Address, Apart] = {}
         for address, hello in sightings:
-            if hello is not None and not self._shares_with(hello):
+            why = UNKNOWN if hello is None else self._apart(hello)
+            if hello is not None and why is None and hello.node == me.node and hello.life != me.life:
+                why = COPIED
+            if hello is None or why is not None:
+                apart[address] = why or UNKNOWN
                 continue
-            name = str(address)
-            weight = 1.0 if hello is None else hello.weight
-            members[name] = Member(name, address.host, address.port, weight, self._hello.group)
-            if hello is not None and hello.node == self._hello.node:
-                own.add(name)
-        if members == self.members and own == self.own:
+            last[hello.node] = hello
+            where.setdefault((hello.node, hello.life), []).append(address)
+        members = {
+            name: Member(name, tuple(sorted(where[name, hello.life])), hello.weight, hello.group, hello.life)
+            for name, hello in last.items()
+        }
+        own = frozenset({me.node} & members.keys())
+        if (members, own, apart) == (self.members, self.own, self.apart):
             return
-        for name in members.keys() - self.members.keys():
-            log.info("peer %s joined%s", name, " (this node)" if name in own else "")
-        for name in self.members.keys() - members.keys():
-            log.info("peer %s left", name)
-        self.ring = Ring({name: member.weight for name, member in members.items()})
-        self.members, self.own = members, frozenset(own)
+        self._tell(members, own, apart)
+        if {name: m.weight for name, m in members.items()} != self.ring.members:
+            self.ring = Ring({name: member.weight for name, member in members.items()})
+        self.members, self.own, self.apart = members, own, apart
+        self.own_addresses = frozenset(address for name in own for address in members[name].addresses)
         self.version += 1
         self.on_change()
 
-    def _shares_with(self, hello: Hello) -> bool:
-        def circle(who: Hello) -> tuple[int, str, str]:
-            return who.version, who.group, who.sources
+    def _tell(
+        self, members: Mapping[str, Member], own: Collection[str], apart: Mapping[Address, Apart]
+    ) -> None:
+        for name in members.keys() - self.members.keys():
+            log.info("peer %s joined%s", members[name], " (this node)" if name in own else "")
+        for name in self.members.keys() - members.keys():
+            log.info("peer %s left", self.members[name])
+        for address, found in apart.items():
+            if found != UNKNOWN and found != self.apart.get(address):
+                level = logging.WARNING if found.wrong else logging.INFO
+                log.log(level, "peer %s %s: nothing is shared with it", address, found.why)
 
-        return hello.weight > 0 and circle(hello) == circle(self._hello)
+    def _apart(self, hello: Hello) -> Apart | None:
+        """Why it is no member, whoever it is."""
+        me = self._hello
+        if hello.version != me.version:
+            why = f"speaks version {hello.version} of the protocol, this node version {me.version}"
+            return Apart("another version", why, wrong=True)
+        if hello.group != me.group:
+            return Apart("another group", f"is of cache group {hello.group!r}, this node of {me.group!r}")
+        if hello.block_size != me.block_size:
+            why = f"has a --block-size of {hello.block_size} bytes, this node one of {me.block_size}"
+            return Apart("another block size", why, wrong=True)
+        if hello.sources != me.sources:
+            return Apart("other sources", f"shows {hello.shows}, this node {me.shows}", wrong=True)
+        if not hello.weight > 0:
+            return Apart("gives nothing", "gives nothing to others")
+        return None

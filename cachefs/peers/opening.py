@@ -7,7 +7,7 @@ import ssl
 
 from cachefs.peers.etcd import Registry
 from cachefs.peers.etcd_gateway import Gateway
-from cachefs.peers.listed import Identify, Listed, Resolver, dns, static
+from cachefs.peers.listed import Dns, Identify, Listed, Resolver, Static
 from cachefs.peers.membership import Source
 from cachefs.peers.places import DnsPeers, Peers, StaticPeers
 from cachefs.peers.wire import Address, Hello
@@ -28,8 +28,8 @@ def open_source(
     hello (not needed with etcd). `tls`, `user` and `password` are for etcd."""
     resolver = Resolver()
     if isinstance(peers, StaticPeers):
-        return Listed(static(peers.addresses), hello, listen, identify, resolver, rng)
+        return Listed(Static(peers.addresses), hello, listen, identify, resolver, rng)
     if isinstance(peers, DnsPeers):
-        return Listed(dns(peers.name, peers.port, resolver), hello, listen, identify, resolver, rng)
+        return Listed(Dns(peers.name, peers.port, resolver), hello, listen, identify, resolver, rng)
     gateway = Gateway(peers.endpoints, rng, tls=tls, user=user, password=password)
     return Registry(gateway, peers.prefix, hello, listen, rng)

@@ -75,7 +75,8 @@ class _Refusal(Exception):
 
 class Server:
     """Answers on the sockets it is given. `hello` is asked anew each time; `names` are the Host values under which this
-    node is known: a request signed for another node is refused then (empty: not known yet, any is taken)."""
+    node is known: a request signed for another node is refused then (empty: not known yet, any is taken). `on_hello` is told
+    the host of whoever has asked who we are."""
 
     def __init__(
         self,
@@ -89,8 +90,10 @@ class Server:
         limits: Limits | None = None,
         stats: PeerTable | None = None,
         metrics: Metrics | None = None,
+        on_hello: Callable[[str], None] = lambda host: None,
     ) -> None:
         self.names = names
+        self._on_hello = on_hello
         self._shares = shares
         self._hello = hello
         self._block_size = block_size
@@ -242,6 +245,7 @@ class _Conversation:
             path, query = parse_target(request.target)
             self._authenticate(request)
             if path == HELLO:
+                server._on_hello(self._host)
                 await self._reply(200, server._hello().pack())
                 return
             if path not in (BLOCKS, BRING, HAVE):

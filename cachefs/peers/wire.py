@@ -62,6 +62,9 @@ MAX_SMALL_BODY = 16 << 10
 MAX_HAVE_BLOCKS = 1 << 16
 """64 GiB of an object in one question, at the default block size."""
 
+MAX_HELLO_TEXT = 256
+"""Characters of each text in a hello. Guessed."""
+
 MAX_BLOCK_BYTES = 64 << 20
 """What a request may name; a node refuses any size but its own."""
 
@@ -209,35 +212,45 @@ def parse_bitmap(body: bytes, count: int) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a node is: its random id, the protocol's version, its cache group, the fingerprint of its sources, and its
-    share of the ring (0: it serves nobody)."""
+    """Who a node is: its id, which outlives restarts and other addresses, the protocol's version, its cache group, the
+    fingerprint of its sources, and its share of the ring (0: it serves nobody).
+
+    `life` is drawn anew by each daemon. `block_size` and `shows` (its sources, for people) say why two do not share."""
 
     node: str
     version: int
     group: str
     sources: str
     weight: float
+    life: str = ""
+    block_size: int = 0
+    shows: str = ""
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def parse(cls, body: bytes) -> Hello:
-        """Raises `Malformed`. Members that a later version added are ignored."""
+        """Raises `Malformed`. Members that a later version added are ignored; an earlier one's may miss the last three."""
         try:
             said = json.loads(body)
             node, version, group, sources, weight = (
                 said[name] for name in ("node", "version", "group", "sources", "weight")
             )
-            texts = all(isinstance(text, str) and len(text) <= 256 for text in (node, group, sources))
-            if not texts or type(version) is not int or type(weight) not in (int, float):
+            life, block_size, shows = said.get("life", ""), said.get("block_size", 0), said.get("shows", "")
+            texts = (node, group, sources, life, shows)
+            if not all(isinstance(text, str) and len(text) <= MAX_HELLO_TEXT for text in texts):
+                raise Malformed("not a hello")
+            if not all(type(number) is int for number in (version, block_size)):
+                raise Malformed("not a hello")
+            if type(weight) not in (int, float):
                 raise Malformed("not a hello")
             if not 0 <= weight <= 1e6:  # also turns away NaN
                 raise Malformed("an impossible weight")
-        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise Malformed("not a hello") from exc
-        return cls(node, version, group, sources, float(weight))
+        return cls(node, version, group, sources, float(weight), life, block_size, shows)
 
 
-VERSION = 1
-"""Of this protocol, as `Hello.version` has it."""
+VERSION = 2
+"""Of this protocol, as `Hello.version` has it: of all by which two nodes find the same owner. 1 named members by address."""

@@ -111,7 +111,7 @@ def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield "uploads_pending", one(uploads["pending"])
         yield "uploads_pending_bytes", one(uploads["pending_bytes"])
     if status.get("peers") is not None:
-        yield from _peers(status["peers"]["members"])
+        yield from _peers(status["peers"])
     yield from _ledger(metrics)
 
 
@@ -152,10 +152,11 @@ def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[S
     )
 
 
-def _peers(members: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    others = [member for member in members if not member["here"]]
-    states = Counter({"healthy": 0, "suspect": 0, "dead": 0})
+def _peers(peers: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
+    others = [member for member in peers["members"] if not member["here"]]
+    states = Counter({"healthy": 0, "suspect": 0, "dead": 0, "unknown": 0, "apart": 0})
     states.update(member["state"] for member in others)
+    states.update("unknown" if other["state"] == "unknown" else "apart" for other in peers["apart"])
     yield "peer_members", [((state,), count) for state, count in states.items()]
     yield (
         "peer_bytes",

@@ -1,7 +1,7 @@
 """A peer that does not do what it should: it has the cluster's key, and a host of its own.
 
-It says nothing of itself (no hello), so the others take it for a member with the usual share. How it answers a request for
-blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes to send, and whether to hang up or
+Of itself it says what the asker says of itself, but for the name, so that one takes it for a member with the usual share.
+How it answers a request for blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes to send, and whether to hang up or
 to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as well be honest.
 """
 
@@ -11,14 +11,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
 from typing import NamedTuple
 
 import xxhash
 
 from bench.lab.dataset import content
 from bench.lab.netns import Host
-from cachefs.peers.auth import Key, Seals, Verifier
-from cachefs.peers.wire import BLOCKS, CHECKSUM, BlockRequest, parse_query, parse_target
+from cachefs.peers.auth import Key, Seals, Signer, Verifier
+from cachefs.peers.wire import BLOCKS, CHECKSUM, HELLO, BlockRequest, Hello, parse_query, parse_target
 from tests.cluster.nodes import PORT
 
 MIB = 1 << 20
@@ -146,9 +148,11 @@ LIES: dict[str, Lie] = {
 class Liar:
     """`asked` counts the requests for blocks."""
 
-    def __init__(self, key: Key, lie: Lie) -> None:
+    def __init__(self, host: Host, key: Key, lie: Lie) -> None:
         self.lie = lie
         self.asked = 0
+        self._host = host
+        self._signer = Signer(key)
         self._verifier = Verifier(key)
         self._ended = threading.Event()
 
@@ -172,11 +176,12 @@ class Liar:
     def _answer(self, connection: socket.socket, target: str, headers: dict[str, str]) -> bool:
         """Whether the connection goes on."""
         path, query = parse_target(target)
+        seals = self._verifier.verify("GET", target, headers["host"], headers["authorization"])
         if path != BLOCKS:
-            connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
+            said = self._mirror(connection.getpeername()[0]).pack()
+            connection.sendall(head(seals, len(said), sealed=said) + said)
             return True
         self.asked += 1
-        seals = self._verifier.verify("GET", target, headers["host"], headers["authorization"])
         answer = self.lie(parse_query(query, MIB), seals)
         connection.sendall(answer.sent)
         while answer.then == "again" and not self._ended.wait(0.5):
@@ -184,6 +189,17 @@ class Liar:
         if answer.then == "hang":
             self._ended.wait()
         return answer.then == "next"
+
+    def _mirror(self, asker: str) -> Hello:
+        name = f"{asker}:{PORT}"
+        asking = HTTPConnection(asker, PORT, timeout=2)
+        with self._host.inside():
+            asking.connect()
+        signed = self._signer.sign("GET", HELLO, name).authorization
+        asking.request("GET", HELLO, headers={"Host": name, "Authorization": signed})
+        said = Hello.parse(asking.getresponse().read())
+        asking.close()
+        return replace(said, node="liar", life="liar")
 
 
 def _next_request(connection: socket.socket) -> tuple[str, dict[str, str]] | None:
@@ -202,7 +218,7 @@ def _next_request(connection: socket.socket) -> tuple[str, dict[str, str]] | Non
 @contextmanager
 def lying(host: Host, key: Key, lie: Lie) -> Iterator[Liar]:
     """It listens where a node of this host would."""
-    liar = Liar(key, lie)
+    liar = Liar(host, key, lie)
     with host.inside():
         listener = socket.create_server((host.address, PORT))
     thread = threading.Thread(target=liar._serve, args=(listener,), daemon=True)

@@ -85,7 +85,7 @@ class Nodes(list[Node]):
 
     def owner(self, object_id: ObjectId, extent: int = 0) -> Node:
         (name,) = self[0].cluster.membership.ring.owners(object_id.digest, extent)
-        return next(node for node in self if str(node.address) == name)
+        return next(node for node in self if node.hello.node == name)
 
     def others(self, object_id: ObjectId, extent: int = 0) -> list[Node]:
         owner = self.owner(object_id, extent)

@@ -246,7 +246,7 @@ async def test_a_long_queue_in_front_of_a_slow_peer_is_left_for_the_store(cache_
 async def test_what_a_dead_node_kept_is_kept_by_its_heir_until_it_is_back(cache_dir: Path) -> None:
     async with nodes(cache_dir, 3, sizes={"ssd": 8 * MIB, "ram": 8 * MIB}) as cluster:
         dead, *others = cluster
-        ids = [cluster.put_owned_by(dead, f"file{n}-", content(n, BLOCK)) for n in range(8)]
+        ids = [cluster.put_owned_by(dead, f"file{n}-", content(n, BLOCK)) for n in range(12)]
 
         def kept(node: Node, object_id: ObjectId) -> bool:
             (copy,) = node.store._catalog.copies(node.store.object(object_id), 0)
@@ -260,17 +260,17 @@ async def test_what_a_dead_node_kept_is_kept_by_its_heir_until_it_is_back(cache_
             await trio.sleep(1.1)
         states = [row["state"] for node in others for row in node.cluster.status() if not row["here"]]
         assert sorted(states) == ["dead", "dead", "healthy", "healthy"]
-        for object_id in ids[4:]:
+        for object_id in ids[8:]:
             assert [kept(node, object_id) for node in others].count(True) == 1
             assert not any(kept(node, object_id) and node is not heir(cluster, object_id) for node in others)
         for node in others:
-            node.cluster._of(str(dead.address)).succeeded(0.01)
+            node.cluster._of(dead.hello.node).succeeded(0.01)
             assert not any(node.owns(object_id) for object_id in ids)
 
 
 def heir(cluster: Nodes, object_id: ObjectId) -> Node:
     name = cluster[1].cluster.membership.ring.owners(object_id.digest, 0, 2)[1]
-    return next(node for node in cluster if str(node.address) == name)
+    return next(node for node in cluster if node.hello.node == name)
 
 
 @in_trio
@@ -342,7 +342,7 @@ async def test_only_owners_and_heirs_fetch_and_everybody_gives_what_lies_here(ca
         data = content(1, 2 * BLOCK)
         object_id = cluster.origin.put("k", data)
         order = cluster[0].cluster.membership.ring.owners(object_id.digest, 0, 4)
-        ranked = sorted(cluster, key=lambda node: order.index(str(node.address)))
+        ranked = sorted(cluster, key=lambda node: order.index(node.hello.node))
         for place, node in enumerate(ranked):
             for rank in range(4):
                 allowed = node.cluster.may_fetch(object_id.digest, 0, rank)
@@ -412,7 +412,7 @@ async def test_replicas_ask_the_owner_and_keep_what_they_get(cache_dir: Path, re
         order = cluster[0].cluster.membership.ring.owners(object_id.digest, 0, 3)
         for node in cluster:
             assert await node.read(object_id) == data
-            kept = order.index(str(node.address)) < replicas
+            kept = order.index(node.hello.node) < replicas
             copies = node.store._catalog.copies(node.store.object(object_id), 0)
             assert copies and all((copy.key in node.store._catalog.borrowed) != kept for copy in copies)
         assert len(cluster.origin.gets) == 1

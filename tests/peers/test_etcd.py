@@ -70,10 +70,10 @@ class Node:
     """One node's view, and how to wait for it."""
 
     def __init__(self, cluster: Cluster, prefix: str, number: int, weight: float = 1.0) -> None:
-        self.hello = replace(HELLO, node=f"n{number}", weight=weight)
         self.gateway = Gateway(cluster.endpoints, random.Random(number))
         self.listen = Address("10.0.0.1", 7000 + number)
         self.name = str(self.listen)
+        self.hello = replace(HELLO, node=self.name, weight=weight)
         self.registry = Registry(self.gateway, prefix, self.hello, self.listen, random.Random(number))
         self.membership = Membership(self.registry, self.hello, self._changed)
         self._change = trio.Event()
@@ -343,7 +343,7 @@ async def test_a_node_that_listens_everywhere_says_where_it_is_reached(cluster: 
     membership = Membership(registry, node.hello, node._changed)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(membership.run)
-        while set(membership.own) != {"127.0.0.1:7070"}:
+        while membership.own_addresses != {Address("127.0.0.1", 7070)}:
             await node.next_change()
         nursery.cancel_scope.cancel()
     assert advertised(Address("10.0.0.1", 7), Address("127.0.0.1", 1)) == Address("10.0.0.1", 7)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cachefs.peers.membership import Member, Membership, Report, Sighting, fingerprint
 from cachefs.peers.wire import VERSION, Address, Hello
 
-ME = Hello("me", VERSION, "g", "f", 1.0)
-OTHER = replace(ME, node="other")
+ME = Hello("me", VERSION, "g", "f", 1.0, "life", 1 << 20, "s3://a")
+OTHER = replace(ME, node="other", life="another")
 HERE, THERE = Address("10.0.0.1", 7070), Address("10.0.0.2", 7070)
 
 
@@ -39,56 +39,114 @@ def after(*reports: Iterable[Sighting], me: Hello = ME) -> Membership:
 def test_members_and_the_ring_of_them() -> None:
     found = after([Sighting(HERE, ME), Sighting(THERE, replace(OTHER, weight=3.0))])
     assert found.members == {
-        "10.0.0.1:7070": Member("10.0.0.1:7070", "10.0.0.1", 7070, 1.0, "g"),
-        "10.0.0.2:7070": Member("10.0.0.2:7070", "10.0.0.2", 7070, 3.0, "g"),
+        "me": Member("me", (HERE,), 1.0, "g", "life"),
+        "other": Member("other", (THERE,), 3.0, "g", "another"),
     }
-    assert found.own == {"10.0.0.1:7070"}
-    assert found.ring.members == {"10.0.0.1:7070": 1.0, "10.0.0.2:7070": 3.0}
-    assert found.members["10.0.0.2:7070"].address == THERE
+    assert (found.own, found.own_addresses, found.apart) == ({"me"}, {HERE}, {})
+    assert found.ring.members == {"me": 1.0, "other": 3.0}
+    assert found.members["other"].address == THERE
 
 
 @pytest.mark.parametrize(
-    ("hello", "belongs"),
+    ("hello", "state"),
     [
-        (None, True),  # unknown yet: listed hosts are mostly right
-        (OTHER, True),
-        (replace(OTHER, weight=0.5), True),
-        (replace(OTHER, weight=0), False),
-        (replace(OTHER, group="h"), False),
-        (replace(OTHER, sources="e"), False),
-        (replace(OTHER, version=VERSION + 1), False),
+        (OTHER, ""),
+        (replace(OTHER, weight=0.5), ""),
+        (None, "unknown"),
+        (replace(OTHER, weight=0), "gives nothing"),
+        (replace(OTHER, group="h"), "another group"),
+        (replace(OTHER, sources="e", shows="s3://b"), "other sources"),
+        (replace(OTHER, sources="e", block_size=4 << 20), "another block size"),
+        (replace(OTHER, version=VERSION + 1), "another version"),
+        (replace(OTHER, version=1, life="", block_size=0, shows=""), "another version"),
+        (replace(ME, life="another"), "our id"),
     ],
 )
-def test_who_belongs(hello: Hello | None, belongs: bool) -> None:
-    assert (str(THERE) in after([Sighting(HERE, ME), Sighting(THERE, hello)]).members) is belongs
+def test_who_belongs_and_why_the_others_do_not(hello: Hello | None, state: str) -> None:
+    found = after([Sighting(HERE, ME), Sighting(THERE, hello)])
+    assert set(found.members) == ({"me"} if state else {"me", "other"})
+    assert {address: why.state for address, why in found.apart.items()} == ({THERE: state} if state else {})
+
+
+@pytest.mark.parametrize(
+    ("hello", "values"),
+    [
+        (replace(OTHER, sources="e", block_size=4 << 20), ["4194304", "1048576"]),
+        (replace(OTHER, sources="e", shows="s3://b"), ["s3://b", "s3://a"]),
+        (replace(OTHER, version=1), ["version 1", f"version {VERSION}"]),
+        (replace(OTHER, group="h"), []),  # somebody wanted that
+        (None, []),
+    ],
+)
+def test_who_should_share_and_cannot_is_told_of_once_with_both_values(
+    caplog: pytest.LogCaptureFixture, hello: Hello | None, values: list[str]
+) -> None:
+    membership = Membership(Scripted(*[[Sighting(HERE, ME), Sighting(THERE, hello)]] * 3), ME)
+    trio.run(membership.run)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == bool(values)
+    assert all(value in told[0] for value in [*values, str(THERE)] if values)
+
+
+def test_an_address_where_nobody_answered_yet_moves_nobody_s_share() -> None:
+    known, other = after([Sighting(HERE, ME)]), after([Sighting(HERE, ME), Sighting(THERE, None)])
+    assert known.ring.members == other.ring.members == {"me": 1.0}
+    found = after([Sighting(HERE, ME), Sighting(THERE, None)], [Sighting(HERE, ME), Sighting(THERE, OTHER)])
+    assert found.ring.members == {"me": 1.0, "other": 1.0}
+
+
+def test_a_node_under_another_address_has_the_share_it_had() -> None:
+    before = after([Sighting(HERE, ME), Sighting(THERE, OTHER)])
+    elsewhere = [Sighting(THERE, replace(ME, life="l2")), Sighting(HERE, replace(OTHER, life="l3"))]
+    later = after(elsewhere, me=replace(ME, life="l2"))
+    extents = [bytes([number] * 16) for number in range(64)]
+    assert [before.ring.owners(e, 0, 2) for e in extents] == [later.ring.owners(e, 0, 2) for e in extents]
+    assert {before.ring.owners(e, 0)[0] for e in extents} == {"me", "other"}
+
+
+def test_several_addresses_of_one_life_are_one_member_and_of_an_earlier_one_none() -> None:
+    six, old = Address("fd00::2", 7070), Address("10.0.0.9", 7070)
+    back = replace(OTHER, life="newer")
+    found = after([Sighting(old, OTHER), Sighting(HERE, ME), Sighting(six, back), Sighting(THERE, back)])
+    assert found.members["other"].addresses == (THERE, six)
+    assert len(found.members) == 2 and found.ring.members == {"me": 1.0, "other": 1.0}
 
 
 def test_a_node_without_a_share_sees_others_and_owns_nothing() -> None:
     client = replace(ME, weight=0)
     found = after([Sighting(HERE, client), Sighting(THERE, OTHER)], me=client)
-    assert set(found.members) == {str(THERE)} and not found.own
+    assert set(found.members) == {"other"} and not found.own
 
 
-def test_a_node_listed_twice_knows_both_names() -> None:
+def test_a_node_listed_twice_knows_both_addresses() -> None:
     found = after([Sighting(HERE, ME), Sighting(Address("node1", 7070), ME), Sighting(THERE, OTHER)])
-    assert found.own == {str(HERE), "node1:7070"}
+    assert found.own == {"me"} and found.own_addresses == {HERE, Address("node1", 7070)}
 
 
-def test_changes_are_counted_and_told_once() -> None:
+def test_changes_are_told_once() -> None:
     told: list[set[str]] = []
     source = Scripted(
         [Sighting(HERE, ME)],
         [Sighting(HERE, ME)],  # the same
         [Sighting(HERE, ME), Sighting(THERE, None)],
-        [Sighting(THERE, OTHER), Sighting(HERE, ME)],  # now it is known who, and nothing depends on it
+        [Sighting(THERE, OTHER), Sighting(HERE, ME)],
+        [Sighting(HERE, ME), Sighting(THERE, OTHER)],  # the same
         [Sighting(HERE, ME), Sighting(THERE, replace(OTHER, weight=2))],
         [Sighting(HERE, ME)],
     )
     membership = Membership(source, ME, lambda: told.append(set(membership.members)))
     trio.run(membership.run)
-    both = {str(HERE), str(THERE)}
-    assert told == [{str(HERE)}, both, both, {str(HERE)}]
-    assert membership.version == 4
+    assert told == [{"me"}, {"me"}, {"me", "other"}, {"me", "other"}, {"me"}]
+
+
+def test_another_self_is_recognised_from_the_next_report_on() -> None:
+    membership = after([Sighting(HERE, ME), Sighting(THERE, replace(ME, life="copy"))])
+    assert membership.own_addresses == {HERE} and membership.apart[THERE].state == "our id"
+    fresh = replace(ME, node="fresh")
+    membership.become(Scripted([Sighting(HERE, fresh), Sighting(THERE, replace(ME, life="copy"))]), fresh)
+    trio.run(membership.run)
+    assert membership.own == {"fresh"} and membership.own_addresses == {HERE}
+    assert set(membership.members) == {"fresh", "me"} and not membership.apart
 
 
 SIGHTINGS = st.lists(
@@ -103,6 +161,8 @@ SIGHTINGS = st.lists(
             st.sampled_from(["g", "h"]),
             st.just("f"),
             st.sampled_from([0.0, 1.0, 2.0]),
+            st.sampled_from(["life", "later"]),
+            st.just(1 << 20),
         ),
     ),
     max_size=6,
@@ -114,9 +174,12 @@ SIGHTINGS = st.lists(
 @given(st.lists(SIGHTINGS, max_size=5))
 def test_the_last_report_is_what_holds(reports: list[list[Sighting]]) -> None:
     found, alone = after(*reports), after(reports[-1] if reports else [])
-    assert (found.members, found.own) == (alone.members, alone.own)
+    assert (found.members, found.own, found.apart) == (alone.members, alone.own, alone.apart)
     assert found.own <= found.members.keys()
-    assert set(found.ring.members) == set(found.members)
+    assert found.ring.members == {name: member.weight for name, member in found.members.items()}
+    places = [address for member in found.members.values() for address in member.addresses]
+    assert len(set(places)) == len(places) and not found.apart.keys() & set(places)
+    assert {*places, *found.apart} <= {sighting.address for sighting in (reports[-1] if reports else [])}
 
 
 def test_a_fingerprint_is_of_the_set_of_sources_and_the_block_size() -> None:

@@ -54,7 +54,10 @@ STATUS: dict[str, Any] = {
     ],
     "prefetch": {"in_flight": 1, "unused_bytes": 2, "paused": "", "plans": []},
     "uploads": {"pending": 1, "pending_bytes": 5, "failed": 0, "last_error": ""},
-    "peers": {"members": [member("here:1", True), member("there:1")]},
+    "peers": {
+        "members": [member("here:1", True), member("there:1")],
+        "apart": [{"name": "b:1", "state": "other sources"}, {"name": "c:1", "state": "unknown"}],
+    },
     "jobs": [{"id": 1, "action": "warm", "files": 2, "done_files": 1, "done_bytes": 5, "state": "running"}],
     "eviction": {"policy": "auto", "datasets": []},
 }

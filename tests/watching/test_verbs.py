@@ -339,8 +339,8 @@ def test_a_dead_mount_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_what_peers_say_is_wrong() -> None:
-    def level(*members: dict[str, Any], listen: str = "a:1") -> list[tuple[str, str]]:
-        status = {"mountpoint": "/mnt", "peers": {"members": members, "listen": listen, "group": "g"}}
+    def level(*members: dict[str, Any], listen: str = "a:1", **more: Any) -> list[tuple[str, str]]:
+        status = {"mountpoint": "/mnt", "peers": {"members": members, "listen": listen, "group": "g", **more}}
         return [(finding.level, finding.found) for finding in doctor.peers(status)]
 
     here, there = member("a:1", True), member("b:1")
@@ -348,6 +348,12 @@ def test_what_peers_say_is_wrong() -> None:
     assert level(here, {**there, "state": "dead"}) == [("problem", "b:1 do not answer")]
     assert level(here)[0][0] == "note"
     assert level(there)[0][0] == "problem" and level(there, listen="")[0][0] == "ok"
+    unknown = {"name": "c:1", "state": "unknown", "why": "has not answered yet", "wrong": False}
+    other = {"name": "d:1", "state": "other sources", "why": "shows s3://b", "wrong": True}
+    assert level(here, there, apart=[unknown]) == [("problem", "c:1 do not answer")]
+    assert level(here, there, apart=[other])[0] == ("problem", "d:1 shows s3://b")
+    assert level(here, there, apart=[{**other, "wrong": False}]) == [("ok", "1 others answer")]
+    assert level(trouble="etcd does not answer")[0] == ("problem", "etcd does not answer")
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
