@@ -109,8 +109,8 @@ class PeerNode:
     async def open(
         cls, config: Config, sources: Collection[str], metrics: Metrics, state_dir: Path
     ) -> PeerNode | None:
-        """Listens, but answers nobody yet; None without `--peers`. `sources` are the names of the stores shown, `state_dir` is
-        where the cache is. Raises `ConfigError`, and `MountError` when it cannot listen there."""
+        """Listens, but answers nobody yet; None without `--peers`. `sources` are the names of the stores shown, `state_dir`
+        is where the cache is. Raises `ConfigError`, and `MountError` when it cannot listen there."""
         chosen = settings(config)
         if chosen is None:
             return None
