@@ -29,13 +29,15 @@ class Pins:
     def bytes(self) -> int:
         return sum(tier.pinned_bytes for tier in self._tiers)
 
-    def pin(self, obj: CachedObject) -> None:
-        """Raises `NoRoom` beyond the budget; then nothing has changed."""
+    @property
+    def budget_bytes(self) -> int:
+        """What may be pinned on this node now."""
+        return self.budget.resolve(sum(tier.limit_bytes() for tier in self._tiers))
+
+    def check(self, obj: CachedObject) -> None:
+        """Raises `NoRoom` if pinning the whole version would exceed the budget."""
         copies = [c for tier in self._tiers for c in self._catalog.copies(obj, tier.number)]
-        loose = [copy for copy in copies if not copy.pinned]
-        if obj.pinned and not loose:
-            return
-        budget = self.budget.resolve(sum(tier.limit_bytes() for tier in self._tiers))
+        budget = self.budget_bytes
         held = sum(
             allocated(length) for c in copies if c.pinned for _, length in self._catalog.ranges(c, c.bitmap)
         )
@@ -43,6 +45,14 @@ class Pins:
             raise NoRoom(
                 f"{obj.id.key} cannot be pinned: {format_bytes(self.bytes)} of {format_bytes(budget)} are in use"
             )
+
+    def pin(self, obj: CachedObject) -> None:
+        """Raises `NoRoom` beyond the budget; then nothing has changed."""
+        copies = [c for tier in self._tiers for c in self._catalog.copies(obj, tier.number)]
+        loose = [copy for copy in copies if not copy.pinned]
+        if obj.pinned and not loose:
+            return
+        self.check(obj)
         obj.pinned = True
         for copy in loose:
             self._room.pin(copy, True)
