@@ -23,9 +23,9 @@ def test_four_nodes_read_everything_and_the_store_sends_it_once(
     cluster.read_all()
     assert data.sent() <= 1.02 * data.size
     for metrics in cluster.metrics():
-        # A node holds a quarter of it; the rest came from the others.
-        assert 0.1 * data.size < metrics["origin_bytes"] < 0.45 * data.size
-        assert metrics["peer_bytes_in"] >= 0.5 * data.size and metrics["peer_bytes_out"] > 0
+        # A node holds a quarter of the little files, and of the six extents what chance gives it; others sent the rest.
+        assert 0.05 * data.size < metrics["origin_bytes"] < 0.7 * data.size
+        assert metrics["peer_bytes_in"] >= 0.3 * data.size and metrics["peer_bytes_out"] > 0
     cluster.assert_books_agree()
 
 
