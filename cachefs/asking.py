@@ -13,7 +13,7 @@ from cachefs.config import control_path, runtime_dir
 from cachefs.errors import MountError
 from cachefs.mountinfo import mount_at, mounts
 from cachefs.mounting import canonical, is_dead, probe
-from cachefs.units import about_bytes, printable
+from cachefs.units import about_bytes, about_files, printable
 
 POLL_S = 0.25
 
@@ -118,7 +118,8 @@ def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[An
 def describe(left: Mapping[str, Any]) -> str:
     """What `flush` says is not in the store, and why."""
     why = "".join(f": {printable(failure['path'])}: {failure['error']}" for failure in left["failures"][:1])
-    return f"{left['files']:,} files ({about_bytes(left['bytes'])}) are not in the store{why}"
+    are = "is" if left["files"] == 1 else "are"
+    return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not in the store{why}"
 
 
 def start_job(

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from cachefs.errors import ConfigError, OriginFailed
-from cachefs.units import FOREVER, about_bytes, parse_duration, printable
+from cachefs.errors import ConfigError, MountError, OriginFailed
+from cachefs.units import FOREVER, about_bytes, about_files, parse_duration, printable
 
 
 @click.command(short_help="Wait until what was written is in the store.")
@@ -29,8 +29,10 @@ def flush(path: Path | None, timeout: str | None) -> None:
         raise ConfigError(f"--timeout: {timeout!r} is {exc}") from None
     if path is not None:
         wanted = [asking.mount_of(path)]
+        _must_exist(path)
     else:
-        wanted = [(Path(s["mountpoint"]), "") for s in asking.all_statuses() if s.get("uploads")]
+        writing = (s for s in asking.all_statuses() if s.get("uploads") or s.get("unsent"))
+        wanted = [(Path(s["mountpoint"]), "") for s in writing]
     for mountpoint, relative in wanted:
         left = asking.flush(mountpoint, relative, deadline_s, show_left)
         if left["files"]:
@@ -38,11 +40,21 @@ def flush(path: Path | None, timeout: str | None) -> None:
         click.echo(f"{printable(str(path or mountpoint))}: all of it is in the store", err=True)
 
 
+def _must_exist(path: Path) -> None:
+    """What was misspelt is not in the store. Where nobody can say, the daemon tells."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise MountError(f"{path}: no such file or directory") from None
+    except OSError:
+        pass
+
+
 def show_left(left: Mapping[str, Any]) -> None:
     """For who watches a terminal."""
     if sys.stderr.isatty():
         click.echo(
-            f"\r\033[K{left['files']:,} files, {about_bytes(left['bytes'])} to go ", nl=False, err=True
+            f"\r\033[K{about_files(left['files'])}, {about_bytes(left['bytes'])} to go ", nl=False, err=True
         )
 
 

@@ -45,7 +45,7 @@ from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
 from cachefs.store import Backing, Opened, scrub
-from cachefs.uploading import Uploading, left_behind
+from cachefs.uploading import Unsent, Uploading, left_behind
 from cachefs.warming import Jobs
 from cachefs.watching import Endpoint, Watch, open_endpoint
 
@@ -128,6 +128,7 @@ class Daemon:
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
+        self._unsent = Unsent()
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
 
@@ -213,10 +214,6 @@ class Daemon:
         """Whether anything of the mount can be written; says so where that is not as it was asked."""
         config = self._config
         if config.read_only:
-            if waiting := left_behind(self._opened.state_dir):
-                self._warn(
-                    f"{waiting} files of an earlier mount are not in the store: mount it without --read-only once"
-                )
             return False
         for origin in self._origins:
             if not origin.can_write:
@@ -251,6 +248,11 @@ class Daemon:
             self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
         )
         uploading = await self._open_uploads(fetcher, lasting) if self._writable() else None
+        self._unsent = left_behind(self._opened.state_dir) if uploading is None else uploading.unsent
+        if self._unsent.sizes:
+            self._warn(str(self._unsent))
+        if config.writeback and uploading is None:
+            self._warn("--writeback has no effect: nothing can be written")
         volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
         self._fs = FileSystem(
             volumes,
@@ -426,7 +428,7 @@ class Daemon:
             **self._recordings.verbs(),
             "locate": self._locator.locate,
             **self._explainer.verbs(),
-            "flush": self._uploading.flush if self._uploading is not None else _nothing_written,
+            "flush": (self._uploading or self._unsent).flush,
         }
 
     async def _refresh(self, path: str = "") -> str:
@@ -465,6 +467,7 @@ class Daemon:
             "jobs": self._jobs.status(),
             "peers": None if self._peers is None else self._peers.status(),
             "uploads": None if self._uploading is None else self._uploading.status(),
+            "unsent": len(self._unsent.sizes),
             "tuning": self._tuning,
             "warnings": [
                 *self._opened.warnings,
@@ -478,10 +481,6 @@ class Daemon:
             "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),
         }
-
-
-async def _nothing_written(path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
-    return {"files": 0, "bytes": 0, "in_vain": 0, "failures": []}
 
 
 async def _no_hints(**_: Any) -> None:

@@ -96,6 +96,8 @@ def _check_zero_open(values: Mapping[str, Any]) -> None:
         )
     if values.get("read_only") is False:
         raise ConfigError("--zero-open is for what never changes: mount it with --read-only")
+    if values.get("writeback"):
+        raise ConfigError("--zero-open is for what never changes: mount it without --writeback")
     if values.get("front") == "pyfuse3":
         raise ConfigError("--zero-open needs --front kernel or auto: pyfuse3 cannot do it")
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cachefs.units import about_bytes as size
-from cachefs.units import printable
+from cachefs.units import about_files, printable
 
 
 NAMED = 2
@@ -165,7 +165,7 @@ def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator
         yield (
             "uploading",
             (
-                f"{uploads['pending']:,} files, {size(uploads['pending_bytes'])}, for "
+                f"{about_files(uploads['pending'])}, {size(uploads['pending_bytes'])}, for "
                 f"{duration(uploads.get('oldest_s', 0))}{trouble}"
             ),
         )

@@ -89,6 +89,11 @@ def about_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
 
 
+def about_files(count: int) -> str:
+    """For people: "1 file", "1,234 files"."""
+    return f"{count:,} file{'' if count == 1 else 's'}"
+
+
 def about_share(part: int, whole: int) -> str:
     """For people: of nothing, everything is there."""
     return f"{100 * part / whole:.1f} %" if whole else "100.0 %"

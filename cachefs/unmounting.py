@@ -62,8 +62,9 @@ def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
     """Wait for what was written; None when the store has it, else a line that says what it has not. Raises `MountError` if
     that must not be."""
     try:
-        uploads = asking.status_of(path).get("uploads")
-        if not uploads or not uploads["pending"]:
+        status = asking.status_of(path)
+        uploads = status.get("uploads") or {"pending": 0, "flush_deadline": 0}
+        if not uploads["pending"] and not status.get("unsent"):
             return None
         deadline_s = FOREVER if must else float(uploads["flush_deadline"])
         left = asking.flush(path, "", deadline_s, show)
@@ -77,7 +78,7 @@ def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
         return None
     if must:
         raise MountError(f"{path} is not unmounted: {asking.describe(left)}")
-    return f"{asking.describe(left)}; the next mount of this cache that can be written sends them"
+    return f"{asking.describe(left)}; the next mount of this cache that can be written sends it"
 
 
 def _detach(mount: Mount, *, lazy: bool) -> None:

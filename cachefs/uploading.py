@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,38 @@ from cachefs.fetch import Fetcher
 from cachefs.metrics import Metrics
 from cachefs.origin import Origin
 from cachefs.store import Store
-from cachefs.units import about_bytes
+from cachefs.units import about_bytes, about_files
 from cachefs.upload import Draft, Uploads, through
+from cachefs.upload.journal import DRAFTS, Journal
 from cachefs.upload.queue import in_vain
+from cachefs.upload.recovery import kept
 
 log = logging.getLogger(__name__)
 
 NAMED = 10
 """Failing files that are named in an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """What an earlier mount of this cache directory had promised to bring to the store, and this one does not: the sizes of
+    files, and `why`."""
+
+    sizes: Sequence[int] = ()
+    why: str = ""
+
+    def __str__(self) -> str:
+        """ "" when there is nothing."""
+        if not self.sizes:
+            return ""
+        found = f"{about_files(len(self.sizes))} ({about_bytes(sum(self.sizes))})"
+        return f"an earlier mount has not brought to the store: {found}: {self.why}"
+
+    async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
+        """As `Uploading.flush`, of a mount that sends nothing."""
+        files = len(self.sizes)
+        failures = [{"path": "of an earlier mount", "error": self.why}] if files else []
+        return {"files": files, "bytes": sum(self.sizes), "in_vain": files, "failures": failures}
 
 
 class Uploading:
@@ -54,6 +79,7 @@ class Uploading:
         self._staging = staging_of(state_dir)
         self._deadline_s = config.flush_deadline
         self._hurry = trio.CancelScope()
+        self.unsent = Unsent()
         self.uploads = Uploads(
             state_dir,
             self._staging,
@@ -72,10 +98,12 @@ class Uploading:
         """What an earlier daemon had not brought to the store: before the mount, so that nobody misses it."""
         found = await self.uploads.recover()
         if found:
-            log.info(
-                "%d files (%s) of an earlier mount are on their way to the store",
-                len(found),
-                about_bytes(_bytes(found)),
+            of = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
+            log.info("on their way to the store: %s", of)
+        if waiting := self.uploads.elsewhere:
+            sources = ", ".join(sorted({source for source, _ in waiting}))
+            self.unsent = Unsent(
+                [size for _, size in waiting], f"mount {sources} with this cache directory once"
             )
 
     def hurry(self) -> None:
@@ -89,7 +117,7 @@ class Uploading:
         with trio.CancelScope(shield=True):
             pending = [draft for draft in self.uploads.pending() if draft.acknowledged or not draft.handles]
             if pending:
-                log.info("uploading %d files (%s)", len(pending), about_bytes(_bytes(pending)))
+                log.info("uploading %s (%s)", about_files(len(pending)), about_bytes(_bytes(pending)))
                 with self._hurry:
                     await self.uploads.flush(deadline_s=self._deadline_s, at_the_end=True)
             left = await self.uploads.aclose(0.0)
@@ -99,9 +127,8 @@ class Uploading:
             )
         if left:
             log.warning(
-                "%d files (%s) are not in the store: they stay in %s, and the next mount of this cache that can be written "
-                "sends them",
-                len(left),
+                "not in the store: %s (%s) in %s, and the next mount of this cache that can be written sends it",
+                about_files(len(left)),
                 about_bytes(_bytes(left)),
                 self._staging,
             )
@@ -117,12 +144,14 @@ class Uploading:
             self._hurry.cancel()
         left = await self.uploads.flush(self.below(path), seconds)
         failing = [draft for draft in left if draft.failure is not None]
+        others = await (Unsent() if path.strip("/") else self.unsent).flush()
         return {
-            "files": len(left),
-            "bytes": _bytes(left),
-            "in_vain": sum(in_vain(draft.failure) for draft in failing if draft.failure is not None),
+            "files": len(left) + others["files"],
+            "bytes": _bytes(left) + others["bytes"],
+            "in_vain": sum(in_vain(d.failure) for d in failing if d.failure is not None) + others["in_vain"],
             "failures": [
-                {"path": self.path_of(draft), "error": str(draft.failure)} for draft in failing[:NAMED]
+                *({"path": self.path_of(draft), "error": str(draft.failure)} for draft in failing[:NAMED]),
+                *others["failures"],
             ],
         }
 
@@ -154,12 +183,22 @@ def staging_of(state_dir: Path) -> Path:
     return state_dir / "staging"
 
 
-def left_behind(state_dir: Path) -> int:
-    """Files in the staging directory of a mount that is about to be, and will not send them."""
+def left_behind(state_dir: Path) -> Unsent:
+    """For a mount that sends nothing. Blocking. Raises `CacheUnusable` for a journal that cannot be read."""
+    staging = staging_of(state_dir)
     try:
-        return sum(1 for _ in staging_of(state_dir).iterdir())
+        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
     except OSError:
-        return 0
+        return Unsent()
+    if not sizes:
+        return Unsent()
+    journal = Journal(state_dir / "journal")
+    try:
+        rows = journal.rows(DRAFTS)
+    finally:
+        journal.close()
+    files = [sizes[rows[name]["file"]] for name in kept(rows, sizes)]
+    return Unsent(files, "mount it without --read-only once")
 
 
 def _is_below(origin: Origin, key: str, draft: Draft) -> bool:

@@ -281,6 +281,7 @@ def test_refused_sources(tmp_path: Path, tables: str, words: str) -> None:
         ("allow_other=maybe", "'maybe' is neither yes nor no"),
         ("rw=1", "unknown option 'rw'"),
         ("zero_open,consistency=immutable,rw", "mount it with --read-only"),
+        ("zero_open,consistency=immutable,writeback", "mount it without --writeback"),
         ("cache_sise=1G", "unknown option 'cache_sise': did you mean cache_size?"),
         ("cache_size", "needs a value: write -o cache_size=SIZE"),
         ("endpoint_url=minio:9000", "not a URL"),

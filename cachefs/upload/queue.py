@@ -118,7 +118,6 @@ class Queue:
             finally:
                 attempt.waiters -= 1
             if attempt.error is not None:
-                draft.told = True
                 raise type(attempt.error)(*attempt.error.args) from attempt.error
 
     async def halt(self, draft: Draft) -> None:

@@ -28,6 +28,7 @@ class Records:
     def __init__(self, journal: Journal, origins: Sequence[Origin]) -> None:
         self.journal = journal
         self.orphans: dict[str, dict[str, Any]] = {}
+        self.elsewhere: list[tuple[str, int]] = []  # what waits for another source: that, and bytes
         self._origins = origins
         self._stale: set[str] = set()  # rows that could not be removed
         self._wake = trio.Event()

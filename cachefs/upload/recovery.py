@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,15 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
     records.orphans.update(journal.rows(ORPHANS))
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
     rows = journal.rows(DRAFTS)
-    replaced = {row["over"] for row in rows.values() if row["acknowledged"]}
+    wanted = kept(rows, files)
+    replaced = _replaced(rows)
     for name, row in rows.items():
-        what, there = f"{row['source']}/{row['key']}", row["file"] in files
+        what = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])
-        if row["acknowledged"] and there and name not in replaced:
+        if name in wanted:
             files.discard(row["file"])
             if origin is None:
-                log.warning("%s waits for its upload, but that store is not mounted here", what)
+                records.elsewhere.append((row["source"], (staging / row["file"]).stat().st_size))
                 continue
             draft = revive(name, row, origin)
             log.info("%s waits for its upload since an earlier run (%d bytes)", what, draft.size)
@@ -62,3 +63,14 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
         log.info("removing %s, which nobody was told to be safe", staging / left)
         (staging / left).unlink()
     return found
+
+
+def kept(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
+    """The drafts that are to come back, of all rows, where these are the staging files."""
+    replaced = _replaced(rows)
+    there = (name for name, row in rows.items() if row["acknowledged"] and row["file"] in files)
+    return {name for name in there if name not in replaced}
+
+
+def _replaced(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:
+    return {row["over"] for row in rows.values() if row["acknowledged"]}

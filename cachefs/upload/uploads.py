@@ -246,6 +246,11 @@ class Uploads:
         drafts = self._drafts.values()
         return [draft for draft in drafts if (draft.look() or draft.dirty) and not draft.discarded]
 
+    @property
+    def elsewhere(self) -> list[tuple[str, int]]:
+        """Sources of which an earlier run has left files that this one cannot send, and the size of each file."""
+        return self._records.elsewhere
+
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
         """Keep a JSON object over a crash, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
         await self.journal.write(NOTES, name, row)

@@ -110,9 +110,11 @@ class AwsCredentials:
         """What to change when the store refuses these credentials."""
         if self.anonymous:
             return "the mount is --anonymous; a private bucket needs credentials"
+        rights = "s3:ListBucket and s3:GetObject (to write, s3:PutObject and s3:DeleteObject)"
         method = getattr(self._found, "method", None)
+        if method is None:
+            return f"renew the credentials, or grant them {rights}"
         where = WHERE.get(str(method), str(method))
         if method in ("shared-credentials-file", "config-file"):
             where += f" (profile {self._profile or os.environ.get('AWS_PROFILE', 'default')})"
-        rights = "s3:ListBucket and s3:GetObject (to write, s3:PutObject and s3:DeleteObject)"
         return f"credentials came from {where}: renew them, or grant them {rights}"
