@@ -70,7 +70,7 @@ def _parse_count(text: str) -> int:
 
 def _parse_weight(text: str) -> float:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text.strip()) or not float(text):
-        raise ValueError("not a number above 0: write it like 1 or 0.5")
+        raise ValueError("not a number above 0 and below a million: write it like 1 or 0.5")
     return float(text)
 
 

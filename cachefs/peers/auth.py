@@ -210,15 +210,34 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False  # see above
     context.verify_mode = ssl.CERT_REQUIRED
-    path = ca
+    named = f"certificate {ca}"
     try:
         context.load_verify_locations(ca)
-        path = certificate
-        context.load_cert_chain(certificate, key)
+        named = f"certificate {certificate}"
+        ssl.SSLContext(side).load_verify_locations(certificate)  # alone, so that what fails then is the key
+        named = f"key {key}"
+        context.load_cert_chain(certificate, key, password="")  # nobody is there to be asked for one
     except (OSError, ssl.SSLError) as exc:
         said = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
-        raise ConfigError(f"cannot use the peers' certificate {path}: {said}") from exc
+        raise ConfigError(f"cannot use the peers' {named}: {said.lower().replace('_', ' ')}") from exc
     return context
+
+
+def distrust(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """Why a node with the same files would not believe this one, by a handshake with ourselves; empty when it would. An
+    expired certificate is one that can be used, and that nobody takes."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
+    for end in ends * 3:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as exc:
+            return exc.verify_message
+        except ssl.SSLError as exc:
+            return exc.reason or str(exc)
+    return ""
 
 
 def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:

@@ -37,8 +37,9 @@ INTRODUCED_FOR_S = 60.0
 ASK_AGAIN_S = (0.5, 10.0)
 """When nobody answered: doubling from the first to the second. Guessed: who starts with us is there within seconds."""
 
-FRESH_S = 10.0
-"""Who was asked since then is not asked for having asked us: two nodes would go on for ever. Guessed."""
+FRESH_S = 2.0
+"""Who was asked since then is not asked for having asked us: two nodes would go on for ever. As `IDENTIFY_S`. Two addresses
+whose daemons have one id are asked again after it: one is gone, or will take another."""
 
 STRANGERS_S = 1.0
 """How often somebody at an address that is not listed (listed by name, or one of several) has all unknown ones asked.
@@ -284,7 +285,12 @@ class Listed:
             again = min(longest, first * 2.0 ** min(asks.failures, 16))
             asks.failures += 1
         else:
-            asks.failures, again = 0, INTRODUCED_FOR_S
+            asks.failures = 0
+            again = INTRODUCED_FOR_S
+            for other, known in self._known.items():
+                if known is not None and known.node == said.node and known.life != said.life:
+                    again = FRESH_S
+                    self._due(self._asks[other], min(self._asks[other].next_at, trio.current_time() + again))
             if address in self._known and self._known[address] != said:
                 del self._known[address]  # what was heard last comes last
                 self._known[address] = said

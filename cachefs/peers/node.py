@@ -114,6 +114,8 @@ class PeerNode:
         chosen = settings(config)
         if chosen is None:
             return None
+        if chosen.warning:
+            log.warning("%s", chosen.warning)
         listen = chosen.listen
         if listen is None and config.sharing and isinstance(chosen.peers, StaticPeers):
             listen = await _found(chosen.peers)
@@ -200,9 +202,8 @@ class PeerNode:
 
     @property
     def warnings(self) -> list[str]:
-        """For status: what is wrong now with how the others are found."""
-        trouble = self._membership.source.trouble
-        return [trouble] if trouble else []
+        """For status: what is wrong now with this node's certificate, and with how the others are found."""
+        return [line for line in (self._chosen.warning, self._membership.source.trouble) if line]
 
     async def leave(self) -> None:
         """Before the mount goes. Replies under way have a second."""

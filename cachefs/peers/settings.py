@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cachefs.config import Config
 from cachefs.errors import ConfigError
-from cachefs.peers.auth import Key, check_believed, check_listen, client_tls, read_key, server_tls
+from cachefs.peers.auth import Key, check_believed, check_listen, client_tls, distrust, read_key, server_tls
 from cachefs.peers.places import DnsPeers, EtcdPeers, Peers, StaticPeers, parse_address, parse_peers
 from cachefs.peers.wire import MAX_RANK, Address
 
 READABLE_BY_ALL = 0o004
+
+NEED_PEERS = (
+    *("peer_listen", "peer_key_file", "peer_cert", "peer_cert_key", "peer_ca", "etcd_ca"),
+    *("cache_group", "group_weight", "replicas", "sharing"),
+)
+"""Options that mean nothing alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +32,17 @@ class Settings:
     server_tls: ssl.SSLContext | None
     client_tls: ssl.SSLContext | None
     etcd_tls: ssl.SSLContext | None
+    warning: str = ""
 
 
 def settings(config: Config) -> Settings | None:
     """None without `--peers`. Raises `ConfigError`."""
     if config.peers is None:
-        unused = [
-            f"--{name.replace('_', '-')}"
-            for name in ("peer_listen", "peer_key_file", "peer_cert", "peer_cert_key", "peer_ca", "etcd_ca")
-            if getattr(config, name) is not None
-        ]
-        if unused:
-            raise ConfigError(f"{unused[0]} needs --peers: where the other nodes are to be found")
+        defaults = {option.name: option.default for option in fields(Config)}
+        for name in NEED_PEERS:
+            if getattr(config, name) != defaults[name]:
+                said = "no-sharing" if name == "sharing" else name.replace("_", "-")
+                raise ConfigError(f"--{said} needs --peers: where the other nodes are to be found")
         return None
     try:
         peers = parse_peers(config.peers)
@@ -59,7 +64,10 @@ def settings(config: Config) -> Settings | None:
         if not isinstance(peers, EtcdPeers):
             raise ConfigError("--etcd-ca is for --peers etcd:https://…")
         etcd_tls = _etcd_tls(config.etcd_ca)
-    return Settings(peers, listen, key, server, client, etcd_tls)
+    warning = ""
+    if server is not None and client is not None and (why := distrust(server, client)):
+        warning = f"other nodes will not trust the certificate {config.peer_cert}: {why}"
+    return Settings(peers, listen, key, server, client, etcd_tls, warning)
 
 
 def _listen(config: Config, peers: Peers) -> Address | None:

@@ -1,8 +1,9 @@
 """A peer that does not do what it should: it has the cluster's key, and a host of its own.
 
 Of itself it says what the asker says of itself, but for the name, so that one takes it for a member with the usual share.
-How it answers a request for blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes to send, and whether to hang up or
-to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as well be honest.
+How it answers a request for blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes to send,
+and whether to hang up or to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as well be
+honest.
 """
 
 from __future__ import annotations

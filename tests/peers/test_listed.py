@@ -191,6 +191,23 @@ async def test_who_asks_us_is_asked_unless_that_was_just_now() -> None:
 
 
 @in_virtual_time
+async def test_two_of_one_id_are_asked_until_they_have_two() -> None:
+    network = Network({A: replace(ME, node="one", life="a"), B: replace(ME, node="one", life="b")})
+    membership = Membership(source([A, B], network), ME)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(membership.run)
+        await trio.sleep(1)
+        assert len(membership.members) == 1
+        network.hellos[B] = replace(ME, node="two", life="b")
+        await trio.sleep(2 * FRESH_S)
+        assert set(membership.members) == {"one", "two"}
+        asked = len(network.asked)
+        await trio.sleep(INTRODUCED_FOR_S / 2)
+        assert len(network.asked) <= asked + 1
+        nursery.cancel_scope.cancel()
+
+
+@in_virtual_time
 async def test_who_asks_from_an_address_that_is_not_listed_has_the_unknown_ones_asked_now_and_then() -> None:
     network = Network({})
     named_a, named_b = Address("1node", 7070), Address("2node", 7070)
