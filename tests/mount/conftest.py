@@ -21,7 +21,7 @@ from bench.lab.client import LabStore
 from bench.lab.dataset import content
 from cachefs.fuse import fronts
 from tests.conftest import ON_CI
-from tests.mount.mounts import Mount, Watchdog
+from tests.mount.mounts import Mount, Watchdog, bucket_numbers
 
 Mounted = Callable[..., Mount]
 
@@ -109,15 +109,12 @@ def lab(the_lab: LabStore) -> Iterator[LabStore]:
     the_lab.shape(latency_ms=0, bandwidth=0)
 
 
-_numbers = itertools.count(1)
-
-
 class Bucket:
     """A bucket of one's own. `put` makes objects whose bytes are known by their key and version."""
 
     def __init__(self, store: LabStore) -> None:
         self.store = store
-        self.name = f"bucket-{next(_numbers)}"
+        self.name = f"bucket-{next(bucket_numbers)}"
         self.objects: dict[str, bytes] = {}
         store.bucket(self.name)
 
