@@ -30,7 +30,7 @@ MEMORY_IS_GIVEN_BACK = True
 """Whether every mount that has ended cleanly must have left no memory in use. Not yet: see `TestMemoryAfterwards`."""
 
 bucket_numbers = itertools.count(1)
-"""Here, because pytest imports a conftest under a name of its own: there would be two counts, and buckets of the same name."""
+"""Here, because pytest imports a conftest under a name of its own: two counts would give two buckets the same name."""
 
 NOISE = re.compile(
     r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|^\w*(Error|Warning|Exception)\b|^cachefs: |Exception ignored|never awaited"
