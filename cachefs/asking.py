@@ -69,7 +69,8 @@ def all_statuses() -> list[dict[str, Any]]:
         except control.NotRunning:
             _remove(socket)
         except control.ControlError as exc:
-            found.append({"mountpoint": "?", "warnings": [str(exc)]})
+            known = (m.path for m in mounts() if m.is_cachefs and control_path(Path(m.path)) == socket)
+            found.append({"mountpoint": next(known, "?"), "warnings": [str(exc)]})
     return sorted(found, key=lambda status: str(status.get("mountpoint", "")))
 
 
@@ -82,9 +83,17 @@ def _remove(socket: Path) -> None:
 
 def mount_of(path: Path) -> tuple[Path, str]:
     """The cachefs mount that `path` is below, and the path relative to it ("": the mount itself). Raises `MountError`."""
-    here = canonical(path)
     cachefs_mounts = {Path(mount.path) for mount in mounts() if mount.is_cachefs}
-    mountpoint = next((place for place in (here, *here.parents) if place in cachefs_mounts), None)
+
+    def above(here: Path) -> Path | None:
+        return next((place for place in (here, *here.parents) if place in cachefs_mounts), None)
+
+    # There are no links in a mount, so what is below one is not looked at: it may hang.
+    here = Path(os.path.abspath(path))
+    mountpoint = above(here)
+    if mountpoint is None:
+        here = canonical(path)
+        mountpoint = above(here)
     if mountpoint is None:
         raise MountError(f"{path} is not below a cachefs mount: cachefs status lists those there are")
     relative = here.relative_to(mountpoint).as_posix()

@@ -31,6 +31,7 @@ from cachefs import (
     cli_why,
     cli_writing,
 )
+from cachefs.cli_look import Place
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -265,7 +266,7 @@ def _serve(config: Config, ready: Any) -> int:
 
 
 @cli.command(short_help="Take a mount away and wait for its daemon.")
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=Place())
 @click.option("--lazy", "-l", is_flag=True, help="Detach now, whoever still uses it.")
 @click.option("--flush", is_flag=True, help="Only if everything that was written is in the store.")
 def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
@@ -283,7 +284,7 @@ def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
 
 
 @cli.command(short_help="What mounts are doing.")
-@click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("mountpoint", required=False, type=Place())
 @click.option(
     "--json", "as_json", is_flag=True, help="Everything the daemon counts; a list without MOUNTPOINT."
 )
@@ -303,7 +304,7 @@ def status(mountpoint: Path | None, as_json: bool) -> None:
 
 
 @cli.command(short_help="Look again at the store.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Place())
 def refresh(path: Path) -> None:
     """Forget what is believed about PATH and below, so that its next use asks the store again.
 

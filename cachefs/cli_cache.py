@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from cachefs.cli_lists import listed, mounts_of, only, profiled, wanted_of
+from cachefs.cli_look import Place
 from cachefs.errors import ConfigError, MountError
 from cachefs.units import about_bytes, about_share
 
@@ -23,7 +24,7 @@ ALIASES = {"warmup": "warm", "load": "warm", "prefetch": "warm", "free": "evict"
 NAMED = 3
 """Failures named in one line."""
 
-paths = click.argument("paths", nargs=-1, metavar="PATH…", type=click.Path(path_type=Path))
+paths = click.argument("paths", nargs=-1, metavar="PATH…", type=Place())
 at_once = click.option("-p", "--parallel", type=click.IntRange(1), help="Files at a time.  [--concurrency]")
 as_json = click.option("--json", "as_json", is_flag=True, help="What became of it, as JSON.")
 

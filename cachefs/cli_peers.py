@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
+from cachefs.cli_look import Place
 from cachefs.errors import MountError
 from cachefs.units import about_bytes, about_share, printable
 
 
 @click.command(short_help="Who shares with a mount.")
-@click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("mountpoint", required=False, type=Place())
 @click.option("--json", "as_json", is_flag=True, help="Everything that is known of them.")
 def peers(mountpoint: Path | None, as_json: bool) -> None:
     """Show the members that the mount at MOUNTPOINT (the only one, if left out) shares its cache with.
@@ -56,7 +57,7 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
 
 
 @click.command(short_help="Which nodes hold files.")
-@click.argument("paths", nargs=-1, required=True, metavar="PATH…", type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, required=True, metavar="PATH…", type=Place())
 @click.option(
     "--json", "as_json", is_flag=True, help="A list of objects: path, files, bytes, nodes, unreachable."
 )

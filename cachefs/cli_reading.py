@@ -13,6 +13,7 @@ from typing import IO
 import click
 
 from cachefs.cli_lists import below, listed
+from cachefs.cli_look import Place
 from cachefs.errors import ConfigError, NotFound
 from cachefs.units import parse_duration
 
@@ -23,7 +24,7 @@ PLAN = "hint"
 
 
 @click.command(short_help="Tell a mount what will be read next.")
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=Place())
 @listed
 @click.option("--plan", default=PLAN, help=f"The name of the list, for several at a time.  [{PLAN}]")
 @click.option("--epoch", type=click.IntRange(0), default=0, help="Which round over the files this is.  [0]")
@@ -54,7 +55,7 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
 
 
 @click.command(short_help="Record what is opened and read.")
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=Place())
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where to; - is standard output.")
 @click.option(
     "--for", "how_long", metavar="TIME", help="End after this time, like 5m; without it with Ctrl-C."

@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
+from cachefs.cli_look import Place
 from cachefs.errors import MountError
 from cachefs.units import about_bytes, about_share, printable
 
 CACHED = "user.cachefs.cached"
 
-shown = click.argument("path", type=click.Path(path_type=Path))
+shown = click.argument("path", type=Place())
 only_cached = click.option("--cached", is_flag=True, help="Accepted: it is what this shows.")
 
 

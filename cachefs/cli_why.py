@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cachefs.cli_look import mount_meant
+from cachefs.cli_look import Place, mount_meant
 from cachefs.errors import ConfigError, MountError
 from cachefs.ledger import REASONS
 from cachefs.units import about_bytes, about_share, printable
@@ -35,7 +35,7 @@ def _explained(path: Path) -> dict[str, Any] | None:
 
 
 @click.command(short_help="What is known of a file or directory.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Place())
 @click.option("--json", "as_json", is_flag=True, help="The same, as JSON.")
 def info(path: Path, as_json: bool) -> None:
     """Show which object PATH is, and how much of it is cached; of a directory, all below it."""
@@ -83,7 +83,7 @@ def _of(part: int, whole: int) -> str:
 
 
 @click.command(short_help="Why a file is as fast or slow as it is.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Place())
 @click.option("--json", "as_json", is_flag=True, help="Of every extent, as JSON.")
 def why(path: Path, as_json: bool) -> None:
     """Show where each part of the file PATH is, and why it was not here the last time that somebody wanted it.
@@ -156,10 +156,8 @@ def _ago(seconds: float) -> str:
 
 
 @click.command(short_help="Look for what is wrong or slow.")
-@click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--cache-dir", type=click.Path(path_type=Path), help="Where a cache is to be, before any mount."
-)
+@click.argument("mountpoint", required=False, type=Place())
+@click.option("--cache-dir", type=Place(), help="Where a cache is to be, before any mount.")
 @click.option("--no-speed", is_flag=True, help="Write nothing: leave the speed of the cache's disk alone.")
 @click.option("--json", "as_json", is_flag=True, help="A list of objects: level, subject, found, todo.")
 def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_json: bool) -> int:
@@ -184,7 +182,7 @@ def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_j
 
 @click.command("log-level", short_help="Change how much a mount logs.")
 @click.argument("level", type=click.Choice(["debug", "info", "warning", "error"]))
-@click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("mountpoint", required=False, type=Place())
 def log_level(level: str, mountpoint: Path | None) -> None:
     """Have the mount at MOUNTPOINT log at LEVEL from now on, until it ends or is told otherwise."""
     from cachefs import asking

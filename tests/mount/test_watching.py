@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -263,3 +264,32 @@ def test_two_nodes_account_for_every_byte_and_wait(mounted: Mounted, bucket: Buc
     asked = {way for miss in missed for way in miss["asked"]}
     peer = next(m["name"] for m in nodes[1].status()["peers"]["members"] if not m["here"])
     assert asked <= {"store", peer} and peer in asked
+
+
+MOUNT_OF = """
+import sys
+from cachefs.asking import mount_of
+from cachefs.cli_look import Place
+print(mount_of(Place().convert(sys.argv[1], None, None))[1])
+"""
+
+
+@ONE_FRONT
+def test_a_daemon_that_hangs_is_named_and_what_is_below_it_is_not_looked_at(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    bucket.put("d/file", 10)
+    mount = mounted(bucket)
+    daemon = mount.pid
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", MOUNT_OF, mount.path / "d/new"], capture_output=True, text=True, timeout=20
+        )
+        assert done.stdout == "d/new\n", done.stderr
+        told = mount.cli("status").stdout
+        assert str(mount.path) in told and "did not answer" in told
+        told = mount.cli("doctor", "--no-speed", mount.path).stdout
+        assert "did not answer" in told and f"cachefs umount --lazy {mount.path}" in told
+    finally:
+        os.kill(daemon, signal.SIGCONT)

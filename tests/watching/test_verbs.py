@@ -422,3 +422,9 @@ def test_errors_are_one_line(args: list[str], code: int, words: str) -> None:
     done = run(*args)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (code, "", 1)
     assert words in done.stderr and done.stderr.startswith("cachefs: ")
+
+
+def test_what_the_operations_page_tells_to_ask_can_be_asked() -> None:
+    text = (DOCS / "operations.md").read_text()
+    asked = set(re.findall(r"`cachefs ([a-z][a-z-]*)(?=[ `])", text))
+    assert asked <= set(cli.commands) and len(asked) > 15, asked - set(cli.commands)
