@@ -139,6 +139,12 @@ class Beliefs:
                 return Found(ino, is_dir, row, now + STALE_S)
         return STALE_S if generation or (directory.number, name) in self._absent else None
 
+    def absent_since(self, directory: Directory, name: bytes) -> float:
+        """When that was asked or listed which says that a name is missing; long ago if nothing does."""
+        cover = self.coverage(directory, name)
+        until = self._absent.get((directory.number, name), float("-inf"))
+        return max(until - self.negative_ttl, float("-inf") if cover is None else cover[1])
+
     def recent(
         self, directory: Directory, name: bytes, *, answers: bool = True, listings: bool = True
     ) -> Found | None:

@@ -66,7 +66,7 @@ class Changing:
     async def mkdir(self, directory: Directory, name: bytes) -> Found:
         """The new directory, of which it is known that nothing is in it."""
         origin = writable(directory)
-        if isinstance(await self._looker.look(directory, name), Found):
+        if isinstance(await self._looker.sure(directory, name, below=True), Found):
             raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
         await origin.put(directory.prefix + name.decode() + "/", InMemory(b""), 0)
         ino = await self._overlay.is_directory(directory, name)
@@ -152,7 +152,7 @@ class Changing:
         if origin is not check:
             raise CrossDevice("a rename from one source to another")
         found = await self._found(directory, name)
-        seen = await self._looker.look(to, newname)
+        seen = await (self._looker.sure if flags & NOREPLACE else self._looker.look)(to, newname)
         there = seen if isinstance(seen, Found) else None
         if there is None:
             pass

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from cachefs.errors import CachefsError, NameTooLong, NotFound, Unreachable
-from cachefs.fs.beliefs import Beliefs
+from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, ChangeHook, Lister
 from cachefs.fs.pages import write_answer
@@ -130,6 +130,26 @@ class Looker:
         if directory.listing is listing and self._beliefs.ttl:
             self._lister.missed(directory, listing)
         return await self.ask(directory, name)
+
+    async def sure(self, directory: Directory, name: bytes, *, below: bool = False) -> Found | float:
+        """The same for a name that is about to be made and must replace nothing: that it is missing is not believed but
+        asked for, unless it was just now. One HEAD of the key; `below`, also a LIST of one key below it. A store that is
+        out leaves what is believed."""
+        found = await self.look(directory, name)
+        text, origin = text_of(name), directory.origin
+        if isinstance(found, Found) or text is None or origin is None:
+            return found
+        if self._beliefs.absent_since(directory, name) >= self._clock() - BURST_S:
+            return found
+        try:
+            if not below and await _head(origin, directory.prefix + text) is None:
+                return found
+            found = await self.ask(directory, name)
+        except Unreachable:
+            return found
+        if isinstance(found, Found):
+            self._on_change(directory, found.ino, name)  # the kernel believes it missing
+        return found
 
     def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
         """Whether the name was known, so that a question or two are cheaper than a listing."""

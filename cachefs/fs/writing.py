@@ -172,7 +172,9 @@ class Writing:
         """The number of a new file, or of the one that is there, and a handle of it."""
         writable(directory)
         check_name(name)
-        found = await self._looker.look(directory, name)
+        # Who empties what is there replaces it, whatever it is; others would by mistake.
+        replaces = flags & os.O_TRUNC and not flags & os.O_EXCL
+        found = await (self._looker.look if replaces else self._looker.sure)(directory, name)
         if isinstance(found, Found):
             if flags & os.O_EXCL:
                 raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")

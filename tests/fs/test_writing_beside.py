@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
+from cachefs.errors import AlreadyExists, CachefsError, NotFound, ObjectChanged, OriginFailed, Unreachable
 from cachefs.fs.inodes import FIRST_ALIAS
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import ROOT, Mount, mounted
@@ -447,3 +447,101 @@ async def test_a_rename_of_a_directory_that_was_cut_short_is_finished(tmp_path: 
         with pytest.raises(NotFound):
             await mount.unlink("nothing")
         assert await mount.entries(ROOT)
+
+
+# -- names that others have taken -------------------------------------------------------------------------
+
+
+async def taken(mount: Mount, bucket: WritableBucket, *, directory: bool = False) -> None:
+    """`d/new` was missing when it was looked at, and is another node's by now."""
+    assert await mount.stat("d/new") is None
+    await trio.sleep(1)
+    bucket.set("d/new/x" if directory else "d/new", size=7)
+    assert await mount.stat("d/new") is None  # as is believed
+
+
+async def make_directory_there(mount: Mount) -> None:
+    await mount.mkdir("d/new")
+
+
+async def move_there(mount: Mount) -> None:
+    d = await mount.ino("d")
+    await mount.fs.rename(d, b"f", d, b"new", 1)
+
+
+async def make_exclusively(mount: Mount) -> None:
+    await mount.open("d/new", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+@pytest.mark.parametrize("call", [make_exclusively, move_there, make_directory_there])
+async def test_what_must_not_be_there_is_not_believed_missing(
+    call: Callable[[Mount], Awaitable[None]],
+) -> None:
+    bucket = WritableBucket(["d/f", "d/g"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        await taken(mount, bucket)
+        theirs = bucket.objects["d/new"]
+        mount.invalidated.clear()
+        with pytest.raises(AlreadyExists):
+            await call(mount)
+        assert bucket.writes == (0, 0, 0)
+        assert b"new" in [name for _, _, name in mount.invalidated]  # which the kernel believed missing
+        found = await mount.stat("d/new")
+        assert found is not None and found.size == 7
+        assert bucket.objects["d/new"] is theirs
+
+
+async def test_a_directory_that_another_node_made_is_there() -> None:
+    bucket = WritableBucket(["d/f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        await taken(mount, bucket, directory=True)
+        with pytest.raises(AlreadyExists):
+            await mount.mkdir("d/new")
+        assert await mount.names("d/new") == [b"x"]
+
+
+@pytest.mark.parametrize("flags", [os.O_APPEND, 0])
+async def test_who_keeps_what_is_there_gets_what_another_node_wrote(flags: int) -> None:
+    bucket = WritableBucket(["d/f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        await taken(mount, bucket)
+        theirs = bucket.content("d/new")
+        fh = await mount.open("d/new", os.O_WRONLY | os.O_CREAT | flags)
+        await mount.fs.write(fh, 7, b"more")
+        await mount.close_file(fh)
+        assert bucket.content("d/new") == theirs + b"more"
+
+
+async def test_it_is_asked_once_and_only_where_it_matters() -> None:
+    """(LIST, HEAD) of what is made in a directory that was listed a while ago."""
+    bucket = WritableBucket(["d/f", "d/g"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        for number, (flags, asked) in enumerate(
+            [(os.O_TRUNC, (0, 0)), (os.O_EXCL, (0, 1)), (os.O_APPEND, (0, 1)), (0, (0, 1))]
+        ):
+            await trio.sleep(1)
+            bucket.reset()
+            await mount.write(f"d/{number}", b"abc", os.O_WRONLY | os.O_CREAT | flags)
+            assert (bucket.counts, bucket.writes) == (asked, (1, 0, 0))
+        await trio.sleep(1)
+        bucket.reset()
+        await mount.mkdir("d/new")
+        assert bucket.counts == (1, 1)
+        # It was known to be empty just now.
+        await mount.write("d/new/1", b"abc", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        assert bucket.counts == (1, 1)
+
+
+async def test_while_the_store_is_out_what_is_believed_counts() -> None:
+    bucket = WritableBucket(["d/f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        await trio.sleep(1)
+        bucket.before = lambda kind, key: Unreachable("out") if kind == "head" else None
+        fh = await mount.open("d/new", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        await mount.close_file(fh)
+        assert "d/new" in bucket.objects
