@@ -227,6 +227,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     for words in (
         "SSD: 10 B of 20 B (50.0 %)",
         "there:1",
+        "shows other stores",
         "s3://b/c",
         "2 timeout",
         "1.5 s",

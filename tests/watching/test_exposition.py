@@ -56,7 +56,10 @@ STATUS: dict[str, Any] = {
     "uploads": {"pending": 1, "pending_bytes": 5, "failed": 0, "last_error": ""},
     "peers": {
         "members": [member("here:1", True), member("there:1")],
-        "apart": [{"name": "b:1", "state": "other sources"}, {"name": "c:1", "state": "unknown"}],
+        "apart": [
+            {"name": "b:1", "state": "other sources", "why": "shows other stores", "wrong": True},
+            {"name": "c:1", "state": "unknown", "why": "has not answered yet", "wrong": False},
+        ],
     },
     "jobs": [{"id": 1, "action": "warm", "files": 2, "done_files": 1, "done_bytes": 5, "state": "running"}],
     "eviction": {"policy": "auto", "datasets": []},
