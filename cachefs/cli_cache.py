@@ -101,7 +101,7 @@ def warm(
         click.echo(f"cachefs: {node} does not answer: others keep its share meanwhile", err=True)
     if done["vanished"] and not done["files"]:
         raise MountError(
-            f"none of the {done['vanished']:,} files that {profile} names is below {paths[0]}: was another "
+            f"nothing that {profile} names ({done['vanished']:,} files or parts) is below {paths[0]}: was another "
             "directory recorded?"
         )
     gone = f"; {done['vanished']:,} are not there any more" if done["vanished"] else ""

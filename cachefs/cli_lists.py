@@ -5,7 +5,6 @@ A list has one path a line, absolute, or relative to the one path that was given
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,18 +71,16 @@ def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
 def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
     """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
     from cachefs import asking
-    from cachefs.recording import readable
+    from cachefs.recording import parsed
 
     mountpoint, above = asking.mount_of(base)
     touched: dict[Any, None] = {}
     for number, line in enumerate(_lines(file), 1):
         try:
-            found = json.loads(line)
-            path, size = _join(above, str(found["path"])), int(found["size"])
-            readable(found)
-            offset, length = int(found["offset"]), int(found["length"])
-        except (ValueError, TypeError, KeyError) as exc:
+            name, size, offset, length = parsed(line)
+        except ValueError as exc:
             raise ConfigError(f"{file}, line {number}: not a line of cachefs record ({exc})") from None
+        path = _join(above, name)
         if length >= size:
             touched[path] = None
         elif length > 0:

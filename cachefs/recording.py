@@ -41,15 +41,37 @@ DRAIN_DEADLINE_S = 60.0
 """Who has not drained for so long has gone. Guessed: a client drains twice a second."""
 
 
+MOST_BYTES = 1 << 62
+"""No object has so many."""
+
 FORMAT = 1
 """Of a line, when it does not say another (`format`)."""
 
 
-def readable(line: Any) -> None:
-    """Raises `ValueError` for a line of a recording that a later version made and this one would take for something else.
-    Members that are only added need no new format: nobody looks at them."""
-    if (found := line.get("format", FORMAT)) != FORMAT:
-        raise ValueError(f"its format is {found}, this version reads {FORMAT}")
+def parsed(text: str) -> tuple[str, int, int, int]:
+    """Path, size, offset and length that a line of a recording tells, whoever wrote it.
+
+    Raises `ValueError` (in words) for all that is none, and for a line that a later version made and this one would take
+    for something else. Members that are only added need no new format: nobody looks at them."""
+    try:
+        line = json.loads(text)
+        path, size = line["path"], line["size"]
+        made, offset, length = line.get("format", FORMAT), line.get("offset", 0), line.get("length", size)
+    except KeyError as exc:
+        raise ValueError(f"no {exc.args[0]}") from None
+    except TypeError as exc:
+        raise ValueError(str(exc)) from None
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError("not JSON") from None
+    if made != FORMAT:
+        raise ValueError(f"its format is {made}, this version reads {FORMAT}")
+    if type(path) is not str:
+        raise ValueError("its path is not text")
+    if any(type(value) is not int or not 0 <= value < MOST_BYTES for value in (size, offset, length)):
+        raise ValueError("size, offset and length are bytes")
+    if offset + length > size:
+        raise ValueError("its range goes beyond the size")
+    return path, size, offset, length
 
 
 class Recorder:

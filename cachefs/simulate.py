@@ -9,7 +9,6 @@ trace cannot tell, synthetic shapes can: orders of training, scans, popularity.
 
 from __future__ import annotations
 
-import json
 import random
 import zlib
 from array import array
@@ -237,6 +236,8 @@ class Model:
 
 def load(path: Path) -> Trace:
     """A recorded trace. A line that is none is refused with its number."""
+    from cachefs.recording import parsed  # with all that a mount needs
+
     trace = Trace()
     files: dict[tuple[str, int], int] = {}
     try:
@@ -244,11 +245,9 @@ def load(path: Path) -> Trace:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        name, size, offset, length = _parse(line)
-                    except (ValueError, TypeError, KeyError) as exc:
-                        raise ConfigError(
-                            f"{path} line {number} is no line of a trace: {_reason(exc)}"
-                        ) from exc
+                        name, size, offset, length = parsed(line)
+                    except ValueError as exc:
+                        raise ConfigError(f"{path} line {number} is no line of a trace: {exc}") from exc
                     file = files.get((name, size))
                     if file is None:
                         first, slash, _ = name.lstrip("/").partition("/")
@@ -261,29 +260,6 @@ def load(path: Path) -> Trace:
     if not trace.files:
         raise ConfigError(f"the trace {path} is empty")
     return trace
-
-
-def _parse(line: str) -> tuple[str, int, int, int]:
-    from cachefs.recording import readable  # with all that a mount needs
-
-    found = json.loads(line)
-    name, size = found["path"], found["size"]
-    readable(found)
-    offset, length = found.get("offset", 0), found.get("length", size)
-    if not isinstance(name, str):
-        raise TypeError("its path is not text")
-    for value in (size, offset, length):
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ValueError("size, offset and length are bytes")
-    if offset + length > size:
-        raise ValueError("its range goes beyond the size")
-    return name, size, offset, length
-
-
-def _reason(exc: Exception) -> str:
-    if isinstance(exc, KeyError):
-        return f"no {exc.args[0]}"
-    return "not JSON" if isinstance(exc, json.JSONDecodeError) else str(exc)
 
 
 # -- shapes ----------------------------------------------------------------------------------------

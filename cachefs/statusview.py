@@ -14,7 +14,6 @@ from rich.text import Text
 from cachefs.units import about_bytes as size
 from cachefs.units import about_files, printable
 
-
 NAMED = 2
 """Failures of a job that has ended."""
 
@@ -222,8 +221,8 @@ def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, s
             for dataset in eviction.get("datasets") or []
         ]
         more = [f"{len(modes) - DATASETS} more"] if len(modes) > DATASETS else []
-        shown = f": {', '.join(modes[:DATASETS] + more)}" if modes else ""
-        yield "eviction", f"{eviction['policy']}{shown}"
+        named = f": {', '.join(modes[:DATASETS] + more)}" if modes else ""
+        yield "eviction", f"{eviction['policy']}{named}"
     shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
     for dataset in shown[:3]:
         ratio = (

@@ -288,7 +288,7 @@ class Jobs:
                         job.here += self._bytes_here(job, wanted)
                         cached = self._store.look(obj)
                         if self._store.whole(cached) and cached.pinned:
-                            job.pinned += obj.size
+                            job.pinned += _in_pages(obj.size)
                         if job.action in ("warm", "pin"):
                             self._mind_the_room(job)
                         if job.action == "pin":
@@ -407,7 +407,7 @@ class Jobs:
         obj = self._store.object(wanted.object)
         was_pinned = obj.pinned
         self._store.pin(obj)
-        job.pinned += 0 if was_pinned else wanted.object.size
+        job.pinned += 0 if was_pinned else _in_pages(wanted.object.size)
 
     async def _unpin(self, job: Job, wanted: Wanted) -> None:
         self._store.unpin(self._store.object(wanted.object))
@@ -417,3 +417,8 @@ class Jobs:
         job.freed_bytes += self._store.evict(self._store.object(wanted.object))
         job.kept_files += self._fetcher.cached_bytes(wanted.object) > 0
         job.done_bytes += wanted.object.size
+
+
+def _in_pages(size: int) -> int:
+    """What a file of `size` bytes takes of a tier."""
+    return -(-size // PAGE) * PAGE

@@ -238,6 +238,10 @@ def test_status_for_people() -> None:
         ):
             assert words in text
         assert "last_error" not in text
+    assert ("eviction", "lru") in statusview.lines({"eviction": {"policy": "lru", "datasets": []}})
+    known = {"name": "train", "mode": "epoch", "epoch": 1}, {"name": "", "mode": "lru", "epoch": 1}
+    shown = ("eviction", "auto: train by epochs, / by last use")
+    assert shown in statusview.lines({"eviction": {"policy": "auto", "datasets": known}})
     assert ("mode", "read-only") in statusview.lines({"read_only": True, "uploads": None})
     assert ("mode", "writable, to the store at close and fsync") in statusview.lines({"read_only": False})
     for missing in STATUS:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cachefs import cli_simulate
+from cachefs import asking, cli_simulate
 from cachefs.cli import cli
+from cachefs.cli_lists import profiled
 from cachefs.errors import ConfigError
 from cachefs.simulate import SHAPES, Result, load, shape, simulate
 
@@ -116,12 +117,20 @@ def test_ranges_of_large_files_are_blocks(tmp_path: Path) -> None:
         ({"path": "a", "size": True}, "size, offset and length are bytes"),
         ({"path": "a", "size": 1, "format": 2}, "its format is 2, this version reads 1"),
         ({"path": "a", "size": 10, "offset": 5, "length": 6}, "beyond the size"),
+        ({"path": "a", "size": 10, "offset": -5, "length": 6}, "size, offset and length are bytes"),
+        ('{"path": "a", "size": 10, "offset": 1e400, "length": 1}', "size, offset and length are bytes"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, row: object, why: str) -> None:
+def test_a_bad_line_is_refused_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: object, why: str
+) -> None:
+    """By who simulates it, and by who fetches what it names."""
     path = lines(tmp_path / "t", {"path": "a", "size": 1}, row)
     with pytest.raises(ConfigError, match=f"line 2 is no line of a trace: .*{why}"):
         load(path)
+    monkeypatch.setattr(asking, "mount_of", lambda base: (base, ""))
+    with pytest.raises(ConfigError, match=f"line 2: not a line of cachefs record .*{why}"):
+        profiled(str(path), tmp_path)
 
 
 def test_no_trace_is_refused(tmp_path: Path) -> None:

@@ -10,13 +10,24 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import warming
+from cachefs import statusview, warming
 from cachefs.cli_progress import line
 from cachefs.errors import ConfigError, NoRoom, NotFound, OriginFailed
 from cachefs.names import ObjectId
 from cachefs.warming import Jobs
 
 MIB = 1 << 20
+
+
+class Pins(set[str]):
+    """What is pinned, as the store would have it."""
+
+    budget_bytes = 1 << 40
+    refuses = ""
+
+    def check(self, obj: Any) -> None:
+        if obj.id.key == self.refuses:
+            raise NoRoom(f"{obj.id.key} cannot be pinned")
 
 
 class World:
@@ -26,11 +37,12 @@ class World:
         self.sizes = sizes
         self.tiers = [SimpleNamespace(limit_bytes=lambda: limit)]
         self.pinned_bytes = 0
+        self.pages = False  # whether what is pinned is counted as it lies there
         self.held: dict[str, int] = {}
         self.shared: set[str] = set()
         self.asked: list[tuple[str, int, int]] = []
         self.greeted = 0
-        self.pins: set[str] = set()
+        self.pins = Pins()
         self.calls: list[tuple[str, int, int]] = []
         self.failing: dict[str, Exception] = {}
         self.renewed: list[str] = []
@@ -99,7 +111,8 @@ class World:
         return SimpleNamespace(id=obj, pinned=obj.key in self.pins)
 
     def pin(self, obj: Any) -> None:
-        self.pinned_bytes += 0 if obj.id.key in self.pins else obj.id.size
+        size = max(obj.id.size, warming.PAGE) if self.pages else obj.id.size
+        self.pinned_bytes += 0 if obj.id.key in self.pins else size
         self.pins.add(obj.id.key)
 
     def unpin(self, obj: Any) -> None:
@@ -233,6 +246,69 @@ async def test_what_others_have_pinned_is_no_room() -> None:
 
 
 @in_trio
+async def test_more_than_may_be_pinned_is_not_fetched_and_what_is_pinned_is_said() -> None:
+    world = World(tree(40))
+    world.pins.budget_bytes, world.pinned_bytes = 20 * MIB, 10 * MIB
+    job = await run(world, ["d"], "pin", at_once=2)
+    assert job["state"] == "failed"
+    assert job["error"].startswith(
+        "11 files of 11.0 MiB so far cannot be pinned: all pins together may take 20.0 MiB, of which 10.0 MiB "
+        "are in use; give fewer, or mount with a larger --pin-budget"
+    )
+    assert len(world.calls) <= 10 and set(world.pins) <= {key for key, *_ in world.calls}
+    pinned = (
+        f"; {len(world.pins)} files of them are pinned (cachefs unpin lets them go)" if world.pins else ""
+    )
+    assert job["error"].endswith(f"--pin-budget{pinned}")
+    exact = World(tree(40))
+    exact.pins.budget_bytes, exact.pins.refuses = 40 * MIB, "d/0007"
+    job = await run(exact, ["d"], "pin", at_once=1)
+    assert job["error"] == (
+        "d/0007 cannot be pinned; 7 files of them are pinned (cachefs unpin lets them go)"
+    )
+    assert ("d/0007", 0, MIB) not in exact.calls
+
+
+@in_trio
+async def test_small_files_pinned_by_a_job_do_not_count_twice() -> None:
+    world = World({f"d/{n:04}": 100 for n in range(500)})
+    world.pages = True
+    world.pins.budget_bytes = 600 * warming.PAGE
+    assert (await run(world, ["d"], "pin"))["state"] == "done"
+    world.pins.budget_bytes = 500 * warming.PAGE
+    assert (await run(world, ["d"], "pin"))["state"] == "done"
+
+
+def test_how_a_job_ended_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    @in_trio
+    async def ends() -> None:
+        world = World(tree(20), limit=20 * MIB)
+        world.failing = {"d/0003": OriginFailed("no 3")}
+        with caplog.at_level("INFO", "cachefs.warming"):
+            await run(world, ["d/0001"])
+            await run(world, ["gone", "d/0001", "d/0003"])
+            await run(world, ["d"])
+        good, some, none = (record for record in caplog.records if "job 1" in record.message)
+        assert (good.levelname, good.message) == ("INFO", "job 1 (warm): done, 1 of 1 files")
+        assert some.levelname == none.levelname == "WARNING"
+        assert (
+            some.message
+            == "job 1 (warm): done, 1 of 2 files, 2 failed: gone: no such path: gone; d/0003: no 3"
+        )
+        assert "do not fit: the cache holds 20.0 MiB" in none.message
+        async with trio.open_nursery() as nursery:
+            jobs = Jobs(world, world, world, nursery, 4)  # type: ignore[arg-type]
+            for _ in range(warming.SHOWN + 3):
+                await jobs.add(await jobs.start(), ["gone"], complete=True)
+            assert len(jobs.status()) == warming.SHOWN + 3  # they run
+        assert [job["id"] for job in jobs.status()] == list(range(4, warming.SHOWN + 4))
+        text = dict(statusview.lines({"jobs": jobs.status()}))
+        assert text["job 4"] == "warm: done 0s ago, 0 of 0 files, 1 failed: gone: no such path: gone"
+
+    ends()
+
+
+@in_trio
 async def test_single_failures_are_counted_and_named() -> None:
     world = World(tree(30))
     world.failing = {f"d/{n:04}": OriginFailed(f"no {n}") for n in range(0, 30, 2)}
@@ -267,7 +343,7 @@ async def test_check_unpin_and_evict_fetch_nothing() -> None:
     world = World(tree(10))
     await run(world, ["d/0001", "d/0002", "d/0003"])
     world.calls.clear()
-    world.pins = {"d/0003"}
+    world.pins.add("d/0003")
     checked = await run(world, ["d"], "check")
     assert (checked["cached_files"], checked["cached_bytes"], checked["bytes"]) == (3, 3 * MIB, 10 * MIB)
     evicted = await run(world, ["d"], "evict")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -113,6 +114,7 @@ def test_failures_are_named_and_the_rest_comes(mounted: Mounted, data: Bucket, t
     mount = mounted(data, prefetch="off")
     listed = tmp_path / "list"
     listed.write_text("train/0/000.bin\nnowhere/x\ntrain/1/001.bin\n")
+    mount.allowed += [r"1 failed: nowhere/x: no such path", r"1 failed: nothing: no such path"]
     told = said(mount, "warm", "-f", listed, mount.path, code=1)
     assert told.count("\n") == 1
     assert "1 paths failed: nowhere/x: no such path" in told
@@ -125,6 +127,7 @@ def test_more_than_the_cache_holds_is_refused_and_displaces_nothing(mounted: Mou
     for n in range(60):
         bucket.put(f"{n:03}.bin", 2 * MIB)
     mount = mounted(bucket, prefetch="off", cache_size="64M", ram="0")
+    mount.allowed.append(r"do not fit: the cache holds")
     told = said(mount, "warm", mount.path, code=1)
     assert "do not fit: the cache holds 64.0 MiB" in told
     assert mount.metrics()["evicted_blocks"] == 0
@@ -141,7 +144,11 @@ def test_what_a_job_finds_is_not_displaced_by_what_it_brings(mounted: Mounted, b
     assert "20 of 20 files" in said(mount, "warm", "--check", mount.path / "x", mount.path / "z")
 
 
-def test_a_job_in_the_background(mounted: Mounted, data: Bucket, lab: Any) -> None:
+def running(mount: Mount) -> list[dict[str, Any]]:
+    return [job for job in mount.ask("status")["jobs"] if job["state"] == "running"]
+
+
+def test_a_job_in_the_background(mounted: Mounted, data: Bucket, lab: Any, tmp_path: Path) -> None:
     mount = mounted(data, prefetch="off", timeout=60)
     lab.shape(latency_ms=2_000)
     assert "job 1 on" in said(mount, "warm", "--background", "-p", "1", mount.path)
@@ -150,8 +157,15 @@ def test_a_job_in_the_background(mounted: Mounted, data: Bucket, lab: Any) -> No
     assert "job 1" in said(mount, "status", mount.path)
     assert "1 jobs ended" in said(mount, "warm", "--stop", mount.path)
     lab.shape(latency_ms=0)
-    eventually(lambda: not mount.ask("status")["jobs"], "the job has ended")
+    eventually(lambda: not running(mount), "the job has ended")
     assert mount.ask("warm_status", job=1)["state"] == "stopped"
+    assert re.search(r"job 1 +warm: stopped \d+s ago", said(mount, "status", mount.path))
+    mount.allowed.append(r"job 2 \(warm\): done, 0 of 0 files, 1 failed: gone: no such path")
+    listed = tmp_path / "list"
+    listed.write_text("gone\n")
+    assert "job 2 on" in said(mount, "warm", "--background", "-f", listed, mount.path)
+    eventually(lambda: not running(mount), "the job has ended")
+    assert re.search(r"job 2 .* 1 failed: gone: no such path", said(mount, "status", mount.path))
     said(mount, "warm", mount.path)
     read_all(mount, data)
 
@@ -166,7 +180,7 @@ def test_an_interrupted_job_ends(mounted: Mounted, data: Bucket, lab: Any) -> No
         client.send_signal(signal.SIGINT)
         assert client.communicate(timeout=20)[1].strip() == "cachefs: interrupted"
     lab.shape(latency_ms=0)
-    eventually(lambda: not mount.ask("status")["jobs"], "the job has ended")
+    eventually(lambda: not running(mount), "the job has ended")
 
 
 def test_pins_survive_pressure_and_a_restart(mounted: Mounted, bucket: Bucket, lab: Any) -> None:
@@ -204,7 +218,12 @@ def test_pins_have_a_budget(mounted: Mounted, bucket: Bucket) -> None:
     for n in range(20):
         bucket.put(f"{n:03}.bin", 2 * MIB)
     mount = mounted(bucket, prefetch="off", cache_size="64M", ram="0")
-    assert "cannot be pinned" in said(mount, "pin", mount.path, code=1)
+    mount.allowed.append(r"cannot be pinned")
+    told = said(mount, "pin", "-p", "1", mount.path, code=1)
+    assert "cannot be pinned: all pins together may take 32.0 MiB" in told
+    pinned = int(found[1]) if (found := re.search(r"(\d+) files of them are pinned", told)) else 0
+    assert mount.ask("status")["pinned_bytes"] == 2 * MIB * pinned
+    assert bucket.gets() <= 16  # what is refused is not fetched
 
 
 def test_hinted_files_are_there_before_they_are_opened(
@@ -279,6 +298,9 @@ def test_a_recording_is_replayed_on_an_empty_cache(
     other = mounted(data, prefetch="off", max_readahead=0)
     lab.reset()
     assert "1 are not there any more" in said(other, "warm", "--profile", profile, other.path)
+    below = said(other, "warm", "--profile", profile, other.path / "train/0", code=1)
+    assert f"nothing that {profile} names (5 files or parts) is below" in below
+    assert "give one of them" in said(other, "warm", "--profile", profile, "-f", profile, other.path, code=2)
     counted = gets(data)
     assert counted.pop("large.bin") == 2
     assert counted == dict.fromkeys(touched[1:], 1)
