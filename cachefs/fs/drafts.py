@@ -134,7 +134,11 @@ class Drafts:
             raise ObjectChanged(f"{node.key} is open under another number: look it up again")
         node.ino = ino
         opened = self._files.open_draft(ino, self._overlay.version(node), pid)
-        self._overlay.attach(self._files.get(opened[0]), node)
+        try:
+            self._overlay.attach(self._files.get(opened[0]), node)
+        except BaseException:
+            self._files.release(opened[0])
+            raise
         return opened
 
     def release(self, fh: int) -> None:

@@ -130,7 +130,7 @@ class OpenFiles:
         self._changed: dict[int, float] = {}  # until when an open makes the kernel drop its pages
         self._moved = moved  # number that the kernel uses → number of the path
         self._owns: dict[int, int] = {}  # the other way round
-        self._apart: set[int] = set()  # to be written, while they are lent
+        self._apart: set[int] = set()  # open, and no number for anybody else: lent, or removed
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -171,7 +171,7 @@ class OpenFiles:
             return open_alias.ino
         wanted = (stable, etag, size)
         alias = alias_of(*wanted)
-        while (found := self._aliases.get(alias)) is not None and found != wanted:
+        while (found := self._aliases.get(alias)) is not None and (found != wanted or alias in self._apart):
             alias = next_alias(alias)
         if found is None:
             self._aliases[alias] = wanted
@@ -182,7 +182,7 @@ class OpenFiles:
     def _open_alias(self, stable: int, etag: str, size: int) -> FileHandle | None:
         """A handle of this version under an alias."""
         for handle in self._under_alias.get(stable, ()):
-            if (handle.object.etag, handle.object.size) == (etag, size):
+            if (handle.object.etag, handle.object.size) == (etag, size) and handle.ino not in self._apart:
                 return handle
         return None
 
@@ -224,6 +224,9 @@ class OpenFiles:
         own = self._owns.pop(stable, None)
         if own is not None:
             self._moved[own] = NOWHERE
+        elif stable in self._by_ino and stable not in self._moved:
+            self._apart.add(stable)  # even if it should have the same content
+        self._apart.update(handle.ino for handle in self._under_alias.get(stable, ()))
 
     def under(self, ino: int) -> list[FileHandle]:
         """The handles that are open under this number."""

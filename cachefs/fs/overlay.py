@@ -202,12 +202,12 @@ class Overlay:
         return node if node is not None and not node.settled and self.version(node) == version else None
 
     def attach(self, handle: FileHandle, node: Node) -> None:
-        """A handle reads the draft from now on."""
+        """A handle reads the draft from now on; when this raises, it does not."""
         assert node.draft is not None
-        self.nodes[node.ino] = handle.node = node
         if handle.size != DRAFT:
-            handle.size = DRAFT
             self._writer.open(node.draft)
+            handle.size = DRAFT
+        self.nodes[node.ino] = handle.node = node
 
     def committed(self, draft: Draft, info: ObjectInfo) -> None:
         """The store has it. Its name stays held while somebody writes, who may change it again."""

@@ -262,7 +262,7 @@ class Writing:
     async def _place(self, origin: Origin, key: str) -> tuple[Directory, bytes]:
         """The directory of a key, written down where it is not known, and its name."""
         for top in self._tree.tops():
-            if top.origin is not None and top.origin.source == origin.source and key.startswith(top.prefix):
+            if top.origin is origin:  # others may show the key, too
                 directory = top
                 *above, last = key[len(top.prefix) :].encode().split(b"/")
                 for name in above:

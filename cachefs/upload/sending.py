@@ -16,7 +16,7 @@ from typing import Protocol
 
 import trio
 
-from cachefs.errors import CachefsError, NoSuchUpload, OriginFailed
+from cachefs.errors import CachefsError, NoSuchUpload, NotFound, OriginFailed
 from cachefs.origin import ObjectInfo, Origin, Part, Turn, Upload
 from cachefs.origin.writes import each
 from cachefs.upload.parts import Parts, Piece
@@ -65,7 +65,7 @@ class Sender:
         self.background = True
         self.upload: Upload | None = None
         self._keeper = keeper
-        self._finishing = self._stopped = False
+        self._finishing = self._stopped = self._resumed = False
         self._found: dict[int, Part] | None = {}  # of an earlier run; None: not looked at yet
         self._beginning = trio.Lock()
         self._slots = trio.CapacityLimiter(AT_ONCE)
@@ -112,7 +112,7 @@ class Sender:
 
     def resume(self, upload: Upload) -> None:
         """Go on with what an earlier run has begun. Parts that hold what the file holds are not sent again."""
-        self.upload, self._found = upload, None
+        self.upload, self._found, self._resumed = upload, None, True
 
     # At the commit.
 
@@ -131,8 +131,10 @@ class Sender:
             try:
                 return await self._finish(pieces, size, terms)
             except NoSuchUpload as exc:
-                log.info("%s; beginning anew", exc)
                 await self._forget()
+                if self._resumed and (info := await self._made(pieces, size)) is not None:
+                    return info
+                log.info("%s; beginning anew", exc)
                 return await self._finish(pieces, size, terms)
         finally:
             self._finishing = self.final = False
@@ -184,6 +186,19 @@ class Sender:
         self.upload = None
         parts.forget()
         return info
+
+    async def _made(self, pieces: list[Piece], size: int) -> ObjectInfo | None:
+        """The object, if an earlier run has completed it just so, and died before it could write that down. Its etag tells,
+        where it is made of the parts' as S3 does; elsewhere all is sent again."""
+        try:
+            info = await self.origin.head(self.key)
+        except NotFound:
+            return None
+        if info.size != size:
+            return None
+        with self.file.used():
+            wanted = await trio.to_thread.run_sync(_etag_of, self.file.fd, pieces)
+        return info if info.etag.strip('"').lower() == wanted else None
 
     async def _send_begun(self, piece: Piece) -> None:
         self.parts.begin(piece)
@@ -257,7 +272,17 @@ def same(part: Part, fd: int, start: int, length: int) -> bool:
     wanted = part.etag.strip('"').lower()
     if part.size != length or len(wanted) != 32:
         return False
+    return _md5(fd, start, start + length).hex() == wanted
+
+
+def _etag_of(fd: int, pieces: list[Piece]) -> str:
+    """Of an object that was made of these parts."""
+    digests = b"".join(_md5(fd, piece.start, piece.stop) for piece in pieces)
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(pieces)}"
+
+
+def _md5(fd: int, start: int, stop: int) -> bytes:
     digest = hashlib.md5(usedforsecurity=False)
-    for at in range(start, start + length, HASHED):
-        digest.update(os.pread(fd, min(HASHED, start + length - at), at))
-    return digest.hexdigest() == wanted
+    for at in range(start, stop, HASHED):
+        digest.update(os.pread(fd, min(HASHED, stop - at), at))
+    return digest.digest()

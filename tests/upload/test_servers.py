@@ -20,6 +20,7 @@ from cachefs.names import ObjectId
 from cachefs.origin import Origin, Upload
 from cachefs.store import open_store, ram
 from cachefs.upload import Uploads, through
+from cachefs.upload.records import Records
 from tests.origin.reading import content as object_content
 from tests.origin.servers import Lab, Server
 from tests.origin.test_faults import credentials_file
@@ -306,3 +307,32 @@ def test_memory_stays_flat(lab: Lab, tmp_path: Path, writeback: bool) -> None:
 
     run(use)
     lab.store.delete("bucket", "big")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_one_that_was_completed_before_a_death_is_not_sent_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """Unless somebody has written it since."""
+
+    async def dies(records: Records, draft: Any) -> None:
+        pass
+
+    async def use() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Records, "forget", dies)
+            async with daemon(server, tmp_path, writeback=True, upload_delay_s=0) as (d, _, _):
+                in_parts = d.store.limits.most_parts > 0
+                draft = await d.save("k", BODY)
+                await until(lambda: bool(d.settled))
+                body = (b"new" if changed else b"") + BODY[3 if changed else 0 :]
+                (d.staging / draft.id).write_bytes(body)
+        async with daemon(server, tmp_path, writeback=True, upload_delay_s=0) as (d, _, _):
+            assert [draft.key for draft in d.uploads.pending()] == ["k"]
+            assert await d.uploads.flush() == []
+            assert await at_the_store(d.store, "k") == body
+            if in_parts and isinstance(server, Lab):
+                assert d.metrics.origin_bytes_sent == (LARGE if changed else 0)
+            await d.store.delete("k")
+
+    run(use)
