@@ -12,6 +12,7 @@ import trio.testing
 
 from cachefs.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
 from cachefs.upload.journal import Journal
+from cachefs.upload.records import Records
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, SOURCE, ScriptedStore, desk, in_trio
 
@@ -468,3 +469,13 @@ def test_a_kill_while_the_journal_is_made_is_no_damage(tmp_path: Path, left: str
     journal = Journal(path)
     assert journal.rows("drafts") == {}
     journal.close()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_draft_belongs_to_the_innermost_prefix_that_is_mounted(order: int) -> None:
+    stores = [ScriptedStore(), ScriptedStore(), ScriptedStore(source="s3://other")]
+    stores[1].prefix = stores[2].prefix = "a/b/"
+    records = Records(None, stores[::order])  # type: ignore[arg-type]
+    for key, store in (("a/b/f", stores[1]), ("a/f", stores[0]), ("a/bf", stores[0])):
+        assert records.origin(SOURCE, key) is store  # type: ignore[comparison-overlap]
+    assert records.origin("s3://other", "a/f") is None
