@@ -23,7 +23,7 @@ import trio
 from cachefs.names import ObjectId
 from cachefs.peers.client import TOTAL_S, Client
 from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health
-from cachefs.peers.membership import UNKNOWN, Member, Membership
+from cachefs.peers.membership import REFUSED, UNKNOWN, Member, Membership
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import Address, BlockRequest, Kind
@@ -186,7 +186,8 @@ class Cluster:
     async def greet(self) -> list[str]:
         """Ask all others whether they are there, before much depends on it: those that are not are dead when this returns,
         so their heirs stand in. Their addresses, and those at which nobody has ever answered."""
-        silent = [str(address) for address, why in self.membership.apart.items() if why == UNKNOWN]
+        unknown = (UNKNOWN.state, REFUSED)
+        silent = [str(where) for where, found in self.membership.apart.items() if found.state in unknown]
         at_once = trio.CapacityLimiter(GREETED_AT_ONCE)
 
         async def ask(member: Member) -> None:

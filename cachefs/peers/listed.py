@@ -23,6 +23,7 @@ import trio
 
 from cachefs.errors import CachefsError
 from cachefs.peers.membership import Report, Sighting
+from cachefs.peers.protocol import PeerFailed
 from cachefs.peers.wire import Address, Hello
 
 log = logging.getLogger(__name__)
@@ -203,6 +204,7 @@ class Listed:
         self._resolve = resolve
         self._known: dict[Address, Hello | None] = {}
         """In the order in which that was heard first."""
+        self._refusals: dict[Address, str] = {}
         self._asks: dict[Address, _Asks] = {}
         self._under_way = 0
         self._at_once = trio.CapacityLimiter(ASKED_AT_ONCE)
@@ -256,6 +258,7 @@ class Listed:
         self._known = {address: hello for address, hello in self._known.items() if address in listed}
         for address in listed:
             self._known.setdefault(address, None)
+        self._refusals = {where: said for where, said in self._refusals.items() if where in self._known}
         self._asks = {address: self._asks.get(address) or _Asks() for address in self._known}
 
     def _due(self, asks: _Asks, at: float) -> None:
@@ -270,7 +273,8 @@ class Listed:
             with trio.move_on_after(patience_s):
                 await self._all_said.wait()
             self._news = trio.Event()
-            report([Sighting(address, hello) for address, hello in self._known.items()])
+            refusals = self._refusals
+            report([Sighting(where, hello, refusals.get(where, "")) for where, hello in self._known.items()])
             patience_s = TOGETHER_S
 
     async def _introduce(self, address: Address, asks: _Asks) -> None:
@@ -281,11 +285,15 @@ class Listed:
                     said = await self._ask(address)
         except (OSError, CachefsError, trio.TooSlowError) as exc:
             log.debug("peer %s did not say who it is: %s", address, exc)
+            if isinstance(exc, PeerFailed) and exc.kind == "refused":
+                self._news.set()
+                self._refusals[address] = str(exc)
             first, longest = ASK_AGAIN_S
             again = min(longest, first * 2.0 ** min(asks.failures, 16))
             asks.failures += 1
         else:
             asks.failures = 0
+            self._refusals.pop(address, None)
             again = INTRODUCED_FOR_S
             for other, known in self._known.items():
                 if known is not None and known.node == said.node and known.life != said.life:

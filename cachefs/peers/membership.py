@@ -47,10 +47,12 @@ class Member:
 
 
 class Sighting(NamedTuple):
-    """Somebody is listed at this address; who, if that is known yet."""
+    """Somebody is listed at this address; who, if that is known yet. `refusal` is why not, where somebody answers who does
+    not trust us, or whom we do not trust."""
 
     address: Address
     hello: Hello | None
+    refusal: str = ""
 
 
 class Apart(NamedTuple):
@@ -62,6 +64,7 @@ class Apart(NamedTuple):
     wrong: bool = False
 
 
+REFUSED = "refused"
 UNKNOWN = Apart("unknown", "has not answered yet")
 COPIED = Apart("our id", "has this node's id, as after a copy of its cache directory", wrong=True)
 
@@ -131,12 +134,17 @@ class Membership:
         last: dict[str, Hello] = {}
         where: dict[tuple[str, str], list[Address]] = {}
         apart: dict[Address, Apart] = {}
-        for address, hello in sightings:
-            why = UNKNOWN if hello is None else self._apart(hello)
-            if hello is not None and why is None and hello.node == me.node and hello.life != me.life:
+        for address, hello, refusal in sightings:
+            if hello is None:
+                apart[address] = (
+                    Apart(REFUSED, f"is not trusted ({refusal})", wrong=True) if refusal else UNKNOWN
+                )
+                continue
+            why = self._apart(hello)
+            if why is None and hello.node == me.node and hello.life != me.life:
                 why = COPIED
-            if hello is None or why is not None:
-                apart[address] = why or UNKNOWN
+            if why is not None:
+                apart[address] = why
                 continue
             last[hello.node] = hello
             where.setdefault((hello.node, hello.life), []).append(address)
@@ -163,7 +171,8 @@ class Membership:
         for name in self.members.keys() - members.keys():
             log.info("peer %s left", self.members[name])
         for address, found in apart.items():
-            if found != UNKNOWN and found != self.apart.get(address):
+            before = self.apart.get(address)
+            if found != UNKNOWN and (before is None or found.state != before.state):
                 level = logging.WARNING if found.wrong else logging.INFO
                 log.log(level, "peer %s %s: nothing is shared with it", address, found.why)
 

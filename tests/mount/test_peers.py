@@ -140,6 +140,8 @@ def test_with_a_key_strangers_get_nothing(mounted: Mounted, bucket: Bucket, tmp_
         mounted(bucket, peers=peers, peer_listen=f"127.0.0.1:{port}", peer_key_file=key, prefetch="off")
         for port, key in zip(found, [keys[0], keys[0], keys[1]], strict=True)
     ]
+    for mount in mounts:
+        mount.allowed.append("is not trusted")
     read_all(mounts, files)
     friends = mounts[0].settled()["peer_bytes_in"] + mounts[1].settled()["peer_bytes_in"]
     assert friends > 0

@@ -38,6 +38,7 @@ from cachefs.peers.listed import (
     is_own,
 )
 from cachefs.peers.membership import Membership, Sighting
+from cachefs.peers.protocol import PeerFailed
 from cachefs.peers.wire import VERSION, Address, Hello
 
 ME = Hello("me", VERSION, "g", "f", 1.0)
@@ -279,6 +280,27 @@ async def test_a_thousand_answers_are_a_few_reports() -> None:
         await membership.run()
     assert len(membership.members) == 1000
     assert len(reports) <= 1 + 1000 / ASKED_AT_ONCE * 0.1 / TOGETHER_S
+
+
+@in_virtual_time
+async def test_a_refusal_is_reported_until_there_is_a_hello() -> None:
+    trusted = False
+
+    async def identify(host: str, port: int) -> Hello:
+        if not trusted:
+            raise PeerFailed("refused", "another key")
+        return ME
+
+    reports: list[list[Sighting]] = []
+    async with trio.open_nursery() as nursery:
+        listed = Listed(Static([A]), ME, None, identify, literal, random.Random(1))
+        nursery.start_soon(listed.run, lambda sightings: reports.append(list(sightings)))
+        await trio.sleep(1)
+        assert reports[-1] == [Sighting(A, None, "another key")]
+        trusted = True
+        await trio.sleep(2 * ASK_AGAIN_S[1])
+        assert reports[-1] == [Sighting(A, ME)]
+        nursery.cancel_scope.cancel()
 
 
 @in_virtual_time

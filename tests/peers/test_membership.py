@@ -88,6 +88,15 @@ def test_who_should_share_and_cannot_is_told_of_once_with_both_values(
     assert all(value in told[0] for value in [*values, str(THERE)] if values)
 
 
+def test_who_answers_and_is_not_trusted_is_told_of_until_he_is(caplog: pytest.LogCaptureFixture) -> None:
+    refused = [Sighting(HERE, ME), Sighting(THERE, None, "another key")]
+    again = [Sighting(HERE, ME), Sighting(THERE, None, "the clock is 31 s off")]
+    membership = after(refused, again)
+    assert membership.apart[THERE].state == "refused" and "31 s" in membership.apart[THERE].why
+    assert [r.levelname for r in caplog.records if r.levelname != "INFO"] == ["WARNING"]
+    assert "other" in after(refused, [Sighting(HERE, ME), Sighting(THERE, OTHER)]).members
+
+
 def test_an_address_where_nobody_answered_yet_moves_nobody_s_share() -> None:
     known, other = after([Sighting(HERE, ME)]), after([Sighting(HERE, ME), Sighting(THERE, None)])
     assert known.ring.members == other.ring.members == {"me": 1.0}
