@@ -42,6 +42,10 @@ class Entry:
     ttl: float
 
 
+FREE_NAMES = 1 << 40
+"""Names that may still be made, as df shows them: there is no end of them, and some monitors take none left for trouble."""
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """What statfs shows. An object store has no size; df needs one."""
@@ -50,6 +54,7 @@ class Space:
     blocks: int
     blocks_free: int
     files: int
+    files_free: int
     name_max: int
 
 

@@ -20,7 +20,7 @@ import trio
 from cachefs.database import Database
 from cachefs.errors import CachefsError, IsADirectory, NotFound, ObjectChanged, ReadOnly
 from cachefs.fs import xattrs
-from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, Attributes, Entry, Options, Space
+from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
 from cachefs.fs.files import DRAFT, FileHandle, LendHook, OpenFiles, OpenHook
@@ -392,10 +392,6 @@ class FileSystem(Writes):
 
     # -- extended attributes -----------------------------------------------------------------------
 
-    def listxattr(self, ino: int) -> list[bytes]:
-        is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
-        return list(xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES)
-
     async def getxattr(self, ino: int, name: bytes) -> bytes:
         """The value as text. Raises `NoAttribute`. Reading `user.cachefs.refresh` says "look again": nothing else can be
         asked of a mount that cannot be written, from inside a container that has nothing but the mount."""
@@ -407,9 +403,10 @@ class FileSystem(Writes):
                 await self._refreshing.name(directory, mark, self._files.stable(ino))
             await self.told()
             return b"looking again"
-        if not name.startswith(xattrs.PREFIX) or name not in self.listxattr(ino):
+        is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
+        if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
-        if ino == ROOT or self._locate(ino)[1].endswith(b"/"):
+        if is_dir:
             directory = self._tree.directory(ino)
             return xattrs.of_directory(directory, self._beliefs.whole(directory), name)
         directory, mark = self._locate(ino)
@@ -472,8 +469,9 @@ class FileSystem(Writes):
     # -- the whole ---------------------------------------------------------------------------------
 
     def statfs(self) -> Space:
-        """An object store has no size: a pebibyte, so that df shows a use of about nothing."""
-        return Space(4096, 1 << 38, 1 << 38, self._tree.database.count("inodes"), MAX_NAME)
+        """An object store has no size: a pebibyte, so that df shows a use of about nothing, and as many names to come."""
+        free = 0 if self._writing is None else FREE_NAMES
+        return Space(4096, 1 << 38, 1 << 38, self._tree.database.count("inodes"), free, MAX_NAME)
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values."""

@@ -200,7 +200,8 @@ class KernelFront:
         self._write(
             protocol.STATFS_REPLY.pack(
                 *(protocol.STATFS_REPLY.size, 0, unique, shown.blocks, shown.blocks_free, shown.blocks_free),
-                *(shown.files, 0, shown.block_size, shown.name_max, shown.block_size, 0),
+                *(shown.files + shown.files_free, shown.files_free),
+                *(shown.block_size, shown.name_max, shown.block_size, 0),
             )
         )
 
@@ -381,7 +382,7 @@ class KernelFront:
     def _listxattr(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
         self._metrics.fuse_other += 1
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
-        self._value(unique, b"".join(name + b"\0" for name in self._fs.listxattr(nodeid)), size)
+        self._value(unique, b"", size)
 
     def _value(self, unique: int, value: bytes, size: int) -> None:
         if not size:

@@ -23,6 +23,7 @@ from cachefs.fs import Attributes
 from cachefs.fuse import protocol
 from cachefs.fuse.closing import Writers
 from cachefs.fuse.device import Device
+from cachefs.fuse.errno_table import OURS
 from cachefs.fuse.packing import attr, entry_of, name_of, names_of
 from cachefs.fuse.protocol import Op, Setattr
 from cachefs.fuse.protocol import Opened as Flags
@@ -70,7 +71,9 @@ class WritingHandlers:
             Op.FSYNC: self._fsync,
             **dict.fromkeys((Op.SYMLINK, Op.LINK), self._not_permitted),
             # Said once: the kernel copies by reading and writing, and asks no more for what there is not.
-            **dict.fromkeys((Op.COPY_FILE_RANGE, Op.TMPFILE, Op.SETXATTR, Op.REMOVEXATTR), self._unknown),
+            **dict.fromkeys((Op.COPY_FILE_RANGE, Op.TMPFILE), self._unknown),
+            Op.SETXATTR: self._setxattr,
+            Op.REMOVEXATTR: self._removexattr,
         }
 
     # -- handles -----------------------------------------------------------------------------------
@@ -289,6 +292,17 @@ class WritingHandlers:
         self._device.write(
             reply.pack(reply.size, 0, unique, whole, int((ttl - whole) * 1e9), 0, *attr(attributes))
         )
+
+    # -- extended attributes -----------------------------------------------------------------------
+
+    def _setxattr(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
+        protocol.SETXATTR_IN.unpack_from(body)
+        self._removexattr(unique, nodeid, pid, body[protocol.SETXATTR_IN.size :])
+
+    def _removexattr(self, unique: int, nodeid: int, pid: int, body: memoryview) -> None:
+        """Of ours a copy may have some, from another mount: they are taken, and not kept."""
+        self._metrics.fuse_other += 1
+        self.session.error(unique, 0 if name_of(body).startswith(OURS) else errno.EOPNOTSUPP)
 
     # -- the rest ----------------------------------------------------------------------------------
 

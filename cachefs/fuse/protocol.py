@@ -109,6 +109,7 @@ OPEN_IN = Struct("=II")  # flags, open_flags
 READ_IN = Struct("=QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags, padding
 RELEASE_IN = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
 GETXATTR_IN = Struct("=II")  # size, padding; then the name
+SETXATTR_IN = Struct("=II")  # size, flags; then the name and the value
 INTERRUPT_IN = Struct("=Q")  # unique of the request that is not wanted any more
 CREATE_IN = Struct("=IIII")  # flags, mode (the umask is taken off), umask, open_flags; then the name
 MKNOD_IN = Struct("=IIII")  # mode, rdev, umask, padding; then the name

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pyfuse3
 
 from cachefs.fuse.closing import Writers
+from cachefs.fuse.errno_table import OURS
 from cachefs.fuse.kernel_writing import WRITING
 from cachefs.fuse.pyfuse3_front import Pyfuse3Base, entry_of
 from cachefs.ledger import NAMES, WRITES
@@ -172,9 +173,13 @@ class WritablePyfuse3Front(Pyfuse3Base):
         self._metrics.fuse_other += 1
         raise pyfuse3.FUSEError(errno.EPERM)
 
-    async def _unknown(self, *_: Any, **__: Any) -> NoReturn:
-        self._metrics.fuse_other += 1
-        raise pyfuse3.FUSEError(errno.ENOSYS)  # said once: the kernel does not ask again
-
     symlink = link = _not_permitted
-    setxattr = removexattr = _unknown
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: Any) -> None:
+        await self.removexattr(inode, name, ctx)
+
+    async def removexattr(self, inode: int, name: bytes, ctx: Any) -> None:
+        """Of ours a copy may have some, from another mount: they are taken, and not kept."""
+        self._metrics.fuse_other += 1
+        if not name.startswith(OURS):
+            raise pyfuse3.FUSEError(errno.EOPNOTSUPP)

@@ -26,6 +26,7 @@ SIZES: list[tuple[str, Struct, int]] = [
     ("fuse_read_in", protocol.READ_IN, 40),
     ("fuse_release_in", protocol.RELEASE_IN, 24),
     ("fuse_getxattr_in", protocol.GETXATTR_IN, 8),
+    ("fuse_setxattr_in, without FUSE_SETXATTR_EXT", protocol.SETXATTR_IN, 8),
     ("fuse_interrupt_in", protocol.INTERRUPT_IN, 8),
     ("fuse_create_in", protocol.CREATE_IN, 16),
     ("fuse_mknod_in", protocol.MKNOD_IN, 16),

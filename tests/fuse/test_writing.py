@@ -261,14 +261,23 @@ async def test_cut_off_requests_are_refused(case: tuple[int, bytes, tuple[Any, .
         (Op.LINK, errno.EPERM),
         (Op.COPY_FILE_RANGE, errno.ENOSYS),
         (Op.TMPFILE, errno.ENOSYS),
-        (Op.SETXATTR, errno.ENOSYS),
-        (Op.REMOVEXATTR, errno.ENOSYS),
         (46, errno.ENOSYS),  # LSEEK
     ],
 )
 async def test_what_there_is_not(opcode: int, number: int) -> None:
     async with writing(fs := Noted()) as asking:
         assert (await asking.ask(opcode, DIRECTORY, bytes(64))).error == number
+        assert fs.calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [(b"user.cachefs.etag", 0), (b"user.mine", errno.EOPNOTSUPP), (b"", errno.EINVAL)]
+)
+async def test_attributes_of_ours_are_taken_and_not_kept(name: bytes, number: int) -> None:
+    async with writing(fs := Noted()) as asking:
+        body = protocol.SETXATTR_IN.pack(5, 0) + name + b"\0value"
+        assert (await asking.ask(Op.SETXATTR, DIRECTORY, body)).error == number
+        assert (await asking.ask(Op.REMOVEXATTR, DIRECTORY, name + b"\0")).error == number
         assert fs.calls == []
 
 
@@ -484,7 +493,7 @@ async def flushes(asking: Kernel, fs: Noted) -> int:
 
 
 async def test_only_the_last_close_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def still(process: int, inode: int) -> bool:
+    def still(process: int, inode: int, device: str) -> bool:
         return (process, inode) == (4712, 7)
 
     monkeypatch.setattr("cachefs.fuse.closing._process_of", lambda thread: thread + 1)
@@ -495,7 +504,7 @@ async def test_only_the_last_close_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         assert await flushes(asking, fs) == 0
         assert not (await asking.ask(Op.FSYNC, 7, protocol.FSYNC_IN.pack(9, 0, 0))).error
         assert fs.calls == [("fsync", 9)]  # who asks for it gets it
-        monkeypatch.setattr("cachefs.fuse.closing._has_open", lambda process, inode: False)
+        monkeypatch.setattr("cachefs.fuse.closing._has_open", lambda process, inode, device: False)
         assert await flushes(asking, fs) == 1
         monkeypatch.setattr("cachefs.fuse.closing._has_open", still)
         await asking.ask(Op.RELEASE, 7, release_in(9))

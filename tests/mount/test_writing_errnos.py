@@ -136,6 +136,7 @@ REFUSED: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("mkfifo", errno.EPERM, lambda p: os.mkfifo(p / "x")),
     ("a socket", errno.EPERM, lambda p: bound(p / "x")),
     ("setxattr", errno.EOPNOTSUPP, lambda p: os.setxattr(p / "f", "user.x", b"x")),
+    ("removexattr", errno.EOPNOTSUPP, lambda p: os.removexattr(p / "f", "user.x")),
     ("chmod of nothing", errno.ENOENT, lambda p: os.chmod(p / "no", 0o600)),
     ("utime of nothing", errno.ENOENT, lambda p: os.utime(p / "no")),
 ]

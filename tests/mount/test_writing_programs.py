@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import shutil
 import sqlite3
 import sys
@@ -18,7 +19,7 @@ import pytest
 from bench.lab.dataset import content, make_image_folder
 from tests.conftest import needs
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
-from tests.mount.mounts import Mount, in_python, succeed
+from tests.mount.mounts import Mount, in_python, run, succeed
 from tests.mount.test_clients import same
 from tests.mount.test_writing import Place
 from tests.mount.written import stored
@@ -263,3 +264,60 @@ def _wheel(directory: Path) -> Path:
             archive.writestr(name, text)
         archive.writestr("tiny-1.0.dist-info/RECORD", record + "tiny-1.0.dist-info/RECORD,,\n")
     return path
+
+
+ATTRIBUTES = """
+import os, sys
+for path in sys.argv[1:]:
+    for name in ("user.cachefs.etag", "user.cachefs.key", "user.cachefs.cached"):
+        os.setxattr(path, name, b"from an earlier mount")
+"""
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Path:
+    """A local tree with the attributes that an earlier `cp -a` took along out of a mount."""
+    (tmp_path / "marked/d").mkdir(parents=True)
+    for name in ("f", "d/g"):
+        (tmp_path / "marked" / name).write_bytes(name.encode())
+        in_python(ATTRIBUTES, tmp_path / "marked" / name)
+    return tmp_path / "marked"
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        pytest.param(["rsync", "-aX"], marks=needs("rsync")),
+        ["cp", "-a"],
+        ["cp", "-r", "--preserve=xattr"],
+    ],
+    ids=lambda command: command[0] + command[-1],
+)
+def test_attributes_of_ours_are_no_trouble_to_who_copies(
+    place: Place, marked: Path, tmp_path: Path, copy: list[str]
+) -> None:
+    """Into the mount where they are, and out of it where they must not be."""
+    succeed([*copy, f"{marked}/", place.path / "in"])
+    succeed([*copy, f"{place.path}/in", tmp_path / "out"])
+    found = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(found) == 2
+    for path in found:
+        assert os.listxattr(path) == []
+    (inside,) = (place.path / "in").rglob("f")
+    assert os.getxattr(inside, "user.cachefs.key").endswith(b"/f")
+    os.removexattr(inside, "user.cachefs.key")
+    assert os.getxattr(inside, "user.cachefs.key").endswith(b"/f")
+
+
+@needs("tar")
+def test_tar_keeps_no_attributes_of_ours(place: Place, marked: Path, tmp_path: Path) -> None:
+    for source, to in ((marked, place.path), (place.path, tmp_path)):
+        done = run(["tar", "--xattrs", "-C", source, "-cf", to / "all.tar", "f", "d"])
+        assert (done.returncode, done.stderr) == (0, "")
+        done = run(["tar", "--xattrs", "--xattrs-include=*", "-C", to, "-xf", to / "all.tar"])
+        assert (done.returncode, done.stderr) == (0, "")
+    assert os.listxattr(tmp_path / "f") == []
+
+
+def test_df_shows_room_for_names(place: Place) -> None:
+    assert succeed(["df", "--output=ipcent", place.path]).split()[-1] in ("0%", "1%")
