@@ -333,7 +333,7 @@ class Config:
         "Where other nodes ask this one.",
         value=None,
         metavar="HOST:PORT",
-        default="this machine's address in static:, 0.0.0.0 and the port of dns:",
+        default="this machine's address in static:, every address and the port of dns:",
     )
     cache_group: str = option(
         TEXT,

@@ -81,7 +81,7 @@ def _listen(config: Config, peers: Peers) -> Address | None:
         except ValueError as exc:
             raise ConfigError(f"--peer-listen: {config.peer_listen!r} is {exc}") from None
     if isinstance(peers, DnsPeers):
-        return Address("0.0.0.0", peers.port)
+        return Address("::", peers.port)  # of both families, as the name may be
     if isinstance(peers, StaticPeers):
         return None
     raise ConfigError("--peers etcd: needs --peer-listen HOST:PORT, or --no-sharing")

@@ -9,7 +9,7 @@ import trio
 
 from cachefs.peers.etcd import Registry
 from cachefs.peers.membership import Membership
-from cachefs.peers.opening import open_source
+from cachefs.peers.opening import _narrowed, open_source
 from cachefs.peers.places import parse_peers
 from cachefs.peers.wire import VERSION, Address, Hello
 
@@ -49,3 +49,24 @@ def test_etcd_is_a_registry() -> None:
         parse_peers("etcd:http://h:2379,https://i/team"), ME, Address("h", 1), identify, random.Random(1)
     )
     assert isinstance(source, Registry)
+
+
+@pytest.mark.parametrize(
+    ("listen", "found", "kept"),
+    [
+        ("0.0.0.0", ["10.0.0.1", "fd00::1"], ["10.0.0.1"]),
+        ("fd00::1", ["10.0.0.1", "fd00::1"], ["fd00::1"]),
+        ("::", ["10.0.0.1", "fd00::1"], ["10.0.0.1", "fd00::1"]),
+        ("node1", ["10.0.0.1", "fd00::1"], ["10.0.0.1", "fd00::1"]),
+        (None, ["10.0.0.1", "fd00::1"], ["10.0.0.1", "fd00::1"]),
+        ("0.0.0.0", ["fd00::1"], ["fd00::1"]),
+    ],
+)
+def test_a_name_means_the_family_that_is_listened_on(
+    listen: str | None, found: list[str], kept: list[str]
+) -> None:
+    async def resolve(name: str, port: int) -> list[str]:
+        return found
+
+    narrowed = _narrowed(resolve, Address(listen, 7070) if listen else None)
+    assert trio.run(narrowed, "svc", 7070) == kept
