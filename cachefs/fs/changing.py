@@ -17,7 +17,7 @@ from cachefs.errors import (
     NotFound,
     NotPermitted,
 )
-from cachefs.fs.drafts import check_name, writable
+from cachefs.fs.drafts import check_key, check_name, writable
 from cachefs.fs.keys import name_in
 from cachefs.fs.moving import Moving
 from cachefs.fs.overlay import is_below
@@ -68,7 +68,9 @@ class Changing:
         origin = writable(directory)
         if isinstance(await self._looker.sure(directory, name, below=True), Found):
             raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
-        await origin.put(directory.prefix + name.decode() + "/", InMemory(b""), 0)
+        marker = directory.prefix + name.decode() + "/"
+        check_key(origin, len(marker.encode()))
+        await origin.put(marker, InMemory(b""), 0)
         ino = await self._overlay.is_directory(directory, name)
         made = self._tree.directory(ino)
         await self._lister.is_empty(made)
@@ -148,7 +150,7 @@ class Changing:
         if flags & ~NOREPLACE:
             raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at a store")
         origin, check = writable(directory), writable(to)
-        check_name(newname)
+        check_name(to, newname)
         if origin is not check:
             raise CrossDevice("a rename from one source to another")
         found = await self._found(directory, name)

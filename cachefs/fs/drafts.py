@@ -59,7 +59,7 @@ class Drafts:
     async def create(self, directory: Directory, name: bytes, attrs: dict[str, Any]) -> Node:
         """A new, empty file, where there is nothing. It reaches the store when it is closed."""
         writable(directory)
-        check_name(name)
+        check_name(directory, name)
         node = Node(directory, name, 0, 0, stored=False)
         node.attrs = attrs
         await self._give(node, None)
@@ -278,9 +278,16 @@ def writable(directory: Directory) -> Origin:
     return origin
 
 
-def check_name(name: bytes) -> None:
-    """Whether a key can have this name."""
+def check_name(directory: Directory, name: bytes) -> None:
+    """Whether a key can have this name. Raises `NameTooLong`, `Invalid`."""
     if len(name) > MAX_NAME:
         raise NameTooLong(f"a name of {len(name)} bytes")
     if not nameable(name) or text_of(name) is None:
         raise Invalid("no key can have this name: keys are UTF-8")
+    check_key(writable(directory), len(directory.prefix.encode()) + len(name))
+
+
+def check_key(origin: Origin, size: int) -> None:
+    """Whether the store takes a key of `size` bytes. Raises `NameTooLong`."""
+    if size > origin.limits.longest_key:
+        raise NameTooLong(f"a key of {size} bytes: {origin.source} takes {origin.limits.longest_key}")

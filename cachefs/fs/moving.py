@@ -16,6 +16,7 @@ from uuid import uuid4
 import trio
 
 from cachefs.errors import CachefsError, NotEmpty, NotFound
+from cachefs.fs.drafts import check_key
 from cachefs.fs.overlay import Node, is_below
 from cachefs.fs.survey import object_of
 from cachefs.fs.tree import Directory, Found, Tree
@@ -164,6 +165,8 @@ class Moving:
         there = {new} if known else {info.key for info in await keys_below(origin, new)}
         if there - {new}:
             raise NotEmpty(f"{new} has something in it by now")
+        longest = max((len(key.encode()) for key in (*local, *(info.key for info in objects))), default=0)
+        check_key(origin, longest - len(prefix.encode()) + len(new.encode()))
         note = uuid4().hex
         row = {"source": origin.source, "from": prefix, "to": new}
         await self._writer.note(note, row)

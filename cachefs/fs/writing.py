@@ -171,7 +171,7 @@ class Writing:
     ) -> tuple[int, Opened]:
         """The number of a new file, or of the one that is there, and a handle of it."""
         writable(directory)
-        check_name(name)
+        check_name(directory, name)
         # Who empties what is there replaces it, whatever it is; others would by mistake.
         replaces = flags & os.O_TRUNC and not flags & os.O_EXCL
         found = await (self._looker.look if replaces else self._looker.sure)(directory, name)
@@ -246,7 +246,7 @@ class Writing:
 
     async def mkdir(self, directory: Directory, name: bytes, mode: int, uid: int, gid: int) -> Found:
         writable(directory)
-        check_name(name)
+        check_name(directory, name)
         found = await self._names.mkdir(directory, name)
         attrs = self._attrs(True, mode, uid, gid)
         self._kept.put(found.ino, "", attrs)

@@ -32,7 +32,8 @@ of the 10,000 that S3 takes, and none is above its 5 GiB; the first 10 GiB go in
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a store takes, in bytes. `most_parts` is 0 where there are no multipart uploads; `batch` is how many keys one
-    deletion may name, 0 where it is one. `directories`: they are really there, and go only when they are empty."""
+    deletion may name, 0 where it is one. `directories`: they are really there, and go only when they are empty.
+    `longest_key` is in bytes of UTF-8."""
 
     largest_put: int
     largest_copy: int
@@ -42,6 +43,7 @@ class Limits:
     largest_object: int
     batch: int = 0
     directories: bool = False
+    longest_key: int = 1024
 
     def part_size(self, sent: int) -> int:
         """How long the next part shall be when `sent` bytes went before it and nobody knows how many will come: parts
@@ -51,7 +53,8 @@ class Limits:
 
 
 S3 = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
-"""As documented for AWS, where an object may be larger by now; others kept to this."""
+"""As documented for AWS, where an object may be larger by now; others kept to this. Keys of all three have 1,024 bytes
+(Azure: as many characters, so fewer bytes than it might take)."""
 
 GOOGLE = Limits(5 * TIB, 5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
 """As documented for the XML interface, which copies any size in one request."""
@@ -60,10 +63,10 @@ AZURE = Limits(5000 * MIB, 190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
 """As documented for block blobs, except for the largest: 190 TiB would need the largest blocks from the beginning, and
 growing ones reach 150."""
 
-LOCAL = Limits(1 << 62, 1 << 62, 1, 1 << 62, 1_000_000, 1 << 62, directories=True)
+LOCAL = Limits(1 << 62, 1 << 62, 1, 1 << 62, 1_000_000, 1 << 62, directories=True, longest_key=1 << 62)
 """A file system has limits of its own, which it tells by failing."""
 
-WHOLE = Limits(1 << 62, 1 << 62, 1, 1 << 62, 0, 1 << 62, directories=True)
+WHOLE = Limits(1 << 62, 1 << 62, 1, 1 << 62, 0, 1 << 62, directories=True, longest_key=1 << 62)
 """A filesystem of fsspec writes from the beginning to the end, and at once."""
 
 

@@ -167,6 +167,34 @@ class TestDirectories:
         assert keys(bucket) == ["cl/f", "cl2/g"]
 
 
+class TestLongKeys:
+    def test_what_no_key_can_be_is_refused_before_anything_is_done(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        """S3 takes 1,024 bytes. With `--writeback` nobody would hear of it later."""
+        mount = mounted(bucket, read_only=False, writeback=True)
+        deep = mount.path / "/".join(["d" * 250] * 4)  # 1,003 bytes
+        os.makedirs(deep)
+        fits, too_long = "f" * 20, "f" * 21
+        (deep / fits).write_bytes(b"fits")
+        (mount.path / "short").mkdir()
+        (mount.path / "short" / too_long).write_bytes(b"x")
+        assert mount.cli("flush", mount.path).returncode == 0
+        before = keys(bucket)
+        for call in (
+            lambda: (deep / too_long).write_bytes(b""),
+            lambda: (deep / fits).rename(deep / too_long),
+            lambda: (deep / ("g" * 21)).mkdir(),
+            lambda: (mount.path / "short").rename(deep / "s"),
+        ):
+            with pytest.raises(OSError) as caught:
+                call()
+            assert caught.value.errno == errno.ENAMETOOLONG
+        assert mount.cli("flush", mount.path).returncode == 0 and keys(bucket) == before
+        (deep / ("g" * 19)).mkdir()
+        assert (deep / fits).read_bytes() == b"fits"
+
+
 class TestConflicts:
     """`--on-conflict fail`: ways out of it that lose neither theirs nor ours."""
 
