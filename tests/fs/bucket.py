@@ -159,6 +159,13 @@ class WritableBucket(Bucket):
             raise ObjectChanged(key)
         return self._made(to, self.content(key))
 
+    def name(self, key: str) -> str:
+        return f"{self.source}/{key}"
+
+    async def look(self, key: str) -> tuple[ObjectInfo, str]:
+        """No object here shows a stamp."""
+        return await self.head(key), ""
+
     async def delete(self, key: str) -> None:
         self.deletes.append(key)
         await trio.sleep(self.delay)
