@@ -119,8 +119,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "A store that does not answer at all is found out within seconds and said once: what is known of names is "
     "believed further, or not, or readers wait (`--on-outage serve-stale|eio|wait=30s`), nobody hangs, and it is "
-    "over by itself.": (
+    "over by itself. A mount starts then, too, with what it knew.": (
         "tests/mount/test_outage.py::test_a_store_that_is_stopped_for_a_while",
+        "tests/mount/test_outage.py::test_a_mount_starts_without_its_store_and_shows_what_it_knows",
         "tests/mount/test_outage.py::test_a_reader_may_wait_for_the_store",
     ),
     # Writing
@@ -196,9 +197,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_ahead.py::TestDirectories::test_a_twentieth_costs_at_most_a_tenth",
         "tests/prefetch/test_prefetcher.py::test_a_shuffled_epoch_fetches_each_file_once_and_in_time",
     ),
-    "Shards that are opened in a stride are fetched once each, and the next before it is opened.": (
+    "Shards that are read in a stride are fetched once each, and the next before it is opened; looking at footers and "
+    "metadata fetches little more than that.": (
         "tests/mount/test_ahead.py::TestShards::test_the_next_of_a_stride_comes_before_it_is_opened",
         "tests/mount/test_ahead.py::TestShards::test_workers_that_stride_have_each_shard_fetched_once",
+        "tests/mount/test_ahead.py::TestTables::test_only_what_is_read_through_is_fetched_ahead",
     ),
     "What a job announced is there before it opens it, in its order, after a restart of the daemon too; a wrong hint costs "
     "requests and no byte.": (
