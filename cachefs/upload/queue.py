@@ -209,7 +209,7 @@ class Queue:
         if not in_vain(error):
             wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(draft.failures - 1, 32))
         wait_s *= self._rng.uniform(0.5, 1.0)
-        log.warning("%s; trying again in %.0f s", error, wait_s)
+        log.warning("%s; trying again in %.1f s", error, wait_s)
         self.plan(draft, wait_s)
 
 
