@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
+from cachefs.cli_look import Place
 from cachefs.errors import ConfigError, MountError, OriginFailed
 from cachefs.units import FOREVER, about_bytes, about_files, parse_duration, printable
 
 
 @click.command(short_help="Wait until what was written is in the store.")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False, type=Place())
 @click.option("--timeout", metavar="TIME", help="Give up after this long: 60s, 5m.  [forever]")
 def flush(path: Path | None, timeout: str | None) -> None:
     """Upload what was written at and below PATH (below every mount of this user, if left out) now, and wait for it.
