@@ -46,6 +46,7 @@ def test_a_path_that_does_not_exist(mounted: Mounted, bucket: Bucket) -> None:
     assert done.returncode == 0 and keys(bucket) == ["file"]
 
 
+@pytest.mark.alone  # `cachefs flush` is of every mount of this machine
 def test_a_mount_that_can_only_be_read(left: Mount, bucket: Bucket) -> None:
     left.start(read_only=True)
     assert left.cli("flush", left.path / "d").returncode == 1
@@ -58,6 +59,7 @@ def test_a_mount_that_can_only_be_read(left: Mount, bucket: Bucket) -> None:
     assert left.status()["unsent"] == 0 and left.cli("flush", left.path).returncode == 0
 
 
+@pytest.mark.alone  # `cachefs flush` is of every mount of this machine
 def test_a_mount_of_another_source(left: Mount, bucket: Bucket, mounted: Mounted) -> None:
     other = type(bucket)(bucket.store)
     mount = mounted(other.url, read_only=False, cache_dir=left.cache)
