@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -16,21 +15,13 @@ import pytest
 
 from cachefs.peers.places import Endpoint
 from cachefs.peers.wire import Address
-from tests.conftest import ON_CI
+from tests.conftest import ON_CI, free_ports
 
 ETCD = shutil.which("etcd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/bin")
 
 needs_etcd = pytest.mark.skipif(
     ETCD is None and not ON_CI, reason="no etcd here: apt-get install etcd-server"
 )
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 class Cluster:

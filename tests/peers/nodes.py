@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 import trio.testing
 
@@ -200,6 +201,6 @@ def in_time(rate: float) -> Any:
                 warnings.simplefilter("ignore", trio.TrioDeprecationWarning)
                 trio.run(main, clock=trio.testing.MockClock(rate=rate), strict_exception_groups=False)
 
-        return run
+        return pytest.mark.alone(run)
 
     return wrap
