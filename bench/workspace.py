@@ -92,7 +92,7 @@ TINY = Scale(
 @dataclass
 class Traffic:
     """What the store was asked for. `made` are the objects that bytes were sent for, in one request or in `parts`;
-    `received`, these bytes."""
+    `received`, these bytes; `unfinished`, uploads in parts that were begun and neither completed nor aborted."""
 
     get: int = 0
     head: int = 0
@@ -103,6 +103,7 @@ class Traffic:
     deleted: int = 0
     parts: int = 0
     received: int = 0
+    unfinished: int = 0
 
 
 class Workspace:
@@ -210,6 +211,8 @@ class Workspace:
         seen.copied, seen.parts = requests.get("copy", 0), requests.get("upload_part", 0)
         seen.deleted = requests.get("delete", 0) + requests.get("delete_many", 0)
         seen.received = sum(counters["bytes_received"].get(kind, 0) for kind in ("put", "upload_part"))
+        ended = requests.get("complete_upload", 0) + requests.get("abort_upload", 0)
+        seen.unfinished = requests.get("create_upload", 0) - ended
 
     def quiet(self) -> None:
         """Wait until nothing has been asked for a moment: readahead may still be coming in."""

@@ -42,7 +42,7 @@ COUNTS = {
     "save-durable": ("bytes sent", "objects"),
     "save-writeback": ("objects",),
     "save-again": ("GETs", "objects"),
-    "save-replace": ("objects", "copies", "bytes sent", "names left"),
+    "save-replace": ("objects", "copies", "bytes sent", "names left", "left at the store"),
     "save-memory": ("resident", "growth"),
     "save-small": ("objects",),
     "ls": ("LIST", "HEAD"),
