@@ -146,11 +146,10 @@ class Passed:
         return run([*as_user(self.uid), *COMMAND, *words], env=self.env, cwd="/")
 
     def status(self) -> dict[str, Any]:
-        (socket,) = (
-            (self.runtime / "cachefs").glob("*.sock")
-            if self.uid
-            else Path("/run/cachefs").glob(f"*{self.place.name}*.sock")
-        )
+        where = self.runtime / "cachefs" if self.uid else Path("/run/cachefs")
+        name = "*.sock" if self.uid else f"*{self.place.name}*.sock"
+        eventually(lambda: list(where.glob(name)), "it can be asked")
+        (socket,) = where.glob(name)
         status: dict[str, Any] = control.request(socket, "status", 10.0)
         return status
 
