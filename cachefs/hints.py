@@ -350,9 +350,8 @@ class _Share:
             self._sent = True
         try:
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
-        except (
-            CachefsError
-        ):  # a daemon that was started anew may have lost the files, or has others of this name
+        except CachefsError:
+            # A daemon that was started anew may have lost the files, or has others of this name.
             send_files(self.mountpoint, self.plan, self.paths)
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
 

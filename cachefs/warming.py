@@ -28,6 +28,7 @@ from cachefs.names import ObjectId
 from cachefs.origin import Origin
 from cachefs.store import Store
 from cachefs.store.moves import SPILL_TO
+from cachefs.store.tier import PAGE, allocated
 from cachefs.units import about_bytes
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,6 @@ SHOWN = 4
 """Of these, how many the status shows: who began one in the background has no other way to hear of it. Guessed."""
 
 FAILURES_LOGGED = 3
-
-PAGE = 4096
-"""Files take whole pages of a tier."""
 
 
 class FileSystem(Protocol):
@@ -288,7 +286,7 @@ class Jobs:
                         job.here += self._bytes_here(job, wanted)
                         cached = self._store.look(obj)
                         if self._store.whole(cached) and cached.pinned:
-                            job.pinned += _in_pages(obj.size)
+                            job.pinned += allocated(obj.size)
                         if job.action in ("warm", "pin"):
                             self._mind_the_room(job)
                         if job.action == "pin":
@@ -407,7 +405,7 @@ class Jobs:
         obj = self._store.object(wanted.object)
         was_pinned = obj.pinned
         self._store.pin(obj)
-        job.pinned += 0 if was_pinned else _in_pages(wanted.object.size)
+        job.pinned += 0 if was_pinned else allocated(wanted.object.size)
 
     async def _unpin(self, job: Job, wanted: Wanted) -> None:
         self._store.unpin(self._store.object(wanted.object))
@@ -417,8 +415,3 @@ class Jobs:
         job.freed_bytes += self._store.evict(self._store.object(wanted.object))
         job.kept_files += self._fetcher.cached_bytes(wanted.object) > 0
         job.done_bytes += wanted.object.size
-
-
-def _in_pages(size: int) -> int:
-    """What a file of `size` bytes takes of a tier."""
-    return -(-size // PAGE) * PAGE
