@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,8 @@ def describe(left: Mapping[str, Any]) -> str:
     return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not in the store{why}"
 
 
-def start_job(
+@contextmanager
+def job(
     mountpoint: Path,
     action: str,
     items: Iterable[Any],
@@ -139,20 +142,39 @@ def start_job(
     at_once: int = 0,
     vanish: bool = False,
     cluster: bool = False,
-) -> int:
-    """Begin a job in the daemon (see `cachefs.warming`) and give it all its items; its number."""
-    number: int = ask(
-        mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
-    )
+) -> Iterator[int]:
+    """Begin a job in the daemon (see `cachefs.warming`) and give it all its items; its number. The job is ended when
+    that or what is done with the number fails or is interrupted."""
+    with (
+        _uninterrupted() as interruptible
+    ):  # or nobody would know the number of a job that waits for its items
+        number: int = ask(
+            mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
+        )
+        try:
+            interruptible()
+            for batch in control.batches(items):
+                if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
+                    break  # it has given up, and will say why
+            ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
+            yield number
+        except BaseException:
+            stop_jobs(mountpoint, number)
+            raise
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[Callable[[], object]]:
+    """Hold signals that end this process back until what is given is called, or the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+    def interruptible() -> object:
+        return signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
-        for batch in control.batches(items):
-            if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
-                break  # it has given up, and will say why
-        ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
-    except BaseException:
-        stop_jobs(mountpoint, number)
-        raise
-    return number
+        yield interruptible
+    finally:
+        interruptible()
 
 
 def stop_jobs(mountpoint: Path, number: int | None = None) -> int:

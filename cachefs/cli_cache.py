@@ -81,10 +81,11 @@ def warm(
         if check or as_json:
             raise ConfigError("--background shows nothing, so it goes neither with --check nor with --json")
         for mountpoint, items in wanted.items():
-            number = asking.start_job(
+            job = asking.job(
                 *(mountpoint, "warm", items), at_once=parallel or 0, vanish=bool(profile), cluster=cluster
             )
-            click.echo(f"job {number} on {mountpoint}")
+            with job as number:
+                click.echo(f"job {number} on {mountpoint}")
         return 0
     action = "check" if check else "warm"
     done = _jobs(action, wanted, parallel, vanish=bool(profile), cluster=cluster, as_json=as_json)
@@ -174,23 +175,18 @@ def _jobs(
 
     ended: list[dict[str, Any]] = []
     for mountpoint, items in wanted.items():
-        number = asking.start_job(
-            mountpoint, action, items, at_once=at_once or 0, vanish=vanish, cluster=cluster
-        )
-        try:
+        job = asking.job(mountpoint, action, items, at_once=at_once or 0, vanish=vanish, cluster=cluster)
+        with job as number:
             ended.append(cli_progress.show(asking.follow_job(mountpoint, number)))
-        except BaseException:
-            asking.stop_jobs(mountpoint, number)
-            raise
     total = {name: sum(job[name] for job in ended) for name in ended[0] if name in _ADDED}
     total["silent"] = sorted({node for job in ended for node in job["silent"]})
     if as_json:
         click.echo(json.dumps(ended if len(ended) > 1 else ended[0], indent=2))
-    for job in ended:
-        if job["error"]:
-            raise MountError(job["error"])
-        if job["state"] == "stopped":
-            raise MountError(f"job {job['id']} was stopped after {job['done_files']:,} files")
+    for done in ended:
+        if done["error"]:
+            raise MountError(done["error"])
+        if done["state"] == "stopped":
+            raise MountError(f"job {done['id']} was stopped after {done['done_files']:,} files")
     if total["failed"]:
         failures = [failure for job in ended for failure in job["failures"]]
         more = ", …" if total["failed"] > NAMED else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import statusview, warming
+from cachefs import asking, statusview, warming
 from cachefs.cli_progress import line
 from cachefs.errors import ConfigError, NoRoom, NotFound, OriginFailed
 from cachefs.names import ObjectId
@@ -422,3 +424,24 @@ def test_a_line_of_progress() -> None:
     status = {"done_files": 1200, "files": 5000, "done_bytes": 3 << 30, "bytes": 8 << 30, "walked": True}
     assert line(status, 1 << 30) == "1,200 of 5,000 files, 3.0 GiB of 8.0 GiB, 1.0 GiB/s, 5s left"
     assert line({**status, "walked": False}, 0) == "1,200 of 5,000+ files, 3.0 GiB of 8.0 GiB so far, 0 B/s"
+
+
+@pytest.mark.parametrize("verb", ["warm_start", "warm_add", "the rest"])
+def test_a_job_whose_sender_is_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """While the daemon begins it, too: nobody else knows its number, and it would wait for the rest of its list."""
+    asked: list[str] = []
+
+    def ask(_mountpoint: Path, what: str, _timeout_s: float = 5.0, **arguments: Any) -> Any:
+        asked.append(what)
+        if what == verb:
+            signal.raise_signal(signal.SIGINT)
+        if what == "warm_stop":
+            assert arguments == {"job": 7}
+        return 7 if what == "warm_start" else 1 if what == "warm_stop" else "running"
+
+    monkeypatch.setattr(asking, "ask", ask)
+    with pytest.raises(KeyboardInterrupt), asking.job(Path("/mnt"), "warm", ["a"]):
+        signal.raise_signal(signal.SIGINT)
+    assert asked[0] == "warm_start" and asked[-1] == "warm_stop"
+    assert asked.count("warm_add") == {"warm_start": 0, "warm_add": 1}.get(verb, 2)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
