@@ -160,8 +160,8 @@ class Worker:
             self._known[name] = digest(build(recipe))
         return self._known[name]
 
-    def read(self) -> int:
-        """Take in the log; returns how many operations were acknowledged."""
+    def read(self, *, mixed: bool) -> int:
+        """Take in the log; returns how many operations were acknowledged. `mixed` as for `look`."""
         self.doubt, self.touched, self.whole = None, set(), set()
         for path, recipe in self.state.items():
             if recipe is not None:
@@ -178,6 +178,8 @@ class Worker:
                 self._note(self.doubt.new)
                 if "middle" in wanted:
                     self._note({wanted["path"]: wanted["middle"]})
+                if mixed and wanted["op"] == "rename" and self.state[wanted["path"]] is None:
+                    self._older(*(f"{self.name}/{wanted[end]}/" for end in ("path", "to")))
             elif "so far" in entry:
                 so_far = entry["so far"]
                 assert wanted is not None
@@ -194,6 +196,10 @@ class Worker:
         for path in self.touched & state.keys():
             if (recipe := state[path]) is not None:
                 self.whole.add((f"{self.name}/{path}", self.digest(recipe)))
+
+    def _older(self, prefix: str, new: str) -> None:
+        """Of a file that is not uploaded yet the store may have an older version: with a directory that goes along."""
+        self.whole |= {(new + key.removeprefix(prefix), d) for key, d in self.whole if key.startswith(prefix)}
 
     def look(self, mount: Mount, bucket: Bucket, *, everything: bool, mixed: bool) -> None:
         """Compare the directory with what it must be, and go on with what it is. `mixed`: what was being changed in place
@@ -317,7 +323,7 @@ class Load:
         self.kills += 1
         _, said = load.communicate(timeout=30)
         seen = watcher.stop()
-        self.acknowledged += sum(worker.read() for worker in self.workers)
+        self.acknowledged += sum(worker.read(mixed=self.writeback) for worker in self.workers)
         self.doubts += sum(worker.doubt is not None for worker in self.workers)
         assert load.returncode == 0, said
         self.versions += len(seen)
