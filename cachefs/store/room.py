@@ -19,7 +19,7 @@ from collections.abc import Callable
 import trio
 
 from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT
+from cachefs.names import BLOCKS_PER_EXTENT, block_count
 from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy
 from cachefs.store.tier import Tier, allocated, is_sealed
@@ -185,14 +185,18 @@ class Room:
 
     def _free(self, obj: CachedObject, copy: Copy) -> None:
         tier = self._tiers[copy.tier]
-        forgotten = list(self._catalog.ranges(copy, copy.forgotten))
+        some = bool(copy.forgotten)
         self._freed(tier, copy)
         if not copy.bitmap:
             self._catalog.remove(obj, copy)
             if not self._catalog.has_copies(obj, tier.number):
                 self._unlink(obj, tier)
                 return
-        self._punch(obj, tier, forgotten)
+        if some:
+            # All that is no block of ours: of a huge page with one block the kernel has made the other half, too.
+            blocks = block_count(copy.object_size, self._block_size) - copy.extent * BLOCKS_PER_EXTENT
+            extent = (1 << min(blocks, BLOCKS_PER_EXTENT)) - 1
+            self._punch(obj, tier, list(self._catalog.ranges(copy, extent & ~copy.bitmap)))
 
     def _freed(self, tier: Tier, copy: Copy) -> None:
         freed = self._bytes(copy, copy.forgotten)
@@ -270,7 +274,7 @@ class Room:
         """The version's file, made when there is none; None while a sealed one is on its way out. Blocks that an earlier,
         vanished file held are forgotten first: in the new one they would read as zeros."""
         if tier.number not in obj.fds and not self._catalog.copies(obj, tier.number):
-            new = tier.new_file(obj.id.digest)  # as nearly always
+            new = tier.new_file(obj.id.digest, obj.id.size)  # as nearly always
             if new is not None:
                 obj.fds[tier.number] = new
                 return new
@@ -288,6 +292,7 @@ class Room:
         if tier.number in obj.leaving:
             return None
         fd = obj.fds[tier.number] = tier.open_file(obj.id.digest, create=True)
+        tier.shape(fd, obj.id.size)
         return fd
 
     # -- after an unclean stop (see scrub.py) ------------------------------------------------------

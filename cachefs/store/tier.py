@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 """Allocation unit of ext4, xfs and tmpfs as they are commonly made."""
 
+HUGE_PAGE = 2 << 20
+"""Of x86 and of most others. Smaller files have none."""
+
 RETRY_AFTER_S = 30.0
 """How long a failing tier is left alone before a write probes it again. Guessed."""
 
@@ -237,17 +240,25 @@ class Tier:
         self._make_folder(path)
         return os.open(path, _WRITING | os.O_CREAT, 0o600)
 
-    def new_file(self, digest: bytes) -> int | None:
-        """A descriptor of the version's file, made here; None when there is one already."""
+    def new_file(self, digest: bytes, size: int) -> int | None:
+        """A descriptor of the version's file, made here, for `size` bytes; None when there is one already."""
         path, flags = self._file(digest), _WRITING | os.O_CREAT | os.O_EXCL
         try:
             try:
-                return os.open(path, flags, 0o600)
+                fd = os.open(path, flags, 0o600)
             except FileNotFoundError:
                 self._make_folder(path)
-                return os.open(path, flags, 0o600)
+                fd = os.open(path, flags, 0o600)
         except FileExistsError:
             return None
+        self.shape(fd, size)
+        return fd
+
+    def shape(self, fd: int, size: int) -> None:
+        """Give a new file its size, where that decides how its pages are made: a tmpfs has huge ones only below the end of
+        the file. Measured: writing 16 MiB in their order then takes 0.05 s a GiB, without it 0.4 to 2.5."""
+        if not self.blocking and size > HUGE_PAGE:
+            os.ftruncate(fd, size)
 
     def _make_folder(self, path: str) -> None:
         """For a file that is to come."""
