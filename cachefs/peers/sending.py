@@ -1,16 +1,21 @@
 """The server's end of a connection, with and without TLS: bytes in, bytes out, and pieces of files out.
 
-Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket, from a
-tmpfs on the trio thread, from a disk in a worker thread, because there it may wait. TLS has to read them; and a little block
-in memory is read, too, so that head, block and check are one call (measured: a tenth less of the processors for 100 KB).
+Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A long run
+is a worker thread's, because a disk may have to be waited for, and because at gigabytes a second the event loop would do
+nothing but be woken for the next part. A client that takes nothing is waited for by the trio task, so however many there
+are, they hold no thread. TLS has to read the bytes; and a little block in memory is read, too, so that head, block and check
+are one call (measured: a tenth less of the processors for 100 KB).
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import trio
@@ -18,11 +23,17 @@ import trio
 from cachefs.peers.protocol import Piece
 
 SLICE = 1 << 20
-"""Bytes of one `sendfile` before other tasks have a turn. Derived: about 0.2 ms of copying."""
+"""Bytes of one `sendfile`. Derived: about 0.2 ms of copying."""
 
 LITTLE = 128 << 10
 """Bytes of a block in memory that are read, and held back until more or the end comes. Derived: 10 µs of copying, as long as
 the calls take that it saves."""
+
+PATIENCE_S = 0.02
+"""How long a thread waits for a client to take more. Guessed: a round trip within a cluster, with room."""
+
+TURN_S = 0.1
+"""For a thread, before the connection may be given up. Guessed."""
 
 TLS_SLICE = 256 << 10
 """Read and encrypted at a time: about 0.2 ms, too."""
@@ -37,6 +48,9 @@ class Gone(Exception):
 class Wire(Protocol):
     """One accepted connection. Every method raises `Gone` when the connection is lost."""
 
+    file_bytes: int
+    """Of pieces that were taken, so far."""
+
     async def begin(self) -> None:
         """Before anything else."""
 
@@ -44,10 +58,11 @@ class Wire(Protocol):
         """Some bytes, b"" when the client has finished."""
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        """All of them. `more`: further bytes follow at once, so a packet need not be filled by these alone."""
+        """All of them. `more`: a run follows at once, so they need not go before it."""
 
-    async def send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
-        """All of a piece; `progressed` is called when some of it was taken, if that took more than a moment."""
+    async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
+        """All of these pieces, and what stands between them; `progressed` is called when some of it was taken, if that took
+        more than a moment."""
 
     async def hung_up(self) -> None:
         """Returns when the client closes the connection; never if it says something instead."""
@@ -55,16 +70,26 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
+class _Range:
+    """What is left of a piece."""
+
+    __slots__ = ("at", "fd", "left")
+
+    def __init__(self, piece: Piece) -> None:
+        self.fd, self.at, self.left = piece.fd, piece.offset, piece.length
+
+
 class PlainWire:
     """Over a socket that does not block, owned from here on. What can be done at once is done without giving up the turn
     (trio's own sockets do so at every call, which doubles what a small reply costs); waiting for the next request is turn
     enough for the others."""
 
-    def __init__(self, sock: socket.socket, disk: trio.CapacityLimiter) -> None:
+    def __init__(self, sock: socket.socket, threads: trio.CapacityLimiter) -> None:
+        self.file_bytes = 0
         self._socket = sock
-        self._disk = disk
-        self._held: list[bytes] = []  # to be sent with what follows
-        self._held_bytes = 0
+        self._threads = threads
+        self._out: deque[_Range | bytes] = deque()
+        self._sent = 0
 
     async def begin(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -79,61 +104,90 @@ class PlainWire:
             raise Gone from exc
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if not more or self._held_bytes > LITTLE:
-            await self._flush(socket.MSG_MORE if more else 0)
+        self._out.append(data)
+        if not more:
+            await self._flush(_nothing, in_thread=False)
 
-    async def _flush(self, flags: int) -> None:
-        while self._held_bytes:
-            try:
-                sent = self._socket.sendmsg(self._held, (), flags)
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._socket)
-                continue
-            except OSError as exc:
-                raise Gone from exc
-            self._held_bytes -= sent
-            if self._held_bytes:  # seldom
-                self._held = [b"".join(self._held)[sent:]]
-        self._held.clear()
+    async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
+        in_thread = False
+        for item in run:
+            if not isinstance(item, Piece):
+                self._out.append(item)
+            elif item.in_ram and item.length <= LITTLE:
+                self._out.append(self._read(item))
+            else:
+                self._out.append(_Range(item))
+                in_thread = True
+        await self._flush(progressed, in_thread=in_thread)
 
-    async def send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
-        fd, offset, left, in_ram, _ = piece
-        if in_ram and left <= LITTLE:
+    def _read(self, piece: Piece) -> bytes:
+        try:
+            data = os.pread(piece.fd, piece.length, piece.offset)
+        except OSError as exc:
+            raise Gone from exc
+        if len(data) < piece.length:
+            raise Gone("the file is shorter than it should be")
+        self.file_bytes += piece.length
+        return data
+
+    async def _flush(self, progressed: Callable[[], None], *, in_thread: bool) -> None:
+        while True:
+            before = self._sent
+            if in_thread:
+                # Not abandoned on cancellation: all descriptors must stay what they are.
+                await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=self._threads)
+            else:
+                self._push(0.0)
+            if not self._out:
+                return
+            if self._sent > before:
+                progressed()
+            await trio.lowlevel.wait_writable(self._socket)
+
+    def _push(self, patience_s: float) -> None:
+        """Send what is to be sent, until the client takes nothing for so long, or this has lasted a turn. In any thread."""
+        out, until = self._out, time.monotonic() + TURN_S
+        while out:
             try:
-                data = os.pread(fd, left, offset)
-            except OSError as exc:
-                raise Gone from exc
-            if len(data) < left:
-                raise Gone("the file is shorter than it should be")
-            await self.send(data, more=True)
-            return
-        await self._flush(socket.MSG_MORE)
-        out = self._socket.fileno()
-        while left:
-            count = min(left, SLICE)
-            try:
-                if in_ram:
-                    sent = os.sendfile(out, fd, offset, count)
-                else:
-                    # Not abandoned on cancellation: both descriptors must stay what they are. The socket never
-                    # blocks, so only the disk can.
-                    sent = await trio.to_thread.run_sync(
-                        os.sendfile, out, fd, offset, count, limiter=self._disk
-                    )
+                self._sent += self._push_some(out[0])
             except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._socket)
-                continue
+                if not patience_s or not self._writable(patience_s):
+                    return
             except OSError as exc:
                 raise Gone from exc
+            if time.monotonic() > until:
+                return
+
+    def _push_some(self, first: _Range | bytes) -> int:
+        out = self._out
+        if isinstance(first, _Range):
+            sent = os.sendfile(self._socket.fileno(), first.fd, first.at, min(first.left, SLICE))
             if not sent:
                 raise Gone("the file is shorter than it should be")
-            offset += sent
-            left -= sent
-            progressed()
-            if left and in_ram:
-                await trio.lowlevel.checkpoint()
+            first.at += sent
+            first.left -= sent
+            self.file_bytes += sent
+            if not first.left:
+                out.popleft()
+            return sent
+        held: list[bytes] = []
+        for item in out:
+            if isinstance(item, _Range):
+                break
+            held.append(item)
+        left = sent = self._socket.sendmsg(held, (), socket.MSG_MORE if len(held) < len(out) else 0)
+        for data in held:
+            if left < len(data):
+                out[0] = data[left:]
+                break
+            left -= len(data)
+            out.popleft()
+        return sent
+
+    def _writable(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(seconds * 1000))
 
     async def hung_up(self) -> None:
         await _closed_by_peer(self._socket)
@@ -145,11 +199,12 @@ class PlainWire:
 class TlsWire:
     """The same through TLS."""
 
-    def __init__(self, sock: socket.socket, disk: trio.CapacityLimiter, context: ssl.SSLContext) -> None:
+    def __init__(self, sock: socket.socket, threads: trio.CapacityLimiter, context: ssl.SSLContext) -> None:
+        self.file_bytes = 0
         self._socket = sock
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
         self._stream = trio.SSLStream(transport, context, server_side=True, https_compatible=True)
-        self._disk = disk
+        self._threads = threads
 
     async def begin(self) -> None:
         try:
@@ -169,7 +224,14 @@ class TlsWire:
         except (trio.BrokenResourceError, ssl.SSLError) as exc:
             raise Gone from exc
 
-    async def send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
+    async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
+        for item in run:
+            if isinstance(item, Piece):
+                await self._send_file(item, progressed)
+            else:
+                await self.send(item, more=True)
+
+    async def _send_file(self, piece: Piece, progressed: Callable[[], None]) -> None:
         fd, offset, left, in_ram, _ = piece
         while left:
             count = min(left, TLS_SLICE)
@@ -177,7 +239,7 @@ class TlsWire:
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
-                    data = await trio.to_thread.run_sync(os.pread, fd, count, offset, limiter=self._disk)
+                    data = await trio.to_thread.run_sync(os.pread, fd, count, offset, limiter=self._threads)
             except OSError as exc:
                 raise Gone from exc
             if not data:
@@ -185,6 +247,7 @@ class TlsWire:
             await self.send(data, more=True)
             offset += len(data)
             left -= len(data)
+            self.file_bytes += len(data)
             progressed()
 
     async def hung_up(self) -> None:
@@ -192,6 +255,10 @@ class TlsWire:
 
     def close(self) -> None:
         self._socket.close()  # without TLS's goodbye: lengths say what is whole
+
+
+def _nothing() -> None:
+    """No matter how long it takes."""
 
 
 async def _closed_by_peer(sock: socket.socket) -> None:

@@ -61,7 +61,8 @@ class Limits:
     """For a client to take some more of a reply."""
     reply_s: float = 120.0
     """For all of a reply, so that an extent is not pinned for ever by somebody who takes it byte by byte."""
-    disk_threads: int = 8
+    threads: int = 16
+    """That send, or read from a disk."""
     retry_after_s: int = 1
 
 
@@ -105,7 +106,7 @@ class Server:
         limits = self._limits
         self._connections = _Admitted(limits.connections, limits.connections_per_host)
         self._in_flight = _Admitted(limits.in_flight, limits.in_flight_per_host)
-        self._disk = trio.CapacityLimiter(self._limits.disk_threads)
+        self._threads = trio.CapacityLimiter(self._limits.threads)
         self._leaving = False
 
     async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
@@ -139,7 +140,7 @@ class Server:
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
         wire: Wire = (
-            PlainWire(sock, self._disk) if self._tls is None else TlsWire(sock, self._disk, self._tls)
+            PlainWire(sock, self._threads) if self._tls is None else TlsWire(sock, self._threads, self._tls)
         )
         try:
             with trio.move_on_after(self._limits.head_s) as shaking:
@@ -324,31 +325,34 @@ class _Conversation:
             piece = await self._arrived(served, working=True)
         progressed()
         await wire.send(self._head(200, length, b""), more=True)
-        block, left = wanted.start_block, wanted.length(wanted.start_block)
-        while True:
-            if piece.length > left or (piece.checksum is None) != (piece.length < left):
-                raise Gone("the pieces are not the blocks that were asked for")
-            await wire.send_file(piece, progressed)
-            left -= piece.length
-            stats.bytes_out += piece.length
-            metrics.peer_bytes_out += piece.length
-            last = piece.checksum is not None and block + 1 == wanted.stop_block
-            following = None if last else served.take()
-            if piece.checksum is not None:
-                # Held back for more only if there is more: the kernel would wait 0.2 s for it.
-                await wire.send(self._check(block, piece.checksum), more=following is not None)
-                if last:
+        block, left, before = wanted.start_block, wanted.length(wanted.start_block), wire.file_bytes
+        try:
+            while True:
+                run: list[Piece | bytes] = []
+                while piece is not None:
+                    if piece.length > left or (piece.checksum is None) != (piece.length < left):
+                        raise Gone("the pieces are not the blocks that were asked for")
+                    run.append(piece)
+                    left -= piece.length
+                    if piece.checksum is not None:
+                        run.append(self._check(block, piece.checksum))
+                        block += 1
+                        if block == wanted.stop_block:
+                            break
+                        left = wanted.length(block)
+                    piece = served.take()
+                await wire.send_run(run, progressed)
+                if block == wanted.stop_block:
                     break
-                block += 1
-                left = wanted.length(block)
-            if following is None:
                 self._scope.deadline = until  # it is not the client who is slow now
                 try:
-                    following = await self._arrived(served, working=False)
+                    piece = await self._arrived(served, working=False)
                 except (NotShared, ObjectChanged, Busy) as exc:
                     raise Gone(f"the rest cannot be had: {exc}") from exc
                 progressed()
-            piece = following
+        finally:
+            stats.bytes_out += wire.file_bytes - before
+            metrics.peer_bytes_out += wire.file_bytes - before
         self._streaming = False
         stats.served += 1
         metrics.peer_served += 1

@@ -39,6 +39,7 @@ async def test_bytes_arrive_as_they_are(keyed: bool, in_ram: bool) -> None:
                 await client.read(address, asking(version), sink, deadline_s=5, sink_waits=sink_waits)
                 assert sink.data == data
                 assert all(len(part) == MIB for part in sink.parts[:-1])
+        await until(lambda: stats.of("127.0.0.1").served == 2 * len(SIZES))  # the last byte comes before that
         assert stats.of("127.0.0.1").bytes_out == 2 * sum(SIZES) == metrics.peer_bytes_in
         assert stats.of("127.0.0.1").served == 2 * len(SIZES) == metrics.peer_requests
         client.close()
