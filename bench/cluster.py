@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import trio
@@ -29,7 +30,7 @@ from bench.mounts import Cachefs, Unavailable
 from bench.peers import AT_ONCE, HTTP, MIB, PLAIN, over_http, over_sockets, server
 from bench.raw import RawClient
 from bench.readers import sequential, share, together
-from bench.workspace import LATENCY_MS, SpareMemory, Workspace
+from bench.workspace import LATENCY_MS, Processors, SpareMemory, Workspace
 from cachefs.names import ObjectId
 from cachefs.peers.auth import Signer, read_key
 from cachefs.peers.client import Client
@@ -209,8 +210,9 @@ def peers_checkpoint(work: Workspace, rounds: int) -> Result:
         # Each node keeps it twice: in its RAM tier and in the kernel's page cache.
         with SpareMemory(2 * NODES * size) as spare, cluster.nodes("peers-checkpoint", *ROOMY) as nodes:
             paths = [str(node.path / "0.bin") for node in nodes for _ in range(each)]
-            with spare.free():
+            with spare.free(), Processors() as processors:
                 seconds = together([functools.partial(_streamed, path, size) for path in paths])
+            result.note(f"processors busy: {processors.busy:.0%}")
             sent = cluster.sent()
             _books(nodes, result)
     result.series.append(Series("24 processes load one file", "s", {"raw download": [raw], WITH: [seconds]}))
@@ -311,6 +313,7 @@ def _warm(
         _read_all(below(owner.path, keys))
         versions = _versions(cluster, owner, bucket, keys, size)
         spare = stack.enter_context(SpareMemory(2 * len(keys) * size))
+        busy: list[float] = []
 
         def over_wire() -> float:
             with asking.inside():
@@ -323,8 +326,9 @@ def _warm(
         def mounted() -> float:
             with cluster.node(asking, bucket, *ROOMY, peers=[owning], listens=False) as node:
                 os.listdir(node.path)
-                with spare.free():
+                with spare.free(), Processors() as processors:
                     reading = share(below(node.path, keys), AT_ONCE, whole_once)
+                busy.append(processors.busy)
                 if node.metrics()["origin_bytes"]:
                     raise RuntimeError("the store was asked for what a peer has")
                 return reading.files / reading.seconds
@@ -332,6 +336,7 @@ def _warm(
         contenders = {base: over_plain, WIRE: over_wire, MOUNT: mounted}
         what = f"{bucket.removeprefix('peers-')} from a warm peer"
         series = interleave(rounds, contenders, result, what=what, unit="1/s")
+        result.note(f"{what}, {MOUNT}: processors busy {median(busy):.0%}")
     return series.ratio(WIRE, base), series.ratio(MOUNT, base), series
 
 

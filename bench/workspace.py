@@ -289,6 +289,32 @@ class SpareMemory:
             self._held = None
 
 
+class Processors:
+    """How busy all of them are while this is entered: above nine tenths, nothing that runs can be faster than its
+    processor time."""
+
+    busy = 0.0
+    """A share of 1, of all that runs on the machine."""
+
+    def __enter__(self) -> Self:
+        self._used, self._all = _processor_time()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        used, total = _processor_time()
+        self.busy = (used - self._used) / max(1, total - self._all)
+
+
+def _processor_time() -> tuple[int, int]:
+    """(used, all of it) since the start of the machine, in ticks."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, iowait, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    used = user + nice + system + irq + softirq + steal
+    return used, used + idle + iowait
+
+
 def can_drop_caches() -> bool:
     return os.access("/proc/sys/vm/drop_caches", os.W_OK)
 
