@@ -173,6 +173,25 @@ async def test_who_does_not_take_a_reply_loses_it(in_bits: bool) -> None:
 
 
 @in_trio
+async def test_who_takes_nothing_holds_no_thread() -> None:
+    shelf, client, sink = Shelf(), Client(), Kept()
+    data = content(16 * MIB)
+    version = shelf.put(data)
+    target = asking(version).target(BLOCKS)
+    async with serving(shelf, limits=Limits(threads=1), send_buffer=64 * KIB) as (address, stats):
+        stuck = [await trio.open_tcp_stream(*address) for _ in range(3)]
+        for stream in stuck:
+            await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            assert status_of(await stream.receive_some(100)) == 200
+        await client.read(address, asking(version), sink, deadline_s=5)
+        assert sink.data == data
+        assert stats.of("127.0.0.1").served <= 1
+        for stream in stuck:
+            await stream.aclose()
+    client.close()
+
+
+@in_trio
 async def test_a_little_reply_that_is_taken_in_bits_comes_whole() -> None:
     """Head, block and check are one call, which takes what there is room for."""
     shelf, client, sink = Shelf(), Client(), Kept()
