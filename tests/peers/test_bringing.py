@@ -140,7 +140,8 @@ async def test_of_two_addresses_the_one_that_answers_is_asked(cache_dir: Path) -
         (row,) = [row for row in here.cluster.status() if not row["here"]]
         assert row["state"] == "healthy" and row["bytes_in"] == 5 * BLOCK
         assert set(row["addresses"]) == {str(dead_end), str(there.address)}
-        assert here.metrics.peer_failures <= 1, "the address that answered is the first from then on"
+        # Of other kinds there may be some: a busy machine's peer is late.
+        assert row["failures"].get("connect", 0) <= 1, "the address that answered is the first from then on"
 
 
 @in_trio
