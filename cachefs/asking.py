@@ -145,9 +145,8 @@ def job(
 ) -> Iterator[int]:
     """Begin a job in the daemon (see `cachefs.warming`) and give it all its items; its number. The job is ended when
     that or what is done with the number fails or is interrupted."""
-    with (
-        _uninterrupted() as interruptible
-    ):  # or nobody would know the number of a job that waits for its items
+    # Uninterrupted, or nobody would know the number of a job that waits for its items.
+    with _uninterrupted() as interruptible:
         number: int = ask(
             mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
         )

@@ -16,7 +16,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -43,6 +43,13 @@ READ_BYTES = 16 << 10
 
 class Gone(Exception):
     """The other side is gone, or the file is not what it was said to be: nothing more can be said here."""
+
+
+class Threads(NamedTuple):
+    """That send what lies in memory, and what lies on a disk, which may hang."""
+
+    memory: trio.CapacityLimiter
+    disk: trio.CapacityLimiter
 
 
 class Wire(Protocol):
@@ -84,7 +91,7 @@ class PlainWire:
     (trio's own sockets do so at every call, which doubles what a small reply costs); waiting for the next request is turn
     enough for the others."""
 
-    def __init__(self, sock: socket.socket, threads: trio.CapacityLimiter) -> None:
+    def __init__(self, sock: socket.socket, threads: Threads) -> None:
         self.file_bytes = 0
         self._socket = sock
         self._threads = threads
@@ -106,10 +113,10 @@ class PlainWire:
     async def send(self, data: bytes, *, more: bool) -> None:
         self._out.append(data)
         if not more:
-            await self._flush(_nothing, in_thread=False)
+            await self._flush(_nothing, None)
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
-        in_thread = False
+        thread: trio.CapacityLimiter | None = None
         for item in run:
             if not isinstance(item, Piece):
                 self._out.append(item)
@@ -117,8 +124,11 @@ class PlainWire:
                 self._out.append(self._read(item))
             else:
                 self._out.append(_Range(item))
-                in_thread = True
-        await self._flush(progressed, in_thread=in_thread)
+                if not item.in_ram:
+                    thread = self._threads.disk
+                elif thread is None:
+                    thread = self._threads.memory
+        await self._flush(progressed, thread)
 
     def _read(self, piece: Piece) -> bytes:
         try:
@@ -130,12 +140,12 @@ class PlainWire:
         self.file_bytes += piece.length
         return data
 
-    async def _flush(self, progressed: Callable[[], None], *, in_thread: bool) -> None:
+    async def _flush(self, progressed: Callable[[], None], thread: trio.CapacityLimiter | None) -> None:
         while True:
             before = self._sent
-            if in_thread:
+            if thread is not None:
                 # Not abandoned on cancellation: all descriptors must stay what they are.
-                await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=self._threads)
+                await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=thread)
             else:
                 self._push(0.0)
             if not self._out:
@@ -199,7 +209,7 @@ class PlainWire:
 class TlsWire:
     """The same through TLS."""
 
-    def __init__(self, sock: socket.socket, threads: trio.CapacityLimiter, context: ssl.SSLContext) -> None:
+    def __init__(self, sock: socket.socket, threads: Threads, context: ssl.SSLContext) -> None:
         self.file_bytes = 0
         self._socket = sock
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
@@ -239,7 +249,9 @@ class TlsWire:
                 if in_ram:
                     data = os.pread(fd, count, offset)
                 else:
-                    data = await trio.to_thread.run_sync(os.pread, fd, count, offset, limiter=self._threads)
+                    data = await trio.to_thread.run_sync(
+                        os.pread, fd, count, offset, limiter=self._threads.disk
+                    )
             except OSError as exc:
                 raise Gone from exc
             if not data:

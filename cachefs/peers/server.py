@@ -22,7 +22,7 @@ from cachefs.metrics import Metrics
 from cachefs.peers.auth import Seals, Unauthorized, Verifier
 from cachefs.peers.heads import WORKING, Head, NotHttp, Request, RequestReader, spell_reply
 from cachefs.peers.protocol import Busy, NotShared, Piece, Served, Shares
-from cachefs.peers.sending import Gone, PlainWire, TlsWire, Wire
+from cachefs.peers.sending import Gone, PlainWire, Threads, TlsWire, Wire
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
@@ -61,8 +61,8 @@ class Limits:
     """For a client to take some more of a reply."""
     reply_s: float = 120.0
     """For all of a reply, so that an extent is not pinned for ever by somebody who takes it byte by byte."""
-    threads: int = 16
-    """That send, or read from a disk."""
+    threads: int = 8
+    """That send what lies in memory, and as many for what lies on a disk."""
     retry_after_s: int = 1
 
 
@@ -106,7 +106,7 @@ class Server:
         limits = self._limits
         self._connections = _Admitted(limits.connections, limits.connections_per_host)
         self._in_flight = _Admitted(limits.in_flight, limits.in_flight_per_host)
-        self._threads = trio.CapacityLimiter(self._limits.threads)
+        self._threads = Threads(*(trio.CapacityLimiter(limits.threads) for _ in Threads._fields))
         self._leaving = False
 
     async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
