@@ -96,7 +96,6 @@ class PlainWire:
         self._socket = sock
         self._threads = threads
         self._out: deque[_Range | bytes] = deque()
-        self._sent = 0
 
     async def begin(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -142,31 +141,32 @@ class PlainWire:
 
     async def _flush(self, progressed: Callable[[], None], thread: trio.CapacityLimiter | None) -> None:
         while True:
-            before = self._sent
             if thread is not None:
                 # Not abandoned on cancellation: all descriptors must stay what they are.
-                await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=thread)
+                sent = await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=thread)
             else:
-                self._push(0.0)
+                sent = self._push(0.0)
             if not self._out:
                 return
-            if self._sent > before:
+            if sent:
                 progressed()
             await trio.lowlevel.wait_writable(self._socket)
 
-    def _push(self, patience_s: float) -> None:
-        """Send what is to be sent, until the client takes nothing for so long, or this has lasted a turn. In any thread."""
-        out, until = self._out, time.monotonic() + TURN_S
-        while out:
+    def _push(self, patience_s: float) -> int:
+        """Send what is to be sent, until the client takes nothing for so long, or this has lasted a turn. In any thread.
+        Returns how many bytes were taken."""
+        sent, until = 0, time.monotonic() + TURN_S
+        while self._out:
             try:
-                self._sent += self._push_some(out[0])
+                sent += self._push_some(self._out[0])
             except BlockingIOError:
                 if not patience_s or not self._writable(patience_s):
-                    return
+                    break
             except OSError as exc:
                 raise Gone from exc
             if time.monotonic() > until:
-                return
+                break
+        return sent
 
     def _push_some(self, first: _Range | bytes) -> int:
         out = self._out

@@ -351,8 +351,9 @@ class _Conversation:
                     raise Gone(f"the rest cannot be had: {exc}") from exc
                 progressed()
         finally:
-            stats.bytes_out += wire.file_bytes - before
-            metrics.peer_bytes_out += wire.file_bytes - before
+            sent = wire.file_bytes - before
+            stats.bytes_out += sent
+            metrics.peer_bytes_out += sent
         self._streaming = False
         stats.served += 1
         metrics.peer_served += 1
