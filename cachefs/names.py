@@ -66,6 +66,11 @@ def block_count(size: int, block_size: int) -> int:
     return -(-size // block_size)
 
 
+def extent_bits(blocks: int, extent: int) -> int:
+    """A bit for each block that an extent of an object of `blocks` has, its first one the lowest."""
+    return (1 << min(BLOCKS_PER_EXTENT, blocks - extent * BLOCKS_PER_EXTENT)) - 1
+
+
 def block_length(index: int, size: int, block_size: int) -> int:
     """Bytes in block `index` of an object of `size` bytes (the last one may be short)."""
     return min(block_size, size - index * block_size)

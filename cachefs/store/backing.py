@@ -19,7 +19,7 @@ import trio
 import xxhash
 
 from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count
+from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, extent_bits
 from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy
 from cachefs.store.lent import Lent
@@ -173,8 +173,8 @@ class Lending:
         """The version's copies on the tier, if they have all its blocks."""
         blocks = block_count(obj.id.size, self._block_size)
         copies = []
-        for extent, first in enumerate(range(0, blocks, BLOCKS_PER_EXTENT)):
-            bits = (1 << min(BLOCKS_PER_EXTENT, blocks - first)) - 1
+        for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
+            bits = extent_bits(blocks, extent)
             copy = self._catalog.copy(obj, tier.number, extent)
             if copy is None or copy.bitmap != bits or copy.arriving or (verified and copy.verified != bits):
                 return None
@@ -236,12 +236,12 @@ class Lending:
         if obj.is_sealed(ssd):
             return False  # a crash cost it some of its rows; what is left of it can still be read
         parts: list[list[Copy]] = []
-        for extent, first in enumerate(range(0, blocks, BLOCKS_PER_EXTENT)):
+        for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
             copies = [c for t in (ram, ssd) if (c := self._catalog.copy(obj, t.number, extent)) is not None]
             held = 0
             for copy in copies:
                 held |= copy.bitmap
-            if held != (1 << min(BLOCKS_PER_EXTENT, blocks - first)) - 1 or any(c.arriving for c in copies):
+            if held != extent_bits(blocks, extent) or any(c.arriving for c in copies):
                 return False
             parts.append(copies)
         down = [c for copies in parts for c in copies if c.tier == ram.number]

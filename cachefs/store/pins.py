@@ -7,7 +7,7 @@ come later while the version is known. So pinning reserves nothing; whoever pins
 from __future__ import annotations
 
 from cachefs.errors import NoRoom
-from cachefs.names import BLOCKS_PER_EXTENT, block_count, block_length
+from cachefs.names import BLOCKS_PER_EXTENT, block_count, block_length, extent_bits
 from cachefs.store.catalog import Catalog
 from cachefs.store.room import Room
 from cachefs.store.tier import Tier, allocated
@@ -82,12 +82,12 @@ class Pins:
     def whole(self, obj: CachedObject) -> bool:
         """Whether all its blocks lie on some tier."""
         blocks = block_count(obj.id.size, self._block_size)
-        for extent, first in enumerate(range(0, blocks, BLOCKS_PER_EXTENT)):
+        for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
             held = 0
             for tier in self._tiers:
                 copy = self._catalog.copy(obj, tier.number, extent)
                 held |= copy.bitmap if copy is not None else 0
-            if held != (1 << min(BLOCKS_PER_EXTENT, blocks - first)) - 1:
+            if held != extent_bits(blocks, extent):
                 return False
         return True
 

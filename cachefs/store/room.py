@@ -19,7 +19,7 @@ from collections.abc import Callable
 import trio
 
 from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, block_count
+from cachefs.names import BLOCKS_PER_EXTENT, block_count, extent_bits
 from cachefs.store.catalog import Catalog
 from cachefs.store.index import Copy
 from cachefs.store.tier import Tier, allocated, is_sealed
@@ -194,9 +194,8 @@ class Room:
                 return
         if some:
             # All that is no block of ours: of a huge page with one block the kernel has made the other half, too.
-            blocks = block_count(copy.object_size, self._block_size) - copy.extent * BLOCKS_PER_EXTENT
-            extent = (1 << min(blocks, BLOCKS_PER_EXTENT)) - 1
-            self._punch(obj, tier, list(self._catalog.ranges(copy, extent & ~copy.bitmap)))
+            bits = extent_bits(block_count(copy.object_size, self._block_size), copy.extent) & ~copy.bitmap
+            self._punch(obj, tier, list(self._catalog.ranges(copy, bits)))
 
     def _freed(self, tier: Tier, copy: Copy) -> None:
         freed = self._bytes(copy, copy.forgotten)
