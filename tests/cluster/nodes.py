@@ -220,8 +220,13 @@ class Cluster:
 
     def assert_books_agree(self) -> None:
         """Every byte that a node has from a peer was sent by one, and all that the store sent was taken."""
+
+        def agree() -> bool:
+            metrics = self.metrics()
+            return sum(m["peer_bytes_in"] for m in metrics) == sum(m["peer_bytes_out"] for m in metrics)
+
         # What is fetched ahead goes on, and the last byte of a reply comes before it is counted.
-        eventually(lambda: self.total("peer_bytes_in") == self.total("peer_bytes_out"), "no byte is lost")
+        eventually(agree, "every byte is counted on both sides", 5)
         assert self.total("origin_bytes") == self.data.sent()
         assert self.failures() == {}
 
