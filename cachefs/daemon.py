@@ -290,10 +290,10 @@ class Daemon:
             nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
-            self._jobs = Jobs(self._fs, fetcher, self._store, nursery, config.concurrency)
-            self._locator = Locator(self._fs, fetcher, upstream.cluster, config.block_size)
+            self._jobs = Jobs(self._fs.survey, fetcher, self._store, nursery, config.concurrency)
+            self._locator = Locator(self._fs.survey, fetcher, upstream.cluster, config.block_size)
             self._explainer = Explainer(
-                *(self._fs, self._store, upstream.cluster, self._origins, self._metrics, self._status)
+                *(self._fs.survey, self._store, upstream.cluster, self._origins, self._metrics, self._status)
             )
             names = {id(volume.origin): volume.name for volume in volumes}
             self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)

@@ -33,7 +33,7 @@ PROBES = 3
 LEVELS = ("debug", "info", "warning", "error")
 
 
-class FileSystem(Protocol):
+class Survey(Protocol):
     async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None: ...
 
 
@@ -42,14 +42,14 @@ class Explainer:
 
     def __init__(
         self,
-        fs: FileSystem,
+        survey: Survey,
         store: Store,
         cluster: Cluster | None,
         origins: Sequence[Origin],
         metrics: Metrics,
         status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
-        self._fs = fs
+        self._survey = survey
         self._store = store
         self._cluster = cluster
         self._origins = origins
@@ -72,7 +72,7 @@ class Explainer:
     async def explain(self, path: str) -> dict[str, Any]:
         """All that is known here of the file at `path` (relative to the mount). Raises `NotFound`, `IsADirectory` and what a
         lookup raises."""
-        found = await self._fs.resolve(path)
+        found = await self._survey.resolve(path)
         if found is None:
             raise NotFound(f"no such file: {path}")
         _, version = found

@@ -29,15 +29,15 @@ DEADLINE_S = 50.0
 HERE = "this node"
 
 
-class FileSystem(Protocol):
+class Survey(Protocol):
     def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]: ...
 
 
 class Locator:
     """`cluster` is None on a mount without peers: then there is only this node."""
 
-    def __init__(self, fs: FileSystem, fetcher: Fetcher, cluster: Cluster | None, block_size: int) -> None:
-        self._fs = fs
+    def __init__(self, survey: Survey, fetcher: Fetcher, cluster: Cluster | None, block_size: int) -> None:
+        self._survey = survey
         self._fetcher = fetcher
         self._cluster = cluster
         self._block_size = block_size
@@ -63,7 +63,7 @@ class Locator:
                         asking.start_soon(self._ask, member, version, held, silent)
 
         with trio.move_on_after(DEADLINE_S) as scope:
-            async with trio.open_nursery() as nursery, aclosing(self._fs.walk(path)) as found:
+            async with trio.open_nursery() as nursery, aclosing(self._survey.walk(path)) as found:
                 async for _, _, version in found:
                     files += 1
                     size += version.size

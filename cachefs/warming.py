@@ -61,7 +61,7 @@ SHOWN = 4
 FAILURES_LOGGED = 3
 
 
-class FileSystem(Protocol):
+class Survey(Protocol):
     def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]: ...
 
 
@@ -155,9 +155,9 @@ class Jobs:
     """All jobs of a mount. `nursery` runs them; `at_once` is how many files each has under way by default."""
 
     def __init__(
-        self, fs: FileSystem, fetcher: Fetcher, store: Store, nursery: trio.Nursery, at_once: int
+        self, survey: Survey, fetcher: Fetcher, store: Store, nursery: trio.Nursery, at_once: int
     ) -> None:
-        self._fs = fs
+        self._survey = survey
         self._fetcher = fetcher
         self._store = store
         self._nursery = nursery
@@ -277,7 +277,7 @@ class Jobs:
         while (item := await self._next_item(job)) is not None:
             path, offset, length = item if isinstance(item, list) else (item, 0, None)
             try:
-                async with aclosing(self._fs.walk(path)) as files:
+                async with aclosing(self._survey.walk(path)) as files:
                     async for found, origin, obj in files:
                         stop = obj.size if length is None else min(obj.size, offset + length)
                         wanted = Wanted(found, origin, obj, min(offset, stop), stop)

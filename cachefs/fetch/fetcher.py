@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 
 import trio
 
 from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
+from cachefs.fetch.arrivals import Arrivals
 from cachefs.fetch.flight import Flight
+from cachefs.fetch.missing import count as count_missing
+from cachefs.fetch.missing import reasons
 from cachefs.fetch.opened import OpenedObject
 from cachefs.fetch.readahead import Budget, Readahead
+from cachefs.fetch.runs import runs, whole_extent
 from cachefs.fetch.upstream import Here, Upstream
 from cachefs.ledger import DISK, Wait
 from cachefs.metrics import Metrics
@@ -73,9 +77,12 @@ class Fetcher:
         room = sum(tier.limit_bytes() for tier in store.tiers) // 8
         self._window_blocks = min(max_readahead, room) // store.block_size
         self._part_blocks = max(1, min(part_bytes // store.block_size, BLOCKS_PER_EXTENT))
+        # Of another node's: it sends an extent in one reply, and each reply is a millisecond's work for both of us.
+        self._peer_part_blocks = max(self._part_blocks, min(room // store.block_size, BLOCKS_PER_EXTENT))
         self._token = trio.lowlevel.current_trio_token()
         # All streams together: what is on its way cannot be evicted, and demand needs room, too.
         self._ahead_limit = 2 * room
+        self._arrivals = Arrivals(store, metrics)
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
         few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
@@ -107,9 +114,20 @@ class Fetcher:
             self._store.release(obj)
 
     def lend_now(self, opened: OpenedObject) -> Backing | None:
-        if opened.id.size > WHOLE_BYTES and opened.id.digest in self._unlent:
+        if not self._lendable(opened.id):
             return None
         return self._store.lend_now(self._store.object(opened.id))
+
+    def _lendable(self, object_id: ObjectId) -> bool:
+        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._unlent
+
+    def arrives(self, object_id: ObjectId) -> bool:
+        if not self.flights or not self.lends or not self._store.lends or not self._lendable(object_id):
+            return False
+        return self._arrivals.soon(self._store.look(object_id))
+
+    async def arrival(self, object_id: ObjectId, pid: int) -> None:
+        await self._arrivals.wait(self._store.object(object_id), pid)
 
     def lend_again(self, backing: Backing) -> None:
         self._store.lend_again(backing)
@@ -157,7 +175,9 @@ class Fetcher:
                 continue
             opened.raise_repeated()
             if not counted:
-                self._count_misses(obj, blocks, missing)
+                absent = set(missing)
+                self._store.hit(obj, (block for block in blocks if block not in absent))
+                count_missing(self._metrics, reasons(self._metrics, obj, missing))
                 counted = True
             flights = self._demand(opened, obj, missing, bypass=attempt >= CACHED_ATTEMPTS)
             if not observed and opened.id.size > WHOLE_BYTES:
@@ -173,18 +193,6 @@ class Fetcher:
         raise OriginFailed(
             f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
         )
-
-    def _count_misses(self, obj: CachedObject, blocks: Iterable[int], missing: list[int]) -> None:
-        """A reader has to wait for some of its blocks."""
-        metrics, absent = self._metrics, set(missing)
-        self._store.hit(obj, (block for block in blocks if block not in absent))
-        metrics.misses += len(missing)
-        for block in missing:
-            flight: Flight | None = obj.flights.get(block)
-            late = flight is not None and flight.ahead
-            extent, joins = block // BLOCKS_PER_EXTENT, flight is not None
-            name = f"misses_{metrics.ledger.misses.missed(obj.id, extent, joins=joins, late=late)}"
-            setattr(metrics, name, getattr(metrics, name) + 1)
 
     async def bring(
         self,
@@ -206,14 +214,14 @@ class Fetcher:
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
         missing = (b for b in blocks if not self._store.has(obj, b))  # looked at as late as can be
-        runs = self._runs(missing, self._part_blocks)
+        parts = runs(missing, partial(self._part, object_id))
         fetched = 0
         failures: list[CachefsError] = []
 
         async def bring_runs() -> None:
             nonlocal fetched
             try:
-                for first, last in runs:
+                for first, last in parts:
                     if failures:
                         break
                     async with self._bringing:
@@ -250,21 +258,12 @@ class Fetcher:
     # -- other nodes -------------------------------------------------------------------------------
 
     def kept_here(self, object_id: ObjectId, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """[start, stop) in pieces of one or more extents, and whether this node keeps each."""
-        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
-        while start < stop:
-            kept, end = self._upstream.keeps(object_id, start // self._block_size), start
-            while end < stop and self._upstream.keeps(object_id, end // self._block_size) == kept:
-                end = min(stop, (end // extent_bytes + 1) * extent_bytes)
-            yield start, end, kept
-            start = end
+        """As `Upstream.kept_here`."""
+        return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
     async def bring_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
         """Have all who keep [start, stop) fetch it, as `Upstream.bring` says."""
-        extent_bytes = BLOCKS_PER_EXTENT * self._block_size
-        first = start // extent_bytes * extent_bytes
-        cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
-        return await self._upstream.bring(object_id, itertools.pairwise(cuts), extent_bytes, here)
+        return await self._upstream.bring(object_id, start, stop, self._block_size, here)
 
     async def greet(self) -> list[str]:
         """As `Upstream.greet`."""
@@ -283,7 +282,9 @@ class Fetcher:
             flight: Flight | None = obj.flights.get(block)
             if flight is not None and ((flight.elsewhere and not background) or flight.fill.kept):
                 raise Busy("another node is being asked for it, or no tier takes it")
-        for start, stop in self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT):
+        # Who asks to read takes an extent in one reply, but from the store it comes in parts, as it would for a reader here.
+        longest = whole_extent if background else lambda _: self._part_blocks
+        for start, stop in runs([b for b in missing if b not in obj.flights], longest):
             fill = self._begin(obj, start, stop, keep=background)
             if fill is None:
                 raise Busy("no tier takes it now")
@@ -315,7 +316,7 @@ class Fetcher:
             wanted = [
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
-        for start, stop in self._runs([b for b in wanted if b not in obj.flights], BLOCKS_PER_EXTENT):
+        for start, stop in runs([b for b in wanted if b not in obj.flights]):
             self._start(opened.origin, obj, self._begin(obj, start, stop), ahead=False)
         for block in missing:
             if block not in obj.flights and not self._store.has(obj, block):
@@ -352,11 +353,14 @@ class Fetcher:
 
     def _ask_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
         blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
-        # A growing window comes over two connections at least.
-        part = self._part_blocks
-        if len(wanted) % part:
-            part = max(1, min(part, len(wanted) // 2))
-        for start, stop in self._runs(blocks, part):
+        # A growing window comes over two connections at least, of those to a store.
+        halves = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
+
+        def part(block: int) -> int:
+            whole = self._part(obj.id, block)
+            return whole if self._upstream.asks(obj.id, block) else max(1, min(whole, halves))
+
+        for start, stop in runs(blocks, part):
             fill = None
             if self._ahead_bytes < self._ahead_limit:
                 fill = self._begin(obj, start, stop, ahead=True)
@@ -376,9 +380,7 @@ class Fetcher:
                 return fetched
             joined = flight = obj.flights.get(missing[0])
             if flight is None:
-                first, last = next(
-                    self._runs([b for b in missing if b not in obj.flights], BLOCKS_PER_EXTENT)
-                )
+                first, last = next(runs([b for b in missing if b not in obj.flights]))
                 fill = self._begin(obj, first, last, ahead=ahead, keep=keep)
                 flight = self._start(origin, obj, fill, ahead=True)
                 if flight is None:
@@ -396,18 +398,9 @@ class Fetcher:
                 wanted = range(flight.fill.stop_block, stop)  # it began with the first that was missing
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
 
-    def _runs(self, blocks: Iterable[int], longest: int) -> Iterator[tuple[int, int]]:
-        """Consecutive blocks as [start, stop) runs of at most `longest` that do not leave their extent."""
-        start = stop = -1
-        for block in blocks:
-            if block == stop and block - start < longest and block % BLOCKS_PER_EXTENT:
-                stop += 1
-                continue
-            if stop > start:
-                yield start, stop
-            start, stop = block, block + 1
-        if stop > start:
-            yield start, stop
+    def _part(self, object_id: ObjectId, block: int) -> int:
+        """How many blocks to ask for at once, from this one on."""
+        return self._peer_part_blocks if self._upstream.asks(object_id, block) else self._part_blocks
 
     def _start(
         self,

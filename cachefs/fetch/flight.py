@@ -30,6 +30,7 @@ class Flight:
         self.elsewhere = False
         self.error: Exception | None = None
         self.waits: list[Wait] = []  # reads that wait for it
+        self._began = trio.current_time()
         self._turn = Turn(background=ahead)
         self._scope = trio.CancelScope()
         self._joined: set[int] = set()
@@ -47,6 +48,11 @@ class Flight:
         late -= self._joined
         self._joined |= late
         return len(late)
+
+    def left_s(self) -> float:
+        """Seconds until it is over, at the pace so far. Before its first byte, as long as it has lasted."""
+        so_far, came = trio.current_time() - self._began, self.fill.landed - self.fill.start
+        return so_far * (self.fill.stop - self.fill.landed) / came if came else so_far
 
     def waited_for(self, wait: Wait, thread: int) -> None:
         """By a read of that thread, for which it is from now on, unless it is for another's."""

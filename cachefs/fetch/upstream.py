@@ -9,9 +9,10 @@ Demand goes before what nobody waits for here, too: to each peer there is a gate
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import trio
@@ -90,13 +91,26 @@ class Upstream:
     def _asked(self, object_id: ObjectId, fill: Fill, way: str) -> None:
         self._metrics.ledger.misses.asked(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT, way)
 
-    async def bring(
-        self, object_id: ObjectId, parts: Iterable[tuple[int, int]], extent_bytes: int, here: Here
-    ) -> int:
-        """Have those who keep these parts, [start, stop) of one extent each, fetch them: as many nodes as there are
-        replicas, in the ring's order, past those that do not bring it. `here` is awaited for this node's own turn, and for
-        what nobody brings. Returns the bytes that only others were brought. Raises what `here` raises."""
-        cluster, waiting = self.cluster, iter(parts)
+    def kept_here(
+        self, object_id: ObjectId, start: int, stop: int, block_size: int
+    ) -> Iterator[tuple[int, int, bool]]:
+        """[start, stop) in pieces of one or more extents, and whether this node keeps each."""
+        extent_bytes = BLOCKS_PER_EXTENT * block_size
+        while start < stop:
+            kept, end = self.keeps(object_id, start // block_size), start
+            while end < stop and self.keeps(object_id, end // block_size) == kept:
+                end = min(stop, (end // extent_bytes + 1) * extent_bytes)
+            yield start, end, kept
+            start = end
+
+    async def bring(self, object_id: ObjectId, start: int, stop: int, block_size: int, here: Here) -> int:
+        """Have those who keep the extents of [start, stop) fetch them: as many nodes as there are replicas, in the ring's
+        order, past those that do not bring it. `here` is awaited for this node's own turn, and for what nobody brings.
+        Returns the bytes that only others were brought. Raises what `here` raises."""
+        extent_bytes = BLOCKS_PER_EXTENT * block_size
+        first = start // extent_bytes * extent_bytes
+        cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
+        cluster, waiting = self.cluster, itertools.pairwise(cuts)
         if cluster is None:
             for start, stop in waiting:
                 await here(start, stop)

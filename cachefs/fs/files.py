@@ -269,6 +269,10 @@ class OpenFiles:
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
 
+    def decides(self, ino: int) -> bool:
+        """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
+        return self.on_lend is not None and ino not in self._by_ino
+
     def _is_apart(self, ino: int) -> bool:
         return self.own(self.stable(ino)) in self._apart
 

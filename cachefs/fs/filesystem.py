@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 import trio
@@ -278,6 +278,9 @@ class FileSystem(Writes):
 
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         """See `Opened`. Raises `ObjectChanged` when the current version is shown under another number."""
+        return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
+
+    def _open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         if flags & _WRITING:
             if self._writing is None:
                 raise ReadOnly("the mount is read-only")
@@ -300,7 +303,9 @@ class FileSystem(Writes):
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
-        opened = self.open_now(ino, flags, pid)
+        if (arriving := self._arriving(ino, flags)) is not None:
+            await self._reader.arrival(arriving, pid)
+        opened = self._open_now(ino, flags, pid)
         if opened is not None:
             return opened
         directory, mark = self._locate(ino)
@@ -315,6 +320,14 @@ class FileSystem(Writes):
         if flags & _WRITING and self._writing is not None:
             return await self._writing.open(directory, mark, ino, self._check(ino, found), flags, pid)
         return self._open(directory, mark, ino, found, pid)
+
+    def _arriving(self, ino: int, flags: int) -> ObjectId | None:
+        """What an open should wait a moment for: the version that it will open, if no other is found meanwhile."""
+        if not self._reader.flights or flags & _WRITING or not self._files.decides(ino):
+            return None
+        warm = self._warm.get(ino)
+        obj = warm[2] if warm is not None else self.survey.version(ino)
+        return obj if obj is not None and self._reader.arrives(obj) else None
 
     def _open(self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int) -> Opened:
         found = self._check(ino, found)
@@ -415,18 +428,6 @@ class FileSystem(Writes):
         if found.is_dir:
             raise NotFound(f"inode {ino} is gone")
         return xattrs.of_file(object_of(directory, mark, found.row), self._reader, name)
-
-    # -- for those who fetch before anybody asks (see `survey.py`, which answers more without a request) --
-
-    async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None:
-        """The file at a path relative to the mount; None when there is no such name. Asks the store as a lookup would, so
-        raises what a lookup raises; `IsADirectory` for a directory."""
-        return await self.survey.resolve(path)
-
-    def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
-        """All files below a path (or the file itself) as (path, origin, object), listing as it goes, in the order of the
-        listings. Raises `NotFound` and what listing raises. A caller that stops early closes it (`aclosing`)."""
-        return self.survey.walk(path)
 
     # -- looking again -----------------------------------------------------------------------------
 

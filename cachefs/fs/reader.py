@@ -23,9 +23,10 @@ class Backing(Protocol):
 
 class Reader(Protocol):
     """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `lends` says that
-    files are lent, and worth making ready for it."""
+    files are lent, and worth making ready for it; `flights` are transfers under way."""
 
     lends: bool
+    flights: int
 
     def open(self, origin: Origin, obj: ObjectId) -> Any:
         """Begin reading one version. Cheap, no I/O."""
@@ -39,6 +40,13 @@ class Reader(Protocol):
     async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer:
         """The bytes. Raises `ObjectChanged` when the version is gone, and what an origin raises."""
         ...
+
+    def arrives(self, obj: ObjectId) -> bool:
+        """Whether it is not whole yet, and may be in a moment: whoever opens it then is lent it."""
+        ...
+
+    async def arrival(self, obj: ObjectId, pid: int) -> None:
+        """Return in that moment, or when it has passed. Raises nothing."""
 
     def lend_now(self, opened: Any) -> Backing | None:
         """The version's file, when all of it is here, and right. Given back with `give_back`."""

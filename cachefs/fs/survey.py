@@ -1,7 +1,8 @@
 """What lies around a file, by path or by neighbourhood: for those who fetch before anybody asks.
 
-Two kinds of questions. `known`, `siblings` and `count_files` read what is written down, however old, and never make a
-request: who uses what they say reads it conditionally, so that old knowledge costs a refused GET and never a wrong byte.
+Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
+make a request: who uses what they say reads it conditionally, so that old knowledge costs a refused GET and never a wrong
+byte.
 `resolve` and `walk` ask the store as a lookup and an `ls -R` would, and what they learn is there for everybody.
 """
 
@@ -16,6 +17,7 @@ import trio
 
 from cachefs.errors import IsADirectory, NotFound
 from cachefs.fs.directories import DirectoryHandle
+from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import nameable
 from cachefs.fs.rows import Row
 from cachefs.fs.tree import Directory, Found, inode_of
@@ -78,6 +80,16 @@ class Survey:
             else:
                 return None
         return None
+
+    def version(self, ino: int) -> ObjectId | None:
+        """The version of the file `ino` as it is written down; None when it is not, or when that is no file."""
+        if ino == ROOT:
+            return None
+        directory, mark = self._locate(ino)
+        row = self._tree.row(directory, mark)
+        if row is None or not row.known or mark.endswith(b"/") or directory.origin is None:
+            return None
+        return object_of(directory, mark, row)
 
     def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
         """Files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the

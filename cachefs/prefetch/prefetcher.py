@@ -328,7 +328,9 @@ class Prefetcher:
         """Find a path that nothing is known of, then fetch it."""
         assert candidate.item is not None
         try:
-            candidate.found = await self._fs.resolve(candidate.item.path.decode("utf-8", "surrogateescape"))
+            candidate.found = await self._fs.survey.resolve(
+                candidate.item.path.decode("utf-8", "surrogateescape")
+            )
         except CachefsError as exc:
             self._failed(exc, candidate)
             return

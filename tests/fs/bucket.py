@@ -191,6 +191,7 @@ class Bytes:
     """A `Reader` whose objects are made of their own etag, or what was written; warm once read."""
 
     lends = False
+    flights = 0
 
     def __init__(self, bucket: Bucket | None = None) -> None:
         self.bucket = bucket

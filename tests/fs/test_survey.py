@@ -17,7 +17,7 @@ from tests.fs.mount import Mount, mounted
 
 
 async def walked(mount: Mount, path: str = "") -> list[str]:
-    return [name async for name, _, _ in mount.fs.walk(path)]
+    return [name async for name, _, _ in mount.fs.survey.walk(path)]
 
 
 async def test_walk_gives_every_file_once_in_the_order_of_the_listing() -> None:
@@ -30,7 +30,7 @@ async def test_walk_gives_every_file_once_in_the_order_of_the_listing() -> None:
         assert await walked(mount, "/a/") == ["a/1.bin", "a/b/2.bin"]
         assert await walked(mount, "a/b/2.bin") == ["a/b/2.bin"]
         assert bucket.counts == (0, 0)
-        found = {name: obj async for name, _, obj in mount.fs.walk("")}
+        found = {name: obj async for name, _, obj in mount.fs.survey.walk("")}
         assert found["c/3.bin"] == ObjectId(
             bucket.source, "c/3.bin", bucket.objects["c/3.bin"].etag, bucket.objects["c/3.bin"].size
         )
@@ -39,7 +39,7 @@ async def test_walk_gives_every_file_once_in_the_order_of_the_listing() -> None:
 async def test_walk_lists_as_it_goes() -> None:
     bucket = Bucket((f"{i:05d}" for i in range(3000)), page=100)
     async with mounted(bucket) as mount:
-        async with aclosing(mount.fs.walk("")) as files:
+        async with aclosing(mount.fs.survey.walk("")) as files:
             async for _ in files:
                 break
         assert len(bucket.lists) < 15
@@ -52,7 +52,7 @@ async def test_walk_asks_for_sizes_that_a_listing_did_not_tell() -> None:
     bucket = Bucket(["d/a", "d/b"])
     bucket.tells_sizes = False
     async with mounted(bucket) as mount:
-        sizes = [obj.size async for _, _, obj in mount.fs.walk("d")]
+        sizes = [obj.size async for _, _, obj in mount.fs.survey.walk("d")]
         assert sizes == [10, 10]
 
 
@@ -72,32 +72,32 @@ async def test_walk_passes_through_volumes() -> None:
     one: Any = Bucket(["x/1"], prefix="x")
     two: Any = Bucket(["2"])
     async with mounted(one, volumes=[Volume("one", one), Volume("two", two)]) as mount:
-        assert [(n, o.key, origin) async for n, origin, o in mount.fs.walk("")] == [
+        assert [(n, o.key, origin) async for n, origin, o in mount.fs.survey.walk("")] == [
             ("one/1", "x/1", one),
             ("two/2", "2", two),
         ]
-        assert mount.fs.survey.known("one/1") == await mount.fs.resolve("one/1")
+        assert mount.fs.survey.known("one/1") == await mount.fs.survey.resolve("one/1")
 
 
 async def test_resolve_asks_once_and_a_listing_primes_the_siblings() -> None:
     bucket = Bucket(f"d/{i:03d}" for i in range(500))
     async with mounted(bucket) as mount:
         assert mount.fs.survey.known("d/007") is None
-        found = await mount.fs.resolve("d/007")
+        found = await mount.fs.survey.resolve("d/007")
         assert found is not None and found[1].key == "d/007"
         assert bucket.counts == (2, 0)
         for i in range(500):
-            assert (await mount.fs.resolve(f"/d/{i:03d}")) == mount.fs.survey.known(f"d/{i:03d}")
+            assert (await mount.fs.survey.resolve(f"/d/{i:03d}")) == mount.fs.survey.known(f"d/{i:03d}")
         assert bucket.counts == (2, 0)
-        assert await mount.fs.resolve("d/no") is None
+        assert await mount.fs.survey.resolve("d/no") is None
         assert mount.fs.survey.known("d/no") is None and mount.fs.survey.known("d") is None
         with pytest.raises(IsADirectory):
-            await mount.fs.resolve("d")
+            await mount.fs.survey.resolve("d")
         mount.clock.now += 3600
         assert mount.fs.survey.known("d/007") is not None  # however old
         bucket.before = lambda kind, key: OriginFailed("down")
         with pytest.raises(CachefsError):
-            await mount.fs.resolve("d/007")
+            await mount.fs.survey.resolve("d/007")
 
 
 async def neighbours(mount: Mount, ino: int, limit: int = 10) -> tuple[list[bytes], bytes | None]:
@@ -169,7 +169,7 @@ async def test_opens_are_told_but_those_of_small_lent_files_nobody_awaits(
     bucket.put("d/f", size)
     async with mounted(bucket) as mount:
         heard: list[tuple[int, int, str, bool]] = []
-        digests = {mount.fs.survey.known("d/f") or (await mount.fs.resolve("d/f"))}
+        digests = {mount.fs.survey.known("d/f") or (await mount.fs.survey.resolve("d/f"))}
         wanted = {found[1].digest for found in digests if found and awaited}
         reader: Any = mount.bytes
         reader.lend_now = lambda opened: Backing() if lent else None

@@ -244,6 +244,20 @@ class TestHints:
         assert mount.settled()["prefetch_used_files"] == len(keys)
 
     @ONE_FRONT
+    def test_what_is_opened_on_its_way_is_lent_when_it_has_come(
+        self, mounted: Mounted, bucket: Bucket, lab: LabStore
+    ) -> None:
+        keys = fill(bucket, 120, 200_000)
+        mount = mounted(bucket)
+        os.listdir(mount.path / "train")
+        lab.shape(latency_ms=FAR_MS)
+        hints.announce([mount.path / key for key in keys], plan="mine", wait_s=10)
+        same(mount, bucket, keys)
+        counted = mount.settled()
+        assert counted["misses_late"] and counted["fuse_read"] < counted["misses_late"]
+        assert counted["passthrough_opens"] + counted["fuse_read"] >= len(keys)
+
+    @ONE_FRONT
     def test_a_wrong_hint_costs_requests_and_no_byte(self, mounted: Mounted, bucket: Bucket) -> None:
         keys = fill(bucket, 40, 5_000)
         told = [*keys[20:], "train/gone", "gone/too", "train"]

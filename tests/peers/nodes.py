@@ -125,8 +125,8 @@ async def nodes(
     block: int = BLOCK,
     **more: Any,
 ) -> AsyncIterator[Nodes]:
-    """They know each other. `more`: of each `Fetcher` (readahead), the store's loop (background), how long readers wait
-    (deadline_s)."""
+    """They know each other. `more`: of each `Fetcher` (readahead, part_bytes), the store's loop (background), how long
+    readers wait (deadline_s)."""
     origin = ScriptedOrigin()
     origin.source, origin.prefix = SOURCE, ""  # type: ignore[attr-defined]
     found = Nodes()
@@ -159,6 +159,7 @@ async def _node(
     block: int,
     *,
     readahead: int = 0,
+    part_bytes: int = 8 * MIB,
     background: bool = False,
     deadline_s: float = 90.0,
 ) -> Node:
@@ -175,7 +176,9 @@ async def _node(
         membership, client, stats, rng, block_size=block, replicas=replicas, deadline_s=deadline_s
     )
     upstream = Upstream(metrics, cluster)
-    fetcher = Fetcher(opened.store, nursery, metrics, max_readahead=readahead, upstream=upstream)
+    fetcher = Fetcher(
+        opened.store, nursery, metrics, max_readahead=readahead, part_bytes=part_bytes, upstream=upstream
+    )
     node = Node(opened, fetcher, origin, metrics)
     node.cluster, node.client, node.address, node.hello = cluster, client, address, hello
     node.serving = Serving(opened.store, fetcher, cluster, [origin])  # type: ignore[list-item]

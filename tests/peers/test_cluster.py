@@ -30,6 +30,14 @@ async def read_all(node: Node, object_id: ObjectId, data: bytes, piece: int = 12
         assert await node.read(object_id, offset, size) == data[offset : offset + size]
 
 
+async def read_on(node: Node, object_id: ObjectId, data: bytes) -> None:
+    """From the beginning, through one handle."""
+    handle = node.fetcher.open(node.origin, object_id)  # type: ignore[arg-type]
+    for at in range(0, len(data), BLOCK):
+        assert await node.read_open(handle, at, BLOCK) == data[at : at + BLOCK]
+    node.fetcher.close(handle)
+
+
 @in_trio
 async def test_every_object_is_fetched_once_whoever_reads_it_in_whatever_order(cache_dir: Path) -> None:
     async with nodes(cache_dir) as cluster:
@@ -71,6 +79,39 @@ async def test_a_large_object_is_fetched_once_by_the_owners_of_its_extents(cache
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
         assert all(node.metrics.peer_hits for node in cluster)
         cluster.check_accounts()
+
+
+@in_trio
+async def test_what_is_fetched_ahead_of_another_nodes_comes_an_extent_a_reply(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2, part_bytes=4 * BLOCK) as cluster:
+        here, there = cluster
+        size = EXTENT - 5
+        object_id = cluster.put_owned_by(there, "k", content(1, size))
+        assert await here.fetcher.bring(cluster.origin, object_id) == size  # type: ignore[arg-type]
+        assert here.metrics.peer_requests == 1
+        parts = sorted((get.start, get.stop) for get in cluster.origin.gets)
+        assert parts == [(at, min(size, at + 4 * BLOCK)) for at in range(0, EXTENT, 4 * BLOCK)]
+        assert all(get.turn is not None and not get.turn.background for get in cluster.origin.gets)
+        own = cluster.put_owned_by(here, "own", content(2, size))
+        cluster.origin.gets.clear()
+        assert await here.fetcher.bring(cluster.origin, own) == size  # type: ignore[arg-type]
+        assert len(cluster.origin.gets) == 4 and here.metrics.peer_requests == 1
+        cluster.check_accounts()
+
+
+@in_trio
+async def test_a_growing_window_of_another_nodes_is_not_asked_for_in_halves(cache_dir: Path) -> None:
+    async with nodes(cache_dir, 2, part_bytes=8 * BLOCK, readahead=4 * MIB) as cluster:
+        here, there = cluster
+        data = content(1, 5 * MIB)
+        object_id = cluster.put_owned_by(there, "k", data)
+        await read_on(here, object_id, data[: 4 * BLOCK])
+        await cluster.quiet()
+        asked = here.metrics.peer_requests
+        assert here.fetcher.cached_bytes(object_id) >= 15 * BLOCK
+        assert asked <= 8, (
+            "the block that was read, windows of 1, 2, 4 and 8, and what lies behind the extent"
+        )
 
 
 @in_trio

@@ -184,6 +184,20 @@ def test_some_of_what_nobody_would_see_should_be_seen() -> None:
     assert len(seen) <= 59 / 3 + MOST_TRUST
 
 
+def test_of_processes_at_one_front_fewer_have_to_be_seen() -> None:
+    shards, seen, processes = Shards(), list[int](), 4
+    for number, name in enumerate(PADDED.names[:200]):
+        pid = number % processes
+        doubts = shards.doubts(1, pid)
+        foretold = shards.opened(1, pid, name, PADDED)
+        if doubts or number < processes:
+            seen.append(number)
+            shards.was_read(1, pid, PADDED)
+        elif number > 2 * processes:
+            assert foretold
+    assert len(seen) <= 200 / 5 + 2 * processes
+
+
 def test_what_was_here_already_says_nothing() -> None:
     shards, names = Shards(), PADDED.names
     shards.opened(1, 1, names[0], PADDED)
