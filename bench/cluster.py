@@ -35,11 +35,13 @@ from cachefs.names import ObjectId
 from cachefs.peers.auth import Signer, read_key
 from cachefs.peers.client import Client
 from cachefs.peers.wire import Address, BlockRequest
+from cachefs.store.ram import provide, remove_ram
 
 NODES = 4
 PORT = 7070
 WITH, WITHOUT = "with peers", "without"
 WIRE, MOUNT = "daemon to client", "through the mount"
+KEPT = "kept and read by the plain client"
 ROOMY = ("--ram", "512M", "--keep-free", "0")
 
 
@@ -302,7 +304,8 @@ def _warm(
     cluster: Cluster, bucket: str, keys: Sequence[str], size: int, rounds: int, result: Result
 ) -> tuple[float, float, Series]:
     """(wire / plain, mount / plain, objects a second) for objects that one node has and another one asks for, `AT_ONCE` at a
-    time. The node that asks has nothing of it, each time."""
+    time. The node that asks has nothing of it, each time. Extents are also received, kept in a RAM tier's kind of memory and
+    read by the plain client: what keeping them costs at least."""
     asking, owning = cluster.hosts
     peer = Address(owning.address, PORT)
     base = PLAIN if size > MIB else HTTP
@@ -325,6 +328,15 @@ def _warm(
             with asking.inside():
                 return (over_sockets if size > MIB else over_http)(plain, size, times * len(keys))
 
+        def kept() -> float:
+            cache = cluster.place / "kept"
+            place = provide(cache, 2 * len(keys) * size).path
+            try:
+                with asking.inside(), spare.free():
+                    return over_sockets(plain, size, len(keys), place)
+            finally:
+                remove_ram(cache)
+
         def mounted() -> float:
             with cluster.node(asking, bucket, *ROOMY, peers=[owning], listens=False) as node:
                 os.listdir(node.path)
@@ -336,9 +348,13 @@ def _warm(
                 return reading.files / reading.seconds
 
         contenders = {base: over_plain, WIRE: over_wire, MOUNT: mounted}
+        if size > MIB:
+            contenders[KEPT] = kept
         what = f"{bucket.removeprefix('peers-')} from a warm peer"
         series = interleave(rounds, contenders, result, what=what, unit="1/s")
         result.note(f"{what}, {MOUNT}: processors busy {median(busy):.0%}")
+        if size > MIB:
+            result.note(f"{what}, {KEPT} / {base}: {number(series.ratio(KEPT, base))}")
     return series.ratio(WIRE, base), series.ratio(MOUNT, base), series
 
 

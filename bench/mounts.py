@@ -170,10 +170,12 @@ class Cachefs(Mount):
         self._gone()
 
     def remove(self) -> None:
+        from cachefs.config import control_path
         from cachefs.store.ram import remove_ram
 
         super().remove()
         remove_ram(self.cache)
+        control_path(self.path).unlink(missing_ok=True)
 
     def status(self) -> dict[str, Any]:
         """What `cachefs status --json` shows, without starting an interpreter for it."""

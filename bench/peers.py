@@ -164,20 +164,35 @@ def _threads(count: int, work: Callable[[int], None]) -> float:
     return count // AT_ONCE * AT_ONCE / (time.perf_counter() - begun)
 
 
-def over_sockets(address: Address, size: int, count: int) -> float:
-    """Objects a second from a plain server."""
+def over_sockets(address: Address, size: int, count: int, keep: Path | None = None) -> float:
+    """Objects a second from a plain server. `keep` is a directory: each goes to a file there, and is read from it once."""
 
     def fetch(times: int) -> None:
         view = memoryview(bytearray(MIB))
+        kept = [_file_in(keep, size) for _ in range(times)] if keep else []
         with socket.create_connection(address) as connection:
-            for _ in range(times):
+            for number in range(times):
                 connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
                 got = connection.recv_into(view)
                 got -= bytes(view[:200]).index(b"\r\n\r\n") + 4
                 while got < size:
-                    got += connection.recv_into(view)
+                    received = connection.recv_into(view)
+                    if kept:
+                        os.pwrite(kept[number], view[:received], got)
+                    got += received
+                if kept:
+                    while os.readv(kept[number], [view]):
+                        pass
+        for fd in kept:
+            os.close(fd)
 
     return _threads(count, fetch)
+
+
+def _file_in(place: Path, size: int) -> int:
+    fd = os.open(place, os.O_TMPFILE | os.O_RDWR)
+    os.truncate(fd, size)  # as a tier does: so its pages can be huge
+    return fd
 
 
 def over_http(address: Address, size: int, count: int) -> float:
