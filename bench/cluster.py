@@ -278,7 +278,7 @@ def _kill_at(victim: Node, cluster: Cluster, sent: int) -> None:
 # -- how fast --------------------------------------------------------------------------------------
 
 
-@scenario("peers-read", rounds=3)
+@scenario("peers-read", rounds=5)
 def peers_read(work: Workspace, rounds: int) -> Result:
     """From a warm daemon to another host: extents and small objects, over the wire and through the mount."""
     result = Result()

@@ -59,7 +59,7 @@ class Key:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < MIN_KEY_BYTES:
             raise ConfigError(f"the peers' key has {len(secret)} bytes: at least {MIN_KEY_BYTES} are needed")
-        self._secret = secret
+        self._keyed = hmac.new(secret, digestmod="sha256")
 
     def __repr__(self) -> str:
         return "Key(…)"
@@ -67,7 +67,9 @@ class Key:
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """HMAC-SHA256 over a label and parts, each with its length, so that no two lists of parts look the same."""
         text = b"".join([len(part).to_bytes(4, "big") + part for part in (label, *parts)])
-        return hmac.digest(self._secret, text, "sha256")
+        seal = self._keyed.copy()  # measured: a third less than with the key anew
+        seal.update(text)
+        return seal.digest()
 
     def request_mac(self, method: str, target: str, host: str, when: str, nonce: bytes) -> bytes:
         return self.mac(b"request", method.encode(), target.encode(), host.encode(), when.encode(), nonce)

@@ -180,7 +180,9 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     source, key, etag = said.group(1, 2, 3)
     if "%" in query:
         try:
-            source, key, etag = (unquote(name, errors="surrogatepass") for name in (source, key, etag))
+            source, key, etag = (
+                unquote(name, errors="surrogatepass") if "%" in name else name for name in (source, key, etag)
+            )
         except UnicodeDecodeError as exc:
             raise Malformed("a name is not UTF-8") from exc
     # With a zero byte in them, two versions could have one digest (`ObjectId`); no store has such.
