@@ -198,7 +198,7 @@ def peers_epoch(work: Workspace, rounds: int) -> Result:
     return result
 
 
-@scenario("peers-checkpoint")
+@scenario("peers-checkpoint", rounds=3)
 def peers_checkpoint(work: Workspace, rounds: int) -> Result:
     """24 processes on four nodes load one file at once."""
     result = Result()
@@ -206,22 +206,33 @@ def peers_checkpoint(work: Workspace, rounds: int) -> Result:
     work.big("peers-checkpoint", size)
     with Cluster(work) as cluster, cluster.shaped():
         cluster.show("peers-checkpoint")
-        with cluster.hosts[0].inside():
-            raw = RawClient(cluster.store, "peers-checkpoint").sequential("0.bin", size).seconds
-        cluster.store.reset()
-        # Each node keeps it twice: in its RAM tier and in the kernel's page cache.
-        with SpareMemory(2 * NODES * size) as spare, cluster.nodes("peers-checkpoint", *ROOMY) as nodes:
-            paths = [str(node.path / "0.bin") for node in nodes for _ in range(each)]
-            with spare.free(), Processors() as processors:
-                seconds = together([functools.partial(_streamed, path, size) for path in paths])
-            result.note(f"processors busy: {processors.busy:.0%}")
-            sent = cluster.sent()
-            _books(nodes, result)
-    result.series.append(Series("24 processes load one file", "s", {"raw download": [raw], WITH: [seconds]}))
+        sent: list[float] = []
+
+        def raw() -> float:
+            with cluster.hosts[0].inside():
+                return RawClient(cluster.store, "peers-checkpoint").sequential("0.bin", size).seconds
+
+        def loaded() -> float:
+            cluster.store.reset()
+            # Each node keeps it twice: in its RAM tier and in the kernel's page cache.
+            with SpareMemory(2 * NODES * size) as spare, cluster.nodes("peers-checkpoint", *ROOMY) as nodes:
+                paths = [str(node.path / "0.bin") for node in nodes for _ in range(each)]
+                with spare.free(), Processors() as processors:
+                    seconds = together([functools.partial(_streamed, path, size) for path in paths])
+                result.note(f"processors busy: {processors.busy:.0%}")
+                sent.append(cluster.sent() / size)
+                _books(nodes, result)
+                return seconds
+
+        contenders = {"raw download": raw, WITH: loaded}
+        series = interleave(rounds, contenders, result, what="24 processes load one file", unit="s")
+    result.demand("24 processes on 4 nodes load one file: bytes from the store / size", max(sent), "≤", 1.01)
     result.demand(
-        "24 processes on 4 nodes load one file: bytes from the store / size", sent / size, "≤", 1.01
+        "24 processes on 4 nodes load one file: time / one raw download",
+        series.ratio(WITH, "raw download"),
+        "≤",
+        1.3,
     )
-    result.demand("24 processes on 4 nodes load one file: time / one raw download", seconds / raw, "≤", 1.3)
     return result
 
 
