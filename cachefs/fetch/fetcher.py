@@ -357,8 +357,9 @@ class Fetcher:
         halves = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
 
         def part(block: int) -> int:
-            whole = self._part(obj.id, block)
-            return whole if self._upstream.asks(obj.id, block) else max(1, min(whole, halves))
+            if self._upstream.asks(obj.id, block):
+                return self._peer_part_blocks
+            return max(1, min(self._part_blocks, halves))
 
         for start, stop in runs(blocks, part):
             fill = None
