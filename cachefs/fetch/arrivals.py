@@ -18,8 +18,8 @@ from cachefs.names import block_count
 from cachefs.store import CachedObject, Store
 
 OPEN_WAITS_S = 0.05
-"""How long an open waits at most, and only when the file may be whole by then. Guessed: who reads all of it has lost nothing,
-having to wait for its end in any case; who wants its first bytes only, no more than a request to a store takes."""
+"""How long an open waits at most, and only when the file may be whole by then. Guessed: who reads all of it has lost
+nothing, having to wait for its end in any case; who wants its first bytes only, no more than a request to a store takes."""
 
 
 class Arrivals:
