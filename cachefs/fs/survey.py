@@ -1,8 +1,7 @@
 """What lies around a file, by path or by neighbourhood: for those who fetch before anybody asks.
 
 Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
-make a request: who uses what they say reads it conditionally, so that old knowledge costs a refused GET and never a wrong
-byte.
+make a request: who uses what they say reads it conditionally, so old knowledge costs a refused GET and never a wrong byte.
 `resolve` and `walk` ask the store as a lookup and an `ls -R` would, and what they learn is there for everybody.
 """
 
