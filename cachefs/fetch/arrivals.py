@@ -17,9 +17,11 @@ from cachefs.metrics import Metrics
 from cachefs.names import block_count
 from cachefs.store import CachedObject, Store
 
-OPEN_WAITS_S = 0.05
-"""How long an open waits at most, and only when the file may be whole by then. Guessed: who reads all of it has lost
-nothing, having to wait for its end in any case; who wants its first bytes only, no more than a request to a store takes."""
+OPEN_WAITS_S = 0.2
+"""How long an open waits at most, and only when the file may be whole by then. Who reads all of it loses nothing, having to
+wait for its end in any case; who wants its first bytes only, no more than a slow answer of a store takes. Measured: of 64
+files of 16 MiB from another node, opened by four readers as fast as they come, 33 to 46 were lent when opens waited for 0.05
+or 0.1 s, and 45 to 53 with 0.2."""
 
 
 class Arrivals:

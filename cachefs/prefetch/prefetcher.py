@@ -218,7 +218,7 @@ class Prefetcher:
         if obj.size > LARGE:
             counts = ahead is not None or not self._fetcher.whole(obj)
             cold = ahead is None and not self._fetcher.cached_bytes(obj)
-            self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts)
+            self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts, seen=not lent)
             self._wake()
         elif obj.size and ahead is None and not lent and self._still_wanted(obj):
             self._fetcher.course.comes(obj)

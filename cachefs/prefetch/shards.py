@@ -7,19 +7,20 @@ next ones of the directory between them. What is inside of them does not matter.
 Two shards make a step: from one name to the other either one number changes, or the second stands a few places behind the
 first in the listing. A *stream* is what one process opens in one directory: after a step the next shard is foretold, after
 a second equal step the next two. The *front* of a directory is the furthest shard that several processes together have
-come to in small steps: that many are foretold behind it. At the end of the directory nothing is: who begins again finds
-what is cached.
+come to in small steps: two for each of them are foretold behind it. At the end of the directory nothing is: who begins
+again finds what is cached.
 
 Who opens shards in order may be looking at them only: at their footers, for a schema or a count of rows, or at one column.
 So nothing is foretold before a shard of the stream was *read*, and never more than were; and when more were opened since
 the last one that was read than were read before (`Trust`), nothing is until another is. What is read of a file that the
-kernel was lent nobody sees: so every few shards one that is fetched ahead should not be lent.
+kernel was lent nobody sees: so every few shards one that is fetched ahead should not be lent, and speaks for the others.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
+from math import gcd
 from typing import Protocol
 
 PLACES = 64
@@ -43,9 +44,9 @@ READ_SHARE = 4
 beginning to the end; both are further away from it than what the kernel adds."""
 
 MOST_TRUST = 4
-"""Shards that one stream may open without one that is seen to be read: so many, and the two ahead, are the most that are
-fetched for nothing when a reader turns to looking. Guessed; one in three is not lent for it, and of several processes at a
-front one in five or more."""
+"""Shards that each process may open without one that is seen to be read: so many, and the two ahead, are the most that are
+fetched for nothing when it turns to looking. Guessed; of one stream one in three is not lent for it, and of four processes
+at a front one in seven."""
 
 STREAMS = 1024
 """Streams remembered, about 500 bytes each. Guessed."""
@@ -117,21 +118,24 @@ def step(first: bytes, second: bytes, listing: Listing) -> Step | None:
 
 
 class Trust:
-    """Whether shards are read, or looked at: `read` of them were (counted up to a bound), and `unread` opened since then."""
+    """Whether shards are read, or looked at: `read` of them were (counted up to a bound), and `unread` opened since then,
+    `unseen` of these so that nobody would see them read."""
 
-    __slots__ = ("read", "unread")
+    __slots__ = ("read", "unread", "unseen")
 
     def __init__(self) -> None:
-        self.read = self.unread = 0
+        self.read = self.unread = self.unseen = 0
 
-    def was_opened(self) -> None:
+    def was_opened(self, seen: bool) -> None:
         self.unread += 1
+        self.unseen += not seen
         if self.unread > self.read:
             self.read //= 2
 
     def was_read(self, most: int) -> None:
-        self.read = min(most, self.read + 1)
-        self.unread = 0
+        """One that was seen speaks for those before it that could not be."""
+        self.read = min(most, self.read + 1 + self.unseen)
+        self.unread = self.unseen = 0
 
     @property
     def shards(self) -> int:
@@ -140,8 +144,9 @@ class Trust:
 
     @property
     def doubts(self) -> bool:
-        """Whether the next open is beyond half of what may be opened unseen."""
-        return 2 * (self.unread + 1) > self.read
+        """Whether the next open is beyond half of what may be opened; while one is open that is seen, beyond all of it."""
+        seen = self.unread > self.unseen
+        return (1 if seen else 2) * (self.unread + 1) > self.read
 
 
 class _Stream:
@@ -173,14 +178,15 @@ class _Stream:
 
 
 class _Front:
-    """Several processes in one directory. `furthest` moves on in small steps; `steps` of them came in a row."""
+    """Several processes in one directory. `furthest` moves on in small steps; `steps` of them came in a row, all of them
+    multiples of `unit`: of shards that are dealt out to several nodes, this one's are some way apart."""
 
-    __slots__ = ("field", "furthest", "pids", "recent", "steps", "trust")
+    __slots__ = ("field", "furthest", "pids", "recent", "steps", "trust", "unit")
 
     def __init__(self) -> None:
         self.furthest = b""
         self.field: int | None = None  # by which the steps are counted
-        self.steps = 0
+        self.steps = self.unit = 0
         self.trust = Trust()
         self.recent: deque[bytes] = deque(maxlen=RECENT)
         self.pids: deque[int] = deque(maxlen=RECENT)
@@ -199,25 +205,29 @@ class _Front:
         forward = step(self.furthest, name, listing) if self.furthest else None
         back = None if forward is not None and forward.by > 0 else step(name, self.furthest, listing)
         if forward is not None and 0 < forward.by <= reach:
-            self.steps += 1
-            self.furthest, self.field = name, forward.field
+            self.furthest = name
+            self._stepped(forward)
         elif self.furthest and back is not None and 0 < back.by <= reach:
-            self.steps += 1
-            self.field = back.field
+            self._stepped(back)
         else:
-            self.steps = 0
+            self.steps = self.unit = 0
             self.furthest = name
         return True
+
+    def _stepped(self, taken: Step) -> None:
+        self.steps += 1
+        self.unit = gcd(self.unit, taken.by) if taken.field == self.field else taken.by
+        self.field = taken.field
 
     @property
     def moves(self) -> bool:
         return self.processes >= 2 and self.steps >= 2
 
     def ahead(self, listing: Listing) -> list[bytes]:
-        count = min(self.processes, FRONT_AHEAD, self.trust.shards)
+        count = min(AHEAD * self.processes, FRONT_AHEAD, self.trust.shards)
         if not self.moves:
             return []
-        unit = Step(1, self.field)
+        unit = Step(self.unit, self.field)
         return _existing([unit.times(n).take(self.furthest, listing) for n in range(1, count + 1)])
 
 
@@ -237,10 +247,18 @@ class Shards:
         return sum(stream.step is not None for stream in self._streams.values())
 
     def opened(
-        self, directory: int, pid: int, name: bytes, listing: Listing, *, counts: bool = True
+        self,
+        directory: int,
+        pid: int,
+        name: bytes,
+        listing: Listing,
+        *,
+        counts: bool = True,
+        seen: bool = True,
     ) -> list[bytes]:
-        """A large file was opened: what to fetch now, soonest first. `counts` says that it will be seen whether it is read:
-        of what was here already nothing may be, for the kernel has it in its memory."""
+        """A large file was opened: what to fetch now, soonest first. `counts` says that it tells something whether it is
+        read: of what was here already nothing may be, for the kernel has it in its memory. `seen` says that its reads will
+        be seen."""
         stream = self._streams.pop((directory, pid), None) or _Stream()
         front = self._fronts.pop(directory, None) or _Front()
         self._streams[directory, pid], self._fronts[directory] = stream, front
@@ -248,10 +266,11 @@ class Shards:
             if len(table) > STREAMS:
                 table.popitem(last=False)
         foretold: list[bytes] = []
-        for one, new in ((stream, stream.opened(name, listing)), (front, front.opened(pid, name, listing))):
+        # The front's first: what one process takes of a queue that several share may look like steps, too.
+        for one, new in ((front, front.opened(pid, name, listing)), (stream, stream.opened(name, listing))):
             if new:
                 if counts:
-                    one.trust.was_opened()
+                    one.trust.was_opened(seen)
                 foretold += one.ahead(listing)
         return list(dict.fromkeys(foretold))
 
@@ -259,12 +278,12 @@ class Shards:
         """One that this process has opened was read, not just looked at: what to fetch now."""
         stream, front = self._streams.get((directory, pid)), self._fronts.get(directory)
         foretold: list[bytes] = []
+        if front is not None:
+            front.trust.was_read(MOST_TRUST * front.processes)
+            foretold += front.ahead(listing)
         if stream is not None:
             stream.trust.was_read(MOST_TRUST)
             foretold += stream.ahead(listing)
-        if front is not None:
-            front.trust.was_read(max(MOST_TRUST, 2 * front.processes))
-            foretold += front.ahead(listing)
         return list(dict.fromkeys(foretold))
 
     def _trusts(self, directory: int, pid: int) -> list[Trust]:

@@ -122,6 +122,17 @@ def test_workers_that_share_a_queue_are_foretold_the_directory_s_next() -> None:
     assert len(foretold - set(PADDED.names[:200])) <= FRONT_AHEAD
 
 
+@pytest.mark.parametrize("node", range(4))
+def test_of_shards_that_are_dealt_out_to_nodes_only_this_node_s_are_foretold(node: int) -> None:
+    rng = random.Random(node)
+    shards, foretold, hits, own = Reader(), set[bytes](), 0, PADDED.names[node:800:4]
+    for name in own:
+        hits += name in foretold
+        foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
+    assert hits >= len(own) - 5
+    assert len(foretold - set(own)) <= FRONT_AHEAD
+
+
 def test_readers_of_scattered_shards_make_no_front() -> None:
     rng = random.Random(3)
     shards = Reader()
@@ -177,7 +188,7 @@ def test_some_of_what_nobody_would_see_should_be_seen() -> None:
     shards.was_read(1, 1, PADDED)
     for number, name in enumerate(PADDED.names[1:60], 1):
         doubts = shards.doubts(1, 1)
-        assert shards.opened(1, 1, name, PADDED)
+        assert shards.opened(1, 1, name, PADDED, seen=doubts)
         if doubts:
             seen.append(number)
             shards.was_read(1, 1, PADDED)
@@ -188,14 +199,40 @@ def test_of_processes_at_one_front_fewer_have_to_be_seen() -> None:
     shards, seen, processes = Shards(), list[int](), 4
     for number, name in enumerate(PADDED.names[:200]):
         pid = number % processes
-        doubts = shards.doubts(1, pid)
-        foretold = shards.opened(1, pid, name, PADDED)
-        if doubts or number < processes:
+        doubts = shards.doubts(1, pid) or number < processes
+        foretold = shards.opened(1, pid, name, PADDED, seen=doubts)
+        if doubts:
             seen.append(number)
             shards.was_read(1, pid, PADDED)
         elif number > 2 * processes:
             assert foretold
-    assert len(seen) <= 200 / 5 + 2 * processes
+    assert len(seen) <= 200 / 7 + processes
+
+
+def test_while_one_is_watched_the_others_need_not_be() -> None:
+    """Whoever is seen reads more slowly than who is lent its files: they pass it."""
+    shards, seen = Shards(), 0
+    for number, name in enumerate(PADDED.names[:40]):
+        shards.opened(1, number % 4, name, PADDED)
+        shards.was_read(1, number % 4, PADDED)
+    for number, name in enumerate(PADDED.names[40:54], 40):
+        doubts = shards.doubts(1, number % 4)
+        assert shards.opened(1, number % 4, name, PADDED, seen=doubts)
+        seen += doubts
+    assert seen == 1
+
+
+@pytest.mark.parametrize("processes", [2, 4, 16])
+def test_processes_that_turn_to_looking_are_believed_for_a_few_each(processes: int) -> None:
+    shards, foretold, opened = Shards(), set[bytes](), PADDED.names[:400]
+    for number, name in enumerate(opened):
+        pid = number % processes
+        doubts = shards.doubts(1, pid)
+        foretold |= set(shards.opened(1, pid, name, PADDED, seen=doubts))
+        if number < 200:
+            foretold |= set(shards.was_read(1, pid, PADDED))
+    assert foretold >= set(opened[processes + 2 : 200])
+    assert len(foretold - set(opened[:200])) <= (MOST_TRUST + AHEAD) * processes
 
 
 def test_what_was_here_already_says_nothing() -> None:
