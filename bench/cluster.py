@@ -43,6 +43,10 @@ WITH, WITHOUT = "with peers", "without"
 WIRE, MOUNT = "daemon to client", "through the mount"
 KEPT = "kept and read by the plain client"
 ROOMY = ("--ram", "512M", "--keep-free", "0")
+EXTENTS = 64
+"""Of 16 MiB each: so that the beginning, while nobody knows yet that they are read whole, is a sixteenth of it."""
+HOLDS_ALL = ("--ram", "2G", "--keep-free", "0")
+"""Twice as much."""
 
 
 class Node(Cachefs):
@@ -294,7 +298,7 @@ def peers_read(work: Workspace, rounds: int) -> Result:
     """From a warm daemon to another host: extents and small objects, over the wire and through the mount."""
     result = Result()
     extent = 16 * MIB if work.scale.drops else 2 * MIB
-    extents = [f"{number}.bin" for number in range(16)]
+    extents = [f"{number}.bin" for number in range(EXTENTS if work.scale.drops else 16)]
     work.big("peers-extents", extent, len(extents))
     small, keys = work.small("peers-small")
     with Cluster(work, nodes=2) as cluster:
@@ -325,7 +329,7 @@ def _warm(
     with ExitStack() as stack:
         with owning.inside():
             plain = stack.enter_context(server("plain", size, owning.address))
-        owner = stack.enter_context(cluster.node(owning, bucket, *ROOMY, peers=[owning]))
+        owner = stack.enter_context(cluster.node(owning, bucket, *HOLDS_ALL, peers=[owning]))
         _read_all(below(owner.path, keys))
         versions = _versions(cluster, owner, bucket, keys, size)
         spare = stack.enter_context(SpareMemory(2 * len(keys) * size))
@@ -349,7 +353,7 @@ def _warm(
                 remove_ram(cache)
 
         def mounted() -> float:
-            with cluster.node(asking, bucket, *ROOMY, peers=[owning], listens=False) as node:
+            with cluster.node(asking, bucket, *HOLDS_ALL, peers=[owning], listens=False) as node:
                 os.listdir(node.path)
                 with spare.free(), Processors() as processors:
                     reading = share(below(node.path, keys), AT_ONCE, whole_once)

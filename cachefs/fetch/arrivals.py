@@ -2,7 +2,7 @@
 
 How a file is read is decided when it is opened: by the kernel itself, if it is whole here and can be lent, or through the
 daemon, with a message and two copies more for each part of it. What was fetched ahead is often opened while the last of it
-comes; who opens it then is better off a few milliseconds later. Nothing is begun here, and no open fails here: a file that
+comes; who opens it then is better off a moment later. Nothing is begun here, and no open fails here: a file that
 does not come in time is opened as it is.
 """
 
@@ -21,7 +21,7 @@ OPEN_WAITS_S = 0.2
 """How long an open waits at most, and only when the file may be whole by then. Who reads all of it loses nothing, having to
 wait for its end in any case; who wants its first bytes only, no more than a slow answer of a store takes. Measured: of 64
 files of 16 MiB from another node, opened by four readers as fast as they come, 33 to 46 were lent when opens waited for 0.05
-or 0.1 s, and 45 to 53 with 0.2."""
+or 0.1 s, and 42 to 53 with 0.2."""
 
 
 class Arrivals:

@@ -217,7 +217,7 @@ class Prefetcher:
                 return  # the plan knows better
         if obj.size > LARGE:
             counts = ahead is not None or not self._fetcher.whole(obj)
-            cold = ahead is None and not self._fetcher.cached_bytes(obj)
+            cold = ahead is not None or not self._fetcher.cached_bytes(obj)  # to its readers
             self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts, seen=not lent)
             self._wake()
         elif obj.size and ahead is None and not lent and self._still_wanted(obj):

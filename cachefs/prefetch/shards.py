@@ -7,13 +7,13 @@ next ones of the directory between them. What is inside of them does not matter.
 Two shards make a step: from one name to the other either one number changes, or the second stands a few places behind the
 first in the listing. A *stream* is what one process opens in one directory: after a step the next shard is foretold, after
 a second equal step the next two. The *front* of a directory is the furthest shard that several processes together have
-come to in small steps: two for each of them are foretold behind it. At the end of the directory nothing is: who begins
-again finds what is cached.
+come to in small steps: two for each of them, eight at most, are foretold behind it. At the end of the directory nothing is:
+who begins again finds what is cached.
 
 Who opens shards in order may be looking at them only: at their footers, for a schema or a count of rows, or at one column.
-So nothing is foretold before a shard of the stream was *read*, and never more than were; and when more were opened since
-the last one that was read than were read before (`Trust`), nothing is until another is. What is read of a file that the
-kernel was lent nobody sees: so every few shards one that is fetched ahead should not be lent, and speaks for the others.
+So nothing is foretold before a shard of the stream was *read*, and never more than are believed to have been; and when more
+were opened since the last one that was read than were read before (`Trust`), nothing is until another is. What is read of a
+file that the kernel was lent nobody sees: so every few shards one that is fetched ahead should not be lent.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ AHEAD = 2
 
 FRONT_AHEAD = 8
 """Shards before a front, at most, whatever the number of processes. Guessed."""
+
+MOST_WAITING = 2 * FRONT_AHEAD
+"""Shards that a front has foretold and nobody has opened: beyond that, it guesses as often as it was right. For where
+processes have blocks of their own, or nodes take turns by blocks, their front is nobody's way. Guessed."""
 
 READ_SHARE = 4
 """A shard is taken as read when this part (a quarter) of it was. Guessed: tables are read by the column, records from the
@@ -131,10 +135,11 @@ class Trust:
         self.unseen += not seen
         if self.unread > self.read:
             self.read //= 2
+            self.unseen = 0
 
     def was_read(self, most: int) -> None:
-        """One that was seen speaks for those before it that could not be."""
-        self.read = min(most, self.read + 1 + self.unseen)
+        """One that is seen to be read speaks for the unseen since the last, for as many as were believed before."""
+        self.read = min(most, self.read + 1 + min(self.unseen, self.read))
         self.unread = self.unseen = 0
 
     @property
@@ -144,9 +149,9 @@ class Trust:
 
     @property
     def doubts(self) -> bool:
-        """Whether the next open is beyond half of what may be opened; while one is open that is seen, beyond all of it."""
-        seen = self.unread > self.unseen
-        return (1 if seen else 2) * (self.unread + 1) > self.read
+        """Whether the next open is beyond half of what may be opened unread; when one of these is watched, the last."""
+        watched = self.unread > self.unseen
+        return self.unread + 1 >= self.read if watched else 2 * (self.unread + 1) > self.read
 
 
 class _Stream:
@@ -179,15 +184,17 @@ class _Stream:
 
 class _Front:
     """Several processes in one directory. `furthest` moves on in small steps; `steps` of them came in a row, all of them
-    multiples of `unit`: of shards that are dealt out to several nodes, this one's are some way apart."""
+    multiples of `unit`: of shards that are dealt out to several nodes, this one's are some way apart. `waiting` are those
+    that were foretold and not opened."""
 
-    __slots__ = ("field", "furthest", "pids", "recent", "steps", "trust", "unit")
+    __slots__ = ("field", "furthest", "pids", "recent", "steps", "trust", "unit", "waiting")
 
     def __init__(self) -> None:
         self.furthest = b""
         self.field: int | None = None  # by which the steps are counted
         self.steps = self.unit = 0
         self.trust = Trust()
+        self.waiting: OrderedDict[bytes, None] = OrderedDict()
         self.recent: deque[bytes] = deque(maxlen=RECENT)
         self.pids: deque[int] = deque(maxlen=RECENT)
 
@@ -201,6 +208,8 @@ class _Front:
             return False
         self.recent.append(name)
         self.pids.append(pid)
+        if self.waiting.pop(name, name) is None and self.waiting:
+            self.waiting.popitem(last=False)  # a guess that was right makes up for a wrong one
         reach = 2 * self.processes
         forward = step(self.furthest, name, listing) if self.furthest else None
         back = None if forward is not None and forward.by > 0 else step(name, self.furthest, listing)
@@ -215,9 +224,11 @@ class _Front:
         return True
 
     def _stepped(self, taken: Step) -> None:
-        self.steps += 1
-        self.unit = gcd(self.unit, taken.by) if taken.field == self.field else taken.by
-        self.field = taken.field
+        if taken.field == self.field:
+            self.steps += 1
+            self.unit = gcd(self.unit, taken.by)
+        else:
+            self.steps, self.unit, self.field = 1, taken.by, taken.field
 
     @property
     def moves(self) -> bool:
@@ -228,7 +239,13 @@ class _Front:
         if not self.moves:
             return []
         unit = Step(self.unit, self.field)
-        return _existing([unit.times(n).take(self.furthest, listing) for n in range(1, count + 1)])
+        names = _existing([unit.times(n).take(self.furthest, listing) for n in range(1, count + 1)])
+        for number, name in enumerate(names):
+            if name not in self.waiting:
+                if len(self.waiting) == MOST_WAITING:
+                    return names[:number]
+                self.waiting[name] = None
+        return names
 
 
 def _existing(names: list[bytes | None]) -> list[bytes]:
@@ -279,7 +296,7 @@ class Shards:
         stream, front = self._streams.get((directory, pid)), self._fronts.get(directory)
         foretold: list[bytes] = []
         if front is not None:
-            front.trust.was_read(MOST_TRUST * front.processes)
+            front.trust.was_read(MOST_TRUST * min(front.processes, FRONT_AHEAD))
             foretold += front.ahead(listing)
         if stream is not None:
             stream.trust.was_read(MOST_TRUST)

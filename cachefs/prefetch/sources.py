@@ -134,7 +134,7 @@ class FromShards:
     def opened(
         self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool, seen: bool
     ) -> None:
-        """`cold`: nothing of it was here. `counts`, `seen`: see `Shards.opened`."""
+        """`cold`: nothing of it was here, or nothing that anybody had read. `counts`, `seen`: see `Shards.opened`."""
         if ino >= FIRST_ALIAS:
             return
         above, _, name = self._paths.of(origin, obj).rpartition("/")
@@ -148,7 +148,9 @@ class FromShards:
             if len(table) > most:
                 table.popitem(last=False)
         key = (ino >> LOW_BITS, pid)
-        self._foretell(key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts, seen=seen))
+        self._foretell(
+            key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts, seen=seen)
+        )
         if counts and look.left <= 0:
             self._foretell(key, listing, self.shards.was_read(*key, listing))
 

@@ -162,6 +162,24 @@ async def test_who_turns_to_looking_wastes_a_few_shards_and_is_not_said_to_use_t
         assert w.prefetcher.awaited.bytes == 0  # nobody will read them
 
 
+async def test_that_all_was_read_in_an_epoch_does_not_vouch_for_the_next() -> None:
+    names = [f"s/{i:03d}.parquet" for i in range(40)]
+    shop = Shop(names, size=LARGE_FILE)
+    async with world(shop) as w:
+        for name in names:
+            await w.read(name)
+            await trio.sleep(1)
+        for name in names:
+            found = w.fs.survey.known(name)
+            assert found is not None
+            w.lab.store.evict(w.lab.store.object(found[1]))
+        before = w.metrics.prefetch_files
+        for number, name in enumerate(names):
+            await (w.read(name) if number < 20 else w.look(name, LARGE_FILE - 64 * KIB, 64 * KIB))
+            await trio.sleep(1)
+        assert 15 < w.metrics.prefetch_files - before <= 20 + MOST_TRUST + AHEAD
+
+
 async def test_no_more_is_used_than_was_fetched_ahead() -> None:
     names = [f"s/{i:03d}.tar" for i in range(12)]
     shop = Shop(names, size=LARGE_FILE)
