@@ -48,7 +48,7 @@ EXTENTS = 64
 LATE_SHARE = 0.01
 """What a run may take from the store: a machine that stands still for a moment makes a peer late. Guessed."""
 HOLDS_ALL = ("--ram", "2G", "--keep-free", "0")
-"""Twice as much."""
+"""Room for twice as much as is read."""
 
 
 class Node(Cachefs):

@@ -208,8 +208,10 @@ class _Front:
             return False
         self.recent.append(name)
         self.pids.append(pid)
-        if self.waiting.pop(name, name) is None and self.waiting:
-            self.waiting.popitem(last=False)  # a guess that was right makes up for a wrong one
+        if name in self.waiting:
+            del self.waiting[name]
+            if self.waiting:
+                self.waiting.popitem(last=False)  # a guess that was right makes up for a wrong one
         reach = 2 * self.processes
         forward = step(self.furthest, name, listing) if self.furthest else None
         back = None if forward is not None and forward.by > 0 else step(name, self.furthest, listing)
