@@ -50,7 +50,7 @@ def test_four_caches_of_a_quarter_hold_all_of_it(
         lab.reset()
         cluster.read_all(seed=epoch)
         assert data.sent() <= max(0.05 * data.size, 4 * too_much)
-    assert cluster.failures() == {}
+    cluster.assert_none_failed()
 
 
 @pytest.mark.slow
