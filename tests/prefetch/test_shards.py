@@ -171,7 +171,6 @@ def test_a_front_that_is_nobody_s_way_guesses_as_often_as_it_is_right(order: lis
         hits += name in foretold
         foretold |= set(readers.opened(1, process, name, PADDED))
     wasted = foretold - {PADDED.names[shard] for _, shard in order}
-    print(len(order), hits, len(wasted))
     assert len(wasted) <= hits + MOST_WAITING + STRAY
 
 
