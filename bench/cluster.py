@@ -45,8 +45,6 @@ KEPT = "kept and read by the plain client"
 ROOMY = ("--ram", "512M", "--keep-free", "0")
 EXTENTS = 64
 """Of 16 MiB each: so that the beginning, while nobody knows yet that they are read whole, is a sixteenth of it."""
-LATE_SHARE = 0.01
-"""What a run may take from the store: a machine that stands still for a moment makes a peer late. Guessed."""
 HOLDS_ALL = ("--ram", "2G", "--keep-free", "0")
 """Room for twice as much as is read."""
 
@@ -336,7 +334,6 @@ def _warm(
         versions = _versions(cluster, owner, bucket, keys, size)
         spare = stack.enter_context(SpareMemory(2 * len(keys) * size))
         busy: list[float] = []
-        asked: list[float] = []
 
         def over_wire() -> float:
             with asking.inside():
@@ -361,8 +358,7 @@ def _warm(
                 with spare.free(), Processors() as processors:
                     reading = share(below(node.path, keys), AT_ONCE, whole_once)
                 busy.append(processors.busy)
-                asked.append(node.metrics()["origin_bytes"] / (len(keys) * size))
-                if asked[-1] > LATE_SHARE:
+                if node.metrics()["origin_bytes"]:
                     raise RuntimeError("the store was asked for what a peer has")
                 return reading.files / reading.seconds
 
@@ -372,10 +368,6 @@ def _warm(
         what = f"{bucket.removeprefix('peers-')} from a warm peer"
         series = interleave(rounds, contenders, result, what=what, unit="1/s")
         result.note(f"{what}, {MOUNT}: processors busy {median(busy):.0%}")
-        if any(asked):
-            result.note(
-                f"{what}, {MOUNT}: {max(asked):.1%} of a run came from the store, for a peer was late"
-            )
         if size > MIB:
             result.note(f"{what}, {KEPT} / {base}: {number(series.ratio(KEPT, base))}")
     return series.ratio(WIRE, base), series.ratio(MOUNT, base), series
