@@ -225,7 +225,8 @@ class Cluster:
             metrics = self.metrics()
             return sum(m["peer_bytes_in"] for m in metrics) == sum(m["peer_bytes_out"] for m in metrics)
 
-        assert self.failures() == {}, self.failures()  # of what kind: a reply that was given up is in no books
+        # First, to know the kind: a reply that was given up is in no books.
+        assert self.failures() == {}, self.failures()
         # What is fetched ahead goes on, and the last byte of a reply comes before it is counted.
         eventually(agree, "every byte is counted on both sides", 5)
         assert self.total("origin_bytes") == self.data.sent()
