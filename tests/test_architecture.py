@@ -65,9 +65,6 @@ FENCES = {
 }
 """Third-party package → where in cachefs/ it may be imported."""
 
-LONG_MODULES: dict[str, str] = {}
-"""Path → why it may be longer than 500 lines."""
-
 
 def room_of(name: str) -> str:
     """`cachefs.store.tier` → `store`."""
@@ -165,14 +162,6 @@ def test_every_exception_of_ours_has_an_errno() -> None:
         assert is_expected(kind.__new__(kind)), f"{kind.__qualname__} would be EIO with a traceback"
         if kind.__module__ == errors.__name__:
             assert kind in TABLE, f"{kind.__qualname__} got its errno by chance"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_module_is_longer_than_a_reader_can_hold(path: Path) -> None:
-    relative = str(path.relative_to(PACKAGE))
-    if relative in LONG_MODULES:
-        pytest.skip(LONG_MODULES[relative])
-    assert len(path.read_text().splitlines()) <= 500
 
 
 def test_the_demo_imports_nothing_that_its_setup_leaves_out() -> None:
