@@ -6,12 +6,10 @@ import functools
 import http.client
 import http.server
 import os
-import shutil
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -29,6 +27,8 @@ from tests.conftest import free_ports
 QUICK = Backoff(retries=5, first_s=0.01, longest_s=0.05)
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Published by Microsoft for every emulator; no secret."""
+SERVERS = Path(__file__).parents[2] / ".venv" / "servers"
+"""Where scripts/setup puts servers that are no part of cachefs's own environment."""
 
 
 class Server:
@@ -60,7 +60,8 @@ class Moto(Server):
 
     def __init__(self) -> None:
         (self.port,) = free_ports(1)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        python = _installed("bin/python")
+        command = [python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self._process = _start(command, self.port)
         self.env = aws_env()
         self.url = "s3://bucket"
@@ -111,14 +112,10 @@ class Azurite(Server):
     def __init__(self) -> None:
         from azure.storage.blob import ContainerClient
 
-        program = Path(sys.prefix) / "azurite/node_modules/.bin/azurite-blob"
-        if not program.exists():
-            if shutil.which("npm") is None:
-                pytest.skip("npm is not installed, so there is no Azurite to test against")
-            pytest.fail(f"Azurite is missing: npm install --prefix {program.parents[2]} azurite@3")
+        command = [_installed("node/bin/node"), _installed("node_modules/azurite/dist/src/blob/main.js")]
         (port,) = free_ports(1)
         flags = "--disableTelemetry --skipApiVersionCheck --inMemoryPersistence --loose --blobHost 127.0.0.1"
-        self._process = _start([str(program), *flags.split(), "--blobPort", str(port)], port)
+        self._process = _start([*command, *flags.split(), "--blobPort", str(port)], port)
         endpoint = f"http://127.0.0.1:{port}/devstoreaccount1"
         connection = f"AccountName=devstoreaccount1;AccountKey={AZURITE_KEY};BlobEndpoint={endpoint};"
         self.url = "az://bucket"
@@ -206,6 +203,13 @@ def aws_env() -> dict[str, str]:
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
+
+
+def _installed(name: str) -> str:
+    path = SERVERS / name
+    if not path.exists():
+        pytest.fail(f"{path} is missing: run scripts/setup")
+    return str(path)
 
 
 def _start(command: list[str], port: int) -> subprocess.Popen[bytes]:
