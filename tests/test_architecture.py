@@ -185,3 +185,33 @@ def test_the_demo_imports_nothing_that_its_setup_leaves_out() -> None:
             foreign |= {name.split(".")[0] for name in names}
     assert "httptools" in foreign and len(seen) > 10
     assert foreign - installed - set(sys.stdlib_module_names) <= {"bench", "cachefs"}
+
+
+def test_what_is_installed_has_one_exact_version() -> None:
+    """pip finds versions that fit together by search, which may not end; scripts/setup gives it nothing to search."""
+    root = PACKAGE.parent
+    document = tomllib.loads((root / "pyproject.toml").read_text())
+    extras = document["project"]["optional-dependencies"].values()
+    wanted = [*document["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    pinned, lowest = _versions(root / "constraints/pinned.txt"), _versions(root / "constraints/lowest.txt")
+    for requirement in wanted:
+        name, bound = requirement.split(">=")
+        assert pinned[name], f"run scripts/constraints: {name} is new"
+        (version,) = lowest[name]
+        shorter, longer = sorted((bound, version), key=len)
+        assert longer.removeprefix(shorter).strip(".0") == "", f"{requirement} was not tested, {version} was"
+    servers = _versions(root / "constraints/servers.txt")
+    for requirement in document["dependency-groups"]["servers"]:
+        assert servers[re.split(r"[\[>]", requirement)[0]]
+    lock = (root / "constraints/azurite/package-lock.json").read_text()
+    assert '"integrity"' in lock and '"resolved"' not in lock, "a lock names no registry"
+    assert "-c constraints/pinned.txt" in (root / "scripts/install").read_text()
+
+
+def _versions(file: Path) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for line in file.read_text().splitlines():
+        match = re.fullmatch(r"([a-z0-9-]+)==([0-9][\w.]*)( ; .*)?", line)
+        assert match, f"{file.name}: no exact version: {line}"
+        found.setdefault(match[1], set()).add(match[2])
+    return found
