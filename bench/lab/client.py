@@ -213,6 +213,6 @@ class LabStore:
         )
 
     def quirks(self, *names: str) -> None:
-        """Replace how it differs from AWS: names of `exchange.Quirk`, or "ceph" for all that Ceph's RADOS Gateway does. None:
-        not at all."""
+        """Replace how it differs from AWS: names of `exchange.Quirk`, or "ceph" for all that Ceph's RADOS Gateway does.
+        Without names it does not."""
         self._post("quirks", names=names)

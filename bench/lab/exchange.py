@@ -88,11 +88,15 @@ class Credentials:
 class Quirk(StrEnum):
     """What some stores do otherwise than AWS documents, for all requests while it is in force."""
 
-    COPY = "copies-whatever-the-condition"  # x-amz-copy-source-if-match means nothing, of objects and of parts
+    COPY = (
+        "copies-whatever-the-condition"  # x-amz-copy-source-if-match means nothing, of objects and of parts
+    )
     PUT = "puts-whatever-the-condition"  # If-Match and If-None-Match of a PUT mean nothing
     COMPLETE = "completes-whatever-the-condition"  # nor do those of CompleteMultipartUpload
     BARE_ETAGS = "etags-without-quotes"  # If-Match of a PUT holds only for an etag without them
-    GONE = "gone-uploads-in-other-words"  # list_parts says NoSuchKey, complete_upload 500 "already in progress"
+    GONE = (
+        "gone-uploads-in-other-words"  # list_parts says NoSuchKey, complete_upload 500 "already in progress"
+    )
     NO_ETAG = "completes-without-an-etag"  # the reply to CompleteMultipartUpload has an empty one
 
 

@@ -164,10 +164,17 @@ class BucketWriter(HttpWriter):
             self._ask("DELETE", key, {"uploadId": upload})
 
     def list_uploads(self, prefix: str) -> list[Pending]:
+        # Ceph's RADOS Gateway encodes keys where that is wanted, and does not say that it did.
+        try:
+            return self._uploads(prefix, None)
+        except OriginFailed:  # keys of characters that XML cannot carry
+            return self._uploads(prefix, "url")
+
+    def _uploads(self, prefix: str, encoding: str | None) -> list[Pending]:
         found: list[Pending] = []
         markers: dict[str, str | None] = {}
         while True:
-            parameters = {"uploads": "", "prefix": prefix or None, "encoding-type": "url", **markers}
+            parameters = {"uploads": "", "prefix": prefix or None, "encoding-type": encoding, **markers}
             reply = self._ask("GET", "", parameters, about=prefix)
             page = self._document(reply, prefix)
             encoded = page.findtext("EncodingType") == "url"
