@@ -308,13 +308,13 @@ def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
         else:
             yield Finding("ok", subject, f"{1000 * answer['seconds']:.1f} ms for a small request")
     for source in status.get("sources", ()):
-        if ignored := source.get("ignored_conditions"):
+        if ignored := source["origin"].get("ignored_conditions"):
             todo = (
                 "copies are compared instead; with --on-conflict fail, what another client writes in the moment between"
                 " a look and the write that follows it is overwritten"
             )
             found = f"does not honour {', '.join(ignored)}"
-            yield Finding("note", f"store {source['source']}", found, todo)
+            yield Finding("note", f"store {source['url']}", found, todo)
     requests = sum(metrics.get(f"origin_{kind}", 0) for kind in ("get", "head", "list", "put", "put_part"))
     for name, said, todo in (
         (
