@@ -307,6 +307,14 @@ def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("note", subject, f"{1000 * answer['seconds']:.0f} ms for a small request", todo)
         else:
             yield Finding("ok", subject, f"{1000 * answer['seconds']:.1f} ms for a small request")
+    for source in status.get("sources", ()):
+        if ignored := source["origin"].get("ignored_conditions"):
+            todo = (
+                "copies are compared instead; with --on-conflict fail, what another client writes in the moment between"
+                " a look and the write that follows it is overwritten"
+            )
+            found = f"does not honour {', '.join(ignored)}"
+            yield Finding("note", f"store {source['url']}", found, todo)
     requests = sum(metrics.get(f"origin_{kind}", 0) for kind in ("get", "head", "list", "put", "put_part"))
     for name, said, todo in (
         (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.lab.exchange import Credentials, Lab
+from bench.lab.exchange import CEPH, Credentials, Lab, Quirk
 from bench.lab.faults import Rule
 from bench.lab.wire import Connection, Request
 
@@ -73,6 +73,13 @@ def _credentials(lab: Lab, arguments: Arguments) -> Arguments:
     return {}
 
 
+def _quirks(lab: Lab, arguments: Arguments) -> Arguments:
+    names = set(arguments["names"])
+    ceph = CEPH if "ceph" in names else frozenset()
+    lab.quirks = ceph | {Quirk(name) for name in names - {"ceph"}}
+    return {}
+
+
 def _bucket(lab: Lab, arguments: Arguments) -> Arguments:
     lab.warehouse.bucket(arguments["bucket"])
     return {}
@@ -101,6 +108,7 @@ _CALLS: dict[str, Callable[[Lab, Arguments], Any]] = {
     "GET faults": lambda lab, arguments: lab.script.fired(),
     "DELETE faults": _clear,
     "POST credentials": _credentials,
+    "POST quirks": _quirks,
     "POST bucket": _bucket,
     "POST serve": lambda lab, arguments: {
         "objects": lab.warehouse.serve(arguments["bucket"], Path(arguments["tree"]))

@@ -211,3 +211,8 @@ class LabStore:
             expired=list(expired),
             denied=list(denied),
         )
+
+    def quirks(self, *names: str) -> None:
+        """Replace how it differs from AWS: names of `exchange.Quirk`, or "ceph" for all that Ceph's RADOS Gateway does.
+        Without names it does not."""
+        self._post("quirks", names=names)

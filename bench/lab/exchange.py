@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from bench.lab.faults import Action, Rule, Script
 from bench.lab.ledger import Ledger
@@ -84,6 +85,25 @@ class Credentials:
             raise S3Error("AccessDenied")
 
 
+class Quirk(StrEnum):
+    """What some stores do otherwise than AWS documents, for all requests while it is in force."""
+
+    COPY = (
+        "copies-whatever-the-condition"  # x-amz-copy-source-if-match means nothing, of objects and of parts
+    )
+    PUT = "puts-whatever-the-condition"  # If-Match and If-None-Match of a PUT mean nothing
+    COMPLETE = "completes-whatever-the-condition"  # nor do those of CompleteMultipartUpload
+    BARE_ETAGS = "etags-without-quotes"  # If-Match of a PUT holds only for an etag without them
+    GONE = (
+        "gone-uploads-in-other-words"  # list_parts says NoSuchKey, complete_upload 500 "already in progress"
+    )
+    NO_ETAG = "completes-without-an-etag"  # the reply to CompleteMultipartUpload has an empty one
+
+
+CEPH = frozenset({Quirk.COPY, Quirk.COMPLETE, Quirk.BARE_ETAGS, Quirk.GONE, Quirk.NO_ETAG})
+"""Seen on Ceph's RADOS Gateway 16.2.15."""
+
+
 @dataclass
 class Lab:
     """Everything the store knows."""
@@ -95,6 +115,7 @@ class Lab:
     ledger: Ledger = field(default_factory=Ledger)
     script: Script = field(default_factory=Script)
     credentials: Credentials = field(default_factory=Credentials)
+    quirks: frozenset[Quirk] = frozenset()
 
     def shape(self, latency: float | None = None, bandwidth: float | None = None) -> None:
         """Change what is given. Both directions get the same rate, as on a full-duplex link."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from urllib.parse import unquote
 
 from bench.lab import markup
-from bench.lab.exchange import Exchange, S3Error
+from bench.lab.exchange import Exchange, Quirk, S3Error
 from bench.lab.markup import element, leaf
 from bench.lab.objects import OpenBody, Stored, Upload
 from bench.lab.reading import XML, byte_range, matches, the_bucket
@@ -26,8 +26,13 @@ def _kept(request: Request) -> dict[str, str]:
     }
 
 
-def _check(request: Request, current: Stored | None) -> None:
+def _check(exchange: Exchange, current: Stored | None) -> None:
     """The conditions of a write against what it would replace."""
+    request, quirks = exchange.request, exchange.lab.quirks
+    if (Quirk.COMPLETE if exchange.kind == "complete_upload" else Quirk.PUT) in quirks:
+        return
+    if Quirk.BARE_ETAGS in quirks and request.header("if-match").startswith('"'):
+        raise S3Error("PreconditionFailed")
     if (known := request.header("if-none-match")) and matches(known, current):
         raise S3Error("PreconditionFailed")
     if wanted := request.header("if-match"):
@@ -46,7 +51,7 @@ def _commit(exchange: Exchange, stored: Stored) -> None:
     try:
         with exchange.lab.warehouse.lock:
             bucket = the_bucket(exchange)
-            _check(exchange.request, bucket.get(key))
+            _check(exchange, bucket.get(key))
             bucket.put(key, stored)
     except S3Error:
         stored.body.discard()
@@ -72,7 +77,8 @@ def _source(exchange: Exchange) -> Iterator[tuple[Stored, OpenBody]]:
             raise S3Error("NoSuchKey")
         opened = source.body.opened()
     try:
-        if (wanted := request.header("x-amz-copy-source-if-match")) and not matches(wanted, source):
+        wanted = "" if Quirk.COPY in exchange.lab.quirks else request.header("x-amz-copy-source-if-match")
+        if wanted and not matches(wanted, source):
             raise S3Error("PreconditionFailed")
         yield source, opened
     finally:
@@ -134,6 +140,10 @@ def _upload(exchange: Exchange) -> Upload:
     request = exchange.request
     upload = exchange.lab.warehouse.uploads.get(request.query["uploadId"])
     if upload is None or (upload.bucket, upload.key) != (request.bucket, request.key):
+        if Quirk.GONE in exchange.lab.quirks and exchange.kind == "list_parts":
+            raise S3Error("NoSuchKey")
+        if Quirk.GONE in exchange.lab.quirks and exchange.kind == "complete_upload":
+            raise S3Error("InternalError", "This multipart completion is already in progress")
         raise S3Error("NoSuchUpload")
     return upload
 
@@ -198,7 +208,8 @@ def complete_upload(exchange: Exchange) -> None:
     stored = warehouse.join(parts, f'"{tag}-{len(parts)}"', upload.headers)
     _commit(exchange, stored)
     _forget(exchange)
-    names = leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("ETag", stored.etag)
+    etag = "" if Quirk.NO_ETAG in exchange.lab.quirks else stored.etag
+    names = leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("ETag", etag)
     exchange.reply(200, XML, markup.document("CompleteMultipartUploadResult", *names))
 
 

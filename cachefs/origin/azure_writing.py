@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cachefs.errors import CachefsError, NotFound, Transient, Unsupported
+from cachefs.origin.conditions import HONOURED
 from cachefs.origin.http_writing import ANY_TYPE, HttpWriter, Sign, written
 from cachefs.origin.listing.http import Fetcher
 from cachefs.origin.writing import AZURE, Body, Part, Pending, Terms, Written, conflicts
@@ -31,6 +32,7 @@ class ContainerWriter(HttpWriter):
     """The writing half of a container's client. `source_url` makes a URL that Azure itself may read."""
 
     limits = AZURE
+    conditions = HONOURED
 
     def __init__(
         self,

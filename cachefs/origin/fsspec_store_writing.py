@@ -21,12 +21,23 @@ from cachefs.errors import (
 )
 from cachefs.origin.attempts import PATIENCE
 from cachefs.origin.azure_writing import STAMP, block_id, number_of
+from cachefs.origin.conditions import HONOURED, Conditions
 from cachefs.origin.http_writing import ANY_TYPE
 from cachefs.origin.listing.http import quoted, seconds_ns
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.replies import refusal
 from cachefs.origin.s3_writing import FORBIDDEN
-from cachefs.origin.writing import AZURE, S3, Body, Part, Pending, Terms, Written, conflicts
+from cachefs.origin.writing import (
+    AZURE,
+    S3,
+    Body,
+    Part,
+    Pending,
+    Terms,
+    Written,
+    conflicts,
+    of_an_upload,
+)
 
 S3_STAMP = "cachefs-stamp"
 
@@ -96,8 +107,8 @@ class S3fsWriter:
 
     limits = S3
 
-    def __init__(self, client: Bucket) -> None:
-        self._client = client
+    def __init__(self, client: Bucket, conditions: Conditions) -> None:
+        self._client, self.conditions = client, conditions
 
     def put(self, key: str, body: Body, terms: Terms) -> Written:
         given = {**self._kept(terms), **self._conditions(terms)}
@@ -140,7 +151,8 @@ class S3fsWriter:
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
         which: dict[str, Any] = {"Key": key, "UploadId": upload, "PartNumber": number}
-        reply = self._client.call(key, "upload_part", body=BodyFile(body), **which)
+        with of_an_upload():
+            reply = self._client.call(key, "upload_part", body=BodyFile(body), **which)
         return quoted(reply["ETag"])
 
     def copy_part(
@@ -160,7 +172,8 @@ class S3fsWriter:
         found: dict[int, Part] = {}
         after = 0
         while True:
-            reply = self._client.call(key, "list_parts", Key=key, UploadId=upload, PartNumberMarker=after)
+            with of_an_upload():
+                reply = self._client.call(key, "list_parts", Key=key, UploadId=upload, PartNumberMarker=after)
             for row in reply.get("Parts", ()):
                 found[row["PartNumber"]] = Part(quoted(row["ETag"]), row["Size"])
             if not reply.get("IsTruncated"):
@@ -170,14 +183,14 @@ class S3fsWriter:
     def complete(self, key: str, upload: str, parts: Mapping[int, str], terms: Terms) -> Written:
         rows = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(parts.items())]
         which: dict[str, Any] = {"Key": key, "UploadId": upload, "MultipartUpload": {"Parts": rows}}
-        with conflicts(terms):
+        with of_an_upload(), conflicts(terms):
             reply = self._client.call(
                 key, "complete_multipart_upload", patience=PATIENCE, **which, **self._conditions(terms)
             )
-        return Written(quoted(reply["ETag"]))
+        return Written(quoted(reply.get("ETag", "")))
 
     def abort(self, key: str, upload: str) -> None:
-        with suppress(NoSuchUpload):
+        with suppress(NoSuchUpload), of_an_upload():
             self._client.call(key, "abort_multipart_upload", Key=key, UploadId=upload)
 
     def list_uploads(self, prefix: str) -> list[Pending]:
@@ -198,8 +211,8 @@ class S3fsWriter:
         return {"ContentType": terms.content_type or ANY_TYPE, **stamp}
 
     def _conditions(self, terms: Terms) -> dict[str, Any]:
-        wanted = {"IfMatch": terms.if_match, "IfNoneMatch": "*" if terms.if_absent else None}
-        return {name: value for name, value in wanted.items() if value is not None}
+        match = {} if terms.if_match is None else {"IfMatch": self.conditions.as_sent(terms.if_match)}
+        return match | ({"IfNoneMatch": "*"} if terms.if_absent else {})
 
     def _source(self, key: str, etag: str | None) -> dict[str, Any]:
         condition = {} if etag is None else {"CopySourceIfMatch": etag}
@@ -219,6 +232,7 @@ class AdlfsWriter:
     """The writing half of `AdlfsClient`. What uploads are at Azure, `cachefs.origin.azure_writing` says."""
 
     limits = AZURE
+    conditions = HONOURED
 
     def __init__(self, client: Container) -> None:
         self._client = client

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from cachefs.origin.azure import account_and_endpoint
+from cachefs.origin.conditions import of_endpoint
 from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.credentials.azure import AzureCredentials
 from cachefs.origin.fsspec_client import NO_CACHES, FsspecClient
@@ -65,7 +66,7 @@ class S3fsClient(FsspecClient):
             credentials=bucket.credentials.current,
         )
         self._bucket, self._stall_s, self.name = bucket, stall_s, bucket.name
-        self.writer = S3fsWriter(self)
+        self.writer = S3fsWriter(self, of_endpoint(bucket.endpoint_url))
 
     def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
         arguments: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/", "MaxKeys": limit}

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from cachefs.errors import CachefsError, NotFound, ObjectChanged, Unsupported
+from cachefs.origin.conditions import HONOURED
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.writing import WHOLE, Body, Part, Pending, Terms, Written
 
@@ -32,6 +33,7 @@ class FilesystemWriter:
     """The writing half of any filesystem's client."""
 
     limits = WHOLE
+    conditions = HONOURED  # what it is given it compares itself, or refuses
 
     def __init__(self, client: Filesystem) -> None:
         self._client = client

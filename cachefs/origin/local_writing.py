@@ -29,6 +29,7 @@ from cachefs.errors import (
     OriginFailed,
     Unsupported,
 )
+from cachefs.origin.conditions import HONOURED
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.writing import LOCAL, Body, Part, Pending, Terms, Written
 
@@ -55,6 +56,7 @@ class LocalWriter:
     """The writing half of a directory's client."""
 
     limits = LOCAL
+    conditions = HONOURED
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree

@@ -122,6 +122,7 @@ class Origin(Writes):
             "throughput": round(self._throughput.rate(time.monotonic())),
             "upload_throughput": round(self._upload_throughput.rate(time.monotonic())),
             "last_error": self._last_error,
+            "ignored_conditions": self._client.writer.conditions.ignored() if self._client.writer else [],
             **self._reach.status(),
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from cachefs.errors import Throttled
+from cachefs.errors import Throttled, Transient
 from cachefs.names import ObjectId
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class AskedToWait(Throttled):
     def __init__(self, text: str, seconds: float) -> None:
         super().__init__(text)
         self.seconds = seconds
+
+
+class CompletionInProgress(Transient):
+    """An upload is being completed already. Ceph's RADOS Gateway says so of one that is gone, too."""
 
 
 class Sink(Protocol):

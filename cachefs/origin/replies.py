@@ -21,7 +21,7 @@ from cachefs.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.protocol import AskedToWait
+from cachefs.origin.protocol import AskedToWait, CompletionInProgress
 
 LONGEST_LINE = 300
 NO_STORE = {
@@ -81,6 +81,8 @@ def refusal(
     if code in BUSY or status in (429, 503):
         seconds = _seconds(retry_after)
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)
+    if code == "InternalError" and "completion is already in progress" in message:
+        return CompletionInProgress(line)
     if code in BROKEN or status in (408, 500, 502, 504):
         return Transient(line)
     # A HEAD's reply has no body to tell more; what a 400 means there is, on S3, an expired token or a wrong

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cachefs.errors import PermissionDenied
+from cachefs.origin import conditions
 from cachefs.origin.credentials.aws import AwsCredentials
 from cachefs.origin.listing.http import Fetcher, Reply
 from cachefs.origin.listing.s3 import BucketLister
@@ -168,7 +169,10 @@ def s3_client(
         advice=lambda: credentials.advice,
     )
     writer = BucketWriter(
-        name, AMAZON, bucket.url, bucket.sign_body, fetcher, label=label, advice=lambda: credentials.advice
+        *(name, AMAZON, bucket.url, bucket.sign_body, fetcher),
+        label=label,
+        advice=lambda: credentials.advice,
+        conditions=conditions.of_endpoint(bucket.endpoint_url),
     )
     client = ObstoreClient(
         lambda: bucket.open_store(stall_s),

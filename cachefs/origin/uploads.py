@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from cachefs.errors import Conflict, NoSuchUpload, NotFound, OriginFailed, Unsupported
+from cachefs.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed, Unsupported
 from cachefs.origin.attempts import PATIENCE
 from cachefs.origin.gate import Turn
-from cachefs.origin.protocol import ObjectInfo
+from cachefs.origin.protocol import CompletionInProgress, ObjectInfo
 from cachefs.origin.writing import FileRange, Part, Source, Terms, Written
 
 if TYPE_CHECKING:
@@ -124,9 +124,14 @@ class Upload:
                     if shown == terms.stamp:
                         return Written(info.etag, info.mtime_ns)
             self._perhaps_complete = True
-            return writer.complete(self.key, self.id, given, terms)
+            try:
+                return writer.complete(self.key, self.id, given, sent)
+            except CompletionInProgress:
+                writer.parts(self.key, self.id)  # NoSuchUpload: it is not in progress, but gone
+                raise
 
         try:
+            sent = await origin.held(self.key, terms, origin.probes.completes)
             written = await origin.call(
                 attempt,
                 f"completing {self._what}",
@@ -136,6 +141,9 @@ class Upload:
             )
         except (NoSuchUpload, Conflict) as exc:  # an attempt that was given up may have got through meanwhile
             return await origin.ours(self.key, terms.stamp, size, exc)
+        if not written.etag and terms.stamp:
+            replaced = ObjectChanged(f"{origin.name(self.key)}: was replaced as soon as it was written")
+            return await origin.ours(self.key, terms.stamp, size, replaced)
         if size is None:
             size = (await origin.head(self.key)).size
         return await origin.settled(self.key, size, written, untimed=not settle)

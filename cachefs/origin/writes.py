@@ -14,10 +14,11 @@ import trio
 from cachefs.errors import CachefsError, Conflict, NotFound, ObjectChanged, Transient, Unsupported
 from cachefs.origin.attempts import PATIENCE, Attempts
 from cachefs.origin.gate import Turn
+from cachefs.origin.probing import Probes
 from cachefs.origin.protocol import ObjectInfo
 from cachefs.origin.transfer import Sending
 from cachefs.origin.uploads import Upload
-from cachefs.origin.writing import Body, Limits, Pending, Source, Terms, Writer, Written
+from cachefs.origin.writing import Body, Limits, Pending, Source, Terms, Writer, Written, conflicts
 
 T = TypeVar("T")
 
@@ -27,6 +28,10 @@ COPIED_PART = 1 << 30
 
 class Writes(Attempts):
     """The half of `Origin` that changes something. What cannot be written raises `Unsupported`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.probes = Probes(self)
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of one object as it is now."""
@@ -82,8 +87,9 @@ class Writes(Attempts):
             terms = Terms(content_type, if_match, if_absent, stamp=stamp or new_stamp())
         what = f"writing {self.name(key)}"
         try:
+            sent = await self.held(key, terms, self.probes.puts)
             written = await self.send(
-                lambda body: writer.put(key, body, terms), source, size, what, "origin_put", key, turn
+                lambda body: writer.put(key, body, sent), source, size, what, "origin_put", key, turn
             )
         except Conflict as exc:
             return await self.ours(key, terms.stamp, size, exc)
@@ -126,6 +132,9 @@ class Writes(Attempts):
         writer = self.writer
         if size > writer.limits.largest_copy:
             return await self._copy_in_parts(key, to, size, etag)
+        compared = etag is None or await self.probes.copies(key)
+        if not compared:
+            await self._unchanged(key, etag)
         written = await self.call(
             lambda: writer.copy(key, to, etag),
             f"copying {self.name(key)} to {to}",
@@ -133,6 +142,8 @@ class Writes(Attempts):
             to,
             patience=PATIENCE,
         )
+        if not compared and written.etag != etag:
+            await self._unchanged(key, etag)  # a store may give copies etags of their own
         return await self.settled(to, size, written)
 
     async def delete(self, key: str) -> None:
@@ -197,6 +208,27 @@ class Writes(Attempts):
         assert result is not None
         return result
 
+    async def held(self, key: str, terms: Terms, honours: Callable[[Terms], Awaitable[bool]]) -> Terms:
+        """The terms to send with a write. Those that the store does not honour are compared here, and not sent: `Conflict`
+        when they do not hold."""
+        if not terms.conditional or await honours(terms):
+            return terms
+        with conflicts(terms):
+            try:
+                info = await self.head(key)
+            except NotFound:
+                if not terms.if_absent:
+                    raise
+            else:
+                if terms.if_absent or info.etag != terms.if_match:
+                    raise ObjectChanged(f"{self.name(key)}: the object changed at the store")
+        return terms.unconditional()
+
+    async def _unchanged(self, key: str, etag: str | None) -> None:
+        """Return if the object is the version `etag`, else raise `ObjectChanged`."""
+        if (await self.head(key)).etag != etag:
+            raise ObjectChanged(f"{self.name(key)}: the object changed at the store")
+
     async def settled(self, key: str, size: int, written: Written, *, untimed: bool = False) -> ObjectInfo:
         """The object that was written, as the store shows it; `untimed`: its time does not matter."""
         if written.etag and (untimed or written.mtime_ns is not None):
@@ -234,7 +266,12 @@ class Writes(Attempts):
             await upload.copy_part(1 + at // step, key, etag, at, min(at + step, size))
 
         try:
+            compared = await self.probes.copies_parts(to, upload.id, key)
+            if not compared:
+                await self._unchanged(key, etag)
             await each(one, range(0, size, step), self._gate.concurrency.maximum)
+            if not compared:
+                await self._unchanged(key, etag)
             return await upload.complete()
         except BaseException:
             with trio.CancelScope(shield=True), trio.move_on_after(self._deadline_s):

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from cachefs.errors import CachefsError, Conflict, NotFound, ObjectChanged
+from cachefs.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
+from cachefs.origin.conditions import Conditions
 from cachefs.origin.protocol import ObjectInfo
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
@@ -124,6 +125,10 @@ class Terms:
     def conditional(self) -> bool:
         return self.if_absent or self.if_match is not None
 
+    def unconditional(self) -> Terms:
+        """The same for whatever is there."""
+        return Terms(self.content_type, stamp=self.stamp)
+
 
 @contextmanager
 def conflicts(terms: Terms) -> Iterator[None]:
@@ -136,6 +141,16 @@ def conflicts(terms: Terms) -> Iterator[None]:
         if terms.if_match is None:
             raise
         raise Conflict(f"{exc}; nothing was written") from exc
+
+
+@contextmanager
+def of_an_upload() -> Iterator[None]:
+    """Refusals of a request that names an upload and no other object: for one that is gone, Ceph's RADOS Gateway says that
+    the key does not exist."""
+    try:
+        yield
+    except NotFound as exc:
+        raise NoSuchUpload(str(exc)) from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +188,7 @@ class Writer(Protocol):
     `Conflict` when the terms do not hold, `NoSuchUpload` when an upload is gone; the others as for reading."""
 
     limits: Limits
+    conditions: Conditions
 
     def put(self, key: str, body: Body, terms: Terms) -> Written: ...
     def copy(self, key: str, to: str, etag: str | None) -> Written:

@@ -242,3 +242,27 @@ class TestConflicts:
 
 def shown(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+class TestAStoreThatCopiesWhateverTheCondition:
+    """As Ceph's RADOS Gateway does."""
+
+    def test_another_clients_overwrite_is_not_mixed_with_what_is_cached(
+        self, mounted: Mounted, bucket: Bucket
+    ) -> None:
+        bucket.store.quirks("ceph")
+        try:
+            bucket.put("a", 6 * MIB)
+            mount = mounted(bucket, read_only=False)
+            with (mount.path / "a").open("rb") as file:
+                file.read(MIB)
+            theirs = bucket.put("a", 6 * MIB, version=2)
+            with pytest.raises(OSError) as failed:
+                os.rename(mount.path / "a", mount.path / "a2")
+            assert failed.value.errno == errno.ESTALE
+            assert keys(bucket) == ["a"] and stored(bucket, "a") == theirs
+            mount.refresh()
+            os.rename(mount.path / "a", mount.path / "a2")
+            assert (mount.path / "a2").read_bytes() == theirs and keys(bucket) == ["a2"]
+        finally:
+            bucket.store.quirks()

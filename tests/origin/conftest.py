@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.origin.rgw import Rgw
 from tests.origin.servers import Azurite, Directory, Lab, Memory, Moto, Server, Web
 
 
@@ -47,6 +48,8 @@ def start(
                     servers[name] = Lab(root, "gs")
                 case "azurite":
                     servers[name] = Azurite()
+                case "rgw":
+                    servers[name] = Rgw()
                 case "web":
                     servers[name] = Web(root)
                 case "directory":
@@ -70,3 +73,4 @@ def lab(start: object) -> Iterator[Lab]:
     yield server
     server.store.clear_faults()
     server.store.credentials()
+    server.store.quirks()

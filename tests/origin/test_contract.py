@@ -17,6 +17,8 @@ PAIRS = [
     ("fsspec", "moto"),
     ("obstore", "lab"),
     ("fsspec", "lab"),
+    ("obstore", "rgw"),
+    ("fsspec", "rgw"),
     ("obstore", "lab-google"),
     ("obstore", "azurite"),
     ("fsspec", "azurite"),

@@ -33,6 +33,7 @@ class Scripted:
     breaks; a function is called in the middle of the body."""
 
     can_list = True
+    writer = None
 
     def __init__(self, *steps: Step) -> None:
         self.steps = list(steps)

@@ -271,6 +271,17 @@ def test_secrets_are_not_told() -> None:
     assert hide("see /etc/cachefs/peers.key") == "see /etc/cachefs/peers.key"
 
 
+def test_doctor_names_the_conditions_that_a_store_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignored = ["If-Match on CompleteMultipartUpload"]
+    origins = {"s3://a": {"ignored_conditions": ignored}, "s3://b": {"ignored_conditions": []}}
+    status = {"mountpoint": "/m", "sources": [{"url": url, "origin": o} for url, o in origins.items()]}
+    monkeypatch.setattr(doctor.asking, "ask", lambda *_: [])
+    [found] = doctor.stores(status)
+    assert (found.level, found.subject) == ("note", "store s3://a")
+    assert found.found == "does not honour If-Match on CompleteMultipartUpload"
+    assert "--on-conflict fail" in found.todo
+
+
 def test_nothing_that_doctor_says_has_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = "wJalrXUtnFEMI"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)

@@ -1,0 +1,61 @@
+"""Which conditions of writes a store has been seen to honour: a pure record, for the lifetime of a mount.
+
+Stores that speak S3 differ here. A store that ignores a condition answers as if the condition had held, so its success
+proves nothing. Seen on Ceph's RADOS Gateway 16.2: both kinds of copy ignore `x-amz-copy-source-if-match`, completing an
+upload ignores `If-Match` and `If-None-Match`, and a PUT takes an etag in `If-Match` only without its quotes.
+
+`cachefs.origin.probing` finds out, with requests that must fail, and `cachefs.origin.writes` looks at the objects itself
+where a condition is not honoured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Condition(StrEnum):
+    """A condition, and the request that carries it."""
+
+    COPY = "copy-source-if-match on CopyObject"
+    COPY_PART = "copy-source-if-match on UploadPartCopy"
+    PUT_MATCH = "If-Match on PutObject"
+    PUT_ABSENT = "If-None-Match on PutObject"
+    COMPLETE_MATCH = "If-Match on CompleteMultipartUpload"
+    COMPLETE_ABSENT = "If-None-Match on CompleteMultipartUpload"
+
+
+@dataclass(slots=True)
+class Conditions:
+    """What one store does with each condition. `trusted`: it honours all of them, by its vendor's documentation, and is
+    not probed. `bare_etags`: its `If-Match` wants etags without quotes."""
+
+    trusted: bool = False
+    bare_etags: bool = False
+    _seen: dict[Condition, bool] = field(default_factory=dict)
+
+    def honours(self, condition: Condition) -> bool | None:
+        """None while it has not been probed."""
+        return True if self.trusted else self._seen.get(condition)
+
+    def saw(self, condition: Condition, honoured: bool) -> None:
+        self._seen[condition] = honoured
+
+    def ignored(self) -> list[str]:
+        """The conditions that the store does not honour, by their names."""
+        return [condition.value for condition, honoured in self._seen.items() if not honoured]
+
+    def as_sent(self, etag: str) -> str:
+        """An etag as this store's `If-Match` wants it."""
+        return etag.strip('"') if self.bare_etags else etag
+
+
+HONOURED = Conditions(trusted=True)
+"""Of stores that are known: AWS, Google, Azure, a directory of this machine."""
+
+
+def of_endpoint(endpoint_url: str | None) -> Conditions:
+    """Of an S3 store: AWS documents all conditions, any other endpoint is probed."""
+    host = (endpoint_url or "").partition("://")[2].partition("/")[0].partition(":")[0].lower()
+    amazon = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    return HONOURED if endpoint_url is None or amazon else Conditions()
