@@ -14,12 +14,12 @@ import json
 import logging
 import os
 import socket
-import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cachefs import ownership
 from cachefs.errors import CachefsError
 
 if TYPE_CHECKING:
@@ -156,12 +156,11 @@ async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
 
 def _listen(path: Path) -> socket.socket:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory = path.parent.lstat()
+        ownership.claim(path.parent, whole=True)
     except OSError as exc:
         raise ControlError(f"cannot make the control socket {path}: {exc.strerror}") from exc
-    if not stat.S_ISDIR(directory.st_mode) or directory.st_uid != os.getuid():
-        raise ControlError(f"{path.parent} is not a directory of this user: remove it")
+    except ownership.ForeignDirectory as exc:
+        raise ControlError(f"cannot make the control socket: {exc}") from exc
     try:
         with _connected(path, TALK_DEADLINE_S):
             raise ControlError(f"another cachefs answers at {path}")

@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import os
 import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
+
+from cachefs import ownership
 
 MAX_FILE_BYTES = 10 << 20
 KEPT_FILES = 3
 HANDLER = "cachefs"
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -58,17 +63,32 @@ class JsonFormatter(TextFormatter):
         return json.dumps(entry, default=str)
 
 
+class _Rotating(logging.handlers.RotatingFileHandler):
+    """A log that only its owner reads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
+        )
+
+    def _open(self) -> TextIOWrapper:
+        fd = open_file(Path(self.baseFilename), ours=False)
+        return open(fd, "a", encoding=self.encoding, errors=self.errors)
+
+
+def open_file(path: Path, *, ours: bool) -> int:
+    """A descriptor for appending to a log, made with mode 0600. One that is `ours` has that mode also if it was there, and
+    is no link; the mode of a file that the user named, and what it links to (/dev/stdout), are the user's. `OSError`."""
+    if ours:
+        return ownership.open_file(path, LOG_FLAGS)
+    path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
+    return os.open(path, LOG_FLAGS | os.O_CLOEXEC, ownership.FILE_MODE)
+
+
 def setup(level: str, format: str, file: Path | None = None) -> None:
     """Send records to `file`, rotated, or to stderr. Replaces what an earlier call set up. Raises `OSError`
     when the file cannot be written; then nothing has changed."""
-    handler: logging.Handler
-    if file is None:
-        handler = logging.StreamHandler(sys.stderr)
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(
-            file, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
-        )
+    handler = logging.StreamHandler(sys.stderr) if file is None else _Rotating(file)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
