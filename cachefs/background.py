@@ -198,6 +198,6 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int) -> None
         answer = probe(mountpoint, 1.0)
         if isinstance(answer, OSError) or answer.st_dev != before:
             try:
-                detach(mountpoint, lazy=True)
+                detach(mount, lazy=True)
             except OSError:
                 pass

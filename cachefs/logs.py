@@ -12,15 +12,24 @@ import logging.handlers
 import os
 import sys
 import time
+from collections.abc import Callable, Hashable
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from cachefs import ownership
+from cachefs.units import printable
 
 MAX_FILE_BYTES = 10 << 20
 KEPT_FILES = 3
 HANDLER = "cachefs"
+
+REPEATED_EVERY_S = 60.0
+"""Guessed: a line a minute fills a log of 40 MiB in months."""
+
+REPEATS_REMEMBERED = 256
+"""Pairs of operation and error. Derived: there are fewer than that."""
+
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -38,11 +47,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.shortname = record.name.removeprefix("cachefs.")
-        return super().format(record)
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         # Names of objects may hold line breaks; a record is one line all the same.
-        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+        return printable(super().formatMessage(record))
 
 
 class JsonFormatter(TextFormatter):
@@ -83,6 +92,38 @@ def open_file(path: Path, *, ours: bool) -> int:
         return ownership.open_file(path, LOG_FLAGS)
     path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
     return os.open(path, LOG_FLAGS | os.O_CLOEXEC, ownership.FILE_MODE)
+
+
+class Repeats:
+    """How often the same is logged: the first time, and then once in `every_s`, with how many were left out.
+
+    Any user of a mount can make one operation fail as often as he likes."""
+
+    def __init__(
+        self,
+        every_s: float = REPEATED_EVERY_S,
+        *,
+        most: int = REPEATS_REMEMBERED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every_s, self._most, self._clock = every_s, most, clock
+        self._seen: dict[Hashable, list[float]] = {}  # when it was logged last, how many were left out since
+
+    def admit(self, what: Hashable) -> int | None:
+        """How many of the same were left out before this one, which is to be logged; None when it is left out, too."""
+        now = self._clock()
+        seen = self._seen.get(what)
+        if seen is None:
+            if len(self._seen) >= self._most:
+                del self._seen[next(iter(self._seen))]
+            self._seen[what] = [now, 0]
+            return 0
+        if now - seen[0] < self._every_s:
+            seen[1] += 1
+            return None
+        left_out = int(seen[1])
+        seen[:] = now, 0
+        return left_out
 
 
 def setup(level: str, format: str, file: Path | None = None) -> None:

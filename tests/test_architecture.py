@@ -31,7 +31,7 @@ RANK = {
     **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking", "simulate"), 6),
     **dict.fromkeys(("hints", "warming", "recording", "locating", "uploading", "cachedir"), 6),
     **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
-    **dict.fromkeys(("cli_look", "cli_why", "reference"), 7),
+    **dict.fromkeys(("cli_look", "cli_why", "cli_say", "reference"), 7),
     **dict.fromkeys(("cli_peers", "cli_writing"), 7),
     "notify": 6,
     **dict.fromkeys(("watching", "explaining", "doctor"), 6),
