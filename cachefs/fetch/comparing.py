@@ -111,12 +111,12 @@ class Comparing:
             self._metrics.peer_compared += 1
             if md5 and await trio.to_thread.run_sync(_md5, data) == md5:
                 return
-            real = await _read(origin, object_id, offset, len(data))
+            real = await self._read(origin, object_id, offset, len(data))
             if real == data:
                 if md5:
                     self._other_etags.add(origin.source)
                     log.info("%s: its etags are no MD5, and say nothing of the bytes", origin.source)
-            elif real == await _read(origin, object_id, offset, len(data)):
+            elif real == await self._read(origin, object_id, offset, len(data)):
                 await self._lied(asked, origin, object_id, offset)
         except CachefsError as exc:
             log.debug("what %s sent of %s is not compared: %s", asked.member, object_id.key, exc)
@@ -124,6 +124,17 @@ class Comparing:
             log.exception("comparing what %s sent failed", asked.member)
         finally:
             self._busy = False
+
+    async def _read(self, origin: Origin, object_id: ObjectId, offset: int, length: int) -> bytes:
+        """What the origin has there."""
+        sink, stop = _Kept(), offset + length
+        whole = offset == 0 and length == object_id.size
+        turn = Turn(background=True)
+        try:
+            await origin.read(object_id.key, object_id.etag, offset, stop, sink, whole=whole, turn=turn)
+        finally:
+            self._metrics.discarded_bytes += len(sink.data)
+        return bytes(sink.data)
 
     async def _lied(self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int) -> None:
         self._metrics.peer_lies += 1
@@ -157,15 +168,6 @@ class _Kept:
 
     def write(self, data: memoryview | bytes) -> None:
         self.data += data
-
-
-async def _read(origin: Origin, object_id: ObjectId, offset: int, length: int) -> bytes:
-    sink = _Kept()
-    whole = offset == 0 and length == object_id.size
-    await origin.read(
-        object_id.key, object_id.etag, offset, offset + length, sink, whole=whole, turn=Turn(background=True)
-    )
-    return bytes(sink.data)
 
 
 def _md5(data: bytes) -> str:
