@@ -36,12 +36,14 @@ def sockets(mountpoint: Path) -> Iterator[Path]:
 def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any) -> Any:
     """The answer of the daemon that serves `mountpoint` (canonical). Raises `ControlError`, or `MountError`
     when there is no such mount."""
+    mount = mount_at(mountpoint)
+    # The kernel says who has mounted it: root asks that user's daemon, and no other user's.
+    owners = {mount.owner} if mount is not None and mount.is_cachefs and mount.owner is not None else ()
     for socket in sockets(mountpoint):
         try:
-            return control.request(socket, verb, timeout_s, **arguments)
+            return control.request(socket, verb, timeout_s, owners=owners, **arguments)
         except control.NotRunning:
             continue
-    mount = mount_at(mountpoint)
     if mount is None or not mount.is_cachefs:
         raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
     if is_dead(probe(mountpoint)):

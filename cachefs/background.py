@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cachefs import logs
+from cachefs import logs, ownership
 from cachefs.config import Config, runtime_dir, slug
 from cachefs.errors import MountError
 from cachefs.mountinfo import mount_at
@@ -69,8 +69,10 @@ def open_log(config: Config) -> tuple[Path, int]:
     problem: OSError | None = None
     for path in (wanted, spare):
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            ours = path == spare or path.parent == config.cache_dir
+            if ours:
+                ownership.claim(path.parent, whole=path == spare)
+            return path, logs.open_file(path, ours=ours)
         except OSError as exc:
             problem = problem or exc
     raise MountError(
@@ -196,6 +198,6 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int) -> None
         answer = probe(mountpoint, 1.0)
         if isinstance(answer, OSError) or answer.st_dev != before:
             try:
-                detach(mountpoint, lazy=True)
+                detach(mount, lazy=True)
             except OSError:
                 pass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
-from cachefs import mounting
+from cachefs import mounting, ownership
 from cachefs.config import Config
 from cachefs.database import Database
 from cachefs.errors import CacheUnusable
@@ -29,8 +30,10 @@ def _disk_of(config: Config) -> tuple[int, int]:
 
 
 def open_cache(config: Config, metrics: Metrics) -> Opened:
-    """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if another version of cachefs has noted
-    uploads here that this one cannot read."""
+    """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if the directory is another user's, or if
+    another version of cachefs has noted uploads here that this one cannot read."""
+    with suppress(OSError):  # what cannot be made or written costs the SSD tier, not the mount
+        ownership.claim(config.cache_dir)
     if not config.read_only:
         refuse_foreign(config.cache_dir / "journal")
     free, total = _disk_of(config)
@@ -50,7 +53,7 @@ def open_cache(config: Config, metrics: Metrics) -> Opened:
 def _held_bytes(cache_dir: Path) -> int:
     """What this cache holds already, as its last stop noted it: a share of the disk includes it."""
     try:
-        return int((cache_dir / "held").read_text())
+        return int(ownership.read(cache_dir / "held"))
     except (OSError, ValueError):
         return 0
 
@@ -76,6 +79,6 @@ def note_held(cache_dir: Path, store: Store) -> None:
     """For the next start's share of the disk."""
     try:
         used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
-        (cache_dir / "held").write_text(str(used))
+        ownership.write(cache_dir / "held", str(used).encode())
     except OSError:
         pass

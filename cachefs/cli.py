@@ -32,6 +32,7 @@ from cachefs import (
     cli_writing,
 )
 from cachefs.cli_look import Place
+from cachefs.cli_say import say
 from cachefs.config import GROUPS, Config, option_name, rows
 from cachefs.errors import CachefsError, ConfigError, MountError
 from cachefs.options import Row
@@ -87,7 +88,7 @@ def _fail(message: str, code: int, more: str = "") -> NoReturn:
     if _debugging() and sys.exc_info()[0] is not None and code == 1:
         traceback.print_exc()
     line = " ".join(message.split("\n")).rstrip(". ")
-    click.echo(f"cachefs: {line}{more}", err=True)
+    say(f"cachefs: {line}{more}", err=True)
     sys.exit(code)
 
 
@@ -233,7 +234,7 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
         )
     notes = mounting.check(config)
     for note in notes:
-        click.echo(f"cachefs: {note}", err=True)
+        say(f"cachefs: {note}", err=True)
     # Whoever gives up on us (timeout, a service manager) gives up on the child too: unwind, and end it on the way.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     background.start(arguments, config, notes)
@@ -280,7 +281,7 @@ def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
     """
     from cachefs.unmounting import unmount
 
-    click.echo(unmount(mountpoint, lazy=lazy, flush=flush, show=cli_writing.show_left), err=True)
+    say(unmount(mountpoint, lazy=lazy, flush=flush, show=cli_writing.show_left), err=True)
 
 
 @cli.command(short_help="What mounts are doing.")
@@ -300,7 +301,7 @@ def status(mountpoint: Path | None, as_json: bool) -> None:
 
         statusview.show(found)
     else:
-        click.echo("no cachefs mounts")
+        say("no cachefs mounts")
 
 
 @cli.command(short_help="Look again at the store.")
@@ -312,7 +313,7 @@ def refresh(path: Path) -> None:
     """
     from cachefs import asking
 
-    click.echo(asking.refresh(path), err=True)
+    say(asking.refresh(path), err=True)
 
 
 for room in (cli_cache, cli_writing, cli_usage, cli_peers, cli_reading, cli_look, cli_why):
@@ -323,7 +324,7 @@ for room in (cli_cache, cli_writing, cli_usage, cli_peers, cli_reading, cli_look
 @cli.command(short_help="Print the version.")
 def version() -> None:
     """Print the version."""
-    click.echo(f"cachefs {__version__}")
+    say(f"cachefs {__version__}")
 
 
 cli.add_command(cli_simulate.simulate)

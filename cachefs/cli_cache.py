@@ -15,6 +15,7 @@ import click
 
 from cachefs.cli_lists import listed, mounts_of, only, profiled, wanted_of
 from cachefs.cli_look import Place
+from cachefs.cli_say import say
 from cachefs.errors import ConfigError, MountError
 from cachefs.units import about_bytes, about_share
 
@@ -71,7 +72,7 @@ def warm(
 
     if stop:
         count = sum(asking.stop_jobs(mountpoint) for mountpoint in mounts_of(paths))
-        click.echo(f"{count} jobs ended", err=True)
+        say(f"{count} jobs ended", err=True)
         return 0
     if profile and list_file is not None:
         raise ConfigError("--profile and -f are two lists of what to fetch: give one of them")
@@ -85,21 +86,21 @@ def warm(
                 *(mountpoint, "warm", items), at_once=parallel or 0, vanish=bool(profile), cluster=cluster
             )
             with job as number:
-                click.echo(f"job {number} on {mountpoint}")
+                say(f"job {number} on {mountpoint}")
         return 0
     action = "check" if check else "warm"
     done = _jobs(action, wanted, parallel, vanish=bool(profile), cluster=cluster, as_json=as_json)
     if check:
         whole = done["cached_bytes"] >= done["bytes"] and done["cached_files"] >= done["files"]
         if not as_json:
-            click.echo(
+            say(
                 f"{done['cached_files']:,} of {done['files']:,} files are cached whole, "
                 f"{about_bytes(done['cached_bytes'])} of {about_bytes(done['bytes'])} "
                 f"({about_share(done['cached_bytes'], done['bytes'])})"
             )
         return 0 if whole else 1
     for node in done["silent"]:
-        click.echo(f"cachefs: {node} does not answer: others keep its share meanwhile", err=True)
+        say(f"cachefs: {node} does not answer: others keep its share meanwhile", err=True)
     if done["vanished"] and not done["files"]:
         raise MountError(
             f"nothing that {profile} names ({done['vanished']:,} files or parts) is below {paths[0]}: was another "
@@ -110,7 +111,7 @@ def warm(
     if done["elsewhere_bytes"]:
         way = "have been brought to other nodes" if cluster else "are for other nodes to fetch (--cluster)"
         elsewhere = f"; {about_bytes(done['elsewhere_bytes'])} {way}"
-    click.echo(
+    say(
         f"{done['done_files']:,} files, {about_bytes(done['done_bytes'])}: {about_bytes(done['fetched_bytes'])} fetched "
         f"in {done['seconds']:.1f} s{elsewhere}, the rest was here{gone}",
         err=True,
@@ -129,7 +130,7 @@ def evict(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None
     """
     done = _jobs("evict", wanted_of(paths, list_file), as_json=as_json)
     kept = f"; {done['kept_files']:,} files stay, pinned or in use" if done["kept_files"] else ""
-    click.echo(f"freed {about_bytes(done['freed_bytes'])} of {done['done_files']:,} files{kept}", err=True)
+    say(f"freed {about_bytes(done['freed_bytes'])} of {done['done_files']:,} files{kept}", err=True)
 
 
 @click.command(short_help="Keep files in the cache whatever happens.")
@@ -144,7 +145,7 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
     another. All pins together are bounded by the mount's --pin-budget.
     """
     done = _jobs("pin", wanted_of(paths, list_file), parallel, as_json=as_json)
-    click.echo(
+    say(
         f"pinned {done['done_files']:,} files, {about_bytes(done['done_bytes'])} "
         f"({about_bytes(done['fetched_bytes'])} fetched)",
         err=True,
@@ -158,7 +159,7 @@ def pin(paths: tuple[Path, ...], list_file: str | None, parallel: int | None, as
 def unpin(paths: tuple[Path, ...], list_file: str | None, as_json: bool) -> None:
     """Let the files at and below PATH go like all others. They stay cached as long as there is room."""
     done = _jobs("unpin", wanted_of(paths, list_file), as_json=as_json)
-    click.echo(f"unpinned {done['done_files']:,} files", err=True)
+    say(f"unpinned {done['done_files']:,} files", err=True)
 
 
 def _jobs(

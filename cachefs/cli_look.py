@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from cachefs.cli_say import say
 from cachefs.errors import ConfigError, MountError
 from cachefs.units import about_bytes, parse_duration, printable
 
@@ -111,12 +112,12 @@ def stats(mountpoint: Path | None, interval: str, count: int | None, as_json: bo
             click.echo(json.dumps({**line, **grown}))
             continue
         if number % HEADS_EVERY == 0:
-            click.echo(
+            say(
                 f"{'HIT':>6} {'READS':>10} {'OPENS':>7} {'LENT':>6} {'STORE':>10} {'GET':>6} {'PEERS':>10} {'SENT':>10} "
                 f"{'EVICTED':>7} {'WAIT':>6} {'NOW':>4}"
             )
         hits = sum(grown[f"{tier}_hits"] for tier in ("ram", "ssd", "heap"))
-        click.echo(
+        say(
             f"{_share(hits, hits + grown['misses']):>6} {_rate(grown['fuse_read_bytes'], passed):>10} "
             f"{grown['fuse_open'] / passed:>7,.0f} {_share(grown['passthrough_opens'], grown['fuse_open']):>6} "
             f"{_rate(grown['origin_bytes'], passed):>10} {grown['origin_get'] / passed:>6,.0f} "

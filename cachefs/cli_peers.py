@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from cachefs.cli_look import Place
+from cachefs.cli_say import say
 from cachefs.errors import MountError
 from cachefs.units import about_bytes, about_share, printable
 
@@ -47,12 +48,12 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
     ]
     rows += [(other["name"], "-", "-", other["state"], "-", "-", "-", "-") for other in found["apart"]]
     if found["trouble"]:
-        click.echo(f"cachefs: {printable(found['trouble'])}", err=True)
+        say(f"cachefs: {printable(found['trouble'])}", err=True)
     elif not rows:
-        click.echo("cachefs: nobody is known yet, not even this node", err=True)
+        say("cachefs: nobody is known yet, not even this node", err=True)
     for other in found["apart"]:
         if other["wrong"]:
-            click.echo(f"cachefs: {other['name']} {printable(other['why'])}", err=True)
+            say(f"cachefs: {other['name']} {printable(other['why'])}", err=True)
     _table(("MEMBER", "ID", "SHARE", "STATE", "IN", "OUT", "LATENCY", "FAILURES"), rows)
 
 
@@ -85,7 +86,7 @@ def locate(paths: tuple[Path, ...], as_json: bool) -> None:
     _table(("HELD", "SIZE", "SHARE", "NODE", "PATH"), rows)
     silent = {node: why for answer in answers for node, why in answer["unreachable"].items()}
     for why in silent.values():
-        click.echo(f"cachefs: {printable(why)}", err=True)
+        say(f"cachefs: {printable(why)}", err=True)
 
 
 def _status(mountpoint: Path | None) -> Mapping[str, Any]:
@@ -104,7 +105,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:
-        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+        say("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 COMMANDS = (peers, locate)

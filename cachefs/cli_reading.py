@@ -14,6 +14,7 @@ import click
 
 from cachefs.cli_lists import below, listed
 from cachefs.cli_look import Place
+from cachefs.cli_say import say
 from cachefs.errors import ConfigError, NotFound
 from cachefs.units import parse_duration
 
@@ -41,7 +42,7 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
     if drop:
         if not hints.drop(mount, plan):
             raise NotFound(f"no plan {plan} on {mount}: cachefs status names those there are")
-        click.echo(f"plan {plan} is forgotten", err=True)
+        say(f"plan {plan} is forgotten", err=True)
         return
     if list_file is None:
         raise ConfigError("no LIST: give the paths with -f, one a line")
@@ -51,7 +52,7 @@ def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: b
     hints.send_files(mount, plan, wanted[mount])
     order = array("I", range(len(wanted[mount])))
     hints.send_order(mount, plan, epoch, order, hints.digest(wanted[mount]))
-    click.echo(f"plan {plan}, epoch {epoch}: {len(wanted[mount]):,} files", err=True)
+    say(f"plan {plan}, epoch {epoch}: {len(wanted[mount]):,} files", err=True)
 
 
 @click.command(short_help="Record what is opened and read.")
@@ -86,7 +87,7 @@ def record(mountpoint: Path, output: str, how_long: str | None) -> None:
         asking.ask(mount, "record_stop", recording=recording)
         raise
     more = f", {lost:,} more were lost: they came faster than they were taken" if lost else ""
-    click.echo(f"{lines:,} lines{more}", err=True)
+    say(f"{lines:,} lines{more}", err=True)
 
 
 def _opened(output: str) -> IO[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from cachefs.cli_say import say
 from cachefs.config import Eviction
 from cachefs.errors import ConfigError
 from cachefs.units import about_bytes, format_bytes, parse_bytes
@@ -79,7 +80,7 @@ def simulate(
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
     else:
-        click.echo("\n".join(_table(results)))
+        say("\n".join(_table(results)))
 
 
 def _bytes(text: str, option: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from cachefs.cli_look import Place
+from cachefs.cli_say import say
 from cachefs.errors import MountError
 from cachefs.units import about_bytes, about_share, printable
 
@@ -40,9 +41,9 @@ def list_cached(path: Path, cached: bool, as_json: bool) -> None:
         return
     for size, held, entry in rows:
         if entry.is_dir():
-            click.echo(f"{'-':>10} {'-':>10} {'-':>7}  {printable(entry.name)}/")
+            say(f"{'-':>10} {'-':>10} {'-':>7}  {printable(entry.name)}/")
         else:
-            click.echo(_row(size, held, entry.name))
+            say(_row(size, held, entry.name))
 
 
 @click.command("du", short_help="Add up how much of a directory is cached.")
@@ -70,7 +71,7 @@ def add_up(path: Path, cached: bool, max_depth: int | None, summarize: bool, as_
             if as_json:
                 found.append(row)
             else:
-                click.echo(_row(size, held, directory.path))
+                say(_row(size, held, directory.path))
         return files, size, held
 
     try:

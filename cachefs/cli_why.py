@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from cachefs.cli_look import Place, mount_meant
+from cachefs.cli_say import say
 from cachefs.errors import ConfigError, MountError
 from cachefs.ledger import REASONS
 from cachefs.units import about_bytes, about_share, printable
@@ -75,7 +76,7 @@ def info(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(known, indent=2))
         return
     for name, value in lines:
-        click.echo(f"{name:<10}  {printable(value)}")
+        say(f"{name:<10}  {printable(value)}")
 
 
 def _of(part: int, whole: int) -> str:
@@ -97,7 +98,7 @@ def why(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(known, indent=2))
         return
     for line in explain(known, time.time()):
-        click.echo(printable(line))
+        say(printable(line))
 
 
 def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
@@ -174,9 +175,9 @@ def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_j
     else:
         for finding in findings:
             mark = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}[finding.level]
-            click.echo(f"{mark}  {finding.subject}: {printable(finding.found)}")
+            say(f"{mark}  {finding.subject}: {printable(finding.found)}")
             if finding.todo:
-                click.echo(f"         → {printable(finding.todo)}")
+                say(f"         → {printable(finding.todo)}")
     return int(any(finding.level == "problem" for finding in findings))
 
 
@@ -189,7 +190,7 @@ def log_level(level: str, mountpoint: Path | None) -> None:
 
     mount = mount_meant(mountpoint)
     asking.ask(mount, "log_level", level=level)
-    click.echo(f"{mount}: logs at {level}", err=True)
+    say(f"{mount}: logs at {level}", err=True)
 
 
 @click.command(short_help="Complete cachefs commands in a shell.")

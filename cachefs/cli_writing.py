@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from cachefs.cli_look import Place
+from cachefs.cli_say import say
 from cachefs.errors import ConfigError, MountError, OriginFailed
 from cachefs.units import FOREVER, about_bytes, about_files, parse_duration, printable
 
@@ -38,7 +39,7 @@ def flush(path: Path | None, timeout: str | None) -> None:
         left = asking.flush(mountpoint, relative, deadline_s, show_left)
         if left["files"]:
             raise OriginFailed(f"{mountpoint}: {asking.describe(left)}")
-        click.echo(f"{printable(str(path or mountpoint))}: all of it is in the store", err=True)
+        say(f"{printable(str(path or mountpoint))}: all of it is in the store", err=True)
 
 
 def _must_exist(path: Path) -> None:
@@ -54,9 +55,8 @@ def _must_exist(path: Path) -> None:
 def show_left(left: Mapping[str, Any]) -> None:
     """For who watches a terminal."""
     if sys.stderr.isatty():
-        click.echo(
-            f"\r\033[K{about_files(left['files'])}, {about_bytes(left['bytes'])} to go ", nl=False, err=True
-        )
+        line = f"{about_files(left['files'])}, {about_bytes(left['bytes'])} to go "
+        click.echo(f"\r\033[K{line}", nl=False, err=True)
 
 
 COMMANDS = (flush,)

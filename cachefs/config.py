@@ -136,7 +136,7 @@ class Config:
         choice("full", "first", "none"),
         "Cache",
         "When cached blocks are checked against their checksum: at every read from disk, at the first one "
-        "after a start, or never.",
+        "after a start, or never. Damage to a file that the kernel reads by itself shows with `full` only.",
         value="first",
         default="first",
     )

@@ -15,11 +15,13 @@ import logging
 import os
 import socket
 import stat
+import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cachefs import ownership
 from cachefs.errors import CachefsError
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ TALK_DEADLINE_S = 5.0
 """For a client to send its line, and again to take the reply."""
 
 VERB_DEADLINE_S = 60.0
+
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid and gid of the process that listens (SO_PEERCRED)."""
 
 
 class ControlError(CachefsError):
@@ -156,12 +161,11 @@ async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
 
 def _listen(path: Path) -> socket.socket:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory = path.parent.lstat()
+        ownership.claim(path.parent, whole=True)
     except OSError as exc:
         raise ControlError(f"cannot make the control socket {path}: {exc.strerror}") from exc
-    if not stat.S_ISDIR(directory.st_mode) or directory.st_uid != os.getuid():
-        raise ControlError(f"{path.parent} is not a directory of this user: remove it")
+    except ownership.ForeignDirectory as exc:
+        raise ControlError(f"cannot make the control socket: {exc}") from exc
     try:
         with _connected(path, TALK_DEADLINE_S):
             raise ControlError(f"another cachefs answers at {path}")
@@ -178,7 +182,17 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def _connected(path: Path, timeout_s: float) -> socket.socket:
+def _connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> socket.socket:
+    """A connection to a daemon of root, of this user or of one of `owners`. Other users may make directories in /tmp, and
+    sockets in them, that look like those of a daemon."""
+    trusted = {0, os.geteuid(), *owners}
+    foreign = NotRunning(f"{path} belongs to another user, who is not asked")
+    try:
+        directory = path.parent.lstat()
+    except OSError as exc:
+        raise NotRunning(f"no cachefs answers at {path}") from exc
+    if not stat.S_ISDIR(directory.st_mode) or directory.st_uid not in trusted or directory.st_mode & 0o022:
+        raise foreign
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
@@ -189,15 +203,24 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
     except OSError as exc:
         connection.close()
         raise ControlError(f"cannot ask the daemon at {path}: {exc.strerror or exc}") from exc
+    _, uid, _ = CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    )
+    if uid not in trusted:
+        connection.close()
+        raise foreign
     return connection
 
 
-def request(path: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any) -> Any:
+def request(
+    path: Path, verb: str, /, timeout_s: float = 5.0, *, owners: Collection[int] = (), **arguments: Any
+) -> Any:
     """Ask the daemon at `path` and return its result. Blocking, at most about `timeout_s` in all. Raises
-    `NotRunning` when nobody listens there, `ControlError` with the daemon's line when it refuses."""
+    `NotRunning` when no daemon listens there that root, this user or one of `owners` runs, `ControlError` with the
+    daemon's line when it refuses."""
     until = time.monotonic() + timeout_s
     received = bytearray()
-    with _connected(path, timeout_s) as connection:
+    with _connected(path, timeout_s, owners) as connection:
         try:
             connection.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
             while not received.endswith(b"\n") and len(received) < MAX_REPLY_BYTES:

@@ -296,6 +296,8 @@ class Daemon:
                 *(self._fs.survey, self._store, upstream.cluster, self._origins, self._metrics, self._status)
             )
             names = {id(volume.origin): volume.name for volume in volumes}
+            if upstream.comparing is not None:
+                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(_path_of(names, origin, obj))
             self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
             await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
             if self._endpoint is not None:

@@ -9,14 +9,28 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import os
 import sys
 import time
+from collections.abc import Callable, Hashable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
+
+from cachefs import ownership
+from cachefs.units import printable
 
 MAX_FILE_BYTES = 10 << 20
 KEPT_FILES = 3
 HANDLER = "cachefs"
+
+REPEATED_EVERY_S = 60.0
+"""Guessed: a line a minute fills a log of 40 MiB in months."""
+
+REPEATS_REMEMBERED = 256
+"""Pairs of operation and error. Derived: there are fewer than that."""
+
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -33,11 +47,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.shortname = record.name.removeprefix("cachefs.")
-        return super().format(record)
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         # Names of objects may hold line breaks; a record is one line all the same.
-        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+        return printable(super().formatMessage(record))
 
 
 class JsonFormatter(TextFormatter):
@@ -58,17 +72,64 @@ class JsonFormatter(TextFormatter):
         return json.dumps(entry, default=str)
 
 
+class _Rotating(logging.handlers.RotatingFileHandler):
+    """A log that only its owner reads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
+        )
+
+    def _open(self) -> TextIOWrapper:
+        fd = open_file(Path(self.baseFilename), ours=False)
+        return open(fd, "a", encoding=self.encoding, errors=self.errors)
+
+
+def open_file(path: Path, *, ours: bool) -> int:
+    """A descriptor for appending to a log, made with mode 0600. One that is `ours` has that mode also if it was there, and
+    is no link; the mode of a file that the user named, and what it links to (/dev/stdout), are the user's. `OSError`."""
+    if ours:
+        return ownership.open_file(path, LOG_FLAGS)
+    path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
+    return os.open(path, LOG_FLAGS | os.O_CLOEXEC, ownership.FILE_MODE)
+
+
+class Repeats:
+    """How often the same is logged: the first time, and then once in `every_s`, with how many were left out.
+
+    Any user of a mount can make one operation fail as often as he likes."""
+
+    def __init__(
+        self,
+        every_s: float = REPEATED_EVERY_S,
+        *,
+        most: int = REPEATS_REMEMBERED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every_s, self._most, self._clock = every_s, most, clock
+        self._seen: dict[Hashable, list[float]] = {}  # when it was logged last, how many were left out since
+
+    def admit(self, what: Hashable) -> int | None:
+        """How many of the same were left out before this one, which is to be logged; None when it is left out, too."""
+        now = self._clock()
+        seen = self._seen.get(what)
+        if seen is None:
+            if len(self._seen) >= self._most:
+                del self._seen[next(iter(self._seen))]
+            self._seen[what] = [now, 0]
+            return 0
+        if now - seen[0] < self._every_s:
+            seen[1] += 1
+            return None
+        left_out = int(seen[1])
+        seen[:] = now, 0
+        return left_out
+
+
 def setup(level: str, format: str, file: Path | None = None) -> None:
     """Send records to `file`, rotated, or to stderr. Replaces what an earlier call set up. Raises `OSError`
     when the file cannot be written; then nothing has changed."""
-    handler: logging.Handler
-    if file is None:
-        handler = logging.StreamHandler(sys.stderr)
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(
-            file, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
-        )
+    handler = logging.StreamHandler(sys.stderr) if file is None else _Rotating(file)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):

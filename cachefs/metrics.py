@@ -68,6 +68,10 @@ class Metrics:
     peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
     peer_hits: int = _counter("blocks", "blocks that came from another node instead of the store")
     peer_misses: int = _counter("blocks", "blocks asked of other nodes that came from the store all the same")
+    peer_compared: int = _counter(
+        "blocks", "blocks from other nodes that were compared with the origin or its MD5"
+    )
+    peer_lies: int = _counter("blocks", "of these, blocks that were not the origin's")
     peer_served: int = _counter("requests", "blocks served to other nodes")
     peer_bytes_out: int = _counter("bytes", "bytes of blocks sent to other nodes")
     peer_turned_away: int = _counter("requests", "requests of other nodes answered with a refusal")

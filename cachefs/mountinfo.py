@@ -13,8 +13,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo. `device` is "major:minor"; `root` is the part of the filesystem that is mounted
-    here."""
+    """One line of mountinfo. `number` is the kernel's name of the mount, which it gives again once the mount has gone;
+    `device` is "major:minor"; `root` is the part of the filesystem that is mounted here."""
 
     device: str
     root: str
@@ -22,6 +22,22 @@ class Mount:
     fstype: str
     source: str
     options: tuple[str, ...]
+    number: int = 0
+
+    @property
+    def owner(self) -> int | None:
+        """The user who mounted a FUSE filesystem."""
+        found = (option.removeprefix("user_id=") for option in self.options if option.startswith("user_id="))
+        uid = next(found, "")
+        return int(uid) if uid.isdigit() else None
+
+    def same(self, other: Mount | None) -> bool:
+        """Whether `other`, seen later, is this mount. Numbers alone do not tell, as they are given again."""
+        return other is not None and self.identity == other.identity
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.number, self.device, self.root, self.path, self.fstype, self.source
 
     @property
     def is_cachefs(self) -> bool:
@@ -44,6 +60,7 @@ def parse(text: str) -> list[Mount]:
                 fstype=after[0],
                 source=unescape(after[1]),
                 options=(*before[5].split(","), *after[2].split(",")),
+                number=int(before[0]),
             )
         )
     return mounts

@@ -148,7 +148,7 @@ def _clear_mountpoint(path: Path) -> list[str]:
             break
         answer = probe(path)
         if is_dead(answer):
-            detach(path, lazy=True)
+            detach(mount, lazy=True)
             notes.append(f"took away a dead mount of {mount.source} at {path}")
         elif isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT:
             raise MountError(f"{path} is mounted and does not answer: cachefs umount --lazy {path}")
@@ -262,8 +262,12 @@ def translate_mount_failure(exc: BaseException) -> MountError:
     return MountError(f"mounting failed ({exc}): {hint}")
 
 
-def detach(path: Path, *, lazy: bool) -> None:
-    """Take the topmost mount at `path` away. Raises `OSError` (EBUSY, EPERM, EINVAL, …)."""
+def detach(mount: Mount, *, lazy: bool) -> None:
+    """Take a mount away, which must still be the topmost at its path. Raises `OSError` (ESTALE where another one is there by
+    now, EBUSY, EPERM, EINVAL, …)."""
+    path = Path(mount.path)
+    if not mount.same(mount_at(path)):
+        raise OSError(errno.ESTALE, "another mount has taken its place", mount.path)
     if os.getuid() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.umount2(os.fsencode(path), _MNT_DETACH if lazy else 0) != 0:

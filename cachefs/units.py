@@ -100,8 +100,10 @@ def about_share(part: int, whole: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Names may hold anything, escape sequences included: the terminal gets none of it."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    r"""With what is not printable escaped (`\x1b`): names may hold anything, and a terminal obeys some of it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def parse_duration(text: str) -> float:

@@ -84,7 +84,7 @@ def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
 def _detach(mount: Mount, *, lazy: bool) -> None:
     path = Path(mount.path)
     try:
-        detach(path, lazy=lazy)
+        detach(mount, lazy=lazy)
     except OSError as exc:
         if exc.errno == errno.EBUSY:
             users = ", ".join(holders(mount)) or "a process of another user, or another mount below it"

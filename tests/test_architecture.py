@@ -22,7 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 RANK = {
     **dict.fromkeys(("__init__", "names", "errors", "metrics", "ledger"), 0),
     # Leaves of plain knowledge about the machine and the configuration.
-    **dict.fromkeys(("units", "cgroup", "mountinfo", "logs"), 1),
+    **dict.fromkeys(("units", "cgroup", "mountinfo", "logs", "ownership"), 1),
     **dict.fromkeys(("config", "layers", "options", "sources", "database"), 1),
     **dict.fromkeys(("origin", "store", "peers"), 2),
     **dict.fromkeys(("fetch", "upload"), 3),
@@ -31,7 +31,7 @@ RANK = {
     **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking", "simulate"), 6),
     **dict.fromkeys(("hints", "warming", "recording", "locating", "uploading", "cachedir"), 6),
     **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
-    **dict.fromkeys(("cli_look", "cli_why", "reference"), 7),
+    **dict.fromkeys(("cli_look", "cli_why", "cli_say", "reference"), 7),
     **dict.fromkeys(("cli_peers", "cli_writing"), 7),
     "notify": 6,
     **dict.fromkeys(("watching", "explaining", "doctor"), 6),

@@ -21,11 +21,12 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from cachefs import __version__, background, logs, mounting, statusview
+from cachefs import __version__, asking, background, logs, mounting, statusview
 from cachefs.cli import cli
+from cachefs.cli_say import say
 from cachefs.config import Config, Source, control_path, option_name, rows
 from cachefs.errors import MountError
-from cachefs.mountinfo import mount_at
+from cachefs.mountinfo import mount_at, parse
 
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("CACHEFS_")}
 
@@ -124,6 +125,48 @@ def test_no_traceback_for_the_unexpected(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "internal error: RuntimeError: first second" in one_line(result.stderr)
     monkeypatch.setattr("cachefs.asking.all_statuses", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run("status").exit_code == 130
+
+
+def test_a_terminal_obeys_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise MountError("s3://b/a\x1b]0;owned\x07: is not there")
+
+    monkeypatch.setattr(asking, "status_of", broken)
+    assert run("status", "/mnt/x").stderr == "cachefs: s3://b/a\\x1b]0;owned\\x07: is not there\n"
+    say("a\x1bc\nb")
+    assert capsys.readouterr().out == "a\\x1bc\nb\n"
+
+
+def test_no_verb_prints_but_through_say() -> None:
+    """What is given to click.echo is JSON, which is escaped, or what the user wrote."""
+    allowed = ("json.dumps", "layers.dump", ".source()", "printable(", "to go", "{line}")
+    package = Path(mounting.__file__).parent
+    for path in sorted(package.glob("cli*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert "click.echo(" not in line or any(word in line for word in allowed), f"{path}:{number}"
+
+
+def test_another_mount_is_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what was written is uploaded, another mount may come to be at the same path."""
+    line = "{} 1 0:{} / /mnt/x rw - fuse.cachefs {} rw,user_id=7,group_id=7\n"
+    (meant,) = parse(line.format(40, 50, "s3://a"))
+    assert (meant.number, meant.owner) == (40, 7)
+    taken: list[object] = []
+    monkeypatch.setattr(mounting.ctypes, "CDLL", lambda *_, **__: taken.append("umount2"))
+    monkeypatch.setattr(mounting.subprocess, "run", lambda *_, **__: taken.append("fusermount3"))
+    for other in (
+        line.format(41, 50, "s3://a"),
+        line.format(40, 51, "s3://a"),
+        line.format(40, 50, "s3://b"),
+        "",
+    ):
+        now = parse(other)
+        monkeypatch.setattr(mounting, "mount_at", lambda path, now=now: now[-1] if now else None)
+        with pytest.raises(OSError, match="another mount has taken its place"):
+            mounting.detach(meant, lazy=True)
+    assert not taken
 
 
 def test_a_closed_pipe_is_not_talked_about() -> None:
@@ -234,7 +277,7 @@ def test_status_for_people() -> None:
             "3.0 GiB through the daemon, 2.0 GiB sent in 5 PUT, 256 parts; 3 COPY, 4 DELETE",
             "1,234 files, 1.0 GiB, for 1m 1s, 2 of them failed: s3://a/x: denied",
             "read_ahead_kb raised",
-            "the disk \N{REPLACEMENT CHARACTER}[31mis full",
+            "the disk \\x1b[31mis full",
         ):
             assert words in text
         assert "last_error" not in text

@@ -6,6 +6,9 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -202,8 +205,45 @@ def test_a_socket_left_over_is_replaced_and_a_live_one_is_not(path: Path) -> Non
 def test_a_directory_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ControlError, match="not a directory of this user"):
+    with pytest.raises(ControlError, match="is a link of"):
         trio.run(control.serve, tmp_path / "run" / "x.sock", VERBS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_socket_of_another_user_is_not_asked(path: Path) -> None:
+    """Any user may make /tmp/cachefs-N and a socket in it that answers as a daemon would."""
+    code = f"import os, socket; os.setgid(65534); os.setuid(65534)\n{_FALSE_DAEMON.format(path=str(path))}"
+    path.parent.mkdir()
+    os.chown(path.parent, 65534, 65534)
+    for above in path.parents[1:]:
+        if above.is_relative_to(tempfile.gettempdir()) and above != Path(tempfile.gettempdir()):
+            above.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as false:
+        try:
+            assert false.stdout is not None and false.stdout.readline() == b"listens\n"
+            with pytest.raises(NotRunning, match="another user"):
+                request(path, "status")
+            assert request(path, "status", owners={65534}) == "false"
+            os.chown(path.parent, 0, 0)  # a socket that was left in a directory of ours
+            with pytest.raises(NotRunning, match="another user"):
+                request(path, "status")
+            path.parent.chmod(0o777)
+            with pytest.raises(NotRunning, match="another user"):
+                request(path, "status", owners={65534})
+        finally:
+            false.kill()
+
+
+_FALSE_DAEMON = """
+listener = socket.socket(socket.AF_UNIX)
+listener.bind({path!r})
+listener.listen()
+print("listens", flush=True)
+while True:
+    connection, _ = listener.accept()
+    if connection.recv(100):
+        connection.sendall(b'{{"ok": true, "result": "false"}}' + b"\\n")
+"""
 
 
 def test_nobody_there(path: Path) -> None:

@@ -10,6 +10,7 @@ import trio
 
 from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
 from cachefs.fetch.arrivals import Arrivals
+from cachefs.fetch.comparing import Comparing
 from cachefs.fetch.flight import Flight
 from cachefs.fetch.missing import count as count_missing
 from cachefs.fetch.missing import reasons
@@ -70,6 +71,8 @@ class Fetcher:
         self._store = store
         self.course = store.course
         self._upstream = upstream or Upstream(metrics)
+        if self._upstream.cluster is not None:
+            self._upstream.comparing = Comparing(store, self._upstream.cluster, nursery, metrics)
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size

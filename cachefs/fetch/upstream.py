@@ -18,8 +18,10 @@ from contextlib import asynccontextmanager
 import trio
 
 from cachefs.errors import CachefsError
+from cachefs.fetch.comparing import Comparing
 from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId
+from cachefs.origin import Origin
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.limiter import Concurrency
 from cachefs.peers.client import CONNECTIONS_PER_PEER
@@ -41,6 +43,7 @@ class Upstream:
 
     def __init__(self, metrics: Metrics, cluster: Cluster | None = None) -> None:
         self.cluster = cluster
+        self.comparing: Comparing | None = None
         self._metrics = metrics
         self._gates: dict[str, Gate] = {}
 
@@ -53,15 +56,20 @@ class Upstream:
         extent = block // BLOCKS_PER_EXTENT
         return self.cluster is not None and self.cluster.owner(object_id.digest, extent) is not None
 
-    async def read(self, object_id: ObjectId, fill: Fill, turn: Turn) -> None:
+    async def read(self, object_id: ObjectId, fill: Fill, turn: Turn, origin: Origin) -> None:
         """As much of the fill as peers deliver; what is missing then is the origin's. Raises what the fill raises."""
         if self.cluster is None:
             return
         asked_any = False
         for asked in self.cluster.candidates(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT):
             asked_any = True
-            while await self._some(asked, object_id, fill, turn):
-                if fill.landed == fill.stop:
+            more = True
+            while more:
+                before = fill.landed
+                more = await self._some(asked, object_id, fill, turn)
+                if self.comparing is not None:
+                    await self.comparing.received(asked, origin, object_id, fill, before)
+                if more and fill.landed == fill.stop:
                     return
         self._asked(object_id, fill, "store")
         if asked_any:

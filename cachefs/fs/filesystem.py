@@ -18,7 +18,7 @@ from typing import Any
 import trio
 
 from cachefs.database import Database
-from cachefs.errors import CachefsError, IsADirectory, NotFound, ObjectChanged, ReadOnly
+from cachefs.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
 from cachefs.fs.beliefs import BURST_S, Beliefs
@@ -405,10 +405,13 @@ class FileSystem(Writes):
 
     # -- extended attributes -----------------------------------------------------------------------
 
-    async def getxattr(self, ino: int, name: bytes) -> bytes:
+    async def getxattr(self, ino: int, name: bytes, uid: int = 0) -> bytes:
         """The value as text. Raises `NoAttribute`. Reading `user.cachefs.refresh` says "look again": nothing else can be
-        asked of a mount that cannot be written, from inside a container that has nothing but the mount."""
+        asked of a mount that cannot be written, from inside a container that has nothing but the mount. Only root and the
+        owner of the files may: each time it costs a LIST. `uid` is the user of the process. Raises `NotPermitted`."""
         if name == xattrs.REFRESH:
+            if uid not in (0, self._options.uid):
+                raise NotPermitted("only the owner of the mount and root refresh it")
             if ino == ROOT:
                 await self._refreshing.directory(self._tree.root)
             else:

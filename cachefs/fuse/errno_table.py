@@ -13,6 +13,7 @@ import trio
 
 from cachefs import errors
 from cachefs.fs import NoAttribute
+from cachefs.logs import Repeats
 from cachefs.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -65,14 +66,21 @@ def errno_of(exc: BaseException) -> tuple[int, int]:
     return errno.EIO, logging.ERROR
 
 
-def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float) -> int:
-    """The errno that answers an operation which failed so; logged and counted."""
+def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, repeats: Repeats) -> int:
+    """The errno that answers an operation which failed so; logged (the same kind of failure once a minute) and counted."""
     number, level = errno_of(exc)
+    left_out: int | None = 0
     if level > logging.DEBUG:
         metrics.fuse_errors += 1
+        if not log.isEnabledFor(logging.DEBUG):
+            left_out = repeats.admit((operation, type(exc)))
+    if left_out is None:
+        return number
     text = str(exc) or type(exc).__name__
     if isinstance(exc, trio.TooSlowError):
         text = f"no answer within {deadline_s:.0f} s"
+    if left_out:
+        text += f" (and {left_out} more failures of this kind before it)"
     log.log(level, "%s: %s", operation, text, exc_info=None if is_expected(exc) else exc)
     return number
 

@@ -372,8 +372,9 @@ class KernelFront:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         name = name_of(body[protocol.GETXATTR_IN.size :])
         if name.startswith(OURS):
+            uid, _ = self._session.user
             self._session.wait(
-                *(unique, Op.GETXATTR, lambda: self._fs.getxattr(nodeid, name)),
+                *(unique, Op.GETXATTR, lambda: self._fs.getxattr(nodeid, name, uid)),
                 lambda unique, value: self._value(unique, value, size),
             )
         else:

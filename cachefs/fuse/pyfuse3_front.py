@@ -22,6 +22,7 @@ from cachefs.fuse import passed
 from cachefs.fuse.device import abort, end
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
 from cachefs.ledger import NAMES, Call
+from cachefs.logs import Repeats
 from cachefs.metrics import Metrics
 from cachefs.mountinfo import mount_at
 
@@ -46,6 +47,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         super().__init__()
         self._fs = fs
         self._metrics = metrics
+        self._repeats = Repeats()
         self._deadline_s = deadline_s + GRACE_S
         self._on_ready = on_ready
         self._mountpoint: Path | None = None  # what is to be unmounted
@@ -241,7 +243,7 @@ class Pyfuse3Base(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno_of_foreign(name))
         try:
             with self._waits(ctx.pid, "getxattr"):
-                return await self._fs.getxattr(inode, name)
+                return await self._fs.getxattr(inode, name, ctx.uid)
         except Exception as exc:
             self._fail("getxattr", exc)
 
@@ -267,7 +269,7 @@ class Pyfuse3Base(pyfuse3.Operations):
     def _fail(self, operation: str, exc: Exception) -> NoReturn:
         if isinstance(exc, pyfuse3.FUSEError):
             raise exc
-        raise pyfuse3.FUSEError(tell(operation, exc, self._metrics, self._deadline_s)) from exc
+        raise pyfuse3.FUSEError(tell(operation, exc, self._metrics, self._deadline_s, self._repeats)) from exc
 
 
 class Pyfuse3Front(Pyfuse3Base):

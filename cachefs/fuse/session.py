@@ -23,6 +23,7 @@ from cachefs.fuse.device import Device
 from cachefs.fuse.errno_table import GRACE_S, tell
 from cachefs.fuse.protocol import Op
 from cachefs.ledger import NAMES, WRITES, Call, current_call
+from cachefs.logs import Repeats
 from cachefs.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Session:
         self._device = device
         self._handlers = handlers
         self._metrics = metrics
+        self._repeats = Repeats()
         self._deadline_s = deadline_s + GRACE_S
         self._waiting: dict[int, _Waiting] = {}
         self._signalled: set[int] = set()
@@ -174,7 +176,7 @@ class Session:
             number = errno.EINVAL
         else:
             operation = Op(opcode).name.lower() if opcode in self._handlers else str(opcode)
-            number = tell(operation, exc, self._metrics, self._deadline_s)
+            number = tell(operation, exc, self._metrics, self._deadline_s, self._repeats)
         if opcode in _NO_REPLY:
             return
         try:

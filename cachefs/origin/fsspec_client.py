@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachefs.errors import (
     CachefsError,
@@ -136,10 +136,17 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
     while cause is not None:
         found = _http_status(cause)
         if found is not None:
-            status, code, message = found
-            return refusal(status, what=what, code=code, message=message, advice=advice)
+            return refusal(
+                found.status,
+                what=what,
+                code=found.code,
+                message=found.message,
+                advice=advice,
+                date=found.date,
+            )
         cause = cause.__cause__
-    line = one_line(f"{what}: {type(exc).__name__}: {exc}")
+    said = _text(exc)
+    line = one_line(f"{what}: {type(exc).__name__}" + (f": {said}" if said else ""))
     if isinstance(exc, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return NotFound(f"{what}: no such object")
     name = type(exc).__name__
@@ -157,22 +164,39 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
     return OriginFailed(line)
 
 
-def _http_status(exc: BaseException) -> tuple[int, str, str] | None:
-    """(status, store's code, message) where an exception of botocore, azure-core, aiohttp or gcsfs has
-    them."""
+class _Told(NamedTuple):
+    """What an exception knows of the origin's reply."""
+
+    status: int
+    code: str
+    message: str
+    date: str = ""
+
+
+def _text(value: object) -> str:
+    """As text; "" for what libraries put where there is no message."""
+    text = "" if value is None else str(value)
+    return "" if text in ("None", "(None) None") else text
+
+
+def _http_status(exc: BaseException) -> _Told | None:
+    """What an exception of botocore, azure-core, aiohttp or gcsfs knows."""
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
         error = response["Error"]
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = str(error.get("Code", ""))
+        metadata = response.get("ResponseMetadata", {})
+        code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
         # A HEAD has no body; botocore then says the status where the code would be.
-        return int(status), "" if code.isdigit() else code, str(error.get("Message", ""))
+        said = "" if code.isdigit() else code, _text(error.get("Message")), date
+        return _Told(int(metadata.get("HTTPStatusCode", 0)), *said)
     # `code` is gcsfs's; elsewhere it may be anything (aiohttp says 400 for a body that breaks).
     for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, name, None)
         if isinstance(status, int) and 300 <= status < 600:
             told = getattr(exc, "error_code", None)
-            return status, str(getattr(told, "value", told) or ""), one_line(str(getattr(exc, "message", "")))
+            return _Told(
+                status, _text(getattr(told, "value", told)), _text(one_line(str(getattr(exc, "message", ""))))
+            )
     return None
 
 

@@ -95,6 +95,7 @@ class HttpWriter:
             code=reply.headers.get("x-ms-error-code", ""),
             advice=self._advice(),
             retry_after=reply.headers.get("retry-after"),
+            date=reply.headers.get("date"),
         )
 
     def _document(self, reply: Reply, key: str) -> ElementTree.Element:

@@ -9,6 +9,9 @@ dump.
 from __future__ import annotations
 
 import re
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 from cachefs.errors import (
     CachefsError,
@@ -42,6 +45,7 @@ BAD_CREDENTIALS = {
     "AuthenticationFailed",
     "InvalidAuthenticationInfo",
 }
+CLOCK_IS_OFF = {"RequestTimeTooSkewed", "RequestExpired"}
 BUSY = {"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "ThrottlingException"}
 BROKEN = {
     *("RequestTimeout", "InternalError", "OperationTimedOut", "IncompleteBody"),
@@ -62,10 +66,11 @@ def refusal(
     message: str = "",
     advice: str = "check the credentials",
     retry_after: str | None = None,
+    date: str | None = None,
 ) -> CachefsError:
     """The error for an HTTP reply that is not a success. `what` names the object; `advice` says what to
     change when the store does not accept who we are; `body` is searched for the code and message when they
-    are not given."""
+    are not given. `date` is the reply's header: the origin's clock."""
     code = code or _tag("Code", body)
     message = message or _tag("Message", body)
     told = f"{status} {code}".strip() + (f" ({message})" if message else "")
@@ -85,6 +90,8 @@ def refusal(
         return CompletionInProgress(line)
     if code in BROKEN or status in (408, 500, 502, 504):
         return Transient(line)
+    if code in CLOCK_IS_OFF:
+        return PermissionDenied(f"{line}; {_clock(date or _tag('ServerTime', body))}")
     # A HEAD's reply has no body to tell more; what a 400 means there is, on S3, an expired token or a wrong
     # region.
     if code in BAD_CREDENTIALS or status in (401, 403) or (status == 400 and not code):
@@ -113,6 +120,20 @@ def _tag(name: str, body: str) -> str:
         rf'"{name.lower()}"\s*:\s*"([^"]*)"', body
     )
     return found.group(1).partition("\n")[0] if found else ""
+
+
+def _clock(origin_time: str) -> str:
+    """What is wrong with this machine's clock, by the origin's (an HTTP or ISO date; "" where it is not known)."""
+    try:
+        when = (
+            datetime.fromisoformat(origin_time)
+            if "T" in origin_time[:11]
+            else parsedate_to_datetime(origin_time)
+        )
+    except ValueError:
+        return "the clock of this machine is off: set it"
+    off_s = time.time() - (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    return f"the clock of this machine is {abs(off_s):.0f} s {'ahead' if off_s > 0 else 'behind'}: set it"
 
 
 def _seconds(retry_after: str | None) -> float | None:

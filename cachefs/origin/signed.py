@@ -94,4 +94,5 @@ class SignedReader:
             what=what,
             advice=self._advice(),
             retry_after=reply.headers.get("retry-after"),
+            date=reply.headers.get("date"),
         )

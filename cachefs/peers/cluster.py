@@ -166,6 +166,10 @@ class Cluster:
             ),
         )
 
+    def lied(self, member: Member) -> None:
+        """It is asked for nothing more, until it or this node starts again: its successors stand in."""
+        self._of(member.name).lying = True
+
     def failed_since(self, asked: Asked, moment: float) -> bool:
         """Whether it has failed for somebody from that moment (of trio's clock) on."""
         return self._of(asked.member.name).failed_since(moment)

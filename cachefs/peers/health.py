@@ -84,6 +84,8 @@ class Health:
         self.latencies = Latencies()
         self.failures = 0
         """In a row."""
+        self.lying = False
+        """It has sent bytes that are not the origin's. Nothing it does changes that."""
         self._slow = 0
         self._slow_at = -math.inf
         self._rng = rng
@@ -92,6 +94,8 @@ class Health:
 
     @property
     def state(self) -> State:
+        if self.lying:
+            return "dead"
         if not self.failures:
             return "healthy"
         return "suspect" if self.failures < DEAD_AFTER else "dead"
@@ -99,6 +103,8 @@ class Health:
     def may_try(self, now: float) -> bool:
         """Whether to send a request. For a peer that failed, True is the permission for one trial: others get False until
         it has been answered, or for as long as it may take."""
+        if self.lying:
+            return False
         if not self.failures:
             return True
         if now < self._next_trial:

@@ -12,6 +12,8 @@ import os
 import uuid
 from pathlib import Path
 
+from cachefs import ownership
+
 log = logging.getLogger(__name__)
 
 FILE = "node"
@@ -30,7 +32,7 @@ def fresh_id(directory: Path) -> str:
     made = uuid.uuid4().hex
     beside = directory / f"{FILE}.new"
     try:
-        with open(beside, "w") as file:
+        with open(beside, "w", opener=ownership.open_file) as file:
             file.write(f"{made}\n")
             file.flush()
             os.fsync(file.fileno())

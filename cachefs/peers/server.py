@@ -55,6 +55,8 @@ class Limits:
     in_flight_per_host: int = 64
     head_s: float = 5.0
     """From a head's first byte to its last, and for a TLS handshake."""
+    first_s: float = 5.0
+    """For the first request with a good signature to begin: strangers hold no connection for longer."""
     idle_s: float = 60.0
     """For a connection between requests; clients close theirs sooner."""
     stall_s: float = 10.0
@@ -190,6 +192,7 @@ class _Conversation:
         self._wire = wire
         self._host = host
         self._early = b""  # of the next request, received with the last
+        self._known = False  # a request was authentic
         self._last = False  # no request follows this one
         self._scope = trio.CancelScope()
         self._streaming = False
@@ -222,7 +225,7 @@ class _Conversation:
         limits, reader, data = self._server._limits, RequestReader(), self._early
         self._last = True  # unless it turns out to be a whole request, after which another may follow
         try:
-            self._within(limits.idle_s)
+            self._within(limits.idle_s if self._known else limits.first_s)
             request = reader.feed(data or await self._wire.receive())
             if request is None:
                 self._within(limits.head_s)
@@ -273,11 +276,13 @@ class _Conversation:
     def _authenticate(self, request: Request) -> None:
         verifier, names = self._server._verifier, self._server.names
         if verifier is None:
+            self._known = True
             return
         try:
             self._seals = verifier.verify("GET", request.target, request.host, request.authorization)
         except Unauthorized as exc:
             raise _Refusal(401, str(exc)) from None
+        self._known = True
         if names and request.host not in names and request.target != HELLO:
             raise _Refusal(421, "meant for another node")
 

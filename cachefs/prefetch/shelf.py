@@ -15,6 +15,7 @@ from array import array
 from pathlib import Path
 from typing import NamedTuple
 
+from cachefs import ownership
 from cachefs.errors import ConfigError
 from cachefs.prefetch.files import Files
 from cachefs.prefetch.plans import Order, Plan
@@ -86,7 +87,7 @@ class Shelf:
 
     def _write(self, path: Path, body: bytes) -> None:
         aside = path.with_suffix(".new")
-        with aside.open("wb") as file:
+        with open(aside, "wb", opener=ownership.open_file) as file:
             file.write(body)
             file.write(hashlib.blake2b(body, digest_size=_SUM).digest())
         aside.rename(path)

@@ -113,7 +113,11 @@ class Fill:
             self._release()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes that have landed (offset + size <= landed)."""
+        """Bytes that have landed (offset + size <= landed), for a reader."""
+        return self.look(offset, size)
+
+    def look(self, offset: int, size: int) -> bytes:
+        """The same, for no reader."""
         raise NotImplementedError
 
     def _put(self, view: memoryview, offset: int) -> None:
@@ -148,6 +152,9 @@ class TierFill(Fill):
 
     def read(self, offset: int, size: int) -> bytes:
         self.ahead = False
+        return self.look(offset, size)
+
+    def look(self, offset: int, size: int) -> bytes:
         return os.pread(self._fd, size, offset)
 
     def _release(self) -> None:
@@ -169,7 +176,7 @@ class HeapFill(Fill):
         at = offset - self.start
         self._buffer[at : at + len(view)] = view
 
-    def read(self, offset: int, size: int) -> bytes:
+    def look(self, offset: int, size: int) -> bytes:
         at = offset - self.start
         return bytes(memoryview(self._buffer)[at : at + size])
 

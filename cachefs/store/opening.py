@@ -18,6 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cachefs import ownership
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
 from cachefs.metrics import Metrics
 from cachefs.store import ram
@@ -93,14 +94,8 @@ def open_store(
 
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
-    _make(path)
+    ownership.claim(path)
     return ram.Place(path, keep_free_bytes)
-
-
-def _make(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _ours(path):
-        raise CacheUnusable(f"{path} belongs to another user")
 
 
 def _ours(path: Path) -> bool:
@@ -122,7 +117,7 @@ def _open_index(
         if place is None:
             place = Path(tempfile.mkdtemp(prefix="cachefs-"))
         try:
-            _make(place)
+            ownership.claim(place, whole=place != cache_dir)
             index = Index(place / "index", block_size)
         except CacheInUse:
             raise
@@ -139,14 +134,14 @@ def _open_index(
 def _check_tag(index: Index, tier: Tier) -> None:
     """A directory that is not the one the index speaks of (tmpfs after a reboot, a swapped disk) has none of its blocks."""
     file = tier.path / "tag"
-    tag = file.read_bytes() if file.exists() else b""
+    tag = ownership.read(file) if file.exists() else b""
     if not tag or index.tag(tier.number) != tag:
         if index.tag(tier.number) is not None:
             log.debug("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
         tag = uuid.uuid4().bytes
         _discard(tier.path / "objects")
-        (tier.path / "objects").mkdir(exist_ok=True)
-        file.write_bytes(tag)
+        (tier.path / "objects").mkdir(mode=ownership.DIRECTORY_MODE, exist_ok=True)
+        ownership.write(file, tag)
         index.forget_tier(tier.number, tag)
 
 

@@ -18,6 +18,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachefs import ownership
 from cachefs.errors import CacheUnusable
 
 log = logging.getLogger(__name__)
@@ -165,10 +166,8 @@ def _unmount(path: Path) -> None:
 def _shared(path: Path) -> Place:
     if not _is_tmpfs(SHM):
         raise CacheUnusable(f"{SHM} is not a tmpfs")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Anybody may make a name in /dev/shm: a directory that is not ours may hold bytes that are not ours.
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise CacheUnusable(f"{path} belongs to another user")
+    ownership.claim(path, whole=True)
     return Place(path, _left_to_others(SHM))
 
 

@@ -20,6 +20,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from cachefs.errors import CacheUnusable
@@ -109,9 +110,9 @@ class Tier:
         self._mounted = os.path.ismount(path)
         self._objects = os.fspath(path / "objects")
         try:
-            (path / "objects").mkdir(parents=True, exist_ok=True)
+            (path / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = path / "probe"
-            probe.touch()
+            probe.touch(mode=0o600)
             probe.unlink()
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -264,7 +265,9 @@ class Tier:
         """For a file that is to come."""
         if self._mounted and not os.path.ismount(self.path):
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))  # what is below has no cap of ours
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        for folder in (self.path, self._objects, os.path.dirname(path)):
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
 
     def take(self, file: Path, digest: bytes) -> bool:
         """A file of the same file system becomes the version's, sealed, in place of whatever is there. False where a file

@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import trio
 
+from cachefs import ownership
 from cachefs.errors import CachefsError, CacheUnusable, NoRoom
 from cachefs.origin import FileRange, InMemory, Source
 
@@ -265,9 +266,7 @@ class StagingFile:
 def prepare(directory: Path) -> None:
     """Make the directory, for nobody else to look into. Raises `CacheUnusable`."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-            raise CacheUnusable(f"{directory} belongs to another user")
+        ownership.claim(directory, whole=True)
     except OSError as exc:
         raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
 

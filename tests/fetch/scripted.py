@@ -86,6 +86,9 @@ class ScriptedOrigin:
         self.most_in_flight = 0
         self._versions = 0
 
+    def name(self, key: str) -> str:
+        return f"{SOURCE}{key}"
+
     def put(self, key: str, data: bytes) -> ObjectId:
         self._versions += 1
         etag = f'"{self._versions}"'

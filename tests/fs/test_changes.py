@@ -17,6 +17,7 @@ from cachefs.errors import (
     IsADirectory,
     NotADirectory,
     NotFound,
+    NotPermitted,
     ObjectChanged,
     OriginFailed,
     PermissionDenied,
@@ -486,6 +487,22 @@ async def test_refresh_looks_again_at_everything_below() -> None:
         bucket.reset()
         assert await mount.stat("x/y") is not None
         assert bucket.counts == (0, 0)
+
+
+async def test_only_the_owner_and_root_refresh_by_attribute() -> None:
+    bucket = Bucket(["d/a"])
+    async with mounted(bucket, immutable=True) as mount:
+        ino = await mount.ino("d/a")
+        found = await mount.stat("d/a")
+        assert found is not None
+        bucket.reset()
+        for inode in (ROOT, await mount.ino("d"), ino):
+            with pytest.raises(NotPermitted):
+                await mount.fs.getxattr(inode, b"user.cachefs.refresh", found.uid + 1)
+        assert mount.invalidated == []
+        assert await mount.stat("d/a") == found and bucket.counts == (0, 0)
+        await mount.fs.getxattr(ino, b"user.cachefs.refresh", found.uid)
+        assert mount.invalidated == [(ino, await mount.ino("d"), b"a")]
 
 
 async def test_refresh_of_a_file_by_attribute_and_of_a_missing_name() -> None:

@@ -113,7 +113,22 @@ async def test_a_head_that_comes_too_slowly_is_not_waited_for() -> None:
                 pass
             assert trio.current_time() - begun < 10
         begun = trio.current_time()
-        assert await said(address, b"") == b""
+        assert status_of(await said(address, GOOD)) == 200
+        assert 59 < trio.current_time() - begun < 70
+
+
+@in_jumping_time
+async def test_a_stranger_holds_a_connection_for_seconds() -> None:
+    async with serving(Shelf(), verifier=Verifier(KEY)) as (address, _):
+        for request, status in ((b"", None), (GOOD, 401)):
+            begun = trio.current_time()
+            reply = await said(address, request)
+            assert (status_of(reply) if reply else None) == status
+            assert trio.current_time() - begun < 20
+        signed = Signer(KEY).sign("GET", "/v1/hello", str(address)).authorization
+        request = f"GET /v1/hello HTTP/1.1\r\nHost: {address}\r\nAuthorization: {signed}\r\n\r\n"
+        begun = trio.current_time()
+        assert status_of(await said(address, request.encode())) == 200
         assert 59 < trio.current_time() - begun < 70
 
 

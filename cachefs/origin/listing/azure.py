@@ -44,6 +44,7 @@ class ContainerLister:
                 what=f"{self._label}/{prefix}",
                 advice=self._advice(),
                 retry_after=reply.headers.get("retry-after"),
+                date=reply.headers.get("date"),
             )
         try:
             return parse_page(reply.body)

@@ -54,6 +54,7 @@ class BucketLister:
                 what=f"{self._label}/{prefix}",
                 advice=self._advice(),
                 retry_after=reply.headers.get("retry-after"),
+                date=reply.headers.get("date"),
             )
         try:
             return parse_page(reply.body)
@@ -66,26 +67,34 @@ class BucketLister:
 
 
 def parse_page(body: bytes) -> ListPage:
-    """A ListBucketResult. One pass of expat: element text is kept by name, and taken when its parent ends."""
+    """A ListBucketResult. One pass of expat: element text is kept by name, and taken when its parent ends. An entry has
+    fields of its own, so that one without an etag does not get its neighbour's."""
     objects: list[ObjectInfo] = []
     prefixes: list[str] = []
-    fields: dict[str, str] = {}
+    page: dict[str, str] = {}
+    fields = page
     text: list[str] = []
 
     def end(name: str) -> None:
+        nonlocal fields
         if name == "Contents":
             key, modified = fields["Key"], datetime.fromisoformat(fields["LastModified"])
             objects.append(
                 ObjectInfo(key, int(fields["Size"]), seconds_ns(modified), quoted(fields.get("ETag", "")))
             )
+            fields = page
         elif name == "CommonPrefixes":
             prefixes.append(fields["Prefix"])
+            fields = page
         else:
             fields[name] = "".join(text)
         text.clear()
 
     def start(name: str, attributes: dict[str, str]) -> None:
+        nonlocal fields
         text.clear()
+        if name in ("Contents", "CommonPrefixes"):
+            fields = {}
 
     parser = expat.ParserCreate()
     parser.buffer_text = True
@@ -93,10 +102,10 @@ def parse_page(body: bytes) -> ListPage:
     parser.EndElementHandler = end
     parser.CharacterDataHandler = text.append
     parser.Parse(body, True)
-    if "IsTruncated" not in fields:
+    if "IsTruncated" not in page:
         raise ValueError("no IsTruncated in it")
-    if fields.get("EncodingType") == "url":
+    if page.get("EncodingType") == "url":
         prefixes = [unquote_plus(p) for p in prefixes]
         objects = [ObjectInfo(unquote_plus(o.key), o.size, o.mtime_ns, o.etag) for o in objects]
-    more = fields["IsTruncated"] == "true"
-    return ListPage(objects, prefixes, fields["NextContinuationToken"] if more else None)
+    more = page["IsTruncated"] == "true"
+    return ListPage(objects, prefixes, page["NextContinuationToken"] if more else None)

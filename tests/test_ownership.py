@@ -1,0 +1,136 @@
+"""Directories and files that are ours: who may read them, and whose are refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs import background, cachedir, logs, ownership
+from cachefs.config import Config, Source
+from cachefs.metrics import Metrics
+from cachefs.ownership import ForeignDirectory, claim
+
+NOBODY = 65534
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture(autouse=True)
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def config(place: Path) -> Config:
+    (place / "mnt").mkdir(exist_ok=True)
+    return Config(sources=(Source("", "s3://bucket"),), mountpoint=place / "mnt", cache_dir=place / "cache")
+
+
+def test_what_is_made_is_ours_alone(tmp_path: Path) -> None:
+    claim(tmp_path / "made/below")
+    assert mode(tmp_path / "made") == mode(tmp_path / "made/below") == 0o700
+    ownership.write(tmp_path / "file", b"x")
+    assert mode(tmp_path / "file") == 0o600 and ownership.read(tmp_path / "file") == b"x"
+
+
+def test_what_was_there_is_narrowed(tmp_path: Path) -> None:
+    for name in ("objects", "staging"):
+        (tmp_path / name).mkdir()
+    for name in ("held", "cachefs.log.1"):
+        (tmp_path / name).touch()
+    tmp_path.chmod(0o755)
+    claim(tmp_path)
+    assert {mode(path) for path in (tmp_path, tmp_path / "objects", tmp_path / "staging")} == {0o700}
+    assert mode(tmp_path / "held") == mode(tmp_path / "cachefs.log.1") == 0o600
+
+
+def test_a_directory_that_holds_other_things_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "dataset").mkdir(0o755)
+    (tmp_path / "objects").mkdir(0o755)
+    claim(tmp_path)
+    assert mode(tmp_path) == mode(tmp_path / "dataset") == 0o755
+    assert mode(tmp_path / "objects") == 0o700
+
+
+def test_a_place_for_everybody_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "of another").touch()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ForeignDirectory, match="choose a directory below it"):
+        claim(tmp_path)
+    assert mode(tmp_path) == 0o1777
+
+
+@pytest.mark.parametrize("name", ["cachefs.log", "held", "objects"])
+def test_a_link_that_was_planted_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    (tmp_path / "cache" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ForeignDirectory, match="remove it"):
+        claim(tmp_path / "cache")
+    with pytest.raises(ForeignDirectory):
+        background.open_log(config(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_no_file_of_ours_is_written_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "link").symlink_to(victim)
+    for use in (
+        lambda: ownership.write(tmp_path / "link", b"x"),
+        lambda: ownership.read(tmp_path / "link"),
+        lambda: logs.open_file(tmp_path / "link", ours=True),
+    ):
+        with pytest.raises(OSError):
+            use()
+    assert victim.read_text() == "mine"
+
+
+@AS_ROOT
+@pytest.mark.parametrize("link", [False, True])
+def test_the_directory_of_another_user_is_refused(tmp_path: Path, link: bool) -> None:
+    cache, target = tmp_path / "cache", tmp_path / "elsewhere"
+    cache.mkdir()
+    (cache / "cachefs.log").symlink_to(target)
+    (cache / "held").symlink_to(target)
+    os.chown(cache, NOBODY, NOBODY)
+    if link:  # root's own link does not make it root's directory
+        cache.rename(tmp_path / "behind")
+        cache.symlink_to(tmp_path / "behind")
+    with pytest.raises(ForeignDirectory, match="belongs to user nobody, and this is user root"):
+        background.open_log(config(tmp_path))
+    with pytest.raises(ForeignDirectory):
+        cachedir.open_cache(config(tmp_path), Metrics())
+    assert not target.exists() and len(os.listdir(cache)) == 2
+
+
+@AS_ROOT
+def test_the_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "mine")
+    claim(tmp_path / "cache")
+    os.lchown(tmp_path / "cache", NOBODY, NOBODY)
+    with pytest.raises(ForeignDirectory, match="is a link of user nobody"):
+        claim(tmp_path / "cache")
+
+
+def test_the_log_is_for_its_owner(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/cachefs.log").touch()
+    path, fd = background.open_log(config(tmp_path))
+    os.close(fd)
+    assert path == tmp_path / "cache/cachefs.log" and mode(path) == 0o600
+    path.unlink()
+    handler = logs._Rotating(path)
+    handler.doRollover()
+    handler.close()
+    assert mode(path) == mode(tmp_path / "cache/cachefs.log.1") == 0o600
