@@ -47,4 +47,5 @@ class SteadyClock:
         self.state = _STATE.pack(self._booted_at) + boot_id
 
     def __call__(self) -> float:
-        return self._booted_at + self._since_boot()
+        now: float = self._booted_at + self._since_boot()
+        return now

@@ -130,7 +130,7 @@ class Flight:
             with self._scope:
                 async with slots or nullcontext():
                     if self.elsewhere:
-                        await upstream.read(object_id, fill, self._turn)
+                        await upstream.read(object_id, fill, self._turn, origin.transfer_rate)
                         self.elsewhere = False
                         for wait in self.waits:
                             if wait.on == PEER:

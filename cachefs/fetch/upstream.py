@@ -53,21 +53,24 @@ class Upstream:
         extent = block // BLOCKS_PER_EXTENT
         return self.cluster is not None and self.cluster.owner(object_id.digest, extent) is not None
 
-    async def read(self, object_id: ObjectId, fill: Fill, turn: Turn) -> None:
-        """As much of the fill as peers deliver; what is missing then is the origin's. Raises what the fill raises."""
+    async def read(self, object_id: ObjectId, fill: Fill, turn: Turn, origin_rate: float) -> None:
+        """As much of the fill as peers deliver; what is missing then is the origin's, which brings `origin_rate` bytes a second
+        (0: not known). Raises what the fill raises."""
         if self.cluster is None:
             return
         asked_any = False
         for asked in self.cluster.candidates(object_id.digest, fill.start_block // BLOCKS_PER_EXTENT):
             asked_any = True
-            while await self._some(asked, object_id, fill, turn):
+            while await self._some(asked, object_id, fill, turn, origin_rate):
                 if fill.landed == fill.stop:
                     return
         self._asked(object_id, fill, "store")
         if asked_any:
             self._metrics.peer_misses += fill.stop_block - fill.landed // fill.block_size
 
-    async def _some(self, asked: Asked, object_id: ObjectId, fill: Fill, turn: Turn) -> bool:
+    async def _some(
+        self, asked: Asked, object_id: ObjectId, fill: Fill, turn: Turn, origin_rate: float
+    ) -> bool:
         """Ask once. Whether to go on with this one: it delivered something and did not fail."""
         assert self.cluster is not None
         name, before = asked.member.name, fill.landed
@@ -77,7 +80,12 @@ class Upstream:
             if not admitted or self.cluster.failed_since(asked, since):
                 return False  # the second: others have learnt that while this one waited
             try:
-                await self.cluster.read(asked, object_id, before, fill.stop, fill, sink_waits=fill.waits)
+                await self.cluster.read(
+                    *(asked, object_id, before, fill.stop, fill),
+                    sink_waits=fill.waits,
+                    origin_rate=origin_rate,
+                    others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
+                )
             except PeerFailed as exc:
                 self._asked(object_id, fill, f"{asked.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)

@@ -85,7 +85,7 @@ async def test_a_clock_set_back_by_an_hour_shows_nothing_for_that_hour(tmp_path:
     daemon = Daemon(tmp_path, world, bucket, options_of(**more))
     first = await daemon.stat("d/f")
     world.off = -HOUR
-    attributes, seconds = await daemon.fs.getattr(await daemon.ino("d/f"))
+    _, seconds = await daemon.fs.getattr(await daemon.ino("d/f"))
     assert seconds <= (0.0 if strict else TTL)  # what the kernel is told
     bucket.put("d/f", 16)
     bucket.put("d/g")
