@@ -57,7 +57,7 @@ def test_nothing_is_judged_early(size: int, patience_s: float, elapsed_s: float)
 def test_the_two_peers_of_the_report_are_too_slow_however_little_is_known_of_the_origin() -> None:
     for judged in (Pace(), Pace(50e6), Pace(50e6, others=7)):
         for bytes_per_s in (1, 160 * KIB):
-            assert judged.too_slow(16 * MIB, int(4 * bytes_per_s), 4.0, 4.0)
+            assert judged.too_slow(16 * MIB, int(6 * bytes_per_s), 6.0, 6.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0, 1e3))))
