@@ -66,7 +66,7 @@ class Upstream:
             more = True
             while more:
                 before = fill.landed
-                more = await self._some(asked, object_id, fill, turn)
+                more = await self._some(asked, object_id, fill, turn, origin.transfer_rate)
                 if self.comparing is not None:
                     await self.comparing.received(asked, origin, object_id, fill, before)
                 if more and fill.landed == fill.stop:
@@ -75,7 +75,9 @@ class Upstream:
         if asked_any:
             self._metrics.peer_misses += fill.stop_block - fill.landed // fill.block_size
 
-    async def _some(self, asked: Asked, object_id: ObjectId, fill: Fill, turn: Turn) -> bool:
+    async def _some(
+        self, asked: Asked, object_id: ObjectId, fill: Fill, turn: Turn, origin_rate: float
+    ) -> bool:
         """Ask once. Whether to go on with this one: it delivered something and did not fail."""
         assert self.cluster is not None
         name, before = asked.member.name, fill.landed
@@ -85,7 +87,12 @@ class Upstream:
             if not admitted or self.cluster.failed_since(asked, since):
                 return False  # the second: others have learnt that while this one waited
             try:
-                await self.cluster.read(asked, object_id, before, fill.stop, fill, sink_waits=fill.waits)
+                await self.cluster.read(
+                    *(asked, object_id, before, fill.stop, fill),
+                    sink_waits=fill.waits,
+                    origin_rate=origin_rate,
+                    others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
+                )
             except PeerFailed as exc:
                 self._asked(object_id, fill, f"{asked.member}: {exc.kind}")
                 log.debug("a peer did not deliver %s from %d on: %s", object_id.key, before, exc)

@@ -40,16 +40,16 @@ Opened = tuple[int, bool, int]
 
 
 class Drafts:
-    """`clock` is seconds since the epoch."""
+    """`wall` is seconds since the epoch: new files show it."""
 
     def __init__(
-        self, overlay: Overlay, kept: Kept, files: OpenFiles, writer: Writer, clock: Callable[[], float]
+        self, overlay: Overlay, kept: Kept, files: OpenFiles, writer: Writer, wall: Callable[[], float]
     ) -> None:
         self._overlay = overlay
         self._kept = kept
         self._files = files
         self._writer = writer
-        self._clock = clock
+        self._wall = wall
         writer.on_committed = overlay.committed
         writer.on_settled = overlay.settled
         writer.on_changed = lambda draft: draft.attrs.pop("mtime_ns", None)
@@ -233,7 +233,7 @@ class Drafts:
         self._overlay.give(node, draft)
 
     def _now_ns(self) -> int:
-        return round(self._clock() * 1e9)
+        return round(self._wall() * 1e9)
 
     # -- promising -----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import PINNED, Row
 from cachefs.fs.survey import Survey, object_of
-from cachefs.fs.tree import Directory, Found, Tree, Volume
+from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
 from cachefs.fs.writer import Draft, Writer
 from cachefs.fs.writes import Writes
 from cachefs.fs.writing import Writing
@@ -55,7 +55,8 @@ itself (0: none, and then reads are ours)."""
 
 
 class FileSystem(Writes):
-    """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch."""
+    """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch, also for times that are
+    shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class FileSystem(Writes):
         reader: Reader,
         options: Options,
         metrics: Metrics,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         writer: Writer | None = None,
     ) -> None:
         self.on_invalidate: InvalidateHook = _nobody_listens
@@ -73,9 +74,10 @@ class FileSystem(Writes):
         )  # waits until the kernel was told everything that it had to be told so far
         self._options = options
         self._metrics = metrics
-        self._clock = clock
+        wall = clock or time.time
+        self._clock = clock = clock or clock_of(database)
         self._reader = reader
-        self._tree = Tree(database, volumes)
+        self._tree = Tree(database, volumes, clock)
         ttl = float("inf") if options.immutable else options.metadata_ttl
         # Strict, every name of a path walk comes by: what the walk was told a moment ago need not be asked again.
         self._strict = options.revalidate_at_open and not ttl
@@ -92,7 +94,7 @@ class FileSystem(Writes):
         self._writing = None
         if writer is not None:
             parts = (self._tree, self._beliefs, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, clock, self._forget_warm)
+            self._writing = Writing(*parts, writer, options, clock, wall, self._forget_warm)
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
         # What lately opened files are, and until when that is believed. Dropped whole on any news.

@@ -102,6 +102,7 @@ class Overlay:
         files: OpenFiles,
         writer: Writer,
         clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
         self._tree = tree
         self._beliefs = beliefs
@@ -109,6 +110,7 @@ class Overlay:
         self._files = files
         self._writer = writer
         self._clock = clock
+        self._wall = wall
         self.held: dict[tuple[int, bytes], Node] = {}
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
@@ -331,7 +333,7 @@ class Overlay:
     def touch(self, directory: Directory) -> None:
         """Something in it has changed: programs look at its time to know whether to read it again."""
         self.times.pop(directory.ino, None)
-        self.times[directory.ino] = round(self._clock() * 1e9)
+        self.times[directory.ino] = round(self._wall() * 1e9)
         if len(self.times) > TIMES_KEPT:
             del self.times[next(iter(self.times))]
 

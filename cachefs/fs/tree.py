@@ -18,12 +18,13 @@ from __future__ import annotations
 import logging
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from cachefs.clock import Machine, SteadyClock
 from cachefs.database import Database, Put
 from cachefs.errors import ConfigError, NotADirectory, NotFound
 from cachefs.fs.inodes import LOW_BITS, ROOT, join, low_of, next_number, number_of
@@ -51,6 +52,9 @@ ALWAYS = 0xFFFFFFFF
 _STATE = struct.Struct(">QIIdIII")
 _EPOCH = b"epoch"
 _FINGERPRINT = b"volumes"
+_CLOCK = b"clock"
+_NEWEST = b"newest"
+_TIME = struct.Struct(">d")
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,20 @@ class Directory:
         return self.parent is None or self.parent.origin is None
 
 
-class Tree:
-    """What is known of all names. Opening it forgets everything that was learnt from other volumes."""
+def clock_of(database: Database, machine: Machine | None = None) -> SteadyClock:
+    """The clock that the times in this database are by."""
+    earlier = database.get("state", _CLOCK)
+    clock = SteadyClock(earlier, machine)
+    if clock.state != earlier:
+        database.write([("state", _CLOCK, clock.state)])
+    return clock
 
-    def __init__(self, database: Database, volumes: Sequence[Volume]) -> None:
+
+class Tree:
+    """What is known of all names. Opening it forgets everything that was learnt from other volumes, and makes everything
+    unknown if some of it was learnt later than now: then nothing says how old the rest is."""
+
+    def __init__(self, database: Database, volumes: Sequence[Volume], clock: Callable[[], float]) -> None:
         self.database = database
         self.writing = trio.Lock()
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
@@ -164,7 +178,7 @@ class Tree:
         self.changes = 0  # made here so far
         self._changed: dict[tuple[int, bytes], int] = {}
         self.moved: dict[int, int] = {}  # number whose name was moved away → number of the path it is at now
-        self._check_fingerprint(volumes)
+        same_volumes = self._check_fingerprint(volumes)
         self._forget_drafts()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
@@ -174,8 +188,13 @@ class Tree:
         if only is None:
             self._write_volumes(volumes)
         self._by_ino[ROOT] = self._by_number[0] = self.root
+        newest = database.get("state", _NEWEST)
+        if same_volumes and (newest is None or _TIME.unpack(newest)[0] > clock()):
+            log.info("the clock was set back since names were listed: looking again")
+            database.write([*self.refresh(self.root), self.newest(clock())])
 
-    def _check_fingerprint(self, volumes: Sequence[Volume]) -> None:
+    def _check_fingerprint(self, volumes: Sequence[Volume]) -> bool:
+        """Whether these volumes are those of the last run."""
         parts = sorted(f"{v.name}\0{v.origin.source}\0{_prefix_of(v.origin)}" for v in volumes)
         fingerprint = "\n".join(parts).encode("utf-8", "surrogatepass")
         known = self.database.get("state", _FINGERPRINT)
@@ -183,7 +202,9 @@ class Tree:
             if known is not None:
                 log.info("other sources than last time: forgetting the names that were known")
             everything = [(table, b"", b"\xff" * 8) for table in TABLES]
-            self.database.write([("state", _FINGERPRINT, fingerprint)], everything)
+            clock = self.database.get("state", _CLOCK)
+            self.database.write([("state", _FINGERPRINT, fingerprint), ("state", _CLOCK, clock)], everything)
+        return known == fingerprint
 
     def _forget_drafts(self) -> None:
         """What was being written when the last daemon died: what is at the store under these names is not known."""
@@ -310,6 +331,10 @@ class Tree:
         self.epoch += 1
         directory.refreshed = self.epoch
         return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
+
+    def newest(self, listed_at: float) -> Put:
+        """The row that says when the last listing ended."""
+        return ("state", _NEWEST, _TIME.pack(listed_at))
 
     def tops(self) -> list[Directory]:
         """The directories that are mounted."""

@@ -36,7 +36,8 @@ __all__ = ["Opened", "Writing"]
 
 
 class Writing:
-    """`forget` drops what the other half knows of lately opened files."""
+    """`forget` drops what the other half knows of lately opened files. The age of answers is by `clock`; the times
+    that files and directories show are by `wall`."""
 
     def __init__(
         self,
@@ -48,19 +49,19 @@ class Writing:
         writer: Writer,
         options: Options,
         clock: Callable[[], float],
+        wall: Callable[[], float],
         forget: Callable[[], None],
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._files = files
         self._options = options
-        self._clock = clock
         self._forget = forget
         self._kept = Kept(tree.database)
-        self._overlay = Overlay(tree, beliefs, lister, files, writer, clock)
+        self._overlay = Overlay(tree, beliefs, lister, files, writer, clock, wall)
         self._overlay.on_change = forget
         self._overlay.on_stored = self._stored
-        self._drafts = Drafts(self._overlay, self._kept, files, writer, clock)
+        self._drafts = Drafts(self._overlay, self._kept, files, writer, wall)
         self._names = Changing(tree, looker, lister, files, self._overlay, self._kept, writer)
         # For the fast paths: each is one call.
         self.release = self._drafts.release

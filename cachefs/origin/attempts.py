@@ -38,7 +38,7 @@ from cachefs.errors import (
 from cachefs.ledger import Account, current_call
 from cachefs.metrics import Metrics
 from cachefs.names import ERRORS, OnOutage
-from cachefs.origin.bucket import RateLimit, Throughput
+from cachefs.origin.bucket import RateLimit, Throughput, TransferRate
 from cachefs.origin.gate import Gate, Turn
 from cachefs.origin.limiter import Concurrency
 from cachefs.origin.outage import BrokenOff, Reach
@@ -91,6 +91,7 @@ class Attempts:
         self._limit = RateLimit(download_limit) if download_limit else None
         self._upload_limit = RateLimit(upload_limit) if upload_limit else None
         self._throughput, self._upload_throughput = Throughput(), Throughput()
+        self._transfer_rate = TransferRate()
         self._last_error = ""
         self._reach = Reach(
             self._label, lambda: client.list_page(prefix, None, None, 1), on_outage, deadline_s, metrics
@@ -100,6 +101,11 @@ class Attempts:
     def serves_stale(self) -> bool:
         """Whether the store is out, and what was known of it last is to be believed for so long."""
         return self._reach.serves_stale
+
+    @property
+    def transfer_rate(self) -> float:
+        """Bytes a second that one read brings; 0 when none has been seen."""
+        return self._transfer_rate.bytes_per_s
 
     @property
     def complaint(self) -> str:
@@ -235,6 +241,8 @@ class Attempts:
         else:
             self._reach.heard()
             gate.concurrency.succeeded()
+            if transfer is not None:
+                self._transfer_rate.add(transfer.received, trio.current_time() - sent_at)
             return result
         finally:
             if transfer is not None:

@@ -216,7 +216,7 @@ class LocalWriter:
                 with suppress(OSError):  # a file system without such attributes
                     os.setxattr(fd, STAMP, terms.stamp.encode())
             os.fsync(fd)
-            about = os.fstat(fd)
+            written = os.fstat(fd)
             if terms.if_match is not None and self._etag(key) != terms.if_match:
                 raise Conflict(f"{key}: the file changed; nothing was written")
             if terms.if_absent:
@@ -227,8 +227,11 @@ class LocalWriter:
                 os.unlink(fresh)
             else:
                 os.replace(fresh, path)
+            placed = os.fstat(fd)  # linking and renaming set the ctime, which is part of the version
         _sync(folder)
-        return Written(version_of(about), about.st_mtime_ns)
+        # Changed in place since: the version that we wrote is gone, and `written` is the name of no other.
+        same = (placed.st_mtime_ns, placed.st_size) == (written.st_mtime_ns, written.st_size)
+        return Written(version_of(placed if same else written), written.st_mtime_ns)
 
     def _make_directory(self, key: str) -> Written:
         path = self._path(key, make=True)
@@ -305,5 +308,6 @@ def _sync(folder: str) -> None:
 
 
 def version_of(about: os.stat_result) -> str:
-    """The etag of a file."""
-    return f'"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_size:x}"'
+    """The etag of a file. Programs set mtime back (`touch -r`, `cp -p`, `rsync -t`), but not ctime. The price: whatever else
+    sets ctime, such as chmod or a new hard link, makes a new version of the same bytes."""
+    return f'"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_ctime_ns:x}-{about.st_size:x}"'

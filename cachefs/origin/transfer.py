@@ -80,6 +80,11 @@ class Transfer:
         """Whether the last attempt brought something that the next one need not repeat."""
         return False
 
+    @property
+    def received(self) -> int:
+        """Bytes that the last attempt brought from the store."""
+        return 0
+
     async def close(self) -> None:
         """No write after this, nor a read of the file. One that is running now is waited for: its buffer (its
         descriptor) must not change hands under it."""
@@ -152,6 +157,10 @@ class Receiving(Transfer):
     @property
     def gained(self) -> bool:
         return self.position > self._began_at
+
+    @property
+    def received(self) -> int:
+        return self.position - self._began_at
 
     def attempt(self) -> None:
         """Ask for what is still missing, and deliver it. Returns early when the sink raised or the reader is

@@ -24,6 +24,7 @@ from cachefs.metrics import Metrics
 from cachefs.peers.auth import Seals, Signer, is_loopback
 from cachefs.peers.connection import WORKING, Connection, Steps
 from cachefs.peers.heads import Head
+from cachefs.peers.pace import Pace
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.receiving import Delivery, Receiver, drive, ready, small_body
 from cachefs.peers.stats import PeerTable
@@ -46,7 +47,7 @@ CONNECT_S = 0.25
 """Borrowed: within a cluster a handshake takes a millisecond; a lost SYN is sent again after a second, which is too late."""
 
 TOTAL_S = 60.0
-"""For a whole request: an extent at 280 KB/s. Guessed."""
+"""For a whole request, without the time that its bytes may take. Guessed."""
 
 SILENCE_S = 3.0
 """After the first sign of life. Derived: three times what a server lets pass between two (`wire.WORKING_EVERY_S`)."""
@@ -59,6 +60,9 @@ IDLE_S = 30.0
 
 RESOLVERS = 4
 """Threads that may hang in a resolver, apart from the daemon's others: who finds none in time does without the peer."""
+
+ANY_PACE = Pace()
+"""Of a caller that does not know its origin."""
 
 MAX_IDLE = 256
 """Connections kept unused, to all peers: descriptors are what a thousand peers would use up."""
@@ -131,12 +135,14 @@ class Client:
         connect_s: float = CONNECT_S,
         deadline_s: float,
         working_s: float = TOTAL_S,
-        total_s: float = TOTAL_S,
+        total_s: float | None = None,
         sink_waits: bool = True,
+        pace: Pace = ANY_PACE,
     ) -> float:
         """Deliver all bytes of `request` to `sink.write`, in order, a whole and checked block at a time. Returns the
         seconds from asking to the first sign of life (what latency is judged by), for which `deadline_s` is. The reply may
-        take `working_s`, if the peer goes on saying that it comes; after it, silence may last `SILENCE_S`.
+        take `working_s`, if the peer goes on saying that it comes; after it, silence may last `SILENCE_S`, and the bytes may
+        come as slowly as `pace` allows.
 
         Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised
         unchanged. `sink_waits=False` says that its `write` never waits for a disk: then little is written on the trio
@@ -148,8 +154,11 @@ class Client:
                 *(connection, head, request, seals, delivery),
                 silence_s=max(SILENCE_S, deadline_s),
                 sink_waits=sink_waits,
+                pace=pace,
             )
 
+        if total_s is None:
+            total_s = TOTAL_S + pace.allowed_s(request.stop - request.start)
         try:
             head_s, _ = await self._ask(
                 address, BLOCKS, request, receive, connect_s, deadline_s, total_s, working_s

@@ -24,6 +24,7 @@ from cachefs.names import ObjectId
 from cachefs.peers.client import TOTAL_S, Client
 from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health
 from cachefs.peers.membership import REFUSED, UNKNOWN, Member, Membership
+from cachefs.peers.pace import Pace
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import Address, BlockRequest, Kind
@@ -150,10 +151,19 @@ class Cluster:
     # -- asking ------------------------------------------------------------------------------------
 
     async def read(
-        self, asked: Asked, version: ObjectId, start: int, stop: int, sink: Sink, *, sink_waits: bool
+        self,
+        asked: Asked,
+        version: ObjectId,
+        start: int,
+        stop: int,
+        sink: Sink,
+        *,
+        sink_waits: bool,
+        origin_rate: float = 0.0,
+        others: int = 0,
     ) -> None:
-        """Bytes [start, stop) of a version, whole blocks of one extent, into `sink`. Raises `PeerFailed`, and what the
-        sink raises."""
+        """Bytes [start, stop) of a version, whole blocks of one extent, into `sink`. `origin_rate` and `others` are as in
+        `Pace`. Raises `PeerFailed`, and what the sink raises."""
         request = self._request(version, start, stop, asked.rank)
         deadline_s = self._of(asked.member.name).read_deadline()
         await self._judged(
@@ -163,6 +173,7 @@ class Cluster:
                 deadline_s=deadline_s,
                 working_s=self.patience_s,
                 sink_waits=sink_waits,
+                pace=Pace(origin_rate, others, self.patience_s),
             ),
         )
 

@@ -32,6 +32,8 @@ WORKING = 0
 """Nothing to wait for: the peer has said that the answer comes."""
 
 _TIMEVAL = struct.Struct("@ll")
+_BYTES_RECEIVED = struct.Struct("@128xQ")
+"""The end of what is wanted of `struct tcp_info` (linux/tcp.h), tcpi_bytes_received."""
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[int, None, T]
@@ -170,6 +172,15 @@ class Connection:
 
     def silent(self) -> PeerFailed:
         return PeerFailed("timeout", f"{self.address} was silent for too long")
+
+    def slow(self) -> PeerFailed:
+        return PeerFailed("slow", f"{self.address} sends much more slowly than the origin")
+
+    def received(self) -> int:
+        """Bytes that the kernel has received on this connection so far, those not read yet included."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+        count: int = _BYTES_RECEIVED.unpack(info)[0]
+        return count
 
     def quiet(self) -> bool:
         """Whether nothing has come beyond the body, neither bytes nor an end: then another request may follow."""

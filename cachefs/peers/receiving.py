@@ -8,6 +8,7 @@ many a second). Longer ones are a thread's, because at gigabytes a second the ev
 from __future__ import annotations
 
 import hmac
+import time
 from collections import deque
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ import xxhash
 from cachefs.peers.auth import Seals
 from cachefs.peers.connection import READ, Connection, Steps
 from cachefs.peers.heads import Head
+from cachefs.peers.pace import LOOK_EVERY_S, Pace
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.wire import CHECKSUM, MAX_SMALL_BODY, SEAL_BYTES, BlockRequest
 
@@ -50,12 +52,15 @@ class Delivery:
         self.error: Exception | None = None
         """What the sink raised."""
         self._sink = sink
+        self._wrote_s = 0.0
+        self._since: float | None = None  # when the write that runs now began
         self._writing = False
         self._closed = False
 
     def write(self, block: Checked) -> bool:
         """False when there is no use in going on."""
         self._writing = True
+        self._since = since = time.monotonic()
         try:
             if self._closed:
                 return False
@@ -65,8 +70,15 @@ class Delivery:
             self.error = exc
             return False
         finally:
+            self._since = None
+            self._wrote_s += time.monotonic() - since
             self._writing = False
         return True
+
+    def in_sink_s(self) -> float:
+        """Seconds that the sink took so far: they are not the peer's."""
+        since = self._since
+        return self._wrote_s + (time.monotonic() - since if since is not None else 0.0)
 
     async def close(self) -> None:
         """The sink is not called after this. A write that runs now is waited for."""
@@ -94,6 +106,7 @@ class Receiver:
         *,
         silence_s: float,
         sink_waits: bool,
+        pace: Pace,
     ) -> None:
         """Deliver the body of a blocks reply. The sink is not called any more once this ends, in whatever way; what it
         raised is raised."""
@@ -101,9 +114,9 @@ class Receiver:
         if head.length != request.body_length(seals is not None):
             raise PeerFailed("corrupt", f"{connection.address}: a reply of {head.length} bytes")
         if request.stop - request.start > LITTLE:
-            await self._in_thread(connection, request, seals, delivery, silence_s)
+            await self._in_thread(connection, request, seals, delivery, silence_s, pace)
         else:
-            await self._here(connection, request, seals, delivery, silence_s, sink_waits)
+            await self._here(connection, request, seals, delivery, silence_s, sink_waits, pace)
         if delivery.error is not None:
             raise delivery.error
 
@@ -115,17 +128,21 @@ class Receiver:
         delivery: Delivery,
         silence_s: float,
         sink_waits: bool,
+        pace: Pace,
     ) -> None:
+        left_s = min(pace.allowed_s(request.stop - request.start), pace.patience_s)
         buffer = _buffer(self._little, LITTLE + CHECKSUM.size + SEAL_BYTES)
         try:
             view, check = memoryview(buffer), _check_bytes(seals)
             for index in range(request.start_block, request.stop_block):
                 received = view[: request.length(index) + check]
                 for step in connection.read_into(received):
-                    with trio.move_on_after(silence_s) as scope:
+                    since = trio.current_time()
+                    with trio.move_on_after(min(silence_s, left_s)) as scope:
                         await ready(connection, step)
+                    left_s -= trio.current_time() - since
                     if scope.cancelled_caught:
-                        raise connection.silent()
+                        raise connection.silent() if left_s > 0 else connection.slow()
                 block = checked(connection, index, received, seals)
                 if not sink_waits:
                     delivery.write(block)
@@ -146,7 +163,25 @@ class Receiver:
         seals: Seals | None,
         delivery: Delivery,
         silence_s: float,
+        pace: Pace,
     ) -> None:
+        size, slow = request.stop - request.start, False
+
+        async def watch(scope: trio.CancelScope) -> None:
+            nonlocal slow
+            before, complete, complete_s = connection.received(), 0, 0.0
+            while claim:  # it waits for a thread
+                await trio.sleep(LOOK_EVERY_S)
+            begun = trio.current_time()
+            while not slow:
+                await trio.sleep(LOOK_EVERY_S)
+                elapsed_s = trio.current_time() - begun - delivery.in_sink_s()
+                if delivery.bytes != complete:
+                    complete, complete_s = delivery.bytes, elapsed_s
+                received = max(complete, connection.received() - before)
+                slow = pace.too_slow(size, received, elapsed_s, elapsed_s - complete_s)
+            scope.cancel()
+
         claim = [connection]  # taken by the thread when it begins, or below when it never did
 
         def receive() -> None:
@@ -167,14 +202,25 @@ class Receiver:
                 connection.give_back()
 
         connection.lend(silence_s)
+        failure: Exception | None = None
         try:
-            await trio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=self._threads)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch, nursery.cancel_scope)
+                try:
+                    await trio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=self._threads)
+                except Exception as exc:
+                    failure = exc  # without a group around it
+                nursery.cancel_scope.cancel()
         finally:
             try:
                 claim.pop().give_back()
             except IndexError:
                 pass
             await delivery.close()
+        if failure is not None:
+            raise failure
+        if slow:
+            raise connection.slow()
 
 
 def _buffer(spare: deque[bytearray], size: int) -> bytearray:

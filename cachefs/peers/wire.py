@@ -71,10 +71,11 @@ MAX_BLOCK_BYTES = 64 << 20
 CHECKSUM = struct.Struct(">Q")
 SEAL_BYTES = 16
 
-Kind = Literal["connect", "timeout", "reset", "not_here", "busy", "changed", "corrupt", "refused"]
+Kind = Literal["connect", "timeout", "slow", "reset", "not_here", "busy", "changed", "corrupt", "refused"]
 """What went wrong with a peer, for whoever decides what to do next:
 
 - connect: nobody answers there; timeout: silence, or not done in time; reset: the connection broke off.
+- slow: bytes come, but much more slowly than the origin sends them (`pace.py`).
 - not_here: it is not the owner, does not share that store, or the object is gone; busy: it asked to be left alone for
   a while; changed: the store has another version now.
 - corrupt: what came fails its check; refused: it does not trust us or does not understand us, or we do not trust it.

@@ -61,12 +61,13 @@ class Room:
     def make(
         self, tier: Tier, need: int, *, evict: Evict, older_than: int | None = None, here: int = 0
     ) -> bool:
-        """Whether `need` bytes fit now, after evicting what may go, if it was last used before the clock `older_than`. It
-        gives up after some victims: who comes next goes on, and nobody waits for the eviction of thousands of files.
+        """Whether `need` bytes, and a file for them, fit now, after evicting what may go, if it was last used before the clock
+        `older_than`. It gives up after some victims: who comes next goes on, and nobody waits for the eviction of thousands of files.
         `here` of them lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
             limit = tier.limit_bytes(here)
-            if tier.used_bytes + need <= limit:
+            fits = tier.used_bytes + need <= limit
+            if fits and (tier.takes_files or not need):
                 return True
             if evict is Evict.NOTHING or need > limit:
                 return False
@@ -79,8 +80,19 @@ class Room:
             if victim is None:
                 return False
             obj, copy = victim
-            self._metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
+            if fits:  # only an inode is missing
+                self._metrics.evicted_blocks += self._drop_for_its_inode(obj, copy, tier)
+            else:
+                self._metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
         return False
+
+    def _drop_for_its_inode(self, obj: CachedObject, copy: Copy, tier: Tier) -> int:
+        """Drop the copy, and with it all that its file holds, for the inode is free when the file goes. What is pinned or in use
+        keeps the file."""
+        copies = self._catalog.copies(obj, tier.number)
+        if any(one.pins or one.pinned for one in copies):
+            return self.drop(obj, copy, copy.bitmap)
+        return self.drop_file(obj, tier)
 
     def left_to_readers(self, tier: Tier, need: int) -> int:
         """Bytes that stay free beside what is fetched ahead, in whole `need`s: it takes the place of all that nobody will
@@ -127,7 +139,7 @@ class Room:
         return count
 
     def drop_file(self, obj: CachedObject, tier: Tier, why: str = "evicted") -> int:
-        """Everything that a sealed file holds; it is unlinked when nobody uses any of it."""
+        """Everything that a file holds, which is sealed or not in use; it is unlinked when no part of it is used."""
         self.on_leaving(obj, tier)
         obj.leaving.add(tier.number)
         count = sum(self._forget(copy, copy.bitmap, why) for copy in self._catalog.copies(obj, tier.number))

@@ -16,6 +16,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import math
 import os
 import stat
 import sys
@@ -105,6 +106,7 @@ class Tier:
         self._clock = clock
         self._retry_at = 0.0
         self._free_bytes = 0
+        self._free_files = math.inf  # that may be made before the disk has less than its share of inodes free
         self._free_read_again_at = -1e9
         self._used_at_reading = 0
         self._mounted = os.path.ismount(path)
@@ -136,12 +138,23 @@ class Tier:
         self._read_free()
         return self._free_bytes - self._keep_free_bytes
 
+    @property
+    def takes_files(self) -> bool:
+        """Whether the disk has an inode for one more. The same part of its inodes stays free as of its bytes."""
+        if self._clock() >= self._free_read_again_at:
+            self._read_free()
+        return self._free_files >= 1
+
     def _read_free(self) -> None:
         every = FREE_SPACE_EVERY_S if self.blocking else FREE_MEMORY_EVERY_S
         self._free_read_again_at = self._clock() + every
         try:
             stats = os.statvfs(self.path)
             self._free_bytes = stats.f_bavail * stats.f_frsize
+            self._free_files = math.inf
+            if stats.f_files:  # else the file system makes inodes as it needs them (btrfs)
+                share = self._keep_free_bytes / max(1, stats.f_blocks * stats.f_frsize)
+                self._free_files = stats.f_favail - math.ceil(share * stats.f_files)
         except OSError as exc:
             self.failed(exc)  # and go on with the last reading
         self._used_at_reading = self.used_bytes
@@ -252,6 +265,7 @@ class Tier:
                 fd = os.open(path, flags, 0o600)
         except FileExistsError:
             return None
+        self._free_files -= 1
         self.shape(fd, size)
         return fd
 
@@ -266,8 +280,11 @@ class Tier:
         if self._mounted and not os.path.ismount(self.path):
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))  # what is below has no cap of ours
         for folder in (self.path, self._objects, os.path.dirname(path)):
-            with suppress(FileExistsError):
+            try:
                 os.mkdir(folder, 0o700)
+            except FileExistsError:
+                continue
+            self._free_files -= 1
 
     def take(self, file: Path, digest: bytes) -> bool:
         """A file of the same file system becomes the version's, sealed, in place of whatever is there. False where a file
@@ -320,6 +337,7 @@ class Tier:
     def unlink(self, digest: bytes) -> None:
         try:
             os.unlink(self._file(digest))
+            self._free_files += 1
         except FileNotFoundError:
             pass
         except OSError as exc:

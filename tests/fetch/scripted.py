@@ -84,6 +84,7 @@ class ScriptedOrigin:
         self.in_flight = 0
         self.doomed = 0  # transfers under way that will fail as scripted
         self.most_in_flight = 0
+        self.transfer_rate = 0.0
         self._versions = 0
 
     def name(self, key: str) -> str:

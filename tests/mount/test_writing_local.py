@@ -92,6 +92,19 @@ def test_uploads_leave_nothing_of_their_own_behind(mount: Mount, source: Path) -
     assert tree(source) == {"large": data}
 
 
+def test_a_file_that_is_written_and_renamed_is_not_fetched(mount: Mount) -> None:
+    """Linking and renaming set the ctime, which is part of a version: the mount knows the one after them."""
+    data = os.urandom(3 << 20)
+    (mount.path / "0").write_bytes(data)
+    with mount.counting() as counts:
+        for number in range(3):
+            mount.refresh()
+            mount.drop_kernel_pages()
+            assert (mount.path / f"{number}").read_bytes() == data
+            (mount.path / f"{number}").rename(mount.path / f"{number + 1}")
+    assert "origin_get" not in counts
+
+
 CHANGES: dict[str, Callable[[Path, Path], object]] = {
     "make": lambda a, b: a.mkdir(),
     "write": lambda a, b: a.write_bytes(str(b.name).encode()),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cachefs.names import ObjectId
 from cachefs.peers.auth import Signer
 from cachefs.peers.client import RESOLVERS, Client
+from cachefs.peers.pace import FLOOR_S
 from cachefs.peers.protocol import PeerFailed
 from cachefs.peers.wire import Address, Kind
 from tests.peers.exchange import (
@@ -160,7 +161,7 @@ async def test_a_head_in_drops_is_waited_for_no_longer_than_a_head_in_silence() 
 
 
 @in_jumping_time
-async def test_a_body_in_drops_has_a_deadline_in_all() -> None:
+async def test_a_body_in_drops_is_given_up_long_before_its_deadline() -> None:
     async def script(stream: trio.SocketStream, head: bytes) -> None:
         await stream.send_all(GOOD[:1000])
         for at in range(1000, len(GOOD)):
@@ -172,8 +173,8 @@ async def test_a_body_in_drops_has_a_deadline_in_all() -> None:
         begun = trio.current_time()
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(VERSION), Kept(), deadline_s=3, total_s=60, sink_waits=False)
-        assert caught.value.kind == "timeout"
-        assert 59 < trio.current_time() - begun < 61
+        assert caught.value.kind == "slow"
+        assert trio.current_time() - begun < FLOOR_S + 1
     client.close()
 
 
@@ -189,7 +190,7 @@ async def test_silence_in_a_long_body_ends_it_too() -> None:
     async with scripted(script) as address:
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(LONG_VERSION), sink, deadline_s=0.1)
-        assert caught.value.kind == "timeout" and caught.value.delivered == MIB
+        assert caught.value.kind in ("timeout", "slow") and caught.value.delivered == MIB
     client.close()
 
 
