@@ -25,7 +25,7 @@ from typing import Any
 import trio
 
 import cachefs
-from cachefs import cachedir, control, mounting
+from cachefs import cachedir, control, logs, mounting
 from cachefs.config import Config, control_path
 from cachefs.database import Database
 from cachefs.errors import CachefsError, ConfigError, MountError, OriginFailed
@@ -44,6 +44,7 @@ from cachefs.origin import Origin, open_origin
 from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
+from cachefs.stopping import Stopping
 from cachefs.store import Backing, Opened, scrub
 from cachefs.uploading import Unsent, Uploading, left_behind
 from cachefs.warming import Jobs
@@ -84,14 +85,19 @@ def run(config: Config, on_ready: Callable[[], None]) -> int:
     names = cachedir.open_names(opened)
     for line in opened.warnings:
         log.warning("%s", line)
+    stopping = Stopping()
+    stopping.start()
     try:
-        return trio.run(Daemon(config, opened, names, metrics, on_ready).main)
+        with logs.beside():
+            return trio.run(Daemon(config, opened, names, metrics, on_ready, stopping).main)
     except BaseExceptionGroup as group:
         raise _first(group) from group
     finally:
+        stopping.stage("closing the names database")
         names.close()
         for path in opened.temporary:
             shutil.rmtree(path, ignore_errors=True)
+        stopping.done()
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -111,8 +117,15 @@ class Daemon:
     """One mount."""
 
     def __init__(
-        self, config: Config, opened: Opened, names: Database, metrics: Metrics, on_ready: Callable[[], None]
+        self,
+        config: Config,
+        opened: Opened,
+        names: Database,
+        metrics: Metrics,
+        on_ready: Callable[[], None],
+        stopping: Stopping,
     ) -> None:
+        self._stopping = stopping
         self._config = config
         self._opened = opened
         self._store = opened.store
@@ -148,6 +161,7 @@ class Daemon:
                             nursery.cancel_scope.cancel()
                     finally:
                         if self._uploading is not None:
+                            self._stopping.stage("uploading what was written", self._config.flush_deadline)
                             self._notifier.stopping("uploading what was written")
                             if not await self._uploading.finish():
                                 # What replaced the cache directory would go: somebody's work is in it now.
@@ -155,6 +169,7 @@ class Daemon:
                                     self._opened.temporary.remove(self._opened.state_dir)
                     lasting.cancel_scope.cancel()
             finally:
+                self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
                 self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
                     await self._store.aclose(SPILL_DEADLINE_S)
@@ -311,6 +326,7 @@ class Daemon:
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await front.serve()
         finally:
+            self._stopping.stage("taking the mount away")
             self._watch.ready = False
             if peers is not None:
                 with trio.move_on_after(3, shield=True):
@@ -352,6 +368,8 @@ class Daemon:
                 raise
             raise mounting.translate_mount_failure(exc) from exc
         front = self._front.front
+        if config.descriptor is None:
+            self._stopping.mounted(config.mountpoint)
         log.info("front: %s (%s)", front.name, self._front.why)
         if self._front.lends:
             for tier in self._store.tiers:
@@ -398,6 +416,7 @@ class Daemon:
             if self._uploading is not None and self._stopped_by != "umount":
                 self._uploading.hurry()  # asked twice
             self._stopped_by = signal.Signals(number).name
+            self._stopping.stage("ending requests under way")
             stop()
 
     async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:

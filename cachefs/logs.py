@@ -6,13 +6,17 @@ output of every library; warnings of the libraries still get through.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import logging.handlers
 import os
+import queue
 import sys
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -141,6 +145,49 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
     root.setLevel(logging.WARNING)
     logging.raiseExceptions = False  # a full disk under the log is no reason to write tracebacks
     set_level(level)
+
+
+QUEUED_RECORDS, DRAINED_WITHIN_S = 10_000, 2.0
+"""Records that wait for a log that cannot be written, and how long the end waits for them. Guessed."""
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Takes records without waiting; of too many, the new ones are lost."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        record = copy.copy(record)
+        record.msg, record.args = record.getMessage(), None  # as it is now
+        return record
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Meanwhile records are written by a thread: the log may lie on a disk that hangs, or be a pipe that is not read."""
+    root = logging.getLogger()
+    written = [handler for handler in root.handlers if handler.get_name() == HANDLER]
+    records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED_RECORDS)
+    taking = _Queue(records)
+    taking.set_name(HANDLER)
+
+    def write() -> None:
+        while (record := records.get()) is not None:
+            for handler in written:
+                handler.handle(record)
+
+    thread = threading.Thread(target=write, name="log", daemon=True)
+    thread.start()
+    root.handlers = [*(handler for handler in root.handlers if handler not in written), taking]
+    try:
+        yield
+    finally:
+        try:
+            records.put(None, timeout=DRAINED_WITHIN_S)
+        except queue.Full:
+            pass
+        thread.join(DRAINED_WITHIN_S)
+        root.handlers = [handler for handler in root.handlers if handler is not taking]
+        if not thread.is_alive():
+            root.handlers += written
 
 
 def set_level(level: str) -> None:

@@ -33,7 +33,7 @@ RANK = {
     **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
     **dict.fromkeys(("cli_look", "cli_why", "cli_say", "reference"), 7),
     **dict.fromkeys(("cli_peers", "cli_writing"), 7),
-    "notify": 6,
+    **dict.fromkeys(("notify", "stopping"), 6),
     **dict.fromkeys(("watching", "explaining", "doctor"), 6),
     **dict.fromkeys(("cli_usage", "statusview", "__main__"), 7),
 }

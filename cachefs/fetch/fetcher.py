@@ -23,7 +23,7 @@ from cachefs.metrics import Metrics
 from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
 from cachefs.peers.protocol import Busy
-from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store
+from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store, Tier, TierFill
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,9 @@ class Fetcher:
         self._bringing = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self.flights = 0
+        self._flying: set[Flight] = set()
+        for tier in store.tiers:
+            tier.disk.on_down = partial(self._disk_down, tier)
         self.lends = False
         self._on_read: ReadHook | None = None
         self._unlent: Container[bytes] = frozenset()
@@ -126,12 +129,18 @@ class Fetcher:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._unlent
 
     def arrives(self, object_id: ObjectId) -> bool:
-        if not self.flights or not self.lends or not self._store.lends or not self._lendable(object_id):
+        if not self.lends or not self._store.lends or not self._lendable(object_id):
             return False
-        return self._arrivals.soon(self._store.look(object_id))
+        obj = self._store.look(object_id)
+        if obj.backing is not None:
+            return False
+        return (self.flights > 0 and self._arrivals.soon(obj)) or self._store.must_seal(obj)
 
     async def arrival(self, object_id: ObjectId, pid: int) -> None:
-        await self._arrivals.wait(self._store.object(object_id), pid)
+        obj = self._store.object(object_id)
+        if obj.flights:
+            await self._arrivals.wait(obj, pid)
+        await self._store.seal(obj)
 
     def lend_again(self, backing: Backing) -> None:
         self._store.lend_again(backing)
@@ -440,11 +449,19 @@ class Fetcher:
         """What is held in memory now, while blocks come that no tier takes."""
         return self._heap_slots.borrowed_tokens * self._block_size
 
+    def _disk_down(self, tier: Tier) -> None:
+        """What is being written to this tier comes another way: its readers do not wait for it any more."""
+        for flight in list(self._flying):
+            if isinstance(flight.fill, TierFill) and flight.fill.tier is tier:
+                flight.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
+
     async def _fly(self, flight: Flight, origin: Origin, policy: Readahead | None) -> None:
         obj, fill, object_id = flight.object, flight.fill, flight.object.id
+        self._flying.add(flight)
         try:
             await flight.run(self._upstream, origin, object_id, self._heap_slots if fill.kept else None)
         finally:
+            self._flying.discard(flight)
             self.flights -= 1
             if flight.ahead:
                 self._ahead_bytes -= fill.stop - fill.start

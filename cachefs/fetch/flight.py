@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import trio
 
+from cachefs.errors import CachefsError
 from cachefs.fetch.upstream import Upstream
 from cachefs.ledger import PEER, STORE, Wait
 from cachefs.names import ObjectId
@@ -64,6 +65,26 @@ class Flight:
         """End it, unless somebody else waits for it."""
         if self._turn.background and not self._waiters:
             self._scope.cancel()
+
+    def break_off(self, error: CachefsError) -> None:
+        """Its readers do not wait for it any more, and look for the bytes elsewhere. What of it is in the middle of a write
+        ends by itself, however long that takes."""
+        self.error = error
+        self._leave()
+        self._wake_all()
+        self._scope.cancel()
+
+    def _leave(self) -> None:
+        """Nobody joins it from here on."""
+        self.done = True
+        for block in range(self.fill.start_block, self.fill.stop_block):
+            if self.object.flights.get(block) is self:
+                del self.object.flights[block]
+
+    def _wake_all(self) -> None:
+        for _, event in self._waiters:
+            event.set()
+        self._waiters.clear()
 
     async def landed(self, offset: int) -> None:
         """Return when all bytes below `offset` (clipped to this flight) are there, or it is over."""
@@ -142,15 +163,10 @@ class Flight:
                             turn=self._turn,
                         )
         except Exception as exc:
-            self.error = exc
+            self.error = self.error or exc
         finally:
-            self.done = True
-            for block in range(fill.start_block, fill.stop_block):
-                if self.object.flights.get(block) is self:
-                    del self.object.flights[block]
+            self._leave()
             try:
                 self._store.end_fill(self.object, fill)
             finally:
-                for _, event in self._waiters:
-                    event.set()
-                self._waiters.clear()
+                self._wake_all()

@@ -325,7 +325,7 @@ class FileSystem(Writes):
 
     def _arriving(self, ino: int, flags: int) -> ObjectId | None:
         """What an open should wait a moment for: the version that it will open, if no other is found meanwhile."""
-        if not self._reader.flights or flags & _WRITING or not self._files.decides(ino):
+        if flags & _WRITING or not self._files.decides(ino):
             return None
         warm = self._warm.get(ino)
         obj = warm[2] if warm is not None else self.survey.version(ino)

@@ -42,7 +42,8 @@ class Reader(Protocol):
         ...
 
     def arrives(self, obj: ObjectId) -> bool:
-        """Whether it is not whole yet, and may be in a moment: whoever opens it then is lent it."""
+        """Whether it cannot be lent yet, and may be in a moment: it is on its way, or its file has to be made ready on a
+        disk."""
         ...
 
     async def arrival(self, obj: ObjectId, pid: int) -> None:

@@ -9,18 +9,31 @@ A descriptor is told by its inode number and by its file system: numbers are has
 has the same one.
 
 Wrong guesses are made in one direction: who cannot be seen (ended, or of another PID namespace) has no descriptor left, and
-a file that is open for writing more than once is brought to the store at every close.
+a file that is open for writing more than once is brought to the store at every close. The same holds for a process with more
+descriptors than are looked at: its close is taken for the last one, so what it wrote is always in the store.
+
+The look happens in a thread: a descriptor costs 20 µs, and a process may have tens of thousands.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable
+
+import trio
 
 _NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
 _FIELD = re.compile(rb"^(flags|ino|mnt_id):\s*(\d+)$", re.MULTILINE)
 _TGID = re.compile(rb"^Tgid:\s*(\d+)$", re.MULTILINE)
+
+
+DESCRIPTORS, LOOKING_S = 4096, 0.1
+"""How many descriptors of a process are looked at, the latest first, and for how long. Derived: 4,096 take 0.08 s."""
+
+LOOKING_AT_ONCE = 2
+"""Threads that look. Guessed: each of them takes the interpreter from the loop now and then."""
 
 
 class Writers:
@@ -29,6 +42,7 @@ class Writers:
 
     def __init__(self, device: Callable[[], str] = lambda: "") -> None:
         self._device = device
+        self._threads = trio.CapacityLimiter(LOOKING_AT_ONCE)
         self._opened: dict[int, tuple[int, int]] = {}  # handle → (inode, process)
         self._count: dict[int, int] = {}  # inode → handles
 
@@ -51,12 +65,19 @@ class Writers:
         """Who opened it; 0 when that cannot be seen."""
         return self._opened.get(fh, (0, 0))[1]
 
-    def last(self, fh: int) -> bool:
-        """Whether a descriptor of this handle that goes was its last one."""
-        if fh not in self._opened:
+    async def last(self, fh: int) -> bool:
+        """Whether a descriptor of this handle that goes was its last one. The look at the process may be given up."""
+        if self._certain(fh):
             return True
         inode, process = self._opened[fh]
-        return self._count[inode] > 1 or not _has_open(process, inode, self._device())
+        has = await trio.to_thread.run_sync(
+            _has_open, process, inode, self._device(), abandon_on_cancel=True, limiter=self._threads
+        )
+        return self._certain(fh) or not has
+
+    def _certain(self, fh: int) -> bool:
+        """Whether it counts as the last one, whatever its process has."""
+        return fh not in self._opened or self._count[self._opened[fh][0]] > 1
 
 
 def _process_of(thread: int) -> int:
@@ -69,7 +90,8 @@ def _process_of(thread: int) -> int:
 
 
 def _has_open(process: int, inode: int, device: str) -> bool:
-    """Whether a process has a descriptor to write to an inode. Asks nothing of the mount itself."""
+    """Whether a process has a descriptor to write to an inode, among those that are looked at. Asks nothing of the mount
+    itself. Blocking."""
     if not process:
         return False
     place = f"/proc/{process}"
@@ -77,7 +99,10 @@ def _has_open(process: int, inode: int, device: str) -> bool:
         numbers = os.listdir(f"{place}/fd")
     except OSError:
         return False
-    for number in reversed(numbers):  # the latest are the likeliest
+    until = time.monotonic() + LOOKING_S
+    for number in numbers[: -DESCRIPTORS - 1 : -1]:  # the latest are the likeliest
+        if time.monotonic() > until:
+            break
         try:
             if os.readlink(f"{place}/fd/{number}").startswith(_NOT_FILES):
                 continue

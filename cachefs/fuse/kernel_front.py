@@ -17,6 +17,7 @@ from typing import Any
 from cachefs.errors import CachefsError, ObjectChanged
 from cachefs.fs import Attributes, Backing, Entry, FileSystem
 from cachefs.fuse import protocol
+from cachefs.fuse.admission import Admission
 from cachefs.fuse.device import MAX_BACKGROUND, Device, Negotiated
 from cachefs.fuse.errno_table import OURS, errno_of_foreign
 from cachefs.fuse.kernel_writing import WRITING, WritingHandlers
@@ -74,6 +75,7 @@ class KernelFront:
         zero_open: bool = False,
         keep_listings: bool = False,
         writable: bool = False,
+        admission: Admission | None = None,
     ) -> None:
         self.agreed = agreed
         self._fs = fs
@@ -112,7 +114,7 @@ class KernelFront:
         self._writing = WritingHandlers(fs, metrics, device) if writable else None
         if self._writing is not None:
             handlers |= self._writing.handlers
-        self._session = Session(device, handlers, metrics, deadline_s)
+        self._session = Session(device, handlers, metrics, deadline_s, admission or Admission())
         if self._writing is not None:
             self._writing.session = self._session
 

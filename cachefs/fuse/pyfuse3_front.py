@@ -9,7 +9,7 @@ import errno
 import logging
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ import trio
 from cachefs.errors import MountError
 from cachefs.fs import Attributes, Backing, FileSystem
 from cachefs.fuse import passed
+from cachefs.fuse.admission import Admission
 from cachefs.fuse.device import abort, end
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
 from cachefs.ledger import NAMES, Call
@@ -28,6 +29,10 @@ from cachefs.mountinfo import mount_at
 
 log = logging.getLogger(__name__)
 
+MOST_TASKS = 1 << 20
+"""pyfuse3 gives each request a task, and reads the next one only if it may have one more. So there is always one more, and
+`Admission` bounds what waits. Derived: with 16 KiB each, more than any machine's quarter of memory admits."""
+
 
 class Pyfuse3Base(pyfuse3.Operations):
     """What both kinds of mount have in common. `deadline_s` bounds every operation that has to wait."""
@@ -35,14 +40,17 @@ class Pyfuse3Base(pyfuse3.Operations):
     name = "pyfuse3"
     max_background = 0
     mount_options: frozenset[str] = frozenset()
-    most_tasks = 256
-    """128 background reads (see tuning.py) and as many others may wait at a time."""
 
     enable_writeback_cache = False
     supports_dot_lookup = False
 
     def __init__(
-        self, fs: FileSystem, metrics: Metrics, deadline_s: float, on_ready: Callable[[], None]
+        self,
+        fs: FileSystem,
+        metrics: Metrics,
+        deadline_s: float,
+        on_ready: Callable[[], None],
+        admission: Admission | None = None,
     ) -> None:
         super().__init__()
         self._fs = fs
@@ -50,6 +58,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         self._repeats = Repeats()
         self._deadline_s = deadline_s + GRACE_S
         self._on_ready = on_ready
+        self._admission = admission or Admission()
         self._mountpoint: Path | None = None  # what is to be unmounted
         self._number = ""  # major:minor of the connection, as long as it lives
         self._page = 32  # directory entries that fitted the kernel's last buffer
@@ -83,7 +92,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         self._on_ready()
 
     async def serve(self) -> None:
-        await pyfuse3.main(min_tasks=1, max_tasks=self.most_tasks)
+        await pyfuse3.main(min_tasks=1, max_tasks=MOST_TASKS)
         self._number = ""
 
     def close(self) -> None:
@@ -221,7 +230,7 @@ class Pyfuse3Base(pyfuse3.Operations):
         try:
             data = self._fs.read_now(fh, off, size)
             if data is None:
-                with trio.fail_after(self._deadline_s):
+                with self._admission.holds(), trio.fail_after(self._deadline_s):
                     data = await self._fs.read(fh, off, size)
         except Exception as exc:
             self._fail("read", exc)
@@ -259,8 +268,9 @@ class Pyfuse3Base(pyfuse3.Operations):
 
     @contextmanager
     def _waits(self, thread: int, request: str) -> Iterator[None]:
-        """Around what cannot be answered at once, and is no read."""
-        with self._called(thread, NAMES, request), trio.fail_after(self._deadline_s):
+        """Around what cannot be answered at once, and is no read. stat(2) is always admitted."""
+        admitted = nullcontext() if request == "getattr" else self._admission.holds()
+        with admitted, self._called(thread, NAMES, request), trio.fail_after(self._deadline_s):
             yield
 
     def _called(self, thread: int, on: str, request: str) -> Call:

@@ -21,8 +21,6 @@ from cachefs.ledger import NAMES, WRITES
 
 class WritablePyfuse3Front(Pyfuse3Base):
     _fs: Any
-    most_tasks = 1024
-    """As many files may be on their way to the store while somebody waits for their close. Guessed."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -65,7 +63,7 @@ class WritablePyfuse3Front(Pyfuse3Base):
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self._metrics.fuse_write += 1
         try:
-            with self._called(self._writers.process(fh), WRITES, "write"):
+            with self._admission.holds(len(buf)), self._called(self._writers.process(fh), WRITES, "write"):
                 size: int = await self._fs.write(fh, off, buf)
         except Exception as exc:
             self._fail("write", exc)
@@ -80,8 +78,8 @@ class WritablePyfuse3Front(Pyfuse3Base):
             return
         self._metrics.fuse_flush += 1
         try:
-            if self._writers.last(fh):
-                with self._called(self._writers.process(fh), WRITES, "close"):
+            with self._called(self._writers.process(fh), WRITES, "close"):
+                if await self._writers.last(fh):
                     await self._fs.flush(fh)
         except Exception as exc:
             self._fail("flush", exc)

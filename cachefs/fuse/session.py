@@ -19,6 +19,7 @@ from typing import TypeVar
 import trio
 
 from cachefs.fuse import protocol, signals
+from cachefs.fuse.admission import Admission
 from cachefs.fuse.device import Device
 from cachefs.fuse.errno_table import GRACE_S, tell
 from cachefs.fuse.protocol import Op
@@ -32,14 +33,6 @@ T = TypeVar("T")
 
 Handler = Callable[[int, int, int, memoryview], None]
 """(unique, nodeid, pid, arguments): the arguments are valid until it returns."""
-
-MOST_WAITING = 4096
-"""Requests that may wait for a store at a time, a few KiB each; then nothing is read until one is done, signals included.
-Guessed: the kernel sends 128 read-aheads, and each other one has a thread of an application waiting for it."""
-
-MOST_KEPT = 128
-"""Writes of more than a copy that may wait for a store or a disk at a time, 1 MiB each; then the same. Guessed: as many as
-the kernel writes back of mapped files at once."""
 
 CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
 """While requests come closer than the first, how long to look for the next one before going to sleep. Measured: waking a
@@ -65,6 +58,10 @@ _CALLED: dict[int, tuple[str, str]] = {int(op): (NAMES, op.name.lower()) for op 
 
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
+_ALWAYS = frozenset({Op.GETATTR, Op.FLUSH, Op.FSYNC})
+"""Requests that wait however little memory is left: stat(2), and what says whether a file is in the store. All that is
+answered at once is admitted anyway, STATFS, FORGET and INTERRUPT among it."""
+
 
 class Malformed(ValueError):
     """A request that no kernel sends."""
@@ -73,10 +70,13 @@ class Malformed(ValueError):
 class _Waiting:
     """A request that has to wait. Without a scope, it goes on when nobody waits for it any more. Reads have no call."""
 
-    __slots__ = ("call", "interrupted", "scope", "thread")
+    __slots__ = ("call", "held_bytes", "interrupted", "scope", "thread")
 
-    def __init__(self, thread: int, scope: trio.CancelScope | None, call: Call | None) -> None:
+    def __init__(
+        self, thread: int, scope: trio.CancelScope | None, call: Call | None, held_bytes: int
+    ) -> None:
         self.thread = thread
+        self.held_bytes = held_bytes
         self.scope = scope
         self.call = call
         self.interrupted = False
@@ -87,12 +87,19 @@ class _Waiting:
 
 
 class Session:
-    """Serves one connection. `deadline_s` bounds every operation that has to wait."""
+    """Serves one connection. `deadline_s` bounds every operation that has to wait, `admission` the memory of those that
+    do."""
 
     def __init__(
-        self, device: Device, handlers: Mapping[int, Handler], metrics: Metrics, deadline_s: float
+        self,
+        device: Device,
+        handlers: Mapping[int, Handler],
+        metrics: Metrics,
+        deadline_s: float,
+        admission: Admission,
     ) -> None:
         self._device = device
+        self._admission = admission
         self._handlers = handlers
         self._metrics = metrics
         self._repeats = Repeats()
@@ -101,7 +108,6 @@ class Session:
         self._signalled: set[int] = set()
         self._thread = 0  # who sent the request that is being handled
         self.user = (0, 0)  # and for which user and group
-        self._fewer = trio.Event()
         # Looking again takes a processor: with only one, it is the one that the next request would come from.
         self._eager = len(os.sched_getaffinity(0)) > 1
         self._gap_s = 1.0  # between an answer and the next request, lately
@@ -114,9 +120,6 @@ class Session:
                 await trio.lowlevel.wait_readable(self._device.fd)
                 while (more := self._answer()) is True:
                     await trio.lowlevel.checkpoint()
-                    while self._crowded():
-                        self._fewer = trio.Event()
-                        await self._fewer.wait()
                 if more is None:
                     break
             self._nursery.cancel_scope.cancel()
@@ -135,15 +138,12 @@ class Session:
                 self._gap_s += (min(gap, 1e-3) - self._gap_s) / 8
                 handle(request)
                 self._answered_at = now = clock()
-                if now - begun > SLICE_S or self._crowded():
+                if now - begun > SLICE_S:
                     return True
             elif self._waiting or not self._eager or self._gap_s > CLOSE_S or gap > LOOK_AGAIN_S:
                 return False
             elif now - begun > SLICE_S:
                 return True
-
-    def _crowded(self) -> bool:
-        return len(self._waiting) >= MOST_WAITING or self._device.kept >= MOST_KEPT
 
     def handle(self, request: memoryview) -> None:
         """Answer one request, now or in a task. Whatever the bytes are, it returns."""
@@ -196,7 +196,7 @@ class Session:
         """Find the answer in a task of its own; `patient`, however long that takes."""
         deadline = math.inf if patient else trio.current_time() + self._deadline_s
         scope = trio.CancelScope(deadline=deadline)
-        waiting = self._waiting[unique] = _Waiting(self._thread, scope, self._call(opcode))
+        waiting = self._admit(unique, opcode, scope)
         self._nursery.start_soon(self._finish, unique, opcode, waiting, scope, answer, reply)
 
     def change(
@@ -205,11 +205,27 @@ class Session:
         opcode: int,
         work: Callable[[], Awaitable[T]],
         reply: Callable[[int, T], object],
+        *,
+        data_bytes: int = 0,
     ) -> None:
         """The same for what must not be left half done: a signal ends the wait, and the work goes on. It has no deadline, as
-        each of its requests to the store has one. `reply` is called in any case, and finds out whether anybody listens."""
-        waiting = self._waiting[unique] = _Waiting(self._thread, None, self._call(opcode))
+        each of its requests to the store has one. `reply` is called in any case, and finds out whether anybody listens.
+        `data_bytes` is what `work` holds."""
+        waiting = self._admit(unique, opcode, None, data_bytes)
         self._nursery.start_soon(self._carry_out, unique, opcode, waiting, work, reply)
+
+    def _admit(
+        self, unique: int, opcode: int, scope: trio.CancelScope | None, data_bytes: int = 0
+    ) -> _Waiting:
+        """Raises `Refused`."""
+        held = self._admission.take(data_bytes, always=opcode in _ALWAYS)
+        waiting = self._waiting[unique] = _Waiting(self._thread, scope, self._call(opcode), held)
+        return waiting
+
+    def _done(self, unique: int, waiting: _Waiting) -> None:
+        waiting.end()
+        self._waiting.pop(unique, None)
+        self._admission.give_back(waiting.held_bytes)
 
     def _call(self, opcode: int) -> Call | None:
         if opcode == Op.READ:
@@ -239,9 +255,7 @@ class Session:
         except Exception as exc:
             self._fail(unique, opcode, exc)
         finally:
-            waiting.end()
-            self._waiting.pop(unique, None)
-            self._fewer.set()
+            self._done(unique, waiting)
 
     async def _carry_out(
         self,
@@ -260,9 +274,7 @@ class Session:
             else:
                 self._fail(unique, opcode, exc)
         finally:
-            waiting.end()
-            self._waiting.pop(unique, None)
-            self._fewer.set()
+            self._done(unique, waiting)
 
     def interrupt(self, unique: int) -> None:
         """Who waits for that request has a signal. The kernel says so after the request itself, so a request that is not

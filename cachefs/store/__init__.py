@@ -14,11 +14,12 @@ status).
 """
 
 from cachefs.store.backing import Backing
-from cachefs.store.fill import Fill, FillClosed
+from cachefs.store.fill import Fill, FillClosed, TierFill
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Shared, Store
+from cachefs.store.tier import Tier
 from cachefs.store.versions import CachedObject
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "Opened",
     "Shared",
     "Store",
+    "Tier",
+    "TierFill",
     "open_store",
     "scrub",
 ]

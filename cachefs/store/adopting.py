@@ -114,16 +114,25 @@ class Adopting:
             written = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
             if written or after.st_size != size or self._in_the_way(obj, tier):
                 return False
+            if not await self._cleared(obj, tier):
+                return False
             return self._put(obj, tier, path, checksums)
         finally:
             os.close(fd)
 
-    def _put(self, obj: CachedObject, tier: Tier, path: Path, checksums: list[int]) -> bool:
-        """The file, and rows for all of it, in place of the blocks that the tier had. What RAM has stays: it is the same,
-        and costs nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
+    async def _cleared(self, obj: CachedObject, tier: Tier) -> bool:
+        """Drop the blocks that the tier has, and wait until their file has gone: it has the name of the new one."""
+        digest = obj.id.digest
         for copy in self._catalog.copies(obj, tier.number):
             if obj.copies.get((tier.number, copy.extent)) is copy:  # else it went with another one
                 self._room.drop(obj, copy, copy.bitmap)
+        while tier.disposal.pending(digest):
+            await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
+        return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))
+
+    def _put(self, obj: CachedObject, tier: Tier, path: Path, checksums: list[int]) -> bool:
+        """The file, and rows for all of it; the tier has none of its blocks. What RAM has stays: it is the same,
+        and costs nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
         fd = obj.fds.pop(tier.number, None)
         if fd is not None:
             os.close(fd)
@@ -155,6 +164,8 @@ class Adopting:
             return False
         was, obj = self._catalog.object(old), self._catalog.object(new)
         if not tier.sealed(old.digest) or self._in_the_way(obj, tier):
+            return False
+        if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False
         copies = sorted(self._catalog.copies(was, tier.number), key=lambda copy: copy.extent)
         blocks = range(block_count(size, self._block_size))

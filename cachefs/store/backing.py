@@ -91,10 +91,12 @@ class Lending:
             if backing is None:
                 return None
         elif backing.users:
-            if backing.tier.number in obj.leaving:
+            if backing.tier.number in obj.leaving or backing.tier.disk.down:
                 return None
             backing.users += 1
             return backing
+        elif backing.tier.disk.down:
+            return None
         else:
             del self._idle[backing]
         backing.users = 1
@@ -107,7 +109,7 @@ class Lending:
 
     def _make(self, obj: CachedObject) -> Backing | None:
         for tier in self._tiers:
-            if not tier.lends or self._closed:
+            if not tier.lends or self._closed or tier.disk.down:
                 continue
             copies = self._whole(obj, tier, verified=True)
             if copies is None:
@@ -122,6 +124,43 @@ class Lending:
             tier.lent += 1
             return backing
         return None
+
+    def to_seal(self, obj: CachedObject) -> Tier | None:
+        """The tier that can lend it once its file is sealed, where that may have to wait for a disk."""
+        if obj.backing is not None or self._closed:
+            return None
+        for tier in self._tiers:
+            if tier.lends and not tier.disk.down and self._whole(obj, tier, verified=True):
+                return tier if tier.blocking and not obj.is_sealed(tier) else None
+        return None
+
+    async def seal(self, obj: CachedObject) -> None:
+        """Seal what `to_seal` has found, if that can be done; after that `lend` does not wait for the disk."""
+        tier = self.to_seal(obj)
+        copies = self._whole(obj, tier, verified=True) if tier is not None else None
+        if tier is None or copies is None:
+            return
+        sealed = [False]
+
+        def seal() -> None:
+            os.close(tier.seal(obj.id.digest, obj.id.size))
+            sealed[0] = True
+
+        def finish(_: object) -> None:
+            if sealed[0]:
+                obj.sealed.add(tier.number)
+            obj.refs -= 1
+            self._room.unpin(obj, *copies)
+            if obj.fds and not obj.in_use():
+                obj.close_files()
+
+        obj.refs += 1
+        for copy in copies:
+            copy.pins += 1
+        try:
+            await tier.disk.run(seal, finish)
+        except OSError as exc:
+            log.debug("cannot seal %s in the %s tier: %s", obj.id.key, tier.name, exc)
 
     def give_back(self, backing: Backing) -> None:
         backing.users -= 1
@@ -270,17 +309,14 @@ class Lending:
             bits = copy.bitmap & ~copy.verified
             if not bits:
                 continue
-            try:
-                fd = obj.file(tier)
-            except OSError as exc:
-                self._room.lost(obj, copy, exc)
-                return False
             ranges = list(self._catalog.ranges(copy, bits))
             positions = [p for p in range(BLOCKS_PER_EXTENT) if bits >> p & 1]
             wanted = [copy.checksums[p] for p in positions]
             copy.pins += 1
             try:
-                found = await trio.to_thread.run_sync(_checksums, fd, ranges, limiter=self._one_thread)
+                found = await trio.to_thread.run_sync(
+                    _checksums, tier, obj.id.digest, ranges, limiter=self._one_thread
+                )
             except OSError as exc:
                 self._room.lost(obj, copy, exc)
                 return False
@@ -294,11 +330,15 @@ class Lending:
         return self._whole(obj, tier, verified=True) is not None
 
 
-def _checksums(fd: int, ranges: list[tuple[int, int]]) -> list[int]:
+def _checksums(tier: Tier, digest: bytes, ranges: list[tuple[int, int]]) -> list[int]:
     """Worker thread: xxh3_64 of each range; of what there is, where the file is too short."""
     buffer = memoryview(bytearray(max(length for _, length in ranges)))
     found = []
-    for start, length in ranges:
-        count = os.preadv(fd, [buffer[:length]], start)
-        found.append(xxhash.xxh3_64_intdigest(buffer[:count]))
+    fd = tier.open_file(digest, create=False)
+    try:
+        for start, length in ranges:
+            count = os.preadv(fd, [buffer[:length]], start)
+            found.append(xxhash.xxh3_64_intdigest(buffer[:count]))
+    finally:
+        os.close(fd)
     return found

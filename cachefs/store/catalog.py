@@ -89,6 +89,7 @@ class Catalog:
         self._recent = self._clock
         self._flush_lock = trio.Lock()
         self.index_error = ""
+        self.unfinished = False  # files are left that no row speaks of
         self.on_forget: Callable[[CachedObject], None] = lambda obj: None
         for tier in tiers:
             tier.used_bytes, tier.blocks, tier.pinned_bytes = index.totals(tier.number)
@@ -158,6 +159,8 @@ class Catalog:
         extent, bit = block // BLOCKS_PER_EXTENT, 1 << (block % BLOCKS_PER_EXTENT)
         held = None
         for tier in self._tiers:
+            if tier.disk.down:
+                continue
             copy = self.copy(obj, tier.number, extent)
             if copy is not None and copy.bitmap & bit:
                 if copy.verified & bit:
@@ -496,5 +499,5 @@ class Catalog:
                 obj.close_files()
                 for number in obj.leaving:  # whoever has it goes on reading, but no row speaks of it
                     self._tier[number].unlink(obj.id.digest)
-            whole = not (failed or self.index_error)
+            whole = not (failed or self.index_error or self.unfinished)
             await trio.to_thread.run_sync(self._index.close, whole, whole and trusted)

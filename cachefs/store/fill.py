@@ -131,24 +131,47 @@ class TierFill(Fill):
     """Into a tier's file."""
 
     def __init__(
-        self, tier: Tier, copy: Copy, fd: int, size: int, block_size: int, start: int, stop: int
+        self,
+        tier: Tier,
+        copy: Copy,
+        file: int | Callable[[], int],
+        size: int,
+        block_size: int,
+        start: int,
+        stop: int,
     ) -> None:
+        """`file` is a descriptor, or opens one at the first write: on a disk that may take long."""
         super().__init__(size, block_size, start, stop)
         self.tier = tier
         self.waits = tier.blocking
         self.copy = copy
-        self._fd = os.dup(fd)  # its own: the object's may be closed while a transfer is still being abandoned
+        # Its own: the object's may be closed while a transfer is still being abandoned.
+        self._fd = os.dup(file) if isinstance(file, int) else -1
+        self._open = file if callable(file) else None
+        self.not_opened: OSError | None = None
         self.failure: OSError | None = None
 
     def _put(self, view: memoryview, offset: int) -> None:
         try:
-            while len(view):
-                count = os.pwrite(self._fd, view, offset)
-                offset += count
-                view = view[count:]
+            if self._fd < 0:
+                self._open_file()
+            with self.tier.disk.busy():
+                while len(view):
+                    count = os.pwrite(self._fd, view, offset)
+                    offset += count
+                    view = view[count:]
         except OSError as exc:
-            self.failure = exc
+            if exc is not self.not_opened:
+                self.failure = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
+
+    def _open_file(self) -> None:
+        assert self._open is not None
+        try:
+            self._fd = self._open()
+        except OSError as exc:
+            self.not_opened = exc
+            raise
 
     def read(self, offset: int, size: int) -> bytes:
         self.ahead = False
@@ -158,7 +181,8 @@ class TierFill(Fill):
         return os.pread(self._fd, size, offset)
 
     def _release(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class HeapFill(Fill):

@@ -106,14 +106,14 @@ class Filling:
             left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._room.make(tier, need + left, evict=evict):
             return None
-        fd = self._room.file_for_write(obj, tier)
-        if fd is None:
+        file = self._room.way_to_write(obj, tier)
+        if file is None:
             return None
         dataset = self._catalog.datasets(obj.id)
         copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
         if copy.arriving & _bits(start, stop):
             return None  # a move is writing them: two writers would not know of each other
-        return TierFill(tier, copy, fd, obj.id.size, self._block_size, start, stop)
+        return TierFill(tier, copy, file, obj.id.size, self._block_size, start, stop)
 
     def bypass(self, obj: CachedObject, block: int) -> Fill:
         """One block into memory, for a reader that waits for it and whom no tier can serve. So what the heap takes is
@@ -166,7 +166,9 @@ class Filling:
             self._count_miss(obj, fill)  # read while it came
         missing = _bits(fill.start_block + fill.settled, fill.stop_block)
         self._room.abandon(copy, missing)
-        if fill.failure is not None:
+        if fill.not_opened is not None:
+            self._room.not_opened(obj, tier, fill.not_opened)
+        elif fill.failure is not None:
             self._metrics.tier_errors += 1
             tier.failed(fill.failure)
         elif tier.errors_in_a_row and not missing:

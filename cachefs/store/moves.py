@@ -10,6 +10,7 @@ import errno
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import trio
 
@@ -166,11 +167,7 @@ class Moves:
         try:
             if not self._room.make(to, need, evict=evict, older_than=older_than):
                 return False
-            try:
-                source = obj.file(self._ssd if to is self._ram else self._ram)
-            except OSError as exc:
-                self._room.lost(obj, copy, exc)
-                return False
+            source = self._ssd if to is self._ram else self._ram
             return await self._copy_blocks(obj, copy, to, source, ranges, wanted)
         finally:
             self._room.unpin(obj, copy)
@@ -183,12 +180,14 @@ class Moves:
         obj: CachedObject,
         copy: Copy,
         to: Tier,
-        source: int,
+        source: Tier,
         ranges: list[tuple[int, int]],
         wanted: int,
     ) -> bool:
+        if source.disk.down:
+            return False
         try:
-            sink = self._room.file_for_write(obj, to)
+            sink = self._room.way_to_write(obj, to)
         except OSError as exc:
             self._metrics.tier_errors += 1
             to.failed(exc)
@@ -201,7 +200,7 @@ class Moves:
         moved = 0
         try:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(_copy_ranges, source, sink, ranges)
+                await trio.to_thread.run_sync(_copy_ranges, partial(_open_source, source, obj), sink, ranges)
             moved = wanted & copy.bitmap  # what the source no longer vouches for is doubtful here, too
             for position, checksum in enumerate(copy.checksums):
                 if moved >> position & 1:
@@ -210,6 +209,8 @@ class Moves:
             self._catalog.moved(copy, target)
         except _SourceFailed as exc:
             self._room.lost(obj, copy, exc)
+        except _NotOpened as exc:
+            self._room.not_opened(obj, to, exc.failure)
         except OSError as exc:
             self._metrics.tier_errors += 1
             to.failed(exc)
@@ -223,9 +224,32 @@ class _SourceFailed(OSError):
     """The file to copy from is not what the index says."""
 
 
-def _copy_ranges(source: int, sink: int, ranges: list[tuple[int, int]]) -> None:
+class _NotOpened(Exception):
+    """The file to copy into cannot be opened."""
+
+    def __init__(self, failure: OSError) -> None:
+        self.failure = failure
+
+
+def _open_source(tier: Tier, obj: CachedObject) -> int:
+    """A descriptor of one's own."""
+    opened = obj.fds.get(tier.number)
+    try:
+        return os.dup(opened) if opened is not None else tier.open_file(obj.id.digest, create=False)
+    except OSError as exc:
+        raise _SourceFailed(exc.errno, exc.strerror) from exc
+
+
+def _copy_ranges(
+    open_source: Callable[[], int], to: int | Callable[[], int], ranges: list[tuple[int, int]]
+) -> None:
     """Worker thread: copy byte ranges between files inside the kernel."""
-    sink = os.dup(sink)
+    source = open_source()
+    try:
+        sink = os.dup(to) if isinstance(to, int) else to()
+    except OSError as exc:
+        os.close(source)
+        raise _NotOpened(exc) from exc
     try:
         for start, length in ranges:
             os.lseek(sink, start, os.SEEK_SET)
@@ -237,3 +261,4 @@ def _copy_ranges(source: int, sink: int, ranges: list[tuple[int, int]]) -> None:
                 done += count
     finally:
         os.close(sink)
+        os.close(source)

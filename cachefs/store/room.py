@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 import trio
 
@@ -66,11 +67,13 @@ class Room:
         `here` of them lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
             limit = tier.limit_bytes(here)
-            fits = tier.used_bytes + need <= limit
+            fits = tier.counted_bytes() + need <= limit
             if fits and (tier.takes_files or not need):
                 return True
             if evict is Evict.NOTHING or need > limit:
                 return False
+            if not fits and tier.used_bytes + need <= limit:
+                return False  # what it takes is on its way out
             if evict >= Evict.SPARE:
                 victim = self._catalog.victim(tier.number, spare=evict is Evict.SPARE, older_than=older_than)
             else:
@@ -197,47 +200,48 @@ class Room:
 
     def _free(self, obj: CachedObject, copy: Copy) -> None:
         tier = self._tiers[copy.tier]
-        some = bool(copy.forgotten)
-        self._freed(tier, copy)
+        freed = self._freed(tier, copy)
         if not copy.bitmap:
             self._catalog.remove(obj, copy)
             if not self._catalog.has_copies(obj, tier.number):
-                self._unlink(obj, tier)
+                self._unlink(obj, tier, freed)
                 return
-        if some:
+        if freed:
             # All that is no block of ours: of a huge page with one block the kernel has made the other half, too.
             bits = extent_bits(block_count(copy.object_size, self._block_size), copy.extent) & ~copy.bitmap
-            self._punch(obj, tier, list(self._catalog.ranges(copy, bits)))
+            self._punch(obj, tier, list(self._catalog.ranges(copy, bits)), freed)
 
-    def _freed(self, tier: Tier, copy: Copy) -> None:
+    def _freed(self, tier: Tier, copy: Copy) -> int:
         freed = self._bytes(copy, copy.forgotten)
         tier.freed(freed)
         tier.borrowed_bytes -= freed if copy.key in self._catalog.borrowed else 0
         copy.forgotten = 0
+        return freed
 
     def _free_file(self, obj: CachedObject, tier: Tier) -> None:
         """Of a sealed file that is leaving, unless it is still in use."""
         copies = obj.on(tier)
         if any(copy.pins for copy in copies):
             return
+        freed = 0
         for copy in copies:
-            self._freed(tier, copy)
+            freed += self._freed(tier, copy)
             self._catalog.remove(obj, copy)
-        self._unlink(obj, tier)
+        self._unlink(obj, tier, freed)
 
-    def _unlink(self, obj: CachedObject, tier: Tier) -> None:
+    def _unlink(self, obj: CachedObject, tier: Tier, freed: int = 0) -> None:
         fd = obj.fds.pop(tier.number, None)
         if fd is not None:
             os.close(fd)
-        tier.unlink(obj.id.digest)
+        tier.unlink(obj.id.digest, freed)
         obj.sealed.discard(tier.number)
         obj.leaving.discard(tier.number)
 
     def _bytes(self, copy: Copy, bits: int) -> int:
         return sum(allocated(length) for _, length in self._catalog.ranges(copy, bits)) if bits else 0
 
-    def _punch(self, obj: CachedObject, tier: Tier, ranges: list[tuple[int, int]]) -> None:
-        """Give byte ranges of a version's file back to the disk."""
+    def _punch(self, obj: CachedObject, tier: Tier, ranges: list[tuple[int, int]], freed: int = 0) -> None:
+        """Give byte ranges of a version's file back, at once to memory, soon to a disk."""
         runs: list[tuple[int, int]] = []
         for start, length in ranges:
             length = allocated(length)  # to the end of its page: a part of a page would only be zeroed
@@ -246,6 +250,9 @@ class Room:
             else:
                 runs.append((start, length))
         if not runs:
+            return
+        if tier.blocking:
+            tier.dispose_of(obj.id.digest, runs, freed)
             return
         opened = obj.fds.get(tier.number)
         try:
@@ -281,7 +288,31 @@ class Room:
         if bits:
             self.drop(obj, copy, bits, "damaged")
 
-    def file_for_write(self, obj: CachedObject, tier: Tier) -> int | None:
+    def way_to_write(self, obj: CachedObject, tier: Tier) -> int | Callable[[], int] | None:
+        """A descriptor of the version's file; or, of one on a disk that is not open yet, what opens it, in a thread. None
+        while a sealed one is on its way out. When that fails: `not_opened`."""
+        if not tier.blocking or tier.number in obj.fds:
+            return self._file_for_write(obj, tier)
+        if tier.number in obj.leaving:
+            return None
+        known = any(copy.bitmap for copy in self._catalog.copies(obj, tier.number))
+        return partial(tier.open_to_fill, obj.id.digest, known=known)
+
+    def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
+        """A version's file could not be opened to be written: it has vanished, is sealed, or the tier fails."""
+        if exc.errno == errno.ENOENT:
+            for copy in self._catalog.copies(obj, tier.number):
+                if copy.bitmap:
+                    self.lost(obj, copy, exc)
+        elif exc.errno == errno.EROFS and tier.sealed(obj.id.digest):
+            self.drop_file(
+                obj, tier
+            )  # a crash cost it some of its rows: it could only be completed by writing
+        elif exc.errno != errno.ETIMEDOUT:
+            self._metrics.tier_errors += 1
+            tier.failed(exc)
+
+    def _file_for_write(self, obj: CachedObject, tier: Tier) -> int | None:
         """The version's file, made when there is none; None while a sealed one is on its way out. Blocks that an earlier,
         vanished file held are forgotten first: in the new one they would read as zeros."""
         if tier.number not in obj.fds and not self._catalog.copies(obj, tier.number):

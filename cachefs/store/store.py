@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Backing, Lending
 from cachefs.store.catalog import Catalog
 from cachefs.store.datasets import Course, Datasets
+from cachefs.store.disk import LOOK_EVERY_S, READ_THREADS
 from cachefs.store.epochs import Epochs, Policy
 from cachefs.store.fill import Fill
 from cachefs.store.filling import Filling
@@ -35,8 +37,8 @@ from cachefs.store.versions import CachedObject
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files: what a kill -9 can cost in refetches. Guessed."""
 
-READ_THREADS = 8
-"""Reads of one disk at a time; more only lengthen its queue. Guessed."""
+DISPOSAL_S = 10.0
+"""How long a stop waits for files that are on their way out; what is left then, the next start's scrub finds. Guessed."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -253,7 +255,7 @@ class Store:
 
     def _read_copy_now(self, obj: CachedObject, copy: Copy, offset: int, size: int) -> Buffer | None:
         tier = self._tier[copy.tier]
-        if not tier.reads_now:
+        if not tier.reads_now or (tier.blocking and copy.tier not in obj.fds):
             return None
         try:
             fd = obj.file(tier)
@@ -290,25 +292,14 @@ class Store:
                 if self._heap.get(obj.id.digest, block) is not None:
                     return await self._read_pieces(obj, offset, size, count)
                 return None
-            try:
-                fd = obj.file(self._tier[copy.tier])
-            except OSError as exc:
-                self.room.lost(obj, copy, exc)
-                return None
             check = self._check_always or not copy.verified >> (block % BLOCKS_PER_EXTENT) & 1
             if steps and not check and steps[-1].copy is copy and not steps[-1].check:
                 steps[-1].length += length
             else:
-                steps.append(Step(copy, fd, block, at, length, check))
-        for step in steps:
-            step.copy.pins += 1
-        obj.refs += 1  # keeps the descriptors open while a thread uses them
-        try:
-            results = await trio.to_thread.run_sync(take_steps, steps, self.block_size, limiter=self._threads)
-        finally:
-            for step in steps:
-                self.room.unpin(obj, step.copy)
-            self.release(obj)
+                steps.append(Step(copy, block, at, length, check))
+        results = await self._take(obj, steps)
+        if results is None:
+            return None
         good = [
             r for s, r in zip(steps, results, strict=True) if self._judge(obj, s, r) and isinstance(r, bytes)
         ]
@@ -318,6 +309,35 @@ class Store:
             for step in steps:
                 self._hit(obj, step.copy, -(-step.length // self.block_size))
         return good[0] if len(good) == 1 else b"".join(good)
+
+    async def _take(self, obj: CachedObject, steps: list[Step]) -> list[bytes | OSError | None] | None:
+        """What a thread reads; None when a disk does not answer. Until the thread is done, however long that takes, the
+        copies stay pinned and the descriptors open."""
+        for step in steps:
+            step.copy.pins += 1
+        obj.refs += 1
+        tiers = {step.copy.tier: self._tier[step.copy.tier] for step in steps}
+        files = {number: obj.fds.get(number, -1) for number in tiers}
+        take = partial(take_steps, steps, self.block_size, tiers, files, obj.id.digest)
+
+        def finish(_: object) -> None:
+            for number, fd in files.items():
+                if fd >= 0 and obj.fds.setdefault(number, fd) != fd:
+                    os.close(fd)  # another thread has opened it, too
+            for step in steps:
+                self.room.unpin(obj, step.copy)
+            self.release(obj)
+
+        slow = next((tier for tier in tiers.values() if tier.blocking), None)
+        if slow is None:
+            try:
+                return await trio.to_thread.run_sync(take, limiter=self._threads)
+            finally:
+                finish(None)
+        try:
+            return await slow.disk.run(take, finish)
+        except TimeoutError:
+            return None
 
     async def _read_pieces(self, obj: CachedObject, offset: int, size: int, count: bool) -> Buffer | None:
         """Block by block, for a range of which the heap holds a part."""
@@ -384,6 +404,8 @@ class Store:
         if not checked and (self._check_always or not copy.verified >> position & 1):
             return None
         tier = self._tier[copy.tier]
+        if tier.blocking and tier.number not in obj.fds:
+            return None  # to open it may take long: `read` does it in a thread
         try:
             fd = obj.file(tier)
         except OSError as exc:
@@ -443,6 +465,14 @@ class Store:
         """The version's file, if it is whole and verified on one tier. Who gets it calls `give_back`."""
         return self._lending.lend(obj)
 
+    def must_seal(self, obj: CachedObject) -> bool:
+        """Whether `lend_now` will succeed, but may have to wait for a disk unless `seal` was awaited before."""
+        return self._lending.to_seal(obj) is not None
+
+    async def seal(self, obj: CachedObject) -> None:
+        """Have its file ready to be lent. Raises nothing."""
+        await self._lending.seal(obj)
+
     def lend_again(self, backing: Backing) -> None:
         """One user more of a backing in use, even if its blocks are forgotten by now: the kernel wants one for all."""
         backing.users += 1
@@ -467,6 +497,7 @@ class Store:
             if self._moves is not None:
                 nursery.start_soon(self._moves.run)
             nursery.start_soon(self._lending.run)
+            nursery.start_soon(self._watch_disks)
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
                 # The limit of the last tier may have sunk; a room's worth of victims at a time, for others wait.
@@ -476,6 +507,12 @@ class Store:
                     if self.tiers[-1].used_bytes >= before:
                         break
                 await self.flush()
+
+    async def _watch_disks(self) -> None:
+        while True:
+            await trio.sleep(LOOK_EVERY_S)
+            for tier in self.tiers:
+                tier.disk.look()
 
     async def flush(self) -> None:
         """Write what changed to the index, durably."""
@@ -493,6 +530,9 @@ class Store:
         if ram is not None:
             self._catalog.forget_tier(RAM)
             await trio.to_thread.run_sync(ram.remove)
+        for tier in self.tiers:
+            if not await trio.to_thread.run_sync(tier.disposal.idle, DISPOSAL_S, abandon_on_cancel=True):
+                self._catalog.unfinished = True
         # Whoever does not look at checksums relies on the files being as old as the index.
         trusted = self._trusting
         for tier in self.tiers if trusted else ():

@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from cachefs.errors import CacheUnusable
+from cachefs.store.disk import Disk
+from cachefs.store.disposal import Disposal
 from cachefs.store.ram import take_away
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,10 @@ FREE_MEMORY_EVERY_S = 0.02
 SEALED = 0o400
 """Mode of a file that was lent to the kernel: its bytes never change any more, whoever runs. The file itself keeps it, for a
 mapping of it may outlive the daemon, and the index may lag behind."""
+
+GOING_BYTES, GOING_SHARE = 64 << 20, 16
+"""So much of a tier, or this part of it, may be on its way out without being counted as used: dropping a few files makes
+room at once. Guessed; the disk keeps more free."""
 
 RAM, SSD = 0, 1
 """Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
@@ -109,6 +115,8 @@ class Tier:
         self._free_files = math.inf  # that may be made before the disk has less than its share of inodes free
         self._free_read_again_at = -1e9
         self._used_at_reading = 0
+        self.disk = Disk(name, path)
+        self.disposal = Disposal(self.disk, self.failed)
         self._mounted = os.path.ismount(path)
         self._objects = os.fspath(path / "objects")
         try:
@@ -157,20 +165,22 @@ class Tier:
                 self._free_files = stats.f_favail - math.ceil(share * stats.f_files)
         except OSError as exc:
             self.failed(exc)  # and go on with the last reading
-        self._used_at_reading = self.used_bytes
+        self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
     def full(self) -> None:
         """The disk said ENOSPC: believe at once that there is no more than what is used now."""
         self._free_read_again_at = self._clock() + FREE_SPACE_EVERY_S
         self._free_bytes = self._keep_free_bytes
-        self._used_at_reading = self.used_bytes
+        self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
     def writable(self) -> bool:
         """Whether new blocks may be offered to it now."""
-        return self.errors_in_a_row == 0 or self._clock() >= self._retry_at
+        return not self.disk.down and (self.errors_in_a_row == 0 or self._clock() >= self._retry_at)
 
     @property
     def state(self) -> str:
+        if self.disk.down:
+            return "down"
         if self.errors_in_a_row == 0:
             return "normal"
         return "unstable" if self.errors_in_a_row < 3 else "down"
@@ -199,6 +209,12 @@ class Tier:
     def kept_bytes(self) -> int:
         """What is used for what this node keeps."""
         return self.used_bytes - self.borrowed_bytes
+
+    def counted_bytes(self) -> int:
+        """What counts as used when something is to come: also what is on its way out, but for the first of it."""
+        going = self.disposal.going_bytes
+        free = max(GOING_BYTES, self.cap_bytes // GOING_SHARE) if going else 0
+        return self.used_bytes + max(0, going - free)
 
     # -- accounting --------------------------------------------------------------------------------
 
@@ -269,6 +285,17 @@ class Tier:
         self.shape(fd, size)
         return fd
 
+    def open_to_fill(self, digest: bytes, *, known: bool) -> int:
+        """A descriptor of the version's file, to write blocks into it; `known` when it must be there already. Blocking, and
+        waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when it is sealed."""
+        self.disposal.settle(digest)
+        with self.disk.busy():
+            fd = self.open_file(digest, create=not known)
+            if is_sealed(os.fstat(fd)):
+                os.close(fd)
+                raise OSError(errno.EROFS, "sealed")
+            return fd
+
     def shape(self, fd: int, size: int) -> None:
         """Give a new file its size, where that decides how its pages are made: a tmpfs has huge ones only below the end of
         the file. Measured: writing 16 MiB in their order then takes 0.05 s a GiB, without it 0.4 to 2.5."""
@@ -316,8 +343,10 @@ class Tier:
         cannot be promised, or when it has not the size that the kernel will be told."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if os.fstat(fd).st_size == size:
-                os.fchmod(fd, SEALED)
+            found = os.fstat(fd)
+            if found.st_size == size:
+                if not is_sealed(found):
+                    os.fchmod(fd, SEALED)
                 if is_sealed(os.fstat(fd)):
                     _set_noatime(fd)
                     return fd
@@ -329,12 +358,19 @@ class Tier:
 
     def sealed(self, digest: bytes) -> bool:
         """Whether the version's file was ever lent to the kernel."""
+        if self.disposal.pending(digest):
+            return False  # it goes; or it is being punched, which no sealed one ever is
         try:
             return is_sealed(os.lstat(self._file(digest)))
         except OSError:
             return False
 
-    def unlink(self, digest: bytes) -> None:
+    def unlink(self, digest: bytes, count: int = 0) -> None:
+        """Its file goes, with the bytes that it takes: at once from memory, soon from a disk."""
+        if self.blocking:
+            self.disposal.unlink(digest, self._file(digest), count)
+            self._free_files += 1
+            return
         try:
             os.unlink(self._file(digest))
             self._free_files += 1
@@ -342,6 +378,10 @@ class Tier:
             pass
         except OSError as exc:
             self.failed(exc)
+
+    def dispose_of(self, digest: bytes, ranges: list[tuple[int, int]], count: int) -> None:
+        """Byte ranges of its file go soon, with so many bytes."""
+        self.disposal.punch(digest, self._file(digest), ranges, count)
 
     def remove(self) -> None:
         """Give up the whole tier: its files go, and its directory if nothing else lies there. Blocking."""
@@ -371,6 +411,8 @@ def _set_noatime(fd: int) -> None:
     try:
         fcntl.ioctl(fd, _GETFLAGS, flags)
         number = int.from_bytes(flags[:4], sys.byteorder)
+        if number & _NOATIME:
+            return
         fcntl.ioctl(fd, _SETFLAGS, (number | _NOATIME).to_bytes(8, sys.byteorder))
     except OSError:
         pass  # not every file system has such a flag

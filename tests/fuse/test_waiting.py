@@ -10,7 +10,8 @@ import trio
 import trio.testing
 
 from cachefs.errors import CachefsError, OriginFailed
-from cachefs.fuse import protocol, session
+from cachefs.fuse import protocol
+from cachefs.fuse.admission import REQUEST_BYTES, Admission
 from cachefs.fuse.errno_table import GRACE_S
 from cachefs.fuse.protocol import Op, Opened
 from cachefs.origin.protocol import ObjectInfo
@@ -199,32 +200,46 @@ async def test_whatever_fails_is_an_errno(failure: Exception, number: int) -> No
         assert not (await asking.ask(Op.GETATTR)).error
 
 
-async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MOST_WAITING", 5)
+async def test_requests_are_read_however_many_wait() -> None:
+    """What waits holds up nothing that is known, and no signal."""
     async with kernel(Bucket(["f", "g"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
         release = asking.shelf.hold("f")
-        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(12)]
-        getattr_ = asking.send(Op.GETATTR)
+        readers = []
+        for _ in range(50):
+            readers += [asking.send(Op.READ, ino, read_in(fh)) for _ in range(100)]
+            await asking.idle()
+        assert asking.shelf.reading == 5000
+        for known in (Op.GETATTR, Op.STATFS):
+            assert not (await asking.ask(known)).error
+        interrupt(asking, readers[-1])
+        assert (await asking.reply(readers[-1])).error == errno.EINTR
+        release.set()
+        for reader in readers[:-1]:
+            assert len((await asking.reply(reader)).body) == 10
+        assert admission(asking).held_bytes == 0
+
+
+async def test_beyond_the_memory_for_them_requests_are_refused() -> None:
+    async with kernel(Bucket(["f", "g"])) as asking:
+        fh = await asking.open(ino := await asking.ino("f"))
+        admission(asking).limit_bytes = 5 * REQUEST_BYTES
+        release = asking.shelf.hold("f")
+        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(7)]
         await asking.idle()
         assert asking.shelf.reading == 5
-        assert getattr_ not in asking.replies  # what comes behind has to wait, too
+        assert [asking.replies[reader][0].error for reader in readers[5:]] == [errno.ENOMEM] * 2
+        for known in (Op.GETATTR, Op.STATFS):
+            assert not (await asking.ask(known)).error
         release.set()
-        for reader in readers:
+        for reader in readers[:5]:
             assert len((await asking.reply(reader)).body) == 10
-        assert not (await asking.reply(getattr_)).error
+        assert len((await asking.ask(Op.READ, ino, read_in(fh))).body) == 10
+        assert admission(asking).held_bytes == 0
 
 
-async def test_when_all_wait_for_nothing_the_deadline_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MOST_WAITING", 3)
-    async with kernel(Bucket(["f"])) as asking:
-        fh = await asking.open(ino := await asking.ino("f"))
-        asking.shelf.hold("f")
-        begun = trio.current_time()
-        readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(7)]
-        for reader in readers:
-            assert (await asking.reply(reader)).error == errno.EIO
-        assert trio.current_time() - begun == pytest.approx(3 * (DEADLINE_S + GRACE_S))
+def admission(asking: Kernel) -> Admission:
+    return asking.front._session._admission
 
 
 async def test_duplicates_are_each_answered() -> None:

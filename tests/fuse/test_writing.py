@@ -15,7 +15,8 @@ import trio
 
 from cachefs import errors
 from cachefs.fs import Attributes
-from cachefs.fuse import kernel_writing, protocol, session
+from cachefs.fs.attributes import Space
+from cachefs.fuse import kernel_writing, protocol
 from cachefs.fuse.device import MAX_WRITE
 from cachefs.fuse.kernel_writing import NEW_S
 from cachefs.fuse.protocol import Op, Opened, Setattr
@@ -37,6 +38,7 @@ class Noted:
         self.gate: trio.Event | None = None
         self.finished: list[str] = []
         self.released: list[int] = []
+        self.written: dict[int, bytes] = {}
         self.keep = False
 
     async def _note(self, name: str, *arguments: Any) -> None:
@@ -66,6 +68,7 @@ class Noted:
     async def write(self, fh: int, offset: int, data: bytes | memoryview) -> int:
         await self._note("write", fh, offset, len(data))
         self.calls[-1] = ("write", fh, offset, bytes(data))  # as it is once there is time for it
+        self.written[offset] = bytes(data)
         return len(data)
 
     async def setattr(self, ino: int, **wanted: Any) -> tuple[Attributes, float]:
@@ -96,6 +99,9 @@ class Noted:
 
     def release(self, fh: int) -> None:
         self.released.append(fh)
+
+    def statfs(self) -> Space:
+        return Space(4096, 1000, 500, 10, 5, 255)
 
 
 def create_in(name: bytes, flags: int = os.O_WRONLY | os.O_CREAT, mode: int = 0o100644) -> bytes:
@@ -370,17 +376,49 @@ async def test_a_write_of_another_length_than_it_says() -> None:
         assert fs.calls == []
 
 
-async def test_writes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MOST_KEPT", 3)
+async def test_writes_that_wait_hold_up_nothing_else() -> None:
+    """As when a mapped file is written back while it is being uploaded: 128 writes of 68 KiB, and more."""
     fs = Noted()
     async with writing(fs) as asking:
         fs.gate = trio.Event()
-        sent = [asking.send(Op.WRITE, 7, write_in(9, 0, bytes(100_000))) for _ in range(5)]
+        sent = []
+        for number in range(300):
+            sent.append(asking.send(Op.WRITE, 7, write_in(9, number, bytes([number % 251]) * (68 << 10))))
+            await asking.idle()
+        assert len(fs.calls) == 300
+        assert asking.line.kept == kernel_writing.MOST_KEPT
+        statfs = asking.send(Op.STATFS, 7)
         await asking.idle()
-        assert len(fs.calls) == 3
+        assert statfs in asking.replies
+        interrupt(asking, sent[-1])
+        assert (await asking.reply(sent[-1])).error == errno.EINTR
         fs.gate.set()
-        for unique in sent:
+        for unique in sent[:-1]:
             assert not (await asking.reply(unique)).error
+        await asking.idle()
+        assert fs.written == {number: bytes([number % 251]) * (68 << 10) for number in range(300)}
+        assert asking.line.kept == 0
+        assert asking.front._session._admission.held_bytes == 0
+
+
+async def test_writes_that_find_no_memory_are_refused() -> None:
+    fs = Noted()
+    async with writing(fs) as asking:
+        asking.front._session._admission.limit_bytes = 6 << 20
+        fs.gate = trio.Event()
+        sent = [asking.send(Op.WRITE, 7, write_in(9, 0, bytes(MAX_WRITE))) for _ in range(8)]
+        await asking.idle()
+        refused = [unique for unique in sent if unique in asking.replies]
+        assert [asking.replies[unique][0].error for unique in refused] == [errno.ENOMEM] * len(refused)
+        assert refused == sent[5:]
+        flush = asking.send(Op.FLUSH, 7, flush_in(9))
+        await asking.idle()
+        assert fs.calls[-1] == ("flush", 9)
+        fs.gate.set()
+        for unique in (*sent[:5], flush):
+            assert not (await asking.reply(unique)).error
+        assert asking.line.kept == 0
+        assert asking.front._session._admission.held_bytes == 0
 
 
 # -- who waits ---------------------------------------------------------------------------------------

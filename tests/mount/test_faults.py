@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -146,6 +147,40 @@ def test_a_read_takes_one_timeout_at_most(mounted: Mounted, bucket: Bucket, lab:
     (mount.path / "file").stat()
     lab.fault("hang", key="file")
     assert read(mount.path / "file").longest < 2 + SLACK_S
+
+
+PAGES = """
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDONLY)
+mapped = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+mapped.madvise(mmap.MADV_RANDOM)
+children = []
+for page in range(int(sys.argv[2])):
+    child = os.fork()
+    if not child:
+        os._exit(mapped[page * mmap.PAGESIZE] != int(sys.argv[3]))
+    children.append(child)
+print(sum(os.waitpid(child, 0)[1] != 0 for child in children))
+"""
+"""Each process touches a page of its own, without read-ahead: as many requests as there are processes."""
+
+
+@BOTH_FRONTS
+def test_reads_that_wait_hold_up_nothing_else(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
+    bucket.put("file", b"x" * (4 * MIB))
+    mount = mounted(bucket, timeout=40)
+    (mount.path / "file").stat()
+    lab.fault("hang", key="file")
+    with subprocess.Popen(
+        [sys.executable, "-c", PAGES, mount.path / "file", "300", str(ord("x"))], stdout=subprocess.PIPE
+    ) as readers:
+        try:
+            eventually(lambda: mount.metrics()["fuse_read"] >= 300, "all of them are read", 35)
+            assert os.statvfs(mount.path).f_bsize == 4096
+            assert readers.poll() is None
+        finally:
+            lab.clear_faults()
+        assert readers.communicate(timeout=60)[0].strip() == b"0"
 
 
 @pytest.mark.parametrize("action", ["503", "hang", "reset", "403", "truncate", "garbage"])

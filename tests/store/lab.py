@@ -19,7 +19,7 @@ import trio
 from cachefs.fetch import Fetcher
 from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
-from cachefs.store import Opened, Store, open_store, ram
+from cachefs.store import Opened, Store, disposal, open_store, ram
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin
 
@@ -30,6 +30,10 @@ PAGE = 4096
 
 ram.HUGE = "huge=never"
 """Here counts are compared with what the file system says, to the page. `test_ram.py` has huge pages."""
+
+
+disposal.Disposal._begin = lambda self: self._work(0.0)  # type: ignore[method-assign]
+"""Here files are looked at as soon as they were dropped. `test_disposal.py` has the thread."""
 
 
 class Lab:

@@ -87,7 +87,7 @@ async def test_what_was_adopted_is_lent_and_read_at_once(
         front.check()
         file = lent.tier.file_path(object_id.digest)
         assert (file.stat().st_ino, stat.S_IMODE(file.stat().st_mode)) == (inode, 0o400)
-        assert bytes(lab.store.read_now(lab.store.object(object_id), 0, size) or b"") == data
+        assert bytes(await lab.store.read(lab.store.object(object_id), 0, size) or b"") == data
         lab.store.give_back(lent)
         assert await lab.read(object_id) == data
         assert lab.store.cached_bytes(object_id) == size
@@ -359,8 +359,12 @@ async def test_parts_that_somebody_reads_are_not_torn(cache_dir: Path) -> None:
         await lab.read(object_id, 0, BLOCK)
         await lab.quiet()
         obj = lab.store.object(object_id)
+        obj.refs += 1
+        assert lab.store.share(obj, 0) is None  # its file is not open
+        assert await lab.store.read(obj, 0, BLOCK) == data[:BLOCK]
         shared = lab.store.share(obj, 0)
         assert shared is not None
+        obj.refs -= 1
         assert not await adopt(lab, object_id)
         assert os.pread(shared.fd, shared.length, shared.offset) == data[:BLOCK]
         lab.store.unshare(obj, shared)
@@ -704,7 +708,7 @@ async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size:
         was = lab.store.object(old)
         if used == "open":
             was.refs += 1
-            assert bytes(lab.store.read_now(was, 0, size) or b"") == data
+            assert bytes(await lab.store.read(was, 0, size) or b"") == data
         assert lab.store.recast(old, new)
         assert lab.store.tiers[-1].file_path(new.digest).stat().st_ino == inode
         assert await lab.read(new) == data and not lab.origin.gets

@@ -23,6 +23,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cachefs.errors import NoRoom
 from cachefs.names import ObjectId
 from cachefs.store import Backing, backing, catalog, scrub
 from cachefs.store.ram import remove_ram
@@ -572,7 +573,11 @@ async def test_what_a_crash_left_of_a_sealed_file_is_not_completed_while_it_is_r
         copy = lab.store._catalog.copy(obj, SSD, 0)
         assert copy is not None and copy.bitmap == 0xFFFF
         copy.pins += 1
-        assert lab.store.begin_fill(obj, 16, 20) is None
+        fill_ = lab.store.begin_fill(obj, 16, 20)
+        assert fill_ is not None
+        with pytest.raises(NoRoom):
+            fill_.write(data[:10])
+        lab.store.end_fill(obj, fill_)
         assert copy.bitmap == 0 and lab.used() == EXTENT
         lab.store.room.unpin(obj, copy)
         assert lab.used() == 0 and cache_files(cache_dir) == []

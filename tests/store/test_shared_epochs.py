@@ -45,9 +45,12 @@ async def use(lab: Lab, object_id: ObjectId, asker: str) -> bool:
     if not asker:
         assert await lab.store.read(obj, 0, object_id.size) is not None
         return True
+    obj.refs += 1
+    assert await lab.store.read(obj, 0, 1, count=False) is not None  # so its file is open
     shared = lab.store.share(obj, 0, asker=asker)
     assert shared is not None
     lab.store.unshare(obj, shared)
+    lab.store.release(obj)
     return True
 
 

@@ -1,0 +1,122 @@
+"""The cache's disk hangs: nothing that is written there returns, and no signal ends it. The mount goes on without it.
+
+The disk is an ext4 in a file, frozen. A frozen one makes writers wait in the kernel until it is thawed, and lets readers go
+on; a process that waits so cannot be killed, so each test thaws it before it waits for the daemon's end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.lab.client import LabStore
+from tests.mount.conftest import BOTH_FRONTS, Bucket, Mounted
+from tests.mount.mounts import alive, eventually, in_python, mounts_at, succeed
+
+pytestmark = [pytest.mark.root, BOTH_FRONTS]
+
+MIB = 1 << 20
+
+READ = "import hashlib, sys; print(hashlib.md5(open(sys.argv[1], 'rb').read()).hexdigest())"
+
+
+class Disk:
+    """An ext4 of its own at `path`."""
+
+    def __init__(self, place: Path) -> None:
+        self.path = place / "disk"
+        self.path.mkdir()
+        image = place / "image"
+        with image.open("wb") as file:
+            file.truncate(256 * MIB)
+        succeed(["mkfs.ext4", "-q", "-F", image])
+        self.device = succeed(["losetup", "--show", "-f", image]).strip()
+        succeed(["mount", self.device, self.path])
+        self.frozen = False
+
+    def freeze(self) -> None:
+        succeed(["fsfreeze", "-f", self.path])
+        self.frozen = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            succeed(["fsfreeze", "-u", self.path])
+            self.frozen = False
+
+    def close(self) -> None:
+        self.thaw()
+        subprocess.run(["umount", "-l", self.path], check=False)
+        subprocess.run(["losetup", "-d", self.device], check=False)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def test_a_mount_goes_on_and_ends_without_its_disk(
+    disk: Disk, mounted: Mounted, bucket: Bucket, lab: LabStore
+) -> None:
+    import hashlib
+
+    for name in ("cached", "uncached", "other"):
+        bucket.put(name, 3 * MIB)
+    mount = mounted(bucket, cache_dir=disk.path / "cache", ram="0", timeout=30, cache_size="128M")
+    mount.allowed += ["is down", "answers again", "stopped without", "cannot"]
+    (mount.path / "cached").read_bytes()
+    assert len(list(mount.path.iterdir())) == 3
+    try:
+        disk.freeze()
+        reader = subprocess.Popen(["md5sum", mount.path / "uncached"], stdout=subprocess.PIPE, text=True)
+        try:
+            # Meanwhile names are shown, before and after the disk is known to hang.
+            eventually(lambda: mount.metrics()["origin_get"] >= 2, "the read has begun", 60)
+            succeed(["stat", mount.path / "other"])
+            assert len(succeed(["ls", mount.path]).split()) == 3
+            printed, _ = reader.communicate(timeout=60)
+        finally:
+            if reader.poll() is None:
+                reader.kill()
+        assert printed.split()[0] == hashlib.md5(bucket.objects["uncached"]).hexdigest()
+        (tier,) = mount.ask("status")["tiers"]
+        assert tier["state"] == "down"
+        for name in ("other", "cached"):  # by now at once
+            began = time.monotonic()
+            found = in_python(READ, mount.path / name).strip()
+            assert found == hashlib.md5(bucket.objects[name]).hexdigest()
+            assert time.monotonic() - began < 30
+        os.kill(mount.pid, signal.SIGTERM)
+        eventually(lambda: not mounts_at(mount.path), "the mount is gone", 60)
+    finally:
+        disk.thaw()
+    mount.killed = True
+    eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
+
+
+def test_a_disk_that_answers_again_is_used_again(disk: Disk, mounted: Mounted, bucket: Bucket) -> None:
+    data = bucket.put("first", 3 * MIB)
+    bucket.put("second", 3 * MIB)
+    mount = mounted(bucket, cache_dir=disk.path / "cache", ram="0", timeout=30, cache_size="128M")
+    mount.allowed += ["is down", "answers again"]
+    (mount.path / "first").stat()
+    try:
+        disk.freeze()
+        assert (mount.path / "first").read_bytes() == data
+        assert mount.ask("status")["tiers"][0]["state"] == "down"
+    finally:
+        disk.thaw()
+    eventually(lambda: mount.ask("status")["tiers"][0]["state"] == "normal", "the disk answers", 60)
+    mount.drop_kernel_pages()
+    blocks = mount.ask("status")["tiers"][0]["blocks"]
+    assert (mount.path / "second").read_bytes() == bucket.objects["second"]
+    eventually(lambda: mount.ask("status")["tiers"][0]["blocks"] == blocks + 3, "it is cached", 30)

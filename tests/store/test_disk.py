@@ -1,0 +1,256 @@
+"""A disk that hangs: who waits for it is told, who reads goes elsewhere, and it is used again when it answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.store import disk as disks
+from cachefs.store import disposal, tier
+from cachefs.store.disk import Disk
+from tests.fetch.scripted import content, in_trio
+from tests.store.lab import BLOCK, EXTENT, Lab, running, until
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "HANGS_AFTER_S", 0.2)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is clear, nothing that opens or probes returns."""
+    answers = threading.Event()
+    answers.set()
+    open_file, probe = tier.Tier.open_file, disks._write_and_remove
+
+    def slow_open(self: Any, *arguments: Any, **options: Any) -> int:
+        assert answers.wait(PATIENCE_S)
+        return open_file(self, *arguments, **options)
+
+    def slow_probe(path: Path) -> None:
+        assert answers.wait(PATIENCE_S)
+        probe(path)
+
+    monkeypatch.setattr(tier.Tier, "open_file", slow_open)
+    monkeypatch.setattr(disks, "_write_and_remove", slow_probe)
+    yield answers
+    answers.set()
+
+
+async def down(lab: Lab, is_down: bool = True) -> None:
+    ssd = lab.store.tiers[-1]
+
+    def look() -> bool:
+        ssd.disk.look()
+        return ssd.disk.down is is_down
+
+    await until(look, PATIENCE_S)
+    assert ssd.disk.down is is_down
+    assert ssd.state == ("down" if is_down else "normal")
+    assert ssd.writable() is not is_down
+
+
+@in_trio
+async def test_readers_of_a_transfer_that_cannot_be_written_get_their_bytes(
+    cache_dir: Path, hang: threading.Event
+) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 3 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        hang.clear()
+        got: list[bytes] = []
+
+        async def read(offset: int) -> None:
+            got.append(await lab.read(object_id, offset, BLOCK))
+
+        async with trio.open_nursery() as nursery:
+            for offset in (0, BLOCK, 2 * EXTENT):
+                nursery.start_soon(read, offset)
+            await down(lab)
+        assert sorted(got) == sorted(data[o : o + BLOCK] for o in (0, BLOCK, 2 * EXTENT))
+        assert await lab.read(object_id, EXTENT, 5) == data[EXTENT : EXTENT + 5]
+        assert lab.metrics.bypassed_blocks >= 4
+        hang.set()
+        await lab.quiet()
+        await down(lab, False)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        assert await lab.store.read(lab.store.object(object_id), 0, len(data)) == data
+        assert lab.metrics.tier_errors == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_readers_of_what_lies_there_are_sent_to_the_origin(
+    cache_dir: Path, hang: threading.Event
+) -> None:
+    """And nothing of it is lost, for it is there again afterwards."""
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        gets = len(lab.origin.gets)
+        obj = lab.store.object(object_id)
+        hang.clear()
+        got: list[bytes] = []
+
+        async def read() -> None:
+            got.append(await lab.read(object_id))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):  # more than there are threads
+                nursery.start_soon(read)
+            await until(lambda: len(lab.store.tiers[-1].disk._calls) == disks.READ_THREADS, PATIENCE_S)
+            await down(lab)
+        assert got == [data] * 20
+        assert obj.refs > 0  # the threads are still at it
+        assert len(lab.origin.gets) > gets
+        gets = len(lab.origin.gets)
+        hang.set()
+        await down(lab, False)
+        await until(lambda: not obj.in_use(), PATIENCE_S)
+        assert not obj.in_use() and not obj.fds
+        assert await lab.store.read(obj, 0, len(data)) == data
+        assert lab.metrics.tier_errors == 0
+        lab.check_accounts()
+
+
+@in_trio
+async def test_a_call_that_takes_long_but_not_too_long(tmp_path: Path) -> None:
+    disk, finished = Disk("ssd", tmp_path), []
+    assert await disk.run(lambda: 5, finished.append) == 5
+    disk.look()
+    assert (finished, disk.down) == ([5], False)
+    with pytest.raises(FileNotFoundError):
+        await disk.run(lambda: (tmp_path / "none").read_bytes(), finished.append)
+    assert finished == [5, None]
+    assert not disk._calls and not disk._readers
+
+
+@in_trio
+async def test_a_reader_that_gives_up_leaves_its_call(tmp_path: Path) -> None:
+    """What the call has in use is given back when it has ended, and not before."""
+    disk, finished, going = Disk("ssd", tmp_path), [], threading.Event()
+    with trio.move_on_after(0.05) as given_up:
+        await disk.run(lambda: going.wait(PATIENCE_S), finished.append)
+    assert given_up.cancelled_caught
+    assert not finished
+    going.set()
+    await until(lambda: finished == [True], PATIENCE_S)
+    assert finished == [True]
+
+
+# -- what goes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the tests of this room have files removed on the spot."""
+
+    def begin(self: disposal.Disposal) -> None:
+        threading.Thread(target=self._work, args=(0.1,), daemon=True).start()
+
+    monkeypatch.setattr(disposal.Disposal, "_begin", begin)
+
+
+@in_trio
+async def test_files_go_beside_the_loop_and_count_until_they_are_gone(
+    cache_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may, here = threading.Event(), threading.get_ident()
+    remove = disposal._remove
+    monkeypatch.setattr(tier, "GOING_BYTES", 0)
+    monkeypatch.setattr(tier, "GOING_SHARE", 1 << 40)
+
+    def slow(path: str) -> None:
+        assert threading.get_ident() != here
+        assert may.wait(PATIENCE_S)
+        remove(path)
+
+    monkeypatch.setattr(disposal, "_remove", slow)
+    async with running(cache_dir, ssd=2 * EXTENT) as lab:
+        first, second = content(1, EXTENT), content(2, EXTENT)
+        one, two = lab.origin.put("1", first), lab.origin.put("2", second)
+        three = lab.origin.put("3", content(3, EXTENT))
+        for object_id, data in ((one, first), (two, second)):
+            assert await lab.read(object_id) == data
+        await lab.quiet()
+        (ssd,) = lab.store.tiers
+        assert lab.store.evict(lab.store.object(one)) == EXTENT
+        assert (ssd.used_bytes, ssd.counted_bytes()) == (EXTENT, 2 * EXTENT)
+        assert await lab.read(three) == content(
+            3, EXTENT
+        )  # past the tier, for nothing else is evicted for it
+        assert lab.metrics.evicted_blocks == 0 and lab.store.cached_bytes(two) == EXTENT
+        may.set()
+        await until(lambda: not ssd.disposal.going_bytes, PATIENCE_S)
+        assert ssd.counted_bytes() == EXTENT
+        await lab.quiet()
+        lab.check_accounts()
+
+
+@in_trio
+async def test_what_comes_again_waits_for_what_was_there(
+    cache_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its new blocks would go with the old ones: punched out, or with the file."""
+    may = threading.Event()
+    remove, punch = disposal._remove, disposal._punch
+
+    def slowly(call: Any) -> Any:
+        def slow(*arguments: Any) -> None:
+            assert may.wait(PATIENCE_S)
+            call(*arguments)
+
+        return slow
+
+    monkeypatch.setattr(disposal, "_remove", slowly(remove))
+    monkeypatch.setattr(disposal, "_punch", slowly(punch))
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        obj = lab.store.object(object_id)
+        for gone in ([1], [0, 1]):
+            may.clear()
+            assert await lab.read(object_id) == data
+            await lab.quiet()
+            for extent in gone:
+                copy = lab.store._catalog.copy(obj, tier.SSD, extent)
+                assert copy is not None
+                lab.store.room.drop(obj, copy, copy.bitmap)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lab.read, object_id)
+                await until(lambda: lab.fetcher.flights > 0, PATIENCE_S)
+                assert not lab.store.whole(obj)
+                may.set()
+            await lab.quiet()
+            assert await lab.store.read(obj, 0, len(data)) == data
+            assert lab.metrics.checksum_failures == 0
+            lab.check_accounts()
+
+
+@in_trio
+async def test_a_large_file_goes_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disposal, "SLICE_BYTES", 4096)
+    lengths: list[int] = []
+    truncate = disposal.os.ftruncate
+    monkeypatch.setattr(disposal.os, "ftruncate", lambda fd, at: lengths.append(at) or truncate(fd, at))
+    for mode, expected in ((0o600, [12288, 8192, 4096, 0]), (0o400, [])):
+        file = tmp_path / "file"
+        file.write_bytes(b"x" * 16384)
+        file.chmod(mode)
+        with file.open("rb") as reader:
+            disposal._remove(str(file))
+            assert not file.exists()
+            assert lengths == expected
+            assert len(reader.read()) == (0 if expected else 16384)  # one that was sealed may be mapped
+        lengths.clear()

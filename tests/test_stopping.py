@@ -1,0 +1,110 @@
+"""A stop that does not come to its end by itself is ended; one that does is left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cachefs import logs
+from cachefs.stopping import EXIT_CODE, STAGE_S, Stopping
+
+SLACK_S = 30.0
+
+
+class Watched:
+    """A stop by a clock of ours. `left` is what it ended with."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.signalled = False
+        self.left: list[int] = []
+        self.stopping = Stopping(lambda: self.now, lambda: self.signalled, self.left.append)
+
+    def after(self, seconds: float) -> list[int]:
+        self.now += seconds
+        self.stopping.look()
+        return self.left
+
+
+def test_nothing_ends_a_daemon_that_is_not_stopping() -> None:
+    assert Watched().after(1e9) == []
+
+
+def test_each_stage_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    watched = Watched()
+    for doing, seconds in (("one", 0.0), ("two", 300.0), ("three", 10.0)):
+        watched.stopping.stage(doing, seconds)
+        assert watched.after(STAGE_S + seconds - 1) == []
+    assert watched.after(2) == [EXIT_CODE]
+    assert "three took too long" in capsys.readouterr().err
+
+
+def test_a_signal_that_is_not_taken_is_a_stop() -> None:
+    watched = Watched()
+    watched.signalled = True
+    assert watched.after(1) == []
+    assert watched.after(STAGE_S + 1) == [EXIT_CODE]
+
+
+HELD_UP = """
+import ctypes, signal
+import cachefs.stopping as stopping
+stopping.STAGE_S, stopping.LOOK_EVERY_S = 0.1, 0.05
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+stopping.Stopping().start()
+print("ready", flush=True)
+while True:
+    ctypes.CDLL(None).sleep(60)
+"""
+
+
+def test_the_thread_ends_a_process_whose_loop_is_held_up() -> None:
+    """In a call that no signal ends; here signals are blocked instead."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD_UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as held:
+        try:
+            assert held.stdout is not None and held.stdout.readline() == b"ready\n"
+            os.kill(held.pid, signal.SIGTERM)
+            _, said = held.communicate(timeout=SLACK_S)
+        finally:
+            if held.poll() is None:
+                held.kill()
+    assert held.returncode == EXIT_CODE
+    assert b"stopped without closing cleanly: answering a signal took too long" in said
+
+
+def test_a_log_that_cannot_be_written_holds_up_nothing() -> None:
+    """As on a disk that hangs; what it takes again is in it."""
+    logs.setup("info", "text")
+    root = logging.getLogger()
+    (handler,) = (h for h in root.handlers if h.get_name() == logs.HANDLER)
+    may, lines = threading.Event(), queue.Queue()  # type: ignore[var-annotated]
+
+    def emit(record: logging.LogRecord) -> None:
+        assert may.wait(SLACK_S)
+        lines.put(handler.format(record))
+
+    handler.emit = emit  # type: ignore[method-assign]
+    log = logging.getLogger("cachefs.test")
+    mutable = ["as it was"]
+    try:
+        with logs.beside():
+            for number in range(logs.QUEUED_RECORDS + 100):
+                log.info("%d %s", number, mutable)
+            mutable[0] = "changed"
+            may.set()
+        log.info("afterwards")
+        said = [lines.get_nowait() for _ in range(lines.qsize())]
+    finally:
+        root.removeHandler(handler)
+    assert said[0].endswith("test: 0 ['as it was']")
+    assert logs.QUEUED_RECORDS <= len(said) - 1 <= logs.QUEUED_RECORDS + 1
+    assert said[-1].endswith("afterwards")
