@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from cachefs import mounting
+from cachefs import durable, mounting
 from cachefs.config import Config
 from cachefs.database import Database
 from cachefs.errors import CacheUnusable
@@ -76,6 +76,6 @@ def note_held(cache_dir: Path, store: Store) -> None:
     """For the next start's share of the disk."""
     try:
         used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
-        (cache_dir / "held").write_text(str(used))
+        durable.write(cache_dir / "held", str(used))
     except OSError:
         pass

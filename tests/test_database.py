@@ -194,12 +194,48 @@ def test_a_cut_file_is_dropped_not_believed_and_not_fatal(tmp_path: Path, stop: 
         assert stop == "killed" or "None" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["version", "clean"])
-def test_rubbish_in_a_mark_is_a_drop_not_a_crash(tmp_path: Path, name: str) -> None:
-    opened(tmp_path / "db").close()
-    (tmp_path / "db" / name).write_bytes(b"\xff\xfe\x00 not text")
-    db = opened(tmp_path / "db")
-    assert db.dropped
+RUBBISH = [
+    None,
+    b"",
+    b"\0" * 60,
+    b"\xff\xfe\x00 not text",
+    b"v1",
+    b"v1\nclos",
+    b"v1\nclosed \n",
+    b"v1\nopen\n",
+]
+
+
+@pytest.mark.parametrize("mark", RUBBISH)
+@pytest.mark.parametrize("precious", [True, False])
+def test_a_mark_that_cannot_be_read_says_unclean_not_damaged(
+    tmp_path: Path, mark: bytes | None, precious: bool
+) -> None:
+    """What a power cut leaves of a mark. The rows are read, whatever it says."""
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=precious)
+    db.write([("a", b"k", b"v")])
+    db.close()
+    (tmp_path / "db" / "version").unlink()
+    if mark is not None:
+        (tmp_path / "db" / "version").write_bytes(mark)
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=precious)
+    assert (db.was_clean, db.dropped, db.get("a", b"k")) == (False, None, b"v")
+    db.close()
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=precious)
+    assert (db.was_clean, db.get("a", b"k")) == (True, b"v")
+    db.close()
+
+
+@pytest.mark.parametrize("mark", [m for m in RUBBISH if m is None or not m.startswith(b"v1")])
+def test_without_fsync_what_has_no_mark_is_dropped(tmp_path: Path, mark: bytes | None) -> None:
+    db = opened(tmp_path / "db", fsync=False)
+    db.write([("a", b"k", b"v")])
+    db.close()
+    (tmp_path / "db" / "version").unlink()
+    if mark is not None:
+        (tmp_path / "db" / "version").write_bytes(mark)
+    db = opened(tmp_path / "db", fsync=False)
+    assert db.dropped and db.count("a") == 0
     db.close()
 
 

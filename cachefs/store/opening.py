@@ -18,6 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cachefs import durable
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
 from cachefs.metrics import Metrics
 from cachefs.store import ram
@@ -145,8 +146,8 @@ def _check_tag(index: Index, tier: Tier) -> None:
             log.debug("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
         tag = uuid.uuid4().bytes
         _discard(tier.path / "objects")
-        (tier.path / "objects").mkdir(exist_ok=True)
-        file.write_bytes(tag)
+        (tier.path / "objects").mkdir(mode=durable.PRIVATE_DIRECTORY, exist_ok=True)
+        durable.write(file, tag)
         index.forget_tier(tier.number, tag)
 
 
