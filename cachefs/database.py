@@ -249,25 +249,32 @@ class Database:
 
     def _read(self, take: Callable[[_Environment], T]) -> T:
         """What `take` returns. An environment that a failed write has made useless is opened again first."""
-        for again in (True, False):
-            self._reading.append(None)  # before `_opened` is looked at: `_reopen` does it in the other order
-            opened = self._opened
+        self._reading.append(None)  # before `_opened` is looked at: `_reopen` does it in the other order
+        opened = self._opened
+        try:
+            if opened is not None:
+                return self._take(opened, take)
+        except lmdb.PanicError:
+            pass
+        finally:
+            self._reading.pop()
+        with self._exclusive():  # so that no other write fails meanwhile
+            if self._opened is opened:
+                self._reopen()
+            assert self._opened is not None
             try:
-                if opened is not None:
-                    self._check_length(opened)
-                    return take(opened)
+                return self._take(self._opened, take)
             except lmdb.PanicError as exc:
-                if not again:
-                    raise self._unreadable(exc) from exc
-            except lmdb.Error as exc:
                 raise self._unreadable(exc) from exc
-            finally:
-                self._reading.pop()
-            if again:
-                with self._exclusive():
-                    if self._opened is opened:
-                        self._reopen()
-        raise self._unreadable("another thread could not open it again")
+
+    def _take(self, opened: _Environment, take: Callable[[_Environment], T]) -> T:
+        self._check_length(opened)
+        try:
+            return take(opened)
+        except lmdb.PanicError:
+            raise
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
 
     def _unreadable(self, why: object) -> CacheUnusable:
         return CacheUnusable(f"the database in {self.path} cannot be read: {why}")
@@ -505,6 +512,7 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
 def _lock(path: Path) -> int:
     """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, durable.PRIVATE_FILE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
