@@ -405,8 +405,12 @@ class Disk:
             if path.is_file():
                 name = str(path.relative_to(self.root))
                 done[name], names[name] = path.read_bytes(), self._synced.get(ino, b"")
-        for state in (done, names, self._least(self.root.stat().st_ino, "")):
+        for state in (done, names, self.least()):
             self.states[tuple(sorted(state.items()))] = dict(self.rows)
+
+    def least(self) -> Content:
+        """What is there after a power cut now, at the least."""
+        return self._least(self.root.stat().st_ino, "")
 
     def _least(self, directory: int, prefix: str) -> Content:
         found = Content()
@@ -439,9 +443,7 @@ class Synced:
         self._disk.synced(self._path / "data.mdb")
 
 
-@pytest.mark.parametrize(
-    ("fsync", "precious"), [(True, True), (True, False), (False, False)], ids=["journal", "index", "names"]
-)
+@pytest.mark.parametrize(("fsync", "precious"), [(True, True), (False, False)], ids=["journal", "names"])
 def test_a_power_cut_at_any_moment_leaves_a_database_that_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, precious: bool
 ) -> None:
@@ -466,6 +468,7 @@ def test_a_power_cut_at_any_moment_leaves_a_database_that_opens(
             db.close(clean=clean)
         disk.close()
     assert len(disk.states) > 20
+    assert disk.least() == {name: (root / name).read_bytes() for name in ("db/version", "db/data.mdb")}
     monkeypatch.setattr(database, "_boot_id", lambda: "another boot")
     for number, (state, rows) in enumerate(disk.states.items()):
         place = tmp_path / str(number)
@@ -493,8 +496,8 @@ def test_a_state_file_is_whole_after_each_step(tmp_path: Path, monkeypatch: pyte
         before = set(disk.states)
         durable.write(root / "mark", "new")
         disk.close()
+        assert disk.least() == {"mark": b"new"}
     assert {dict(state).get("mark") for state in set(disk.states) - before} == {b"old", b"new"}
-    assert dict(list(disk.states)[-1]) == {"mark": b"new"}
 
 
 def test_a_failed_write_leaves_the_old_state_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
