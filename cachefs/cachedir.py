@@ -7,7 +7,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from cachefs import mounting, ownership
+from cachefs import durable, mounting, ownership
 from cachefs.config import Config
 from cachefs.database import Database
 from cachefs.errors import CacheUnusable
@@ -79,6 +79,6 @@ def note_held(cache_dir: Path, store: Store) -> None:
     """For the next start's share of the disk."""
     try:
         used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
-        ownership.write(cache_dir / "held", str(used).encode())
+        durable.write(cache_dir / "held", str(used))
     except OSError:
         pass

@@ -241,7 +241,9 @@ class Daemon:
         log.warning("%s", line)
 
     async def _open_uploads(self, fetcher: Fetcher, lasting: trio.Nursery) -> Uploading:
-        uploading = Uploading(
+        # In a thread: the journal of a daemon that was killed is rewritten first.
+        uploading = await trio.to_thread.run_sync(
+            Uploading,
             self._config,
             self._opened.state_dir,
             cachedir.keep_free_bytes(self._config),
@@ -263,7 +265,10 @@ class Daemon:
             self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
         )
         uploading = await self._open_uploads(fetcher, lasting) if self._writable() else None
-        self._unsent = left_behind(self._opened.state_dir) if uploading is None else uploading.unsent
+        if uploading is None:
+            self._unsent = await trio.to_thread.run_sync(left_behind, self._opened.state_dir)
+        else:
+            self._unsent = uploading.unsent
         if self._unsent.sizes:
             self._warn(str(self._unsent))
         if config.writeback and uploading is None:

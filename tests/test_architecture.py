@@ -22,7 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 RANK = {
     **dict.fromkeys(("__init__", "names", "errors", "metrics", "ledger"), 0),
     # Leaves of plain knowledge about the machine and the configuration.
-    **dict.fromkeys(("units", "cgroup", "mountinfo", "logs", "clock", "ownership"), 1),
+    **dict.fromkeys(("units", "cgroup", "mountinfo", "logs", "clock", "ownership", "durable"), 1),
     **dict.fromkeys(("config", "layers", "options", "sources", "database"), 1),
     **dict.fromkeys(("origin", "store", "peers"), 2),
     **dict.fromkeys(("fetch", "upload"), 3),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 
-from cachefs import database
-from cachefs.database import Database
+from cachefs import database, durable
+from cachefs.database import Database, read_mark
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
 from tests.conftest import ROOT
 
@@ -194,12 +199,48 @@ def test_a_cut_file_is_dropped_not_believed_and_not_fatal(tmp_path: Path, stop: 
         assert stop == "killed" or "None" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["version", "clean"])
-def test_rubbish_in_a_mark_is_a_drop_not_a_crash(tmp_path: Path, name: str) -> None:
-    opened(tmp_path / "db").close()
-    (tmp_path / "db" / name).write_bytes(b"\xff\xfe\x00 not text")
-    db = opened(tmp_path / "db")
-    assert db.dropped
+RUBBISH = [
+    None,
+    b"",
+    b"\0" * 60,
+    b"\xff\xfe\x00 not text",
+    b"v1",
+    b"v1\nclos",
+    b"v1\nclosed \n",
+    b"v1\nopen\n",
+]
+
+
+@pytest.mark.parametrize("mark", RUBBISH)
+@pytest.mark.parametrize("precious", [True, False])
+def test_a_mark_that_cannot_be_read_says_unclean_not_damaged(
+    tmp_path: Path, mark: bytes | None, precious: bool
+) -> None:
+    """What a power cut leaves of a mark. The rows are read, whatever it says."""
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=precious)
+    db.write([("a", b"k", b"v")])
+    db.close()
+    (tmp_path / "db" / "version").unlink()
+    if mark is not None:
+        (tmp_path / "db" / "version").write_bytes(mark)
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=precious)
+    assert (db.was_clean, db.dropped, db.get("a", b"k")) == (False, None, b"v")
+    db.close()
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=precious)
+    assert (db.was_clean, db.get("a", b"k")) == (True, b"v")
+    db.close()
+
+
+@pytest.mark.parametrize("mark", [m for m in RUBBISH if m is None or not m.startswith(b"v1")])
+def test_without_fsync_what_has_no_mark_is_dropped(tmp_path: Path, mark: bytes | None) -> None:
+    db = opened(tmp_path / "db", fsync=False)
+    db.write([("a", b"k", b"v")])
+    db.close()
+    (tmp_path / "db" / "version").unlink()
+    if mark is not None:
+        (tmp_path / "db" / "version").write_bytes(mark)
+    db = opened(tmp_path / "db", fsync=False)
+    assert db.dropped and db.count("a") == 0
     db.close()
 
 
@@ -304,11 +345,509 @@ def test_writing_after_close_is_harmless(tmp_path: Path) -> None:
 
 
 def test_a_directory_removed_while_open_does_not_keep_it_from_closing(tmp_path: Path) -> None:
-    import shutil
-
     db = opened(tmp_path / "db")
     db.write([("a", b"k", b"v")])
     shutil.rmtree(tmp_path / "db")
     db.write([("a", b"l", b"v")])
     assert db.get("a", b"k") == b"v"
     db.close()
+
+
+# -- power cuts --------------------------------------------------------------------------------------
+
+Content = dict[str, bytes]
+"""Files of a directory by their path."""
+
+
+class Disk:
+    """Records what a power cut would leave of a directory before each system call that changes names or syncs.
+
+    Three states each: only what was synced; all that was done; all names, but of the files only what was synced. What a file
+    system leaves is one of these or lies between. Files stay open, so that no inode number comes twice."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.rows: dict[bytes, bytes] = {}  # acknowledged
+        self.states: dict[tuple[tuple[str, bytes], ...], dict[bytes, bytes]] = {}
+        self._names: dict[int, dict[str, int]] = {}
+        self._synced: dict[int, bytes] = {}
+        self._open: dict[int, int] = {}
+        for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
+            patch.setattr(os, name, self._recorded(getattr(os, name), name))
+        opening = lmdb.open
+        patch.setattr(lmdb, "open", lambda path, **how: Synced(opening(path, **how), self, Path(path)))
+
+    def _recorded(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def instead(*args: Any, **named: Any) -> Any:
+            self.look()
+            result = call(*args, **named)
+            if name == "fsync":
+                self.synced(Path(os.readlink(f"/proc/self/fd/{args[0]}")))
+            return result
+
+        return instead
+
+    def synced(self, path: Path) -> None:
+        ino = path.stat().st_ino
+        if path.is_dir():
+            self._names[ino] = {entry.name: entry.inode() for entry in os.scandir(path)}
+        else:
+            self._synced[ino] = path.read_bytes()
+
+    def look(self) -> None:
+        done, names = Content(), Content()
+        for path in self.root.rglob("*"):
+            if path.name in ("lock.pid", "lock.mdb"):
+                continue
+            ino = path.stat().st_ino
+            if ino not in self._open:
+                self._open[ino] = os.open(path, os.O_RDONLY)
+            if path.is_file():
+                name = str(path.relative_to(self.root))
+                done[name], names[name] = path.read_bytes(), self._synced.get(ino, b"")
+        for state in (done, names, self.least()):
+            self.states[tuple(sorted(state.items()))] = dict(self.rows)
+
+    def least(self) -> Content:
+        """What is there after a power cut now, at the least."""
+        return self._least(self.root.stat().st_ino, "")
+
+    def _least(self, directory: int, prefix: str) -> Content:
+        found = Content()
+        for name, ino in self._names.get(directory, {}).items():
+            if ino not in self._open:
+                continue
+            if stat.S_ISDIR(os.fstat(self._open[ino]).st_mode):
+                found |= self._least(ino, f"{prefix}{name}/")
+            else:
+                found[prefix + name] = self._synced.get(ino, b"")
+        return found
+
+    def close(self) -> None:
+        self.look()
+        for fd in self._open.values():
+            os.close(fd)
+
+
+class Synced:
+    """An LMDB environment that tells the disk when it syncs."""
+
+    def __init__(self, env: Any, disk: Disk, path: Path) -> None:
+        self._env, self._disk, self._path = env, disk, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def sync(self, force: bool) -> None:
+        self._env.sync(force)
+        self._disk.synced(self._path / "data.mdb")
+
+
+@pytest.mark.parametrize(("fsync", "precious"), [(True, True), (False, False)], ids=["journal", "names"])
+def test_a_power_cut_at_any_moment_leaves_a_database_that_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, precious: bool
+) -> None:
+    """Twice opened and closed, and once opened after it was not: what was acknowledged is there after a cut at each step."""
+    root = tmp_path / "disk"
+    root.mkdir()
+
+    def use(place: Path) -> Database:
+        return Database(place / "db", TABLES, version="v1", fsync=fsync, precious=precious)
+
+    with monkeypatch.context() as patch:
+        disk = Disk(root, patch)
+        for clean in (True, False, True):
+            db = use(root)
+            for _ in range(3):
+                row = (b"%d" % len(disk.rows), b"value %d" % len(disk.rows))
+                db.write([("a", *row)])
+                if fsync:  # LMDB has synced it
+                    disk.synced(root / "db" / "data.mdb")
+                disk.rows[row[0]] = row[1]
+                disk.look()
+            db.close(clean=clean)
+        left = disk.least()
+        disk.close()
+    assert len(disk.states) > 20
+    assert left == {name: (root / name).read_bytes() for name in ("db/version", "db/data.mdb")}
+    monkeypatch.setattr(database, "_boot_id", lambda: "another boot")
+    for number, (state, rows) in enumerate(disk.states.items()):
+        place = tmp_path / str(number)
+        for name, data in state:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(data)
+        db = use(place)
+        found = dict(db.scan("a"))
+        if fsync:
+            assert db.dropped is None and rows.items() <= found.items(), [name for name, _ in state]
+        assert all(value == b"value " + key for key, value in found.items())
+        db.write([("a", b"later", b"value later")])
+        db.close()
+        db = use(place)
+        assert db.was_clean and db.get("a", b"later") == b"value later"
+        db.close()
+
+
+def test_a_state_file_is_whole_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with monkeypatch.context() as patch:
+        disk = Disk(root, patch)
+        durable.write(root / "mark", "old")
+        before = set(disk.states)
+        durable.write(root / "mark", "new")
+        assert disk.least() == {"mark": b"new"}
+        disk.close()
+    assert {dict(state).get("mark") for state in set(disk.states) - before} == {b"old", b"new"}
+
+
+def test_a_failed_write_leaves_the_old_state_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable.write(tmp_path / "mark", "old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "no")
+
+    for call in ("write", "fsync", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(OSError):
+                durable.write(tmp_path / "mark", "new")
+        assert [path.name for path in tmp_path.iterdir()] == ["mark"]
+        assert (tmp_path / "mark").read_text() == "old"
+
+
+def test_a_new_directory_is_synced_with_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
+    durable.make_directory(tmp_path / "a" / "b")
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+
+
+# -- the rewrite -------------------------------------------------------------------------------------
+
+
+def test_a_rewrite_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a page that leads LMDB in a circle."""
+    child(KILLED, str(tmp_path / "db"), "fsync")
+    hangs = tmp_path / "python"
+    hangs.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec sleep 600\n")
+    hangs.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+    monkeypatch.setattr(database, "REWRITE_S", 2.0)
+    with pytest.raises(CacheUnusable, match="takes more than 2 s"):
+        Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=True)
+    pid = int((tmp_path / "pid").read_text())
+    os.waitpid(pid, 0)
+    assert not os.path.exists(f"/proc/{pid}")
+    monkeypatch.undo()
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=True)
+    assert db.count("a") == 50
+    db.close()
+
+
+def test_nothing_is_started_where_nothing_is_to_be_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("started a process")
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+    monkeypatch.setattr(os, "fork", never)
+    for _ in range(2):
+        db = opened(tmp_path / "db")
+        db.write([("a", b"k", b"v")])
+        db.close()
+    (tmp_path / "db" / "data.mdb").unlink()
+    opened(tmp_path / "db").close()
+
+
+def test_a_rewrite_needs_no_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(KILLED, str(tmp_path / "db"), "fsync")
+    monkeypatch.delattr(os, "fork")
+    db = opened(tmp_path / "db")
+    assert db.count("a") == 50
+    db.close()
+
+
+# -- failing writes ----------------------------------------------------------------------------------
+
+
+def break_meta(path: Path) -> None:
+    """LMDB's descriptor for the meta page is the one with O_DSYNC: from now on, its disk is full."""
+    full = os.open("/dev/full", os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            there = os.readlink(f"/proc/self/fd/{name}") == str(path / "data.mdb")
+            flags = int(Path(f"/proc/self/fdinfo/{name}").read_text().split("flags:")[1].split()[0], 8)
+        except OSError:
+            continue  # that of the listing
+        if there and flags & os.O_DSYNC:
+            os.dup2(full, int(name))
+    os.close(full)
+
+
+def test_a_failed_write_of_the_meta_page_is_not_felt(tmp_path: Path) -> None:
+    db = opened(tmp_path / "db")
+    fds = len(os.listdir("/proc/self/fd"))
+    for n in range(5):
+        db.write([("a", b"before %d" % n, b"v")])
+        break_meta(tmp_path / "db")
+        db.write([("a", b"at %d" % n, b"v")], ranges=[("b", b"", b"z")])
+        assert db.count("a") == 2 * n + 2
+    assert len(os.listdir("/proc/self/fd")) == fds
+    db.close()
+    db = opened(tmp_path / "db")
+    assert db.was_clean and db.count("a") == 10
+    db.close()
+
+
+def test_readers_come_through_while_it_is_opened_again(tmp_path: Path) -> None:
+    db = opened(tmp_path / "db")
+    db.write([("a", b"%d" % n, b"v") for n in range(1000)])
+    stop, failures = threading.Event(), list[BaseException]()
+    seen = [0]
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                assert db.get("a", b"7") == b"v" and len(db.scan("a", limit=100)) == 100
+                seen[0] += 1
+        except BaseException as exc:
+            failures.append(exc)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for n in range(15):
+        break_meta(tmp_path / "db")
+        db.write([("b", b"%d" % n, b"v")])
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not failures and seen[0]
+    assert db.count("b") == 15
+    db.close()
+
+
+def test_while_it_cannot_be_opened_again_calls_fail_and_then_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+
+    def refused(*_: object, **__: object) -> None:
+        raise lmdb.Error("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb, "open", refused)
+        break_meta(tmp_path / "db")
+        for _ in range(2):
+            with pytest.raises(CacheUnusable):
+                db.write([("a", b"l", b"v")])
+            with pytest.raises(CacheUnusable):
+                db.get("a", b"k")
+    assert db.get("a", b"k") == b"v"
+    db.write([("a", b"l", b"v")])
+    assert db.count("a") == 2
+    db.close()
+
+
+INJECTED = """
+    from cachefs.errors import CachefsError
+    fsync, place = sys.argv[2] == "fsync", Path(sys.argv[1])
+    refuge = None if fsync else place.with_name("refuge")
+    db = Database(place, ["a", "b"], version="v1", fsync=fsync, refuge=refuge)
+    known, failed = {}, 0
+    Path(sys.argv[3]).write_text("")  # from here on, writes fail
+    for n in range(150):
+        key, value = b"%03d" % (n % 60), b"%d" % n * 400
+        try:
+            db.write([("a", key, value)], [("b", b"", b"z")])
+            known[key] = value
+        except CachefsError:
+            failed += 1
+        assert dict(db.scan("a")) == known, n
+        assert db.get_many("a", known) == list(known.values())
+    assert len(known) > 10, len(known)
+    db.close()
+    if fsync:
+        db = Database(place, ["a", "b"], version="v1", fsync=fsync)
+        assert dict(db.scan("a")) == known
+        db.close()
+    print("failed", failed, "left", refuge is not None and refuge.exists())
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="apt-get install strace")
+@pytest.mark.parametrize("fsync", ["fsync", "no"])
+@pytest.mark.parametrize(
+    "fault", ["EIO:when=40+9", "ENOSPC:when=41+9", "EIO:when=50..60", "ENOSPC:when=45+2", "EIO:when=60+"]
+)
+def test_after_failed_writes_all_that_was_acknowledged_is_readable(
+    tmp_path: Path, fsync: str, fault: str
+) -> None:
+    """Of data pages and of meta pages, once, in a row, and from some moment on."""
+    head = "import os, sys\nfrom pathlib import Path\nfrom cachefs.database import Database\n"
+    program = [
+        sys.executable,
+        "-c",
+        head + textwrap.dedent(INJECTED),
+        str(tmp_path / "db"),
+        fsync,
+        str(tmp_path / "x"),
+    ]
+    inject = ["strace", "-f", "-qq", "-o", str(tmp_path / "calls"), "-e", "trace=pwrite64,pwritev"]
+    inject += ["-e", f"inject=pwrite64,pwritev:error={fault}"]
+    done = subprocess.run([*inject, *program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "INJECTED" in (tmp_path / "calls").read_text()
+    print(done.stdout)
+
+
+# -- files that are cut, modes, memory ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precious", [True, False])
+def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(tmp_path: Path, precious: bool) -> None:
+    done = child(
+        """
+        from cachefs.errors import CacheUnusable
+        path, precious = Path(sys.argv[1]), sys.argv[2] == "True"
+        db = Database(path, ["a", "b"], version="v1", fsync=True, precious=precious, refuge=path / "refuge")
+        for n in range(50):
+            db.write([("a", b"%03d" % n, b"x" * 3000)])
+        os.truncate(path / "data.mdb", 8192)
+        calls = [
+            lambda: db.get("a", b"007"), lambda: db.get_many("a", [b"007"]), lambda: db.scan("a"), lambda: db.last("a"),
+            lambda: db.count("a"), lambda: db.write([("a", b"k", b"v")]), db.sync,
+        ]
+        for call in calls:
+            try:
+                call()
+                raise AssertionError("not noticed")
+            except CacheUnusable as exc:
+                assert "cut short" in str(exc)
+        db.close()
+        """,
+        str(tmp_path / "db"),
+        str(precious),
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert not read_mark(tmp_path / "db")[1].startswith("closed")
+    if precious:
+        with pytest.raises(CacheUnusable):
+            Database(tmp_path / "db", TABLES, version="v1", fsync=True, precious=True)
+    else:
+        db = opened(tmp_path / "db")
+        assert db.dropped and db.count("a") == 0
+        db.close()
+
+
+def test_nothing_that_was_in_memory_reaches_the_disk(tmp_path: Path) -> None:
+    done = child(
+        """
+        db = Database(Path(sys.argv[1]), ["a", "b"], version="v1", fsync=True)
+        secrets = [bytearray(b"Authorization: secret!" * 180) for _ in range(4000)]
+        del secrets[::2]
+        for n in range(200):
+            db.write([("a", b"%03d" % (n + m), b"v" * n) for m in range(100)])
+        db.close()
+        """,
+        str(tmp_path / "db"),
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert b"Authorization" not in (tmp_path / "db" / "data.mdb").read_bytes()
+
+
+def test_files_and_directories_are_for_their_owner_whatever_was_there(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        opened(tmp_path / "db").close()
+        before = os.stat(tmp_path / "db" / "data.mdb").st_mode
+        for path in (tmp_path / "db").iterdir():
+            path.chmod(0o666)
+        (tmp_path / "db").chmod(0o777)
+        db = opened(tmp_path / "db")
+    finally:
+        os.umask(umask)
+    modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in (tmp_path / "db").iterdir()}
+    assert modes == {"data.mdb": 0o600, "version": 0o600, "lock.pid": 0o600}
+    assert stat.S_IMODE(before) == 0o600
+    assert stat.S_IMODE((tmp_path / "db").stat().st_mode) == 0o700
+    db.close()
+
+
+# -- a disk that hangs -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loop_disk(tmp_path: Path) -> Iterator[Path]:
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    made = shutil.which("mkfs.ext4", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    if os.getuid() or made is None:
+        pytest.skip("mounts an image")
+    subprocess.run([made, "-q", "-F", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True).returncode:
+        pytest.skip("mounts an image")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
+
+
+def test_a_disk_that_hangs_does_not_stop_the_interpreter(loop_disk: Path) -> None:
+    """Readers find the rows that are in memory, and all threads run."""
+    import fcntl
+
+    program = """
+        import threading
+        db = Database(Path(sys.argv[1]), ["a"], version="v1", fsync=True)
+        db.write([("a", b"k", b"v")])
+        db.get("a", b"k")
+        print("open", flush=True)
+        sys.stdin.readline()
+        found = []
+        reader = threading.Thread(target=lambda: [found.append(db.get("a", b"k")) for _ in range(100)], daemon=True)
+        reader.start()
+        reader.join(20)
+        print(len(found), flush=True)
+        sys.stdin.readline()
+        db.close()
+    """
+    head = "import sys\nfrom pathlib import Path\nfrom cachefs.database import Database\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + textwrap.dedent(program), str(loop_disk / "db")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    frozen = os.open(loop_disk, os.O_RDONLY)
+    watchdog = threading.Timer(40, fcntl.ioctl, (frozen, FITHAW, 0))  # the old code stands still for good
+    try:
+        assert process.stdout.readline() == "open\n"
+        fcntl.ioctl(frozen, FIFREEZE, 0)
+        watchdog.start()
+        process.stdin.write("\n")
+        said = process.stdout.readline()
+        held_up = not watchdog.is_alive()
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        try:
+            fcntl.ioctl(frozen, FITHAW, 0)
+        except OSError:
+            pass  # it was not frozen, or is not any more
+        os.close(frozen)
+        process.communicate("\n", timeout=60)
+    assert said == "100\n" and not held_up
+    assert process.returncode == 0

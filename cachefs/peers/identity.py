@@ -8,11 +8,10 @@ copied brings a second node of that id; who of the two takes another one is for 
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from pathlib import Path
 
-from cachefs import ownership
+from cachefs import durable
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +29,8 @@ def node_id(directory: Path) -> str:
 def fresh_id(directory: Path) -> str:
     """Another id, written there before it is used. Where nothing can be written it is for this daemon's life alone."""
     made = uuid.uuid4().hex
-    beside = directory / f"{FILE}.new"
     try:
-        with open(beside, "w", opener=ownership.open_file) as file:
-            file.write(f"{made}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, directory / FILE)
+        durable.write(directory / FILE, f"{made}\n")
     except OSError as exc:
         log.warning(
             "this node's id cannot be kept in %s, so a restart finds another share: %s",

@@ -18,7 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cachefs import ownership
+from cachefs import durable, ownership
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
 from cachefs.metrics import Metrics
 from cachefs.store import ram
@@ -141,7 +141,7 @@ def _check_tag(index: Index, tier: Tier) -> None:
         tag = uuid.uuid4().bytes
         _discard(tier.path / "objects")
         (tier.path / "objects").mkdir(mode=ownership.DIRECTORY_MODE, exist_ok=True)
-        ownership.write(file, tag)
+        durable.write(file, tag)
         index.forget_tier(tier.number, tag)
 
 

@@ -21,7 +21,6 @@ import os
 import stat
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from cachefs.errors import CacheUnusable

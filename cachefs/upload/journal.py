@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from cachefs.database import Database, Put
+from cachefs.database import Database, Put, read_mark
 from cachefs.errors import CacheUnusable
 
 FORMAT = "journal-1"
@@ -25,11 +25,8 @@ DRAFTS, ORPHANS, NOTES = "drafts", "orphans", "notes"
 def refuse_foreign(directory: Path) -> None:
     """Raises `CacheUnusable` for a journal of another format, and changes nothing: to be asked before anything else of a
     cache directory is opened, which may drop what it cannot read."""
-    try:
-        found = (directory / "version").read_text(errors="replace")
-    except OSError:
-        return
-    if found != FORMAT:
+    found, _ = read_mark(directory)
+    if found not in ("", FORMAT):
         raise CacheUnusable(
             f"what was written here and is not in the store yet is noted in {directory} in the format {found!r}, and this "
             f"version reads {FORMAT!r}: start the version of cachefs that wrote it, until all is in the store"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.peers import identity
+from cachefs import durable
 from cachefs.peers.identity import FILE, fresh_id, node_id
 
 
@@ -40,7 +40,7 @@ def test_a_crash_while_it_is_written_leaves_the_old_one(
     def crash(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(identity.os, "replace", crash)
+    monkeypatch.setattr(durable.os, "rename", crash)
     with pytest.raises(KeyboardInterrupt):
         fresh_id(tmp_path)
     monkeypatch.undo()

@@ -461,7 +461,6 @@ def test_a_journal_after_a_kill_is_read(tmp_path: Path) -> None:
 def test_a_kill_while_the_journal_is_made_is_no_damage(tmp_path: Path, left: str) -> None:
     path = tmp_path / "journal"
     Journal(path).close()
-    (path / "clean").unlink()
     (path / "fresh").mkdir()
     (path / "data.mdb").rename(path / "fresh" / "data.mdb")
     if left == "fresh":
