@@ -23,7 +23,7 @@ RANK = {
     **dict.fromkeys(("__init__", "names", "errors", "metrics", "ledger"), 0),
     # Leaves of plain knowledge about the machine and the configuration.
     **dict.fromkeys(("units", "cgroup", "mountinfo", "logs"), 1),
-    **dict.fromkeys(("config", "layers", "options", "sources", "database"), 1),
+    **dict.fromkeys(("config", "layers", "options", "sources", "database", "tasks"), 1),
     **dict.fromkeys(("origin", "store", "peers"), 2),
     **dict.fromkeys(("fetch", "upload"), 3),
     "fs": 4,

@@ -14,6 +14,7 @@ import os
 import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -24,6 +25,7 @@ from cachefs.fuse.errno_table import GRACE_S, tell
 from cachefs.fuse.protocol import Op
 from cachefs.ledger import NAMES, WRITES, Call, current_call
 from cachefs.metrics import Metrics
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +197,8 @@ class Session:
         deadline = math.inf if patient else trio.current_time() + self._deadline_s
         scope = trio.CancelScope(deadline=deadline)
         waiting = self._waiting[unique] = _Waiting(self._thread, scope, self._call(opcode))
-        self._nursery.start_soon(self._finish, unique, opcode, waiting, scope, answer, reply)
+        work = partial(self._finish, unique, opcode, waiting, scope, answer, reply)
+        contained(self._nursery, "a request", work)
 
     def change(
         self,
@@ -207,7 +210,7 @@ class Session:
         """The same for what must not be left half done: a signal ends the wait, and the work goes on. It has no deadline, as
         each of its requests to the store has one. `reply` is called in any case, and finds out whether anybody listens."""
         waiting = self._waiting[unique] = _Waiting(self._thread, None, self._call(opcode))
-        self._nursery.start_soon(self._carry_out, unique, opcode, waiting, work, reply)
+        contained(self._nursery, "a request", self._carry_out, unique, opcode, waiting, work, reply)
 
     def _call(self, opcode: int) -> Call | None:
         if opcode == Op.READ:
@@ -267,7 +270,7 @@ class Session:
         waiting is answered already."""
         if unique in self._waiting and not self._give_up(unique):
             if not self._signalled:
-                self._nursery.start_soon(self._watch)
+                contained(self._nursery, "interrupt", self._watch)
             self._signalled.add(unique)
 
     async def _watch(self) -> None:
