@@ -1,9 +1,10 @@
 """The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
 
 Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
-earlier daemon had yet to upload, the filesystem, the mount. Stop, whatever the cause (signal, umount, a failing room): the
+earlier daemon had yet to upload, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
 mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the store, RAM is
-saved to SSD, databases are closed cleanly.
+saved to SSD, databases are closed cleanly. A failure that nothing contains ends the connection to the kernel and leaves the
+dead mount where it is: only a stop that was asked for unmounts.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class Daemon:
         self._absent: dict[Origin, OriginFailed] = {}
         self._tuning: list[str] = []
         self._stopped_by = "umount"
+        self._ended = False  # as it was asked to: by a signal, or by an umount
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
@@ -308,14 +310,22 @@ class Daemon:
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await front.serve()
+            self._ended = True
         finally:
+            crashed = self._watch.ready and not self._ended
             self._watch.ready = False
             if peers is not None:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not go while a thread is inside of it
-            front.close()
+            # A bare directory in place of a mount would take what others write there, and lose it to them.
+            front.close(unmount=not crashed)
+            if crashed:
+                log.critical(
+                    "a failure ends this daemon: the mount stays at %s, dead, until the next one",
+                    config.mountpoint,
+                )
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose()
 
@@ -396,6 +406,7 @@ class Daemon:
             if self._uploading is not None and self._stopped_by != "umount":
                 self._uploading.hurry()  # asked twice
             self._stopped_by = signal.Signals(number).name
+            self._ended = True
             stop()
 
     async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:
