@@ -46,6 +46,7 @@ from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
 from cachefs.store import Backing, Opened, scrub
+from cachefs.upload import orphans
 from cachefs.uploading import Unsent, Uploading, left_behind
 from cachefs.warming import Jobs
 from cachefs.watching import Endpoint, Watch, open_endpoint
@@ -253,6 +254,8 @@ class Daemon:
         self._unsent = left_behind(self._opened.state_dir) if uploading is None else uploading.unsent
         if self._unsent.sizes:
             self._warn(str(self._unsent))
+        if aside := orphans.warning(self._opened.state_dir):
+            log.warning("%s", aside)
         if config.writeback and uploading is None:
             self._warn("--writeback has no effect: nothing can be written")
         volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
@@ -452,6 +455,7 @@ class Daemon:
             "pid": os.getpid(),
             "started": self._started,
             "mountpoint": str(self._config.mountpoint),
+            "state_dir": str(self._opened.state_dir),
             "sources": [
                 {"name": s.name, "url": s.url, "client": s.client, "origin": o.status()}
                 for s, o in zip(self._config.sources, self._origins, strict=True)
@@ -486,6 +490,7 @@ class Daemon:
                 *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
                 *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
                 *(self._peers.warnings if self._peers is not None else []),
+                *([aside] if (aside := orphans.warning(self._opened.state_dir)) else []),
             ],
             "memory_bytes": _resident_bytes(),
             "tasks": trio.lowlevel.current_statistics().tasks_living,

@@ -29,7 +29,7 @@ RANK = {
     "fs": 4,
     **dict.fromkeys(("prefetch", "fuse"), 5),
     **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking", "simulate"), 6),
-    **dict.fromkeys(("hints", "warming", "recording", "locating", "uploading", "cachedir"), 6),
+    **dict.fromkeys(("hints", "warming", "recording", "locating", "uploading", "cachedir", "recovering"), 6),
     **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
     **dict.fromkeys(("cli_look", "cli_why", "reference"), 7),
     **dict.fromkeys(("cli_peers", "cli_writing"), 7),

@@ -28,7 +28,7 @@ from cachefs.names import ObjectId
 from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.origin.writes import each, new_stamp
 from cachefs.tasks import contained, run_contained
-from cachefs.upload import recovery, status
+from cachefs.upload import orphans, recovery, status
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import NOTES, Journal
 from cachefs.upload.lending import Lending, Loan
@@ -100,6 +100,7 @@ class Uploads:
         self._threads = trio.CapacityLimiter(THREADS)
         self._memory = Memory()
         prepare(staging_dir)
+        orphans.without_journal(staging_dir, state_dir / "journal")
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
