@@ -1,11 +1,12 @@
-"""The verb that has to do with writing: flush."""
+"""The verbs that have to do with writing: flush, recover."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +14,9 @@ from cachefs.cli_look import Place
 from cachefs.cli_say import say
 from cachefs.errors import ConfigError, MountError, OriginFailed
 from cachefs.units import FOREVER, about_bytes, about_files, parse_duration, printable
+
+if TYPE_CHECKING:
+    from cachefs.upload.orphans import Orphan
 
 
 @click.command(short_help="Wait until what was written is in the store.")
@@ -59,4 +63,49 @@ def show_left(left: Mapping[str, Any]) -> None:
         click.echo(f"\r\033[K{line}", nl=False, err=True)
 
 
-COMMANDS = (flush,)
+@click.command(short_help="Find what was written and no journal accounts for.")
+@click.argument("place", type=Place())
+@click.option(
+    "--to", metavar="DIR", type=Place(), help="Copy the files there: a mount uploads them under their names."
+)
+@click.option("--remove", is_flag=True, help="Do not keep what was copied.")
+def recover(place: Path, to: Path | None, remove: bool) -> None:
+    """List the files of the cache directory (or mount) PLACE whose journal was lost, or copy them to where they belong.
+
+    A mount keeps such files aside instead of removing them. Nothing that exists is replaced. Exits with 1 when a file
+    could not be copied.
+    """
+    from cachefs import recovering
+    from cachefs.upload import orphans
+
+    if remove and to is None:
+        raise ConfigError("--remove goes with --to")
+    state_dir = recovering.state_dir_of(place)
+    with orphans.unused(state_dir) as unused:
+        found = orphans.found(state_dir, waiting=unused)
+        if not found:
+            click.echo(f"{printable(str(state_dir))}: nothing is kept aside", err=True)
+        if to is None:
+            for orphan in found:
+                click.echo(_row(orphan, recovering.name_of(orphan)))
+            return
+        failed = 0
+        for orphan, copied, why in recovering.copy(found, recovering.Target(to), remove=remove):
+            name = printable(recovering.name_of(orphan))
+            failed += bool(why)
+            click.echo(
+                f"{name}: {printable(why)}" if why else f"{name} → {printable(str(copied))}", err=bool(why)
+            )
+    if failed:
+        raise OriginFailed(
+            f"{about_files(failed)} could not be copied, and {'are' if failed > 1 else 'is'} kept"
+        )
+
+
+def _row(orphan: Orphan, name: str) -> str:
+    when = datetime.fromtimestamp(orphan.mtime_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    state = "the next mount decides" if orphan.waiting else f"in {orphan.path.parent.name}"
+    return f"{about_bytes(orphan.size):>10}  {when}  {printable(name)}  ({state})"
+
+
+COMMANDS = (flush, recover)

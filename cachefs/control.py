@@ -64,6 +64,8 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
     another daemon answers there or the socket cannot be made."""
     import trio
 
+    from cachefs.tasks import containing
+
     listener = _listen(path)
     mine = os.stat(path).st_ino
     room = trio.Semaphore(MAX_CONNECTIONS)
@@ -84,7 +86,7 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
         task_status = trio.TASK_STATUS_IGNORED
     try:
         await trio.serve_listeners(
-            handle,
+            containing("a control connection", handle),
             [trio.SocketListener(trio.socket.from_stdlib_socket(listener))],
             task_status=task_status,
         )

@@ -1,9 +1,10 @@
 """The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
 
 Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
-earlier daemon had yet to upload, the filesystem, the mount. Stop, whatever the cause (signal, umount, a failing room): the
+earlier daemon had yet to upload, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
 mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the store, RAM is
-saved to SSD, databases are closed cleanly.
+saved to SSD, databases are closed cleanly. A failure that nothing contains ends the connection to the kernel and leaves the
+dead mount where it is: only a stop that was asked for unmounts.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from cachefs.prefetch import Prefetcher
 from cachefs.recording import Recordings
 from cachefs.stopping import Stopping
 from cachefs.store import Backing, Opened, scrub
+from cachefs.upload import orphans
 from cachefs.uploading import Unsent, Uploading, left_behind
 from cachefs.warming import Jobs
 from cachefs.watching import Endpoint, Watch, open_endpoint
@@ -138,6 +140,7 @@ class Daemon:
         self._absent: dict[Origin, OriginFailed] = {}
         self._tuning: list[str] = []
         self._stopped_by = "umount"
+        self._ended = False  # as it was asked to: by a signal, or by an umount
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
@@ -271,6 +274,8 @@ class Daemon:
             self._unsent = uploading.unsent
         if self._unsent.sizes:
             self._warn(str(self._unsent))
+        if aside := orphans.warning(self._opened.state_dir):
+            log.warning("%s", aside)
         if config.writeback and uploading is None:
             self._warn("--writeback has no effect: nothing can be written")
         volumes = [Volume(s.name, o) for s, o in zip(config.sources, self._origins, strict=True)]
@@ -330,15 +335,23 @@ class Daemon:
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             await front.serve()
+            self._ended = True
         finally:
             self._stopping.stage("taking the mount away")
+            crashed = self._watch.ready and not self._ended
             self._watch.ready = False
             if peers is not None:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not go while a thread is inside of it
-            front.close()
+            # A bare directory in place of a mount would take what others write there, and lose it to them.
+            front.close(unmount=not crashed)
+            if crashed:
+                log.critical(
+                    "a failure ends this daemon: the mount stays at %s, dead, until the next one",
+                    config.mountpoint,
+                )
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose()
 
@@ -422,6 +435,7 @@ class Daemon:
                 self._uploading.hurry()  # asked twice
             self._stopped_by = signal.Signals(number).name
             self._stopping.stage("ending requests under way")
+            self._ended = True
             stop()
 
     async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:
@@ -467,6 +481,7 @@ class Daemon:
             "pid": os.getpid(),
             "started": self._started,
             "mountpoint": str(self._config.mountpoint),
+            "state_dir": str(self._opened.state_dir),
             "sources": [
                 {"name": s.name, "url": s.url, "client": s.client, "origin": o.status()}
                 for s, o in zip(self._config.sources, self._origins, strict=True)
@@ -501,6 +516,7 @@ class Daemon:
                 *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
                 *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
                 *(self._peers.warnings if self._peers is not None else []),
+                *([aside] if (aside := orphans.warning(self._opened.state_dir)) else []),
             ],
             "memory_bytes": _resident_bytes(),
             "tasks": trio.lowlevel.current_statistics().tasks_living,

@@ -24,6 +24,7 @@ from cachefs.fs import EVERY_FILE, LARGE, FileSystem
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.names import ObjectId
 from cachefs.origin import Origin
+from cachefs.tasks import contained
 
 LINES_KEPT = 200_000
 """Lines that wait to be drained, about 150 bytes each. Guessed: two seconds of opens as fast as they can be."""
@@ -198,7 +199,7 @@ class Recordings:
         self._drained = trio.current_time()
         recorder = self._recorder = Recorder(self._path_of, trio.current_time)
         self._unhook = self._hook(recorder)
-        self._nursery.start_soon(self._watch, self._number)
+        contained(self._nursery, "recording", self._watch, self._number)
         return self._number
 
     async def drain(self, recording: int) -> dict[str, Any]:

@@ -192,6 +192,10 @@ def left_behind(state_dir: Path) -> Unsent:
         return Unsent()
     if not sizes:
         return Unsent()
+    if not (state_dir / "journal" / "data.mdb").exists():
+        return (
+            Unsent()
+        )  # a mount that can be written keeps them aside: an empty journal must not account for them
     journal = Journal(state_dir / "journal")
     try:
         rows = journal.rows(DRAFTS)

@@ -29,6 +29,7 @@ from cachefs.origin import Origin
 from cachefs.store import Store
 from cachefs.store.moves import SPILL_TO
 from cachefs.store.tier import PAGE, allocated
+from cachefs.tasks import contained
 from cachefs.units import about_bytes
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class Jobs:
         over = [old for old in self._jobs.values() if old.state != "running"]
         for old in over[: max(0, len(over) - KEPT)]:
             del self._jobs[old.id]
-        self._nursery.start_soon(self._run, job)
+        contained(self._nursery, f"job {job.id}", self._run, job)
         return job.id
 
     async def add(self, job: int, items: list[Any], complete: bool = False) -> str:

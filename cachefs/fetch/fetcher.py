@@ -24,6 +24,7 @@ from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_cover
 from cachefs.origin import Origin
 from cachefs.peers.protocol import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store, Tier, TierFill
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -440,7 +441,7 @@ class Fetcher:
             self._ahead_bytes += fill.stop - fill.start
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
-        self._nursery.start_soon(self._fly, flight, origin, policy)
+        contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, flight, origin, policy)
         self.flights += 1
         return flight
 

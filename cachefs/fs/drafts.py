@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import trio
+
 from cachefs.errors import (
     BadHandle,
     CachefsError,
@@ -51,6 +53,7 @@ class Drafts:
         self._writer = writer
         self._wall = wall
         writer.on_committed = overlay.committed
+        writer.on_settling = overlay.settling
         writer.on_settled = overlay.settled
         writer.on_changed = lambda draft: draft.attrs.pop("mtime_ns", None)
 
@@ -63,7 +66,12 @@ class Drafts:
         node = Node(directory, name, 0, 0, stored=False)
         node.attrs = attrs
         await self._give(node, None)
-        await self._overlay.hold(node)
+        try:
+            await self._overlay.hold(node)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._overlay.abandon(node)
+            raise
         return node
 
     async def open(

@@ -10,6 +10,7 @@ What is done at the store is written down here as an answer of the store would b
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from cachefs.errors import CachefsError
 from cachefs.fs.files import DRAFT
 from cachefs.fs.keys import mark_of_directory
 from cachefs.fs.pages import pin, write_answer
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from cachefs.origin.protocol import ObjectInfo
 
 
+log = logging.getLogger(__name__)
+
 TIMES_KEPT = 16_384
 """Directories whose last change by this node is remembered, about 120 bytes each. Guessed."""
 
@@ -43,7 +47,8 @@ DRAFT_ETAG = "draft "
 class Node:
     """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
     its name, and `beneath` that this is none that the draft made. A node that was `removed` has no name any more, only
-    handles; one that is `moving` is about to get another. `settled` says that its draft is not to be opened any more: the
+    handles; one that is `moving` is about to get another. `unwritten`: the names database failed
+    to take what the origin has of it. `settled` says that its draft is not to be opened any more: the
     cache has its content, or only the store."""
 
     __slots__ = (
@@ -61,6 +66,7 @@ class Node:
         "settled",
         "stable",
         "stored",
+        "unwritten",
         "writers",
     )
 
@@ -75,7 +81,7 @@ class Node:
         self.held = False
         self.removed = False
         self.settled = True
-        self.moving = False
+        self.moving = self.unwritten = False
         self.writers = 0
         self.attrs: dict[str, Any] = {}
         self.lock = trio.Lock()
@@ -218,6 +224,14 @@ class Overlay:
             node.stored, node.beneath = True, False
             self._settle(node)
 
+    def settling(self, draft: Draft) -> bool:
+        """False while a name still shows the draft because its row could not be written; that is tried again now."""
+        node = self._by_draft.get(draft.id)
+        if node is None or node.removed or not node.unwritten:
+            return True
+        self._settle(node)
+        return not node.unwritten
+
     def settled(self, draft: Draft) -> None:
         """It is not to be opened any more."""
         node = self._by_draft.pop(draft.id, None)
@@ -244,7 +258,15 @@ class Overlay:
         info, row = draft.committed, node.row
         new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, row.low)
         key = node.directory.key + node.name
-        self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
+        try:
+            self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
+        except CachefsError as exc:
+            # The origin has it, and its writer is told so. Until the row can be written, the name shows the draft.
+            if not node.unwritten:
+                log.warning("%s; trying again to note that %s is uploaded", exc, node.key)
+            node.unwritten = True
+            return
+        node.unwritten = False
         self._let_go(node)
         self._beliefs.note_answer(node.directory, node.name, node.stable, self._clock())
         self._files.turn(node.ino, self.version(node))
@@ -299,6 +321,13 @@ class Overlay:
                 await self.gone(node.directory, node.name)
                 self.look_again(node.directory)
             raise
+
+    async def abandon(self, node: Node) -> None:
+        """It was never held: nothing of its draft is uploaded."""
+        node.removed = True
+        assert node.draft is not None
+        await self._writer.discard(node.draft, replaced=True)
+        self._forget(node)
 
     async def rehold(self, node: Node, directory: Directory, name: bytes) -> None:
         """What is held has another name."""

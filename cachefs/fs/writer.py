@@ -67,6 +67,9 @@ class Writer(Protocol):
     on_committed: Callable[[Any, ObjectInfo], None]
     """Called in the trio thread when the store has a draft as it is, before those wake who wait for it."""
 
+    on_settling: Callable[[Any], bool]
+    """Called before a draft is settled, which is put off while this says False: a name still shows it."""
+
     on_settled: Callable[[Any], None]
     """Called when a draft that nobody has open is the cache's or the store's alone, and not to be opened any more."""
 

@@ -201,10 +201,11 @@ class Device:
         mount = mount_at(mountpoint)  # fstat would ask us, who are here
         self.number = mount.device if mount is not None else ""
 
-    def close(self) -> None:
-        """Unmount (whoever uses it) what was attached, and end the connection; who still waits gets ECONNABORTED."""
+    def close(self, *, unmount: bool = True) -> None:
+        """Unmount (whoever uses it) what was attached, and end the connection; who still waits gets ECONNABORTED. Without
+        `unmount` the dead mount stays where it is."""
         mountpoint, self._attached = self._attached, None
-        if mountpoint is not None:
+        if mountpoint is not None and unmount:
             mount = mount_at(mountpoint)
             ours = mount is not None and mount.device == self.number
             if self._ended():

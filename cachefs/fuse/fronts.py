@@ -32,8 +32,9 @@ class Front(Protocol):
     async def serve(self) -> None:
         """Answer the kernel until the mount is gone, or this is cancelled. Calls `on_ready` first."""
 
-    def close(self) -> None:
-        """Unmount (lazily, if it is still mounted) and end the session; readers still waiting get ENOTCONN."""
+    def close(self, *, unmount: bool = True) -> None:
+        """Unmount (lazily, if it is still mounted) and end the session; readers still waiting get ENOTCONN. Without
+        `unmount` a dead mount stays: all that is done below it fails with ENOTCONN."""
 
     def lend(self, backing: Backing) -> None:
         """Tell the kernel of a file that it may read by itself. OSError when it does not take it."""

@@ -129,8 +129,8 @@ class KernelFront:
         self._on_ready()
         await self._session.serve()
 
-    def close(self) -> None:
-        self._device.close()
+    def close(self, *, unmount: bool = True) -> None:
+        self._device.close(unmount=unmount)
 
     def lend(self, backing: Backing) -> None:
         backing.registered(self._device.lend(backing.fd))

@@ -95,15 +95,15 @@ class Pyfuse3Base(pyfuse3.Operations):
         await pyfuse3.main(min_tasks=1, max_tasks=MOST_TASKS)
         self._number = ""
 
-    def close(self) -> None:
+    def close(self, *, unmount: bool = True) -> None:
         if self._number:
             # See Device.close: else a notification under way can keep all of it from ending. What is aborted before it is
             # unmounted, libfuse would leave where it is.
-            if self._mountpoint is not None:
+            if self._mountpoint is not None and unmount:
                 end(self._mountpoint, self._number)
             else:
                 abort(self._number)
-        pyfuse3.close(unmount=True)
+        pyfuse3.close(unmount=unmount)
 
     def lend(self, backing: Backing) -> None:
         raise OSError(errno.EOPNOTSUPP, "pyfuse3 cannot")

@@ -14,6 +14,7 @@ import os
 import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -26,6 +27,7 @@ from cachefs.fuse.protocol import Op
 from cachefs.ledger import NAMES, WRITES, Call, current_call
 from cachefs.logs import Repeats
 from cachefs.metrics import Metrics
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +199,8 @@ class Session:
         deadline = math.inf if patient else trio.current_time() + self._deadline_s
         scope = trio.CancelScope(deadline=deadline)
         waiting = self._admit(unique, opcode, scope)
-        self._nursery.start_soon(self._finish, unique, opcode, waiting, scope, answer, reply)
+        work = partial(self._finish, unique, opcode, waiting, scope, answer, reply)
+        contained(self._nursery, "a request", work)
 
     def change(
         self,
@@ -212,7 +215,7 @@ class Session:
         each of its requests to the store has one. `reply` is called in any case, and finds out whether anybody listens.
         `data_bytes` is what `work` holds."""
         waiting = self._admit(unique, opcode, None, data_bytes)
-        self._nursery.start_soon(self._carry_out, unique, opcode, waiting, work, reply)
+        contained(self._nursery, "a request", self._carry_out, unique, opcode, waiting, work, reply)
 
     def _admit(
         self, unique: int, opcode: int, scope: trio.CancelScope | None, data_bytes: int = 0
@@ -281,7 +284,7 @@ class Session:
         waiting is answered already."""
         if unique in self._waiting and not self._give_up(unique):
             if not self._signalled:
-                self._nursery.start_soon(self._watch)
+                contained(self._nursery, "interrupt", self._watch)
             self._signalled.add(unique)
 
     async def _watch(self) -> None:

@@ -28,6 +28,7 @@ from cachefs.peers.pace import Pace
 from cachefs.peers.protocol import PeerFailed, Sink
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import Address, BlockRequest, Kind
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ class Cluster:
 
         async with trio.open_nursery() as nursery:
             for member in self.others():
-                nursery.start_soon(ask, member)
+                contained(nursery, f"peer {member}", ask, member)
         return sorted(silent)
 
     async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:

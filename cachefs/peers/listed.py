@@ -25,6 +25,7 @@ from cachefs.errors import CachefsError
 from cachefs.peers.membership import Report, Sighting
 from cachefs.peers.protocol import PeerFailed
 from cachefs.peers.wire import Address, Hello
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class Listed:
                     for address in due:
                         self._asks[address].under_way = True
                         self._under_way += 1
-                        nursery.start_soon(self._introduce, address, self._asks[address])
+                        contained(nursery, f"peer {address}", self._introduce, address, self._asks[address])
                     if not self._under_way:
                         self._all_said.set()
                     waiting = (asks.next_at for asks in self._asks.values() if not asks.under_way)

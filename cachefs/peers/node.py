@@ -36,6 +36,7 @@ from cachefs.peers.server import Server
 from cachefs.peers.settings import Settings, settings
 from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import VERSION, Address, Hello
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +147,8 @@ class PeerNode:
             metrics=self._metrics,
             on_hello=lambda host: self._membership.source.heard(host),
         )
-        nursery.start_soon(self._serve, self._server)
-        nursery.start_soon(self._follow)
+        contained(nursery, "serving peers", self._serve, self._server)
+        contained(nursery, "following the list of peers", self._follow)
         with trio.move_on_after(INTRODUCED_S) as scope:
             if self._listeners:
                 await self._introduced.wait()

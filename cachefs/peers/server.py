@@ -40,6 +40,7 @@ from cachefs.peers.wire import (
     parse_query,
     parse_target,
 )
+from cachefs.tasks import containing
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,9 @@ class Server:
     async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
         """Until cancelled. Closes the listeners then."""
         await trio.serve_listeners(
-            self._accepted, list(listeners), task_status=task_status or trio.TASK_STATUS_IGNORED
+            containing("serving a peer", self._accepted),
+            list(listeners),
+            task_status=task_status or trio.TASK_STATUS_IGNORED,
         )
 
     async def drained(self) -> None:

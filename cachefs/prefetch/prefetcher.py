@@ -29,6 +29,7 @@ from cachefs.prefetch.announced import Announced
 from cachefs.prefetch.plans import FOLLOWED_S, Plan
 from cachefs.prefetch.shelf import Shelf
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
+from cachefs.tasks import contained
 
 if TYPE_CHECKING:
     from cachefs.names import ObjectId
@@ -224,7 +225,7 @@ class Prefetcher:
             self._fetcher.course.comes(obj)
             walk = self._directories.missed(ino, origin, obj, self._fetcher.course.epoch(obj), now)
             if walk is not None and self._nursery is not None:
-                self._nursery.start_soon(self._count, walk)
+                contained(self._nursery, "prefetch", self._count, walk)
             self._wake()
 
     def read(self, obj: ObjectId, offset: int, size: int) -> None:
@@ -312,7 +313,7 @@ class Prefetcher:
     def _start(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         if candidate.found is None:
             self._in_flight += 1
-            nursery.start_soon(self._look_up, nursery, candidate)
+            contained(nursery, "prefetch", self._look_up, nursery, candidate)
             return
         origin, obj = candidate.found
         size = min(obj.size, self._budget() // LARGEST_SHARE)
@@ -322,7 +323,7 @@ class Prefetcher:
         self.awaited.put(ahead)
         transfers = max(1, min(PARTS, size // PART_BYTES))
         self._in_flight += transfers
-        nursery.start_soon(self._bring, origin, ahead, transfers)
+        contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
         """Find a path that nothing is known of, then fetch it."""

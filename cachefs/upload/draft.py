@@ -276,12 +276,11 @@ class Draft:
             await attempt.done.wait()
 
     async def _move(self, file: StagingFile) -> None:
-        old, self.file = self.file, file
-        self.sender.file = file
-        self.adopted = False
         if self.handles:
             file.take()
-            old.give_back()
+            self.file.give_back()
+        self.file = self.sender.file = file
+        self.adopted = False
 
     def _changed(self) -> None:
         self.generation += 1

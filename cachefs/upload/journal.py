@@ -15,7 +15,7 @@ from typing import Any
 import trio
 
 from cachefs.database import Database, Put, read_mark
-from cachefs.errors import CacheUnusable
+from cachefs.errors import CacheInUse, CacheUnusable
 
 FORMAT = "journal-1"
 DRAFTS, ORPHANS, NOTES = "drafts", "orphans", "notes"
@@ -34,10 +34,12 @@ def refuse_foreign(directory: Path) -> None:
 
 
 class _Batch:
-    """Rows that wait for one transaction, and what became of it."""
+    """Rows that wait for one transaction, and what became of it. `first` and `then` are called around it."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, bytes], bytes | None] = {}
+        self.first: list[Callable[[], None]] = []
+        self.then: list[Callable[[], None]] = []
         self.done = False
         self.error: Exception | None = None
 
@@ -49,9 +51,16 @@ class Journal:
         """`before` is called in a worker thread before rows are written, for what they rely on.
 
         Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
-        self._database = Database(
-            directory, (DRAFTS, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
-        )
+        try:
+            self._database = Database(
+                directory, (DRAFTS, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
+            )
+        except CacheInUse:
+            raise
+        except CacheUnusable as exc:
+            raise CacheUnusable(
+                f"{exc}; cachefs recover {directory.parent} lists the files that it is about"
+            ) from exc
         self._before = before
         self._next = _Batch()
         self._turn = trio.Lock()
@@ -60,9 +69,20 @@ class Journal:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""
         return {key.decode(): json.loads(value) for key, value in self._database.scan(table)}
 
-    async def write(self, table: str, key: str, row: Mapping[str, Any] | None) -> None:
-        """Put a row, or remove it. Raises `NoRoom`, `CacheUnusable`."""
+    async def write(
+        self,
+        table: str,
+        key: str,
+        row: Mapping[str, Any] | None,
+        *,
+        first: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Put a row, or remove it. `first` and `then`, which must not raise, are called in the worker thread before it is
+        written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`."""
         batch = self._next
+        batch.first += [first] if first is not None else []
+        batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
         with trio.CancelScope(shield=True):  # others rely on whoever comes first
             async with self._turn:
@@ -70,16 +90,22 @@ class Journal:
                     self._next = _Batch()
                     puts = [(where, name, value) for (where, name), value in batch.rows.items()]
                     try:
-                        await trio.to_thread.run_sync(self._write, puts)
+                        await trio.to_thread.run_sync(self._write, puts, batch.first, batch.then)
                     except Exception as exc:
                         batch.error = exc
                     batch.done = True
         if batch.error is not None:
             raise batch.error
 
-    def _write(self, puts: list[Put]) -> None:
+    def _write(
+        self, puts: list[Put], first: list[Callable[[], None]], then: list[Callable[[], None]]
+    ) -> None:
+        for call in first:
+            call()
         self._before()
         self._database.write(puts)
+        for call in then:
+            call()
 
     def close(self) -> None:
         self._database.close()

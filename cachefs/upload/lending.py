@@ -17,6 +17,7 @@ from pathlib import Path
 
 import trio
 
+from cachefs.errors import CachefsError
 from cachefs.store.lent import Lent
 from cachefs.upload.draft import Draft
 from cachefs.upload.room import LOOK_S
@@ -86,7 +87,14 @@ class Lending:
         """One of its writers has closed it."""
         draft.writers -= 1
         self._writers -= 1
-        if not draft.writers and not draft.discarded and not draft.reclaim() and not draft.dirty:
+        if draft.writers or draft.discarded:
+            return
+        try:
+            reclaimed = draft.reclaim()
+        except CachefsError as exc:
+            log.warning("%s: %s", draft.origin.name(draft.key), exc)
+            reclaimed = False
+        if not reclaimed and not draft.dirty:
             draft.found_changed()  # it may still be, through a mapping
 
     def released(self, draft: Draft) -> None:

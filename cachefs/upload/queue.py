@@ -17,6 +17,7 @@ import trio
 
 from cachefs.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
 from cachefs.origin import ObjectInfo
+from cachefs.tasks import contained
 from cachefs.upload.draft import Attempt, Draft
 from cachefs.upload.parts import Piece
 from cachefs.upload.sending import Terms, expected
@@ -84,7 +85,7 @@ class Queue:
                     draft.due, draft.overdue = math.inf, True  # the next close or fsync has it sent
                 elif draft.attempt is None:
                     self._busy += 1
-                    self.nursery.start_soon(self._in_background, draft)
+                    contained(self.nursery, f"the upload of {draft.key}", self._in_background, draft)
             waits = self._due and self._busy < IN_BACKGROUND
             with trio.move_on_after(self._due[0][0] - now if waits else math.inf):
                 await self._changed.wait()
@@ -94,6 +95,8 @@ class Queue:
             attempt = await self._started(draft)
             if attempt is not None:
                 await attempt.done.wait()
+        except CachefsError:
+            pass  # said, and planned again
         finally:
             self._busy -= 1
             self._changed.set()
@@ -132,16 +135,27 @@ class Queue:
         """The attempt under way, or a new one."""
         if draft.attempt is None:
             async with draft.turn:  # not while it is being renamed
-                if draft.attempt is None and not draft.discarded and self._is_quiet(draft) and draft.dirty:
+                if (
+                    draft.attempt is None
+                    and not draft.discarded
+                    and await self._is_quiet(draft)
+                    and draft.dirty
+                ):
                     draft.due, draft.overdue = math.inf, False
                     draft.attempt = attempt = Attempt()
-                    self.nursery.start_soon(self._attempt, draft, attempt)
+                    contained(self.nursery, f"the upload of {draft.key}", self._attempt, draft, attempt)
         return draft.attempt
 
-    def _is_quiet(self, draft: Draft) -> bool:
-        """Whether nobody writes it by himself; else its last writer, or time, brings it here again."""
-        if not draft.lent or draft.reclaim():
-            return True
+    async def _is_quiet(self, draft: Draft) -> bool:
+        """Whether nobody writes it by himself; else its last writer, or time, brings it here again. Raises `CacheUnusable`
+        where its file cannot be opened; that is tried again like a failed attempt."""
+        try:
+            if not draft.lent or draft.reclaim():
+                return True
+        except CachefsError as exc:
+            await self._failed(draft, exc)
+            self._again(draft, exc)
+            raise
         draft.due = math.inf
         if not draft.writers:
             self.plan(draft, STILL_WRITTEN_S)
@@ -160,6 +174,7 @@ class Queue:
                         draft.overdue = True
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
+                    draft.file.check()
                     attempt.generation, attempt.frozen = draft.generation, draft.size
                     pieces = draft.parts.pieces()
                     attempt.begun.set()

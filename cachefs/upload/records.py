@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import trio
 
 from cachefs.errors import CachefsError
 from cachefs.origin import Origin
+from cachefs.upload import orphans
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import DRAFTS, ORPHANS, Journal
 
@@ -43,7 +46,7 @@ class Records:
         async with draft.row_turn:
             if not draft.discarded:
                 draft.has_row = True
-                await self.journal.write(DRAFTS, draft.id, draft.row())
+                await self._put(draft, draft.row())
 
     async def acknowledge(self, draft: Draft) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
@@ -55,16 +58,27 @@ class Records:
         async with draft.row_turn:
             if not draft.acknowledged and not draft.discarded:
                 draft.has_row = True
-                await self.journal.write(DRAFTS, draft.id, {**draft.row(), "acknowledged": True})
+                await self._put(draft, {**draft.row(), "acknowledged": True})
                 draft.acknowledged = True
+
+    async def _put(self, draft: Draft, row: Mapping[str, Any]) -> None:
+        if not row["acknowledged"]:
+            await self.journal.write(DRAFTS, draft.id, row)
+            return
+        path = draft.file.path
+        await self.journal.write(
+            *(DRAFTS, draft.id, row),
+            first=partial(orphans.describe, path, row),
+            then=partial(orphans.acknowledge, path),
+        )
 
     async def forget(self, draft: Draft) -> None:
         """The store has it, or nobody wants it: it shall not come back."""
         async with draft.row_turn:
-            draft.acknowledged = False
+            was, draft.acknowledged = draft.acknowledged, False
             if draft.has_row:
                 draft.has_row = False
-                await self._remove(draft.id)
+                await self._remove(draft.id, draft.file.path if was else None)
 
     async def orphaned(self, source: str, key: str, upload: Mapping[str, Any]) -> None:
         """This upload (its `state`) is to be aborted, if need be by a later run."""
@@ -90,9 +104,11 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(self, name: str) -> None:
+    async def _remove(self, name: str, file: Path | None = None) -> None:
         try:
-            await self.journal.write(DRAFTS, name, None)
+            await self.journal.write(
+                DRAFTS, name, None, first=None if file is None else partial(orphans.forget, file)
+            )
         except CachefsError as exc:
             log.warning("%s; trying again", exc)
             self._stale.add(name)

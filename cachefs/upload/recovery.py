@@ -7,7 +7,8 @@
 | acknowledged | missing | said, as an error: somebody has removed it |
 | acknowledged, of a store that is not mounted | there | both stay for the mount that has it |
 | not acknowledged | either | the upload is aborted, the file goes: its writer was told nothing |
-| none | there | the file goes |
+| none | there | the file goes; one that says it was acknowledged, or is none of ours, is kept aside (`orphans.py`) |
+| no journal | there | all files are kept aside |
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import trio
 
 from cachefs.origin import Origin
+from cachefs.upload import orphans
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import DRAFTS, ORPHANS
 from cachefs.upload.records import Records
@@ -59,9 +61,14 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[Draft]:
         if row["upload"] is not None:
             await records.orphaned(row["source"], row["key"], row["upload"])
         await journal.write(DRAFTS, name, None)
-    for left in files:
+    kept_aside = [left for left in files if not orphans.accounted(staging, left)]
+    orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
+    for left in files.difference(kept_aside):
         log.info("removing %s, which nobody was told to be safe", staging / left)
-        (staging / left).unlink()
+        try:
+            (staging / left).unlink()
+        except OSError as exc:
+            log.warning("cannot remove %s: %s", staging / left, exc.strerror)
     return found
 
 

@@ -19,6 +19,7 @@ import trio
 from cachefs.errors import NoRoom
 from cachefs.names import ObjectId
 from cachefs.upload.draft import Draft
+from cachefs.upload.staging import translated
 
 UNSENT = 512 << 20
 """Guessed: seconds of a fast store, and less than what a node has of page cache."""
@@ -72,10 +73,13 @@ class StagingRoom:
         self._impatient_until = float("-inf")
 
     def free_bytes(self) -> int:
-        """What may be written now."""
+        """What may be written now. Raises `CacheUnusable`."""
         now = trio.current_time()
         if now - self._asked_at >= LOOK_S or self._since >= LOOK_BYTES:
-            disk = os.statvfs(self._directory)
+            try:
+                disk = os.statvfs(self._directory)
+            except OSError as exc:
+                raise translated(exc, self._directory) from exc
             self._free = disk.f_bavail * disk.f_frsize - self._keep_free
             self._asked_at, self._since = now, 0
         return self._free - self._since

@@ -19,6 +19,7 @@ import trio
 from cachefs.errors import CachefsError, NoSuchUpload, NotFound, OriginFailed
 from cachefs.origin import ObjectInfo, Origin, Part, Turn, Upload
 from cachefs.origin.writes import each
+from cachefs.tasks import contained
 from cachefs.upload.parts import Parts, Piece
 from cachefs.upload.staging import StagingFile
 
@@ -82,7 +83,7 @@ class Sender:
         while len(self._early) < AT_ONCE and (piece := self.parts.ready()):
             self.parts.begin(piece)
             self._early[piece.number] = scope = trio.CancelScope()
-            nursery.start_soon(self._send_early, piece, scope, nursery)
+            contained(nursery, f"a part of {self.key}", self._send_early, piece, scope, nursery)
 
     async def _send_early(self, piece: Piece, scope: trio.CancelScope, nursery: trio.Nursery) -> None:
         try:

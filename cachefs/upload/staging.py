@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -26,6 +27,8 @@ import trio
 from cachefs import ownership
 from cachefs.errors import CachefsError, CacheUnusable, NoRoom
 from cachefs.origin import FileRange, InMemory, Source
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -50,6 +53,27 @@ that a time of now could be that of the next write, too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class Spoiled:
+    """What a failed fsync leaves of a file of `size` bytes. The kernel marks the pages that it could not write as clean, and
+    the next fsync answers 0; so the disk may hold other bytes than were written, anywhere in the file, and only writing them
+    again mends that. `_rewritten` is how far this was done, from the beginning."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rewritten = 0
+
+    def wrote(self, offset: int, end: int) -> bool:
+        """True when nothing is left of what was there."""
+        if offset <= self._rewritten:
+            self._rewritten = max(self._rewritten, end)
+        return self._rewritten >= self._size
+
+    def truncated(self, size: int) -> bool:
+        """The same of a file that was cut."""
+        self._size = min(self._size, size)
+        return self._rewritten >= self._size
+
+
 class Shape(NamedTuple):
     """What tells a file that was written from one that was not."""
 
@@ -67,7 +91,10 @@ class Memory:
 class StagingFile:
     """One file: a new one, empty, if there is `memory` for it, else the one that lies there. Raises `NoRoom` when the disk
     is full, `CacheUnusable` when it fails. One that is `lent` is written by others, and open for reading only here: then
-    `written` says whether they still are at it."""
+    `written` says whether they still are at it.
+
+    After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until all that it held then was written
+    again, or cut off. Writes of others (`lent`) are not seen, so these do not count."""
 
     def __init__(self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None) -> None:
         self.path = path
@@ -80,6 +107,7 @@ class StagingFile:
         self._held = None if memory is None else bytearray()  # all of it, until it lands
         self._landing = trio.Lock()
         self._removed = False
+        self._spoiled: Spoiled | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -103,8 +131,8 @@ class StagingFile:
         if self._users:
             return
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            os.close(fd)
         elif self._removed:
             self._let_go()
 
@@ -127,7 +155,13 @@ class StagingFile:
                 self._fd = await self._in_thread(partial(_written_file, self.path, bytes(self._held)))
             self._let_go()
             if self._removed:  # meanwhile, or before
-                self.path.unlink(missing_ok=True)
+                self._unlink()
+
+    def _unlink(self) -> None:
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("cannot remove %s: %s", self.path, exc.strerror)
 
     def _let_go(self) -> None:
         self._memory.left += len(self._held or b"")
@@ -170,17 +204,19 @@ class StagingFile:
 
     def lend(self) -> Shape:
         """Others write it from now on. Returns what it is like until one does."""
+        with self._translated():
+            if self._writes:
+                fd = self.reader()
+                os.dup2(fd, self._fd, inheritable=False)
+                os.close(fd)
+                self._writes = False
+            os.utime(self._fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
         self.lent = True
-        if self._writes:
-            fd = self.reader()
-            os.dup2(fd, self._fd, inheritable=False)
-            os.close(fd)
-            self._writes = False
-        os.utime(self._fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
         return self.shape()
 
     def shape(self) -> Shape:
-        status = os.fstat(self._fd) if self._fd >= 0 else os.stat(self.path)
+        with self._translated():
+            status = os.fstat(self._fd) if self._fd >= 0 else os.stat(self.path)
         return Shape(status.st_size, status.st_mtime_ns)
 
     def written(self) -> bool:
@@ -191,10 +227,10 @@ class StagingFile:
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """The name goes; who uses the file keeps it."""
+        """The name goes; who uses the file keeps it. Where the disk does not let it go, the next start removes it."""
         self._removed = True
         if self._held is None:
-            self.path.unlink(missing_ok=True)
+            self._unlink()
         elif not self._users:
             self._let_go()
 
@@ -223,19 +259,35 @@ class StagingFile:
             held[offset:end] = data
             return
         await self._on_disk(lambda fd: _write(fd, offset, data))
+        if self._spoiled is not None and self._spoiled.wrote(offset, end):
+            self._spoiled = None
 
     async def truncate(self, size: int) -> None:
         if self._keep(size) is None:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))
+            if self._spoiled is not None and self._spoiled.truncated(size):
+                self._spoiled = None
 
     async def allocate(self, offset: int, length: int) -> None:
         await self._on_disk(lambda fd: os.posix_fallocate(fd, offset, length))
 
     async def sync(self) -> None:
         """The bytes are on the disk. Its name may not be: `sync_names`."""
+        self.check()
         with self.used(), self._translated():
             await self.land()
-            await self._in_thread(lambda: os.fdatasync(self._fd))
+            try:
+                await self._in_thread(lambda: os.fdatasync(self._fd))
+            except OSError:
+                self._spoiled = Spoiled(os.fstat(self._fd).st_size)
+                raise
+
+    def check(self) -> None:
+        """Raises `CacheUnusable` if the file may hold other bytes than were written."""
+        if self._spoiled is not None:
+            raise CacheUnusable(
+                f"the disk of {self.path.parent} failed to keep what was written: write the file again"
+            )
 
     async def copy_to(self, other: StagingFile, size: int) -> None:
         """The first `size` bytes, without their coming through here."""
@@ -321,8 +373,10 @@ def _written_file(path: Path, data: bytes) -> int:
     try:
         _write(fd, 0, data)
     except OSError:
-        os.close(fd)
-        path.unlink()
+        with suppress(OSError):
+            os.close(fd)
+        with suppress(OSError):
+            path.unlink()
         raise
     return fd
 

@@ -27,7 +27,8 @@ from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.origin.writes import each, new_stamp
-from cachefs.upload import recovery, status
+from cachefs.tasks import contained, run_contained
+from cachefs.upload import orphans, recovery, status
 from cachefs.upload.draft import Draft
 from cachefs.upload.journal import NOTES, Journal
 from cachefs.upload.lending import Lending, Loan
@@ -46,6 +47,9 @@ FLUSHED_AT_ONCE = 64
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed draft alone. Guessed: somebody waits."""
 
+SETTLE_AGAIN_S = 1.0
+"""How long a draft is kept that cannot be settled yet, before that is tried again. Guessed."""
+
 GIVING_UP_S = 3.0
 """How long a stop may take for each file that is being written. Guessed."""
 
@@ -59,7 +63,8 @@ OnConflict = Literal["overwrite", "fail"]
 class Uploads:
     """`bring` reads what a draft begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
     version that the store has from now on, before those who waited for it (its `mtime_ns` is the draft's, where the
-    store's would cost a request); `on_settled` that a draft's content is the cache's or the store's alone, and the draft
+    store's would cost a request); `on_settling` is asked before a draft is settled, which
+    waits while it says False; `on_settled` is told that a draft's content is the cache's or the store's alone, and the draft
     is not to be used any more: until then it can be opened; `on_changed`, of one that is lent, that it was written.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
@@ -81,6 +86,7 @@ class Uploads:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.on_committed: Callable[[Draft, ObjectInfo], None] = lambda draft, info: None
+        self.on_settling: Callable[[Draft], bool] = lambda draft: True
         self.on_settled: Callable[[Draft], None] = lambda draft: None
         self.on_changed: Callable[[Draft], None] = lambda draft: None
         self._staging = staging_dir
@@ -94,6 +100,7 @@ class Uploads:
         self._threads = trio.CapacityLimiter(THREADS)
         self._memory = Memory()
         prepare(staging_dir)
+        orphans.without_journal(staging_dir, state_dir / "journal")
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
@@ -160,9 +167,9 @@ class Uploads:
         elif not draft.dirty and draft.adopted:
             self._settled(draft)  # at once: its file is the cache's, so nobody can open it here any more
         elif not draft.dirty:
-            self._queue.nursery.start_soon(self._settle, draft)
+            contained(self._queue.nursery, f"settling {draft.key}", self._settle, draft)
         elif draft.attempt is None and draft.due == math.inf:
-            self._queue.nursery.start_soon(self._after_release, draft)
+            contained(self._queue.nursery, f"closing {draft.key}", self._after_release, draft)
 
     def lend_to(self, tell: Callable[[Loan], None], retire: Callable[[Loan], None]) -> None:
         """From now on the kernel writes files by itself; see `Lending`. Not where parts are sent while they are written."""
@@ -243,8 +250,7 @@ class Uploads:
 
     def pending(self) -> list[Draft]:
         """All that the store does not have as it is."""
-        drafts = self._drafts.values()
-        return [draft for draft in drafts if (draft.look() or draft.dirty) and not draft.discarded]
+        return [draft for draft in self._drafts.values() if not draft.discarded and _is_pending(draft)]
 
     @property
     def elsewhere(self) -> list[tuple[str, int]]:
@@ -345,10 +351,17 @@ class Uploads:
     async def _settle(self, draft: Draft) -> None:
         """Nobody uses it and the store has it: the cache gets the file."""
         async with draft.lock:
-            if draft.lent and not draft.reclaim():
+            try:
+                if draft.lent and not draft.reclaim():
+                    return
+            except CachefsError:  # its file cannot be opened now
+                self._settle_later(draft)
                 return
             info = draft.committed
             if draft.handles or info is None or self._drafts.get(draft.id) is not draft:
+                return
+            if not self.on_settling(draft):
+                self._settle_later(draft)
                 return
             if draft.sender.upload is not None:  # of a completion that somebody's newer object hid, for one
                 await draft.sender.abandon()
@@ -371,17 +384,24 @@ class Uploads:
     async def _adopt(self, draft: Draft, info: ObjectInfo) -> bool:
         if self._store is None or draft.overtaken or not draft.size:
             return False
-        with draft.file.used():
-            version = info.version(draft.origin.source)
-            try:
+        try:
+            draft.file.check()
+            with draft.file.used():
                 await draft.file.land()
-                return await self._store.adopt(version, draft.file.path)
-            except CachefsError as exc:
-                log.info("%s is not kept here: %s", draft.origin.name(draft.key), exc)
-                return False
-            except Exception:
-                log.exception("the cache failed to take %s", draft.origin.name(draft.key))
-                return False
+                return await self._store.adopt(info.version(draft.origin.source), draft.file.path)
+        except CachefsError as exc:
+            log.info("%s is not kept here: %s", draft.origin.name(draft.key), exc)
+            return False
+        except Exception:
+            log.exception("the cache failed to take %s", draft.origin.name(draft.key))
+            return False
+
+    def _settle_later(self, draft: Draft) -> None:
+        async def settle() -> None:
+            await trio.sleep(SETTLE_AGAIN_S)
+            await self._settle(draft)
+
+        contained(self._queue.nursery, f"settling {draft.key}", settle)
 
     # -- the life of the room ----------------------------------------------------------------------
 
@@ -454,7 +474,7 @@ class Uploads:
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
                 for draft in list(self._drafts.values()):
                     with trio.move_on_after(GIVING_UP_S):
-                        await self._give_up(draft)
+                        await run_contained(f"giving up {draft.key}", self._give_up, draft)
                 self._queue.close()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
@@ -467,7 +487,10 @@ class Uploads:
             await self._settle(draft)
         elif draft.acknowledged or not draft.handles:
             await self._queue.halt(draft)
-            await self._records.acknowledge(draft)
+            try:
+                await self._records.acknowledge(draft)
+            except CachefsError as exc:
+                log.warning("%s: %s", draft.origin.name(draft.key), exc)
             while draft.handles:
                 draft.release()
         else:
@@ -495,3 +518,10 @@ class Uploads:
         await self._bring(draft.origin, base, count, take)
         if at != count:
             raise OriginFailed(f"{draft.origin.name(base.key)}: only {at} of {count} bytes came")
+
+
+def _is_pending(draft: Draft) -> bool:
+    try:
+        return draft.look() or draft.dirty
+    except CachefsError:
+        return True  # its file cannot be looked at now, and may hold something new

@@ -17,6 +17,7 @@ import h11
 import trio
 
 from cachefs.errors import MountError
+from cachefs.tasks import containing
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Endpoint:
             finally:
                 self._room.release()
 
-        await trio.serve_listeners(handle, list(self._listeners))
+        await trio.serve_listeners(containing("a request for metrics", handle), list(self._listeners))
 
     async def _converse(self, stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)

@@ -80,6 +80,7 @@ class MemoryWriter:
 
     def __init__(self, *, writeback: bool = False) -> None:
         self.on_committed: Callable[[Any, ObjectInfo], None] = lambda draft, info: None
+        self.on_settling: Callable[[Any], bool] = lambda draft: True
         self.on_settled: Callable[[Any], None] = lambda draft: None
         self.on_changed: Callable[[Any], None] = lambda draft: None
         self.lends = False

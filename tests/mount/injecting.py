@@ -1,0 +1,277 @@
+"""System calls of a running daemon fail at their n-th call: n = 1, 2, 3 … until a run passes untouched (`scripts/inject`).
+
+strace fails the call in each thread of the daemon at that thread's n-th, while a small workload writes to a real mount.
+Afterwards the daemon lives; what was acknowledged (close and fsync returned 0) reads back right, in the same run and after
+the mount was stopped and started; and the same workload, undisturbed, is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.lab.client import LabStore
+from bench.lab.dataset import content
+from tests.mount.mounts import Mount, alive, eventually
+
+CALLS = {
+    "pwrite64": "pwrite64",
+    "openat": "openat",
+    "rename": "rename,renameat,renameat2",
+    "fsync": "fsync",
+    "fdatasync": "fdatasync",
+    "ftruncate": "ftruncate",
+    "unlink": "unlink,unlinkat",
+}
+"""What strace is told for each call that can be chosen."""
+
+ERRORS = ("EIO", "ENOSPC", "EMFILE")
+MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
+SMALL, LARGE = 100_000, 6 << 20
+
+Known = dict[Path, bytes]
+
+
+class Damage(AssertionError):
+    """A promise was broken."""
+
+
+@contextmanager
+def injected(pid: int, calls: str, error: str, number: int, output: Path) -> Iterator[None]:
+    """Until this ends, `calls` of the process fail at the n-th of each thread."""
+    process = subprocess.Popen(
+        [
+            *("strace", "-f", "-o", output, "-e", f"trace={calls}"),
+            *("-e", f"inject={calls}:error={error}:when={number}", "-p", str(pid)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        first = process.stderr.readline()
+        assert "attached" in first, first
+        eventually(lambda: _traced(pid) >= threads, "strace is attached to all threads")
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)  # it detaches
+        process.stderr.close()
+        process.wait(30)
+
+
+def _traced(pid: int) -> int:
+    count = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            count += "TracerPid:\t0\n" not in (task / "status").read_text()
+        except OSError:
+            pass
+    return count
+
+
+def hits(output: Path) -> int:
+    return output.read_text(errors="replace").count("(INJECTED)")
+
+
+def workload(root: Path) -> Known:
+    """Several small files, a large one, renames, overwriting, reading back, removing; what was acknowledged. A name whose
+    last operation failed may show anything that was written under it, or nothing."""
+    known: Known = {}
+
+    def tried(*paths: Path) -> None:
+        for path in paths:
+            known.pop(path, None)
+
+    def write(name: str, size: int, version: int, *, sync: bool = False) -> None:
+        path, data = root / name, content(f"{root}/{name}/{version}", size)
+        tried(path)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                at = 0
+                while at < size:
+                    at += os.write(fd, data[at : at + (1 << 20)])
+                if sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            known[path] = data
+        except OSError:
+            pass
+
+    def rename(old: str, new: str) -> None:
+        moved = known.get(root / old)
+        tried(root / old, root / new)
+        try:
+            os.rename(root / old, root / new)
+        except OSError:
+            return
+        if moved is not None:
+            known[root / new] = moved
+
+    def unlink(name: str) -> None:
+        tried(root / name)
+        try:
+            os.unlink(root / name)
+        except OSError:
+            pass
+
+    try:
+        root.mkdir()
+    except OSError:
+        return known
+    for number in range(4):
+        write(f"small{number}", SMALL + number, 1, sync=number % 2 == 0)
+    write("tiny", 1000, 1)
+    write("large", LARGE, 1, sync=True)
+    rename("small0", "moved")
+    write("small1", SMALL // 2, 2)
+    rename("small2", "small3")
+    write("temporary", SMALL, 1, sync=True)
+    rename("temporary", "large")
+    unlink("tiny")
+    for path in list(known):
+        try:
+            shown = path.read_bytes()
+        except OSError:
+            continue  # while calls fail, reading may fail
+        if shown != known[path]:
+            raise Damage(f"{path} reads as other bytes than were acknowledged, while calls fail")
+    return known
+
+
+def check(known: Known, when: str) -> None:
+    for path, data in known.items():
+        try:
+            shown = path.read_bytes()
+        except OSError as exc:
+            raise Damage(f"{path}, which was acknowledged, {when}: {exc.strerror}") from exc
+        if shown != data:
+            raise Damage(f"{path} {when}: {len(shown)} bytes, and not those of {len(data)} acknowledged")
+
+
+class Injection:
+    """One mount, injected into again and again. `known` is all that was acknowledged since it was last started."""
+
+    def __init__(self, mount: Mount, calls: str, error: str) -> None:
+        self.mount, self.calls, self.error = mount, calls, error
+        self.known: Known = {}
+
+    def once(self, number: int) -> int:
+        """Fail the n-th calls; returns how many were hit. Raises `Damage`."""
+        mount, name = self.mount, f"{self.calls.split(',')[0]}-{self.error}-{number}"
+        pid, output = mount.pid, mount.place / "strace"
+        with injected(pid, self.calls, self.error, number, output):
+            known = workload(mount.path / name)
+        if not alive(pid):
+            raise Damage("the daemon has ended")
+        check(known, "afterwards")
+        after = workload(mount.path / f"{name}-after")
+        if len(after) != 4:
+            raise Damage(f"undisturbed, only these could be written: {sorted(path.name for path in after)}")
+        check(after, "undisturbed")
+        self.known |= known | after
+        return hits(output)
+
+    def restart(self) -> None:
+        """Stop, start, and read all that was acknowledged."""
+        self.mount.stop()
+        self.mount.start()
+        check(self.known, "after a restart")
+        for root in {path.parent for path in self.known}:
+            shutil.rmtree(root, ignore_errors=True)
+        self.known = {}
+
+
+def series(
+    mount: Mount, call: str, error: str, *, step: float, every: int, most: int
+) -> tuple[int, int, str]:
+    """n = 1, 2, 3 …, each `step` times the one before, until nothing is hit. Returns the runs, the calls that were failed,
+    and what went wrong, "" if nothing."""
+    injection = Injection(mount, CALLS[call], error)
+    number, runs, failed = 1, 0, 0
+    try:
+        while number <= most:
+            count = injection.once(number)
+            runs, failed = runs + 1, failed + count
+            if not count:
+                break
+            if runs % every == 0:
+                injection.restart()
+            number = max(number + 1, int(number * step))
+        injection.restart()
+    except (Damage, AssertionError) as exc:
+        return runs, failed, f"n={number}: {exc}"
+    return runs, failed, ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/inject", description=__doc__)
+    parser.add_argument("--calls", nargs="+", choices=sorted(CALLS), default=list(CALLS))
+    parser.add_argument("--errors", nargs="+", default=list(ERRORS))
+    parser.add_argument("--mode", nargs="+", choices=sorted(MODES), default=list(MODES), dest="modes")
+    parser.add_argument("--step", type=float, default=1.0, help="each n is so many times the one before")
+    parser.add_argument("--most", type=int, default=1000, help="the largest n")
+    parser.add_argument(
+        "--restart-every", type=int, default=10, help="runs between two restarts of the mount"
+    )
+    chosen = parser.parse_args(arguments)
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="inject-") as place:
+        os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
+        with LabStore(Path(place) / "store") as store:
+            for mode in chosen.modes:
+                for call in chosen.calls:
+                    for error in chosen.errors:
+                        home = Path(place) / f"{mode}-{call}-{error}"
+                        home.mkdir()
+                        bucket = f"{mode}-{call}-{error}".lower()
+                        store.bucket(bucket)
+                        mount = Mount(
+                            home,
+                            f"s3://{bucket}",
+                            store.env,
+                            {"read_only": None, "ram": "16M", **MODES[mode]},
+                        )
+                        mount.start()
+                        began = time.monotonic()
+                        runs, failed, said = series(
+                            *(mount, call, error),
+                            step=chosen.step,
+                            every=chosen.restart_every,
+                            most=chosen.most,
+                        )
+                        left = mount.finish() if not said else []
+                        wrong += bool(said)
+                        took = time.monotonic() - began
+                        print(
+                            f"{mode} {call} {error}: {runs} runs, {failed} calls failed, {took:.0f} s {said}",
+                            flush=True,
+                        )
+                        for line in left:
+                            if "in the log" not in line:
+                                print(f"  {line}", flush=True)
+                        if said:
+                            print("  " + "\n  ".join(mount.log().splitlines()[-40:]), flush=True)
+                            mount.umount("--lazy")
+                            for pid in mount.pids:
+                                if alive(pid):
+                                    os.kill(pid, signal.SIGKILL)
+                        shutil.rmtree(home, ignore_errors=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Tasks whose failure stays with what they are about."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import trio
+
+import cachefs
+from cachefs.tasks import contained, containing
+
+PACKAGE = Path(cachefs.__file__).parent
+
+SERVICES = {
+    # What a service is made of: it ends with it, and the composition root starts it again.
+    "fetch/fetcher.py": {"bring_runs"},
+    "fetch/upstream.py": {"work"},
+    "peers/etcd.py": {"self._follow", "self._stay_registered"},
+    "peers/listed.py": {"self._tell"},
+    "peers/node.py": {"self._membership.run"},
+    "peers/server.py": {"watch"},
+    "prefetch/prefetcher.py": {"self._sweep_now_and_then"},
+    "store/store.py": {"self._moves.run", "self._lending.run"},
+    "upload/uploads.py": {"self._records.run", "self._lending.run"},
+}
+"""What of a room is started without `contained`: parts of a call that its caller contains, and of a room's own service."""
+
+
+def test_an_exception_is_logged_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    done = []
+
+    async def fail(number: int) -> None:
+        if number % 2:
+            raise ValueError(f"of {number}")
+        await trio.lowlevel.checkpoint()
+        done.append(number)
+
+    async def nested() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            raise KeyError("inside")
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                contained(nursery, f"task {number}", fail, number)
+            contained(nursery, "nested", nested)
+
+    trio.run(main)
+    assert done in ([0, 2], [2, 0])
+    assert sorted(r.message for r in caplog.records) == [
+        f"{what} failed unexpectedly" for what in ("nested", "task 1", "task 3")
+    ]
+    assert all(r.levelno == logging.ERROR and r.exc_info for r in caplog.records)
+
+
+def test_cancellation_passes() -> None:
+    async def main() -> None:
+        with trio.move_on_after(0.01) as scope:
+            async with trio.open_nursery() as nursery:
+                contained(nursery, "sleep", trio.sleep_forever)
+        assert scope.cancelled_caught
+
+    trio.run(main)
+
+
+def test_a_handler_of_connections(caplog: pytest.LogCaptureFixture) -> None:
+    async def handle(number: int) -> None:
+        raise RuntimeError(number)
+
+    trio.run(containing("a connection", handle), 1)
+    assert [r.message for r in caplog.records] == ["a connection failed unexpectedly"]
+
+
+@pytest.mark.parametrize("room", ["upload", "fuse", "fetch", "prefetch", "store", "peers", "watching"])
+def test_no_task_of_a_file_can_end_its_nursery(room: str) -> None:
+    wrong = []
+    for path in (PACKAGE / room).rglob("*.py"):
+        allowed = SERVICES.get(str(path.relative_to(PACKAGE)), set())
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            if call.func.attr == "start_soon" and ast.unparse(call.args[0]) not in allowed:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{call.lineno}")
+    assert not wrong, f"start these with tasks.contained: {wrong}"

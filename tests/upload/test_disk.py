@@ -1,0 +1,296 @@
+"""A disk that fails under the staging files: one operation gets an errno, and the daemon goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.errors import CachefsError, CacheUnusable, NoRoom, OriginFailed
+from cachefs.upload.staging import HELD
+from tests.upload.scripted import ScriptedStore, desk, in_trio
+
+LARGE = HELD + 1
+"""Bytes of a file that is on the disk at once."""
+
+
+class Failing:
+    """`os.<call>` fails with `number` while `on`, for paths and descriptors below `directory`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, call: str, number: int, directory: Path) -> None:
+        self.on = False
+        self.times = 0
+        real: Callable[..., Any] = getattr(os, call)
+
+        def wrapped(target: Any, *args: Any, **options: Any) -> Any:
+            if self.on and self._concerns(target, directory):
+                self.times += 1
+                raise OSError(number, os.strerror(number))
+            return real(target, *args, **options)
+
+        patch.setattr(os, call, wrapped)
+
+    def _concerns(self, target: Any, directory: Path) -> bool:
+        if isinstance(target, int):
+            return os.readlink(f"/proc/self/fd/{target}").startswith(str(directory))
+        if str(target).startswith("/proc/self/fd/"):
+            return os.readlink(target).startswith(str(directory))
+        return str(target).startswith(str(directory))
+
+
+# -- a failed fsync ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@in_trio
+async def test_a_failed_fsync_is_not_followed_by_one_that_says_it_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    sync = Failing(monkeypatch, "fdatasync", number, tmp_path / "staging")
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.create("k", b"1" * LARGE)
+        sync.on = True
+        with pytest.raises(NoRoom if number == errno.ENOSPC else CacheUnusable):
+            await d.uploads.commit(draft)
+        sync.on = False
+        for _ in range(3):
+            with pytest.raises(CacheUnusable, match="write the file again"):
+                await d.uploads.commit(draft)
+        await draft.write(10, b"a part of it")
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(draft)
+        d.uploads.release(draft)
+        await trio.sleep(200)
+        assert d.store.counts["put"] == 0, "bytes that nobody vouches for are not uploaded"
+        assert not draft.acknowledged and d.uploads.pending() == [draft]
+
+
+@pytest.mark.parametrize("how", ["rewritten", "rewritten in pieces", "emptied", "cut and rewritten"])
+@in_trio
+async def test_a_file_that_is_written_again_after_a_failed_fsync_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
+    data = b"2" * LARGE
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.create("k", b"1" * LARGE)
+        sync.on = True
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(draft)
+        sync.on = False
+        if how == "rewritten":
+            await draft.write(0, data)
+        elif how == "rewritten in pieces":
+            for at in range(0, LARGE, 5000):
+                await draft.write(at, data[at : at + 5000])
+        elif how == "emptied":
+            await draft.truncate(0)
+            await draft.write(0, data)
+        else:
+            await draft.truncate(1000)
+            with pytest.raises(CacheUnusable):
+                await d.uploads.commit(draft)
+            await draft.write(0, data)
+        await d.close(draft)
+        assert draft.acknowledged
+        assert await d.uploads.flush() == []
+        assert d.store.content("k") == data
+
+
+@in_trio
+async def test_what_was_not_rewritten_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.create("k", b"1" * LARGE)
+        sync.on = True
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(draft)
+        sync.on = False
+        await draft.write(0, b"2" * 1000)
+        await draft.write(1001, b"2" * LARGE)  # one byte is left out
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(draft)
+        await draft.write(1000, b"2" * LARGE)
+        await d.uploads.commit(draft)
+
+
+@in_trio
+async def test_a_durable_file_whose_upload_and_fsync_failed_is_not_uploaded_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"1" * LARGE)
+        d.store.fail("put", lambda: OriginFailed("down"), times=1)
+        d.store.fail("part", lambda: OriginFailed("down"), times=100)
+        sync.on = True
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        sync.on = False
+        d.store.rules.clear()
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(draft)
+        assert "k" not in d.store.objects
+        await draft.truncate(0)
+        await draft.write(0, b"2" * LARGE)
+        await d.close(draft)
+        assert d.store.content("k") == b"2" * LARGE
+
+
+# -- a staging file that cannot be opened --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EMFILE, errno.EIO, errno.ENOENT])
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_file_that_cannot_be_opened_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, writeback: bool
+) -> None:
+    """On the way: while it is uploaded in the background, read, written, settled, closed."""
+    opening = Failing(monkeypatch, "open", number, tmp_path / "staging")
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=writeback) as d:
+        store.fail("put", lambda: OriginFailed("down"), times=1)
+        store.fail("part", lambda: OriginFailed("down"), times=10)
+        try:
+            closed = await d.save("closed", b"1" * LARGE)
+        except OriginFailed:
+            closed = d.uploads.pending()[0]
+        opening.on = True
+        await trio.sleep(100)  # some attempts
+        with pytest.raises(CacheUnusable):
+            d.uploads.open(closed)
+        with pytest.raises(CacheUnusable):
+            await closed.read(0, 10)
+        with pytest.raises(CacheUnusable):
+            await d.create("other", b"2" * LARGE)
+        assert opening.times > 2 and closed.handles == 0
+        assert d.uploads.status()["pending"] >= 1
+        opening.on = False
+        store.rules.clear()
+        await trio.sleep(100)
+        assert store.content("closed") == b"1" * LARGE
+        await d.save("third", b"3" * LARGE)
+        assert await d.uploads.flush() == [] and store.content("third") == b"3" * LARGE
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_file_that_cannot_be_opened_for_the_cache_is_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writeback: bool
+) -> None:
+    """The origin has it: that the cache does not get it hurts no caller."""
+    opening = Failing(monkeypatch, "open", errno.EMFILE, tmp_path / "staging")
+    async with desk(tmp_path, writeback=writeback, upload_delay_s=1.0) as d:
+        d.uploads.on_committed = lambda draft, info: setattr(opening, "on", True)
+        await d.save("k", b"1" * LARGE)
+        await trio.sleep(10)
+        assert d.store.content("k") == b"1" * LARGE
+        assert d.settled == ["k"] and d.cache.adopted == {} and opening.times
+
+
+@in_trio
+async def test_a_file_that_cannot_be_removed_is_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    removing = Failing(monkeypatch, "unlink", errno.EROFS, tmp_path / "staging")
+    async with desk(tmp_path, cache=None, recover=True) as d:
+        d.cache.adopts = False
+        removing.on = True
+        await d.save("k", b"1" * LARGE)
+        await d.quiet()
+        assert d.settled == ["k"] and removing.times == 1
+        assert "cannot remove" in caplog.text and len(d.files()) == 1
+        removing.on = False
+    async with desk(tmp_path, d.store) as d:
+        assert d.files() == [] and d.uploads.pending() == []
+
+
+@in_trio
+async def test_the_staging_file_of_a_waiting_upload_was_removed(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        draft = await d.save("k", b"1" * LARGE)
+        draft.file.path.unlink()
+        await trio.sleep(100)
+        assert [draft.key for draft in d.uploads.pending()] == ["k"]
+        assert isinstance(draft.failure, CacheUnusable)
+        await d.save("other", b"2")
+        assert [left.key for left in await d.uploads.flush()] == ["k"]
+        assert d.store.content("other") == b"2"
+        assert [left.key for left in await d.uploads.aclose(1)] == ["k"], (
+            "nor does it keep a stop from its end"
+        )
+
+
+@in_trio
+async def test_a_disk_that_does_not_say_how_full_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = Failing(monkeypatch, "statvfs", errno.EIO, tmp_path / "staging")
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"1")
+        await trio.sleep(1)
+        asking.on = True
+        with pytest.raises(CacheUnusable):
+            await draft.append(b"2")
+        asking.on = False
+        await draft.append(b"3")
+        await d.close(draft)
+        assert d.store.content("k") == b"13"
+
+
+# -- what nobody expects -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["settling", "attempt", "release"])
+@in_trio
+async def test_a_bug_in_the_task_of_one_file_ends_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("a bug")
+
+    caplog.set_level(logging.ERROR)
+    async with desk(tmp_path, writeback=where == "release") as d:
+        if where == "settling":
+            d.uploads.on_settled = broken
+        elif where == "attempt":
+            d.uploads.on_committed = broken
+        draft = await d.create("k", b"1")
+        if where == "release":
+            draft.file.sync = broken  # type: ignore[method-assign]
+            d.uploads.release(draft)
+        else:
+            try:
+                await d.close(draft)
+            except CachefsError:
+                assert where == "attempt"
+        await d.quiet()
+        d.uploads.on_settled = d.uploads.on_committed = lambda *_: None
+        await d.save("other", b"2")
+        await trio.sleep(10)
+        assert d.store.content("other") == b"2"
+        assert sum("a bug" in (r.exc_text or "") for r in caplog.records) == 1, "its traceback is said once"
+
+
+@in_trio
+async def test_a_draft_is_kept_while_its_name_still_shows_it(tmp_path: Path) -> None:
+    """The names database could not take the row of what the origin has."""
+    async with desk(tmp_path) as d:
+        shows = True
+        d.uploads.on_settling = lambda draft: not shows
+        draft = await d.save("k", b"1" * LARGE)
+        await trio.sleep(10)
+        assert d.settled == [] and d.cache.adopted == {} and len(d.files()) == 1
+        d.uploads.open(draft)
+        assert bytes(await draft.read(0, 1)) == b"1"
+        d.uploads.release(draft)
+        shows = False
+        await trio.sleep(10)
+        assert d.settled == ["k"] and d.files() == []

@@ -1,0 +1,230 @@
+"""Staging files that no journal accounts for are kept aside, said, and copied to where they belong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import trio
+from click.testing import CliRunner
+
+from cachefs.cli_writing import recover
+from cachefs.errors import CacheUnusable
+from cachefs.upload import orphans
+from cachefs.upload.journal import Journal
+from cachefs.uploading import left_behind
+from tests.upload.scripted import SOURCE, Desk, ScriptedStore, desk, in_trio
+
+DATA = b"1" * 100_000
+
+
+def lose_journal(path: Path) -> None:
+    shutil.rmtree(path / "state" / "journal")
+
+
+def aside(path: Path) -> list[Path]:
+    return [file for place in sorted(path.glob("staging.orphaned-*")) for file in sorted(place.iterdir())]
+
+
+async def written(d: Desk) -> None:
+    await d.save("dir/kept ö", DATA)
+    await d.create("open", b"2" * 100_000)
+
+
+@in_trio
+async def test_without_a_journal_all_files_are_kept_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+        before = {name: (d.staging / name).read_bytes() for name in d.files()}
+    lose_journal(tmp_path)
+    for _ in range(2):
+        async with desk(tmp_path, writeback=True) as d:
+            assert d.uploads.pending() == [] and d.files() == []
+    assert {file.name: file.read_bytes() for file in aside(tmp_path)} == before
+    assert "are kept in" in caplog.text
+    said = orphans.warning(tmp_path)
+    assert said.startswith("2 files") and f"cachefs recover {tmp_path}" in said
+    found = {orphan.key: orphan for orphan in orphans.found(tmp_path, waiting=True)}
+    assert found.keys() == {"dir/kept ö", ""}, "what was acknowledged has its name"
+    assert found["dir/kept ö"].source == SOURCE and found["dir/kept ö"].size == len(DATA)
+
+
+@in_trio
+async def test_a_start_that_dies_before_it_looked_loses_nothing(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+    lose_journal(tmp_path)
+    async with desk(tmp_path, recover=False):
+        pass
+    async with desk(tmp_path):
+        pass
+    assert len(aside(tmp_path)) == 2
+
+
+@in_trio
+async def test_a_mount_that_cannot_be_written_makes_no_journal(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+    (tmp_path / "staging").rename(tmp_path / "state" / "staging")
+    lose_journal(tmp_path)
+    assert not left_behind(tmp_path / "state").sizes
+    assert not (tmp_path / "state" / "journal").exists()
+
+
+@in_trio
+async def test_another_journal_does_not_account_for_what_was_acknowledged(tmp_path: Path) -> None:
+    """The journal was moved away, and later moved back, or restored."""
+    async with desk(tmp_path, writeback=True):
+        pass
+    shutil.copytree(tmp_path / "state" / "journal", tmp_path / "old")
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+    lose_journal(tmp_path)
+    (tmp_path / "old").rename(tmp_path / "state" / "journal")
+    async with desk(tmp_path, writeback=True) as d:
+        assert d.files() == []
+    (file,) = aside(tmp_path)
+    assert file.read_bytes() == DATA, "and what was never acknowledged is removed"
+
+
+@in_trio
+async def test_what_is_none_of_ours_is_not_removed(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        (d.staging / "notes.txt").write_bytes(b"mine")
+        (d.staging / "directory").mkdir()
+        (d.staging / ("0" * 32)).write_bytes(b"never acknowledged")
+    async with desk(tmp_path) as d:
+        assert d.files() == []
+    assert [file.name for file in aside(tmp_path)] == ["directory", "notes.txt"]
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_crash_leaves_nothing_aside(tmp_path: Path, writeback: bool) -> None:
+    """At any step: a file that the origin has says no more that it was acknowledged."""
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=writeback) as d:
+        d.cache.adopts = False
+        await d.save("k", DATA)
+        again = await d.save("l", DATA)
+        await d.uploads.flush()
+        await d.quiet()
+        d.uploads.on_settling = lambda draft: False
+        last = await d.save("m", DATA)
+        await d.uploads.flush()
+        await d.quiet()
+        assert last.file.path.exists() and not orphans.is_acknowledged(last.file.path)
+        assert not again.file.path.exists()
+        await d.create("open", DATA)
+    async with desk(tmp_path, store, writeback=writeback) as d:
+        assert d.files() == [] and d.uploads.pending() == []
+    assert aside(tmp_path) == []
+
+
+@in_trio
+async def test_a_renamed_file_has_its_new_name(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        draft = await d.save("old", DATA)
+        await d.rename(draft, "new")
+        assert await trio.to_thread.run_sync(orphans.is_acknowledged, draft.file.path)
+    lose_journal(tmp_path)
+    async with desk(tmp_path):
+        pass
+    assert [orphan.key for orphan in orphans.found(tmp_path, waiting=False)] == ["new"]
+
+
+@in_trio
+async def test_no_extended_attributes_cost_names_and_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    for name in ("setxattr", "getxattr", "removexattr"):
+        monkeypatch.setattr(os, name, refuse)
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+    lose_journal(tmp_path)
+    async with desk(tmp_path):
+        pass
+    assert len(aside(tmp_path)) == 2
+
+
+def test_a_journal_that_cannot_be_read_names_the_verb(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal").close()
+    (tmp_path / "journal" / "data.mdb").write_bytes(b"\xff" * 32768)
+    with pytest.raises(CacheUnusable, match=f"cachefs recover {tmp_path} lists"):
+        Journal(tmp_path / "journal")
+
+
+# -- cachefs recover -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache directory with two versions of a file kept aside, one without a name, and one in the staging directory."""
+    home = tmp_path / "cache"
+    for number, (place, key) in enumerate(
+        [
+            ("staging.orphaned-20260101T000000Z", "d/f"),
+            ("staging.orphaned-20260102T000000Z", "d/f"),
+            ("staging.orphaned-20260102T000000Z", ""),
+            ("staging", "g"),
+        ]
+    ):
+        path = home / place / f"{number:032x}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"%d" % number)
+        os.utime(path, ns=(number * 10**9, number * 10**9))
+        if key:
+            orphans.describe(path, {"source": "s3://b", "key": key, "mtime_ns": number * 10**9, "attrs": {}})
+    return home
+
+
+def test_files_are_listed(cache: Path) -> None:
+    done = CliRunner().invoke(recover, [str(cache)], catch_exceptions=False)
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert len(lines) == 4
+    assert "s3://b/g" in lines[0] and "the next mount decides" in lines[0]
+    assert sum("s3://b/d/f" in line for line in lines) == 2
+
+
+def test_files_are_copied_and_nothing_is_replaced(cache: Path, tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    to.mkdir()
+    done = CliRunner().invoke(recover, [str(cache), "--to", str(to), "--remove"])
+    assert done.exit_code != 0 and "exists" in done.output
+    assert (to / "s3/b/d/f").read_bytes() == b"1", "the latest one"
+    assert (to / "s3/b/d/f").stat().st_mtime_ns == 10**9
+    assert (to / "s3/b/g").read_bytes() == b"3"
+    assert (to / "without-a-name" / f"{2:032x}").read_bytes() == b"2"
+    left = sorted(path.name for path in cache.rglob("*") if path.is_file())
+    assert left == [f"{0:032x}", f"{3:032x}"], "what was not copied, and what the next mount is to send"
+    assert not (cache / "staging.orphaned-20260102T000000Z").exists()
+
+
+def test_a_name_that_leads_elsewhere_is_refused(cache: Path, tmp_path: Path) -> None:
+    path = cache / "staging" / f"{3:032x}"
+    orphans.describe(path, {"source": "s3://b", "key": "../../evil", "mtime_ns": 1, "attrs": {}})
+    (to := tmp_path / "to").mkdir()
+    done = CliRunner().invoke(recover, [str(cache), "--to", str(to)])
+    assert "leads elsewhere" in done.output and not (tmp_path / "evil").exists()
+
+
+def test_files_of_a_running_daemon_are_left_to_it(cache: Path) -> None:
+    journal = Journal(cache / "journal")
+    try:
+        done = CliRunner().invoke(recover, [str(cache)], catch_exceptions=False)
+    finally:
+        journal.close()
+    assert len(done.output.splitlines()) == 3 and "s3://b/g" not in done.output
+
+
+def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(recover, [str(tmp_path)])
+    assert done.exit_code != 0 and "neither a cache directory" in str(done.exception)
