@@ -70,6 +70,8 @@ def all_statuses() -> list[dict[str, Any]]:
     for socket in candidates:
         try:
             found.append(control.request(socket, "status", 2.0))
+        except control.OfAnother:
+            continue
         except control.NotRunning:
             _remove(socket)
         except control.ControlError as exc:

@@ -59,6 +59,10 @@ class NotRunning(ControlError):
     """Nobody listens at that socket."""
 
 
+class OfAnother(NotRunning):
+    """Another user listens there, or could: it is not asked."""
+
+
 async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
     """Answer requests at `path` until cancelled; the socket is removed then. Raises `ControlError` when
     another daemon answers there or the socket cannot be made."""
@@ -188,7 +192,7 @@ def _connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> so
     """A connection to a daemon of root, of this user or of one of `owners`. Other users may make directories in /tmp, and
     sockets in them, that look like those of a daemon."""
     trusted = {0, os.geteuid(), *owners}
-    foreign = NotRunning(f"{path} belongs to another user, who is not asked")
+    foreign = OfAnother(f"{path} belongs to another user, who is not asked")
     try:
         directory = path.parent.lstat()
     except OSError as exc:

@@ -17,23 +17,24 @@ from cachefs.errors import CacheUnusable
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 
-OURS = (
-    *(
+OURS = frozenset(
+    (
         "objects",
         "index",
         "names",
         "journal",
         "staging",
         "plans",
-        "trash-",
         "probe",
         "tag",
         "held",
-        "cachefs",
-    ),
-    *("node", "lock", "version", "clean", "dirty", "lost+found"),
+        "node",
+        "node.new",
+        "lost+found",
+    )
 )
-"""How the names of our files begin. A directory that has only such is one of ours."""
+OURS_BEGIN = ("cachefs.log", "trash-", "staging.", "index.", "names.", "journal.")
+"""What we make in a cache directory. A directory that has only such is one of ours."""
 
 WITHOUT_MODES = (errno.EROFS, errno.EPERM, errno.EOPNOTSUPP)
 """What a file system says that cannot change a mode."""
@@ -78,7 +79,7 @@ def claim(path: Path, *, whole: bool = False) -> None:
             raise ForeignDirectory(f"{path} belongs to {_user(found.st_uid)}: choose another directory")
         names = os.listdir(fd)
         others_write = bool(found.st_mode & 0o022)
-        ours = names if whole else [name for name in names if name.startswith(OURS)]
+        ours = names if whole else [name for name in names if name in OURS or name.startswith(OURS_BEGIN)]
         other = None if len(ours) == len(names) else next(name for name in names if name not in ours)
         if other is not None and others_write:
             raise ForeignDirectory(

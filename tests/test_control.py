@@ -221,14 +221,14 @@ def test_the_socket_of_another_user_is_not_asked(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as false:
         try:
             assert false.stdout is not None and false.stdout.readline() == b"listens\n"
-            with pytest.raises(NotRunning, match="another user"):
+            with pytest.raises(control.OfAnother, match="another user"):
                 request(path, "status")
             assert request(path, "status", owners={65534}) == "false"
             os.chown(path.parent, 0, 0)  # a socket that was left in a directory of ours
-            with pytest.raises(NotRunning, match="another user"):
+            with pytest.raises(control.OfAnother, match="another user"):
                 request(path, "status")
             path.parent.chmod(0o777)
-            with pytest.raises(NotRunning, match="another user"):
+            with pytest.raises(control.OfAnother, match="another user"):
                 request(path, "status", owners={65534})
         finally:
             false.kill()

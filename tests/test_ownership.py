@@ -56,8 +56,9 @@ def test_a_directory_that_holds_other_things_keeps_its_mode(tmp_path: Path) -> N
     tmp_path.chmod(0o755)
     (tmp_path / "dataset").mkdir(0o755)
     (tmp_path / "objects").mkdir(0o755)
+    (tmp_path / "names of all").mkdir(0o755)
     claim(tmp_path)
-    assert mode(tmp_path) == mode(tmp_path / "dataset") == 0o755
+    assert mode(tmp_path) == mode(tmp_path / "dataset") == mode(tmp_path / "names of all") == 0o755
     assert mode(tmp_path / "objects") == 0o700
 
 

@@ -202,7 +202,7 @@ def _too_old(agreed: Negotiated) -> str:
 def _try_lending(device: Device, place: Path) -> OSError | None:
     """Why the kernel takes no files of a tier's directory. Every tier has a file `tag`: a full disk takes no new one."""
     try:
-        fd = os.open(place / "tag", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(place / "tag", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             device.take_back(device.lend(fd))
         finally:

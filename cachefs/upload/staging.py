@@ -122,7 +122,8 @@ class StagingFile:
         """One user more."""
         if self._fd < 0 and self._held is None:
             with self._translated():
-                self._fd = os.open(self.path, (os.O_RDONLY if self.lent else os.O_RDWR) | os.O_CLOEXEC)
+                flags = os.O_RDONLY if self.lent else os.O_RDWR
+                self._fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
                 self._writes = not self.lent
         self._users += 1
 
