@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +40,11 @@ class Opened:
     warnings: list[str] = field(default_factory=list)
     temporary: list[Path] = field(default_factory=list)
 
+    def close(self) -> None:
+        """After `Store.aclose`, or instead of it when the daemon could not begin: nothing is left in memory. Blocking."""
+        self.store.abandon()
+        _remove_all(self.temporary)
+
 
 def open_store(
     cache_dir: Path,
@@ -51,10 +57,32 @@ def open_store(
     eviction: Policy = "auto",
 ) -> Opened:
     """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
+    with ExitStack() as undo:
+        opened = _open(
+            *(cache_dir, cache_bytes, ram_bytes, keep_free_bytes, block_size, verify, metrics, eviction), undo
+        )
+        undo.pop_all()
+    return opened
+
+
+def _open(
+    cache_dir: Path,
+    cache_bytes: int,
+    ram_bytes: int,
+    keep_free_bytes: int,
+    block_size: int,
+    verify: str,
+    metrics: Metrics,
+    eviction: Policy,
+    undo: ExitStack,
+) -> Opened:
+    """`open_store`; `undo` takes away what was made, if it fails later."""
     warnings: list[str] = []
     temporary: list[Path] = []
+    undo.callback(_remove_all, temporary)
     own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
     index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
+    undo.callback(index.close, whole=False)
     places = [path for path in (cache_dir, own, shared) if _ours(path)]
     if index.dropped:
         warnings.append("the cache index was damaged or of another format: the cache starts empty")
@@ -71,6 +99,8 @@ def open_store(
             continue
         try:
             place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
+            if number == RAM:
+                undo.callback(ram.take_away, place.path)
             tier = Tier(
                 number,
                 name,
@@ -109,7 +139,7 @@ def _ours(path: Path) -> bool:
         found = path.lstat()
     except FileNotFoundError:
         return True
-    except PermissionError:  # one may not even look
+    except (PermissionError, NotADirectoryError):  # one may not even look, or it can be no directory
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
@@ -148,6 +178,11 @@ def _check_tag(index: Index, tier: Tier) -> None:
         (tier.path / "objects").mkdir(exist_ok=True)
         file.write_bytes(tag)
         index.forget_tier(tier.number, tag)
+
+
+def _remove_all(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _discard(path: Path) -> None:

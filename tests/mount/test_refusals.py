@@ -155,6 +155,38 @@ class TestStore:
         mount.allowed.append(".")
 
 
+class TestCacheDirectory:
+    def test_below_a_file(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        mount = mounted(bucket, start=False, cache_dir=tmp_path / "file/cache")
+        assert f"{tmp_path}/file is a file: choose another --cache-dir" in refused(mount)
+
+    @pytest.mark.parametrize("hard", [16, 100])
+    def test_too_few_open_files_leave_nothing_in_memory(
+        self, mounted: Mounted, bucket: Bucket, hard: int
+    ) -> None:
+        mount = mounted(bucket, start=False)
+        words = ["bash", "-c", f'ulimit -n {hard}; exec "$@"', "bash", *COMMAND, *mount.arguments()]
+        done = run(words, env=mount.env, timeout=30)
+        one_line(done)
+        assert f"may open {hard} files at once" in done.stderr
+        assert not mount.memory.exists()
+
+    def test_one_that_is_removed_while_it_is_in_use(self, mounted: Mounted, bucket: Bucket) -> None:
+        """Reads go on from the origin, with one warning; the mount ends as any other."""
+        data = {key: bucket.put(key, 300_000) for key in ("a", "b", "c", "d")}
+        mount = mounted(bucket, read_only=False)
+        assert (mount.path / "a").read_bytes() == data["a"]
+        shutil.rmtree(mount.cache)
+        time.sleep(0.6)  # free space is looked at twice a second
+        for key in ("b", "c", "d"):
+            assert (mount.path / key).read_bytes() == data[key]
+        mount.stop()
+        mount.allowed += ["was removed while it is in use: reads go on from the origin", "could not close"]
+        assert mount.log().count("was removed while it is in use") == 1
+        assert not mount.memory.exists()
+
+
 class TestUsage:
     @pytest.mark.parametrize(
         "words",
