@@ -54,8 +54,8 @@ class Upstream:
         return self.cluster is not None and self.cluster.owner(object_id.digest, extent) is not None
 
     async def read(self, object_id: ObjectId, fill: Fill, turn: Turn, origin_rate: float) -> None:
-        """As much of the fill as peers deliver; what is missing then is the origin's, which brings `origin_rate` bytes a second
-        (0: not known). Raises what the fill raises."""
+        """As much of the fill as peers deliver; what is missing then is the origin's, which brings `origin_rate` bytes a
+        second (0: not known). Raises what the fill raises."""
         if self.cluster is None:
             return
         asked_any = False

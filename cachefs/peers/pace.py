@@ -17,8 +17,8 @@ TIMES = 4.0
 both sides; what is given up costs the origin a request."""
 
 FLOOR_S = 5.0
-"""Any range may take so long. Derived: longer than `client.SILENCE_S`, so that silence is told as such; two peers that are too
-slow are given up within the usual `--timeout`."""
+"""Any range may take so long. Derived: longer than `client.SILENCE_S`, so that silence is told as such; two peers that are
+too slow are given up within the usual `--timeout`."""
 
 ASSUMED_RATE = 4 << 20
 """Bytes a second of an origin that was not read yet. Guessed, and low: it is known after the first peer that is given up."""

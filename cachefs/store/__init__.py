@@ -16,7 +16,7 @@ status).
 from cachefs.store.backing import Backing
 from cachefs.store.fill import Fill, FillClosed
 from cachefs.store.opening import Opened, open_store
-from cachefs.store.ram import SHM
+from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Shared, Store
 from cachefs.store.versions import CachedObject
@@ -31,5 +31,6 @@ __all__ = [
     "Shared",
     "Store",
     "open_store",
+    "remove_orphans",
     "scrub",
 ]

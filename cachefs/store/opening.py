@@ -39,10 +39,12 @@ class Opened:
     state_dir: Path
     warnings: list[str] = field(default_factory=list)
     temporary: list[Path] = field(default_factory=list)
+    claims: list[int] = field(default_factory=list)
 
     def close(self) -> None:
         """After `Store.aclose`, or instead of it when the daemon could not begin: nothing is left in memory. Blocking."""
         self.store.abandon()
+        _close_all(self.claims)
         _remove_all(self.temporary)
 
 
@@ -79,7 +81,9 @@ def _open(
     """`open_store`; `undo` takes away what was made, if it fails later."""
     warnings: list[str] = []
     temporary: list[Path] = []
+    claims: list[int] = []
     undo.callback(_remove_all, temporary)
+    undo.callback(_close_all, claims)
     own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
     index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
     undo.callback(index.close, whole=False)
@@ -101,6 +105,7 @@ def _open(
             place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
             if number == RAM:
                 undo.callback(ram.take_away, place.path)
+                claims.append(ram.claim(place.path, cache_dir))
             tier = Tier(
                 number,
                 name,
@@ -119,7 +124,7 @@ def _open(
     if not tiers:
         warnings.append("no tier at all: nothing is cached but what the kernel keeps")
     store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
-    return Opened(store, state_dir, warnings, temporary)
+    return Opened(store, state_dir, warnings, temporary, claims)
 
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
@@ -178,6 +183,11 @@ def _check_tag(index: Index, tier: Tier) -> None:
         (tier.path / "objects").mkdir(exist_ok=True)
         file.write_bytes(tag)
         index.forget_tier(tier.number, tag)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _remove_all(paths: list[Path]) -> None:

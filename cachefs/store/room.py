@@ -61,8 +61,9 @@ class Room:
     def make(
         self, tier: Tier, need: int, *, evict: Evict, older_than: int | None = None, here: int = 0
     ) -> bool:
-        """Whether `need` bytes, and a file for them, fit now, after evicting what may go, if it was last used before the clock
-        `older_than`. It gives up after some victims: who comes next goes on, and nobody waits for the eviction of thousands of files.
+        """Whether `need` bytes, and a file for them, fit now, after evicting what may go, if it was last used before the
+        clock `older_than`. It gives up after some victims: the next call goes on, and no reader waits for the eviction of
+        thousands of files.
         `here` of them lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
             limit = tier.limit_bytes(here)
@@ -87,8 +88,8 @@ class Room:
         return False
 
     def _drop_for_its_inode(self, obj: CachedObject, copy: Copy, tier: Tier) -> int:
-        """Drop the copy, and with it all that its file holds, for the inode is free when the file goes. What is pinned or in use
-        keeps the file."""
+        """Drop the copy, and with it all that its file holds, for the inode is free when the file goes. What is pinned or in
+        use keeps the file."""
         copies = self._catalog.copies(obj, tier.number)
         if any(one.pins or one.pinned for one in copies):
             return self.drop(obj, copy, copy.bitmap)

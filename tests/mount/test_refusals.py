@@ -16,7 +16,7 @@ import pytest
 from bench.lab.client import LabStore
 from cachefs.store.ram import ram_directory, remove_ram
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
-from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
+from tests.mount.mounts import COMMAND, Completed, Mount, eventually, mounts_at, processes_with, run
 
 pytestmark = ONE_FRONT  # most of these mounts never are
 
@@ -31,7 +31,7 @@ def refused(mount: Mount, *, within: float = 20, words: list[str] | None = None,
     assert not mounts_at(mount.path)
     assert not processes_with(str(mount.path))
     assert not mount.memory.exists() or not any(
-        f.is_file() and f.name != "tag" for f in mount.memory.rglob("*")
+        f.is_file() and f.name not in ("tag", "owner") for f in mount.memory.rglob("*")
     )
     # The reason is for the caller; the log says it as well.
     mount.allowed.append(".")
@@ -185,6 +185,22 @@ class TestCacheDirectory:
         mount.allowed += ["was removed while it is in use: reads go on from the origin", "could not close"]
         assert mount.log().count("was removed while it is in use") == 1
         assert not mount.memory.exists()
+
+
+@pytest.mark.root
+class TestMemoryOfTheKilled:
+    def test_the_next_start_takes_away_what_no_start_will_use(self, mounted: Mounted, bucket: Bucket) -> None:
+        data = bucket.put("a", 300_000)
+        killed = mounted(bucket)
+        assert (killed.path / "a").read_bytes() == data
+        memory = killed.memory
+        killed.kill()
+        assert f"memory {memory}" in killed.cli("doctor").stdout  # while its cache directory is there
+        shutil.rmtree(killed.cache)
+        other = mounted(bucket)
+        assert not os.path.ismount(memory)
+        eventually(lambda: not memory.exists(), "memory is given back")
+        other.stop()
 
 
 class TestUsage:
