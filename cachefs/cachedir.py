@@ -13,7 +13,7 @@ from cachefs.database import Database
 from cachefs.errors import CacheUnusable
 from cachefs.fs import FORMAT, TABLES
 from cachefs.metrics import Metrics
-from cachefs.store import SHM, Opened, Store, open_store
+from cachefs.store import SHM, Opened, Store, open_store, remove_orphans
 from cachefs.upload import refuse_foreign
 
 
@@ -36,6 +36,7 @@ def open_cache(config: Config, metrics: Metrics) -> Opened:
         ownership.claim(config.cache_dir)
     if not config.read_only:
         refuse_foreign(config.cache_dir / "journal")
+    remove_orphans()
     free, total = _disk_of(config)
     held = _held_bytes(config.cache_dir)
     return open_store(

@@ -14,11 +14,10 @@ import gc
 import logging
 import os
 import resource
-import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,23 +82,22 @@ def run(config: Config, on_ready: Callable[[], None]) -> int:
         resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
     )
     metrics = Metrics()
-    opened = cachedir.open_cache(config, metrics)
-    names = cachedir.open_names(opened)
-    for line in opened.warnings:
-        log.warning("%s", line)
     stopping = Stopping()
-    stopping.start()
-    try:
-        with logs.beside():
-            return trio.run(Daemon(config, opened, names, metrics, on_ready, stopping).main)
-    except BaseExceptionGroup as group:
-        raise _first(group) from group
-    finally:
-        stopping.stage("closing the names database")
-        names.close()
-        for path in opened.temporary:
-            shutil.rmtree(path, ignore_errors=True)
-        stopping.done()
+    with ExitStack() as made:  # whatever fails from here on, nothing stays in memory
+        made.callback(stopping.done)
+        opened = cachedir.open_cache(config, metrics)
+        made.callback(opened.close)
+        names = cachedir.open_names(opened)
+        made.callback(names.close)
+        made.callback(stopping.stage, "closing the names database")
+        for line in opened.warnings:
+            log.warning("%s", line)
+        stopping.start()
+        try:
+            with logs.beside():
+                return trio.run(Daemon(config, opened, names, metrics, on_ready, stopping).main)
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -152,14 +150,14 @@ class Daemon:
         # Open until the very end: a second signal must not end the process while RAM is being saved.
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             try:
-                await self._open_origins()
-                await self._open_peers()
-                if self._config.metrics is not None:
-                    self._endpoint = await open_endpoint(self._config.metrics)
                 async with trio.open_nursery() as lasting:  # uploads go on when the mount has gone
                     try:
                         async with trio.open_nursery() as nursery:
                             lasting.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
+                            await self._open_origins()
+                            await self._open_peers()
+                            if self._config.metrics is not None:
+                                self._endpoint = await open_endpoint(self._config.metrics)
                             await self._serve(nursery, lasting)
                             nursery.cancel_scope.cancel()
                     finally:

@@ -23,6 +23,7 @@ from cachefs.cgroup import memory_limit
 from cachefs.config import default_cache_dir
 from cachefs.errors import MountError
 from cachefs.mountinfo import mounts
+from cachefs.store import remove_orphans
 from cachefs.units import about_bytes
 
 Level = Literal["ok", "note", "problem"]
@@ -88,6 +89,7 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
     yield from machine()
     yield from rights()
     yield from limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1], memory_limit())
+    yield from memory_left()
     statuses, silent = _statuses(mountpoint)
     yield from silent
     disks = {Path(tier["path"]) for s in statuses for tier in s.get("tiers", ()) if tier["name"] == "ssd"}
@@ -168,6 +170,19 @@ def rights() -> Iterator[Finding]:
         yield Finding("problem", "rights", reason, todo)
     else:
         yield Finding("ok", "rights", f"user {os.getuid()} may mount")
+
+
+def memory_left() -> Iterator[Finding]:
+    """RAM tiers of daemons that were killed. Those that no mount will use again are taken away."""
+    for left in remove_orphans():
+        stats = os.statvfs(left.path)
+        held = (
+            about_bytes((stats.f_blocks - stats.f_bfree) * stats.f_frsize) if left.path.is_mount() else "some"
+        )
+        todo = f"mount with --cache-dir {left.cache_dir} again, which uses it; or remove that directory, then cachefs doctor"
+        yield Finding(
+            "note", f"memory {left.path}", f"{held} held for process {left.pid}, which is gone", todo
+        )
 
 
 def limits(files: int, memory: int) -> Iterator[Finding]:

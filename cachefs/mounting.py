@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -29,6 +30,10 @@ FUSE_CONF = Path("/etc/fuse.conf")
 
 PROBE_DEADLINE_S = 5.0
 """How long a mount may take to answer one stat before it counts as hanging."""
+
+LEAST_DESCRIPTORS = 128
+"""A process must be allowed to open. Derived: a mount has 40 open before its first request (measured), and one more for each
+connection to its origin, 64 of them; fewer are served slowly, and not at all below this."""
 
 _MNT_DETACH = 2
 _CAP_SYS_ADMIN = 21
@@ -91,6 +96,8 @@ def check(config: Config, *, leave_dead: bool = False) -> list[str]:
 
     With `leave_dead` it stays until `clear` is called, so that those who read go on getting an error, and not an empty
     directory, until the new mount is about to be there."""
+    _check_descriptors()
+    _check_cache_directory(config.cache_dir)
     if config.descriptor is not None:
         return _check_passed(config, config.descriptor)
     notes: list[str] = []
@@ -100,6 +107,26 @@ def check(config: Config, *, leave_dead: bool = False) -> list[str]:
     _check_peers(config)
     check_rights(config.allow_other)
     return notes
+
+
+def _check_descriptors() -> None:
+    """A start that runs out of them half-way fails wherever it is: at a certificate, a database, a thread."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < LEAST_DESCRIPTORS:
+        raise MountError(
+            f"this process may open {hard} files at once, and a mount needs {LEAST_DESCRIPTORS}: raise the hard limit, "
+            "ulimit -Hn or LimitNOFILE"
+        )
+
+
+def _check_cache_directory(path: Path) -> None:
+    for above in path.parents:
+        if above.exists():
+            if not above.is_dir():
+                raise MountError(
+                    f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"
+                )
+            return
 
 
 def _check_passed(config: Config, fd: int) -> list[str]:

@@ -16,7 +16,7 @@ status).
 from cachefs.store.backing import Backing
 from cachefs.store.fill import Fill, FillClosed, TierFill
 from cachefs.store.opening import Opened, open_store
-from cachefs.store.ram import SHM
+from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Shared, Store
 from cachefs.store.tier import Tier
@@ -34,5 +34,6 @@ __all__ = [
     "Tier",
     "TierFill",
     "open_store",
+    "remove_orphans",
     "scrub",
 ]

@@ -489,6 +489,10 @@ class Catalog:
             # A full disk must not keep a stop from going on; the index is not closed cleanly.
             self.index_error = str(exc)
 
+    def abandon(self) -> None:
+        """Close the index as it is: the next start looks at all of it."""
+        self._index.close(whole=False)
+
     async def aclose(self, *, trusted: bool) -> None:
         """Flush, then close the index: cleanly if everything in it was written. `trusted`: its files are on disk, too."""
         with trio.CancelScope(shield=True):

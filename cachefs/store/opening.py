@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +40,13 @@ class Opened:
     state_dir: Path
     warnings: list[str] = field(default_factory=list)
     temporary: list[Path] = field(default_factory=list)
+    claims: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """After `Store.aclose`, or instead of it when the daemon could not begin: nothing is left in memory. Blocking."""
+        self.store.abandon()
+        _close_all(self.claims)
+        _remove_all(self.temporary)
 
 
 def open_store(
@@ -52,10 +60,34 @@ def open_store(
     eviction: Policy = "auto",
 ) -> Opened:
     """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
+    with ExitStack() as undo:
+        opened = _open(
+            *(cache_dir, cache_bytes, ram_bytes, keep_free_bytes, block_size, verify, metrics, eviction), undo
+        )
+        undo.pop_all()
+    return opened
+
+
+def _open(
+    cache_dir: Path,
+    cache_bytes: int,
+    ram_bytes: int,
+    keep_free_bytes: int,
+    block_size: int,
+    verify: str,
+    metrics: Metrics,
+    eviction: Policy,
+    undo: ExitStack,
+) -> Opened:
+    """`open_store`; `undo` takes away what was made, if it fails later."""
     warnings: list[str] = []
     temporary: list[Path] = []
+    claims: list[int] = []
+    undo.callback(_remove_all, temporary)
+    undo.callback(_close_all, claims)
     own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
     index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
+    undo.callback(index.close, whole=False)
     places = [path for path in (cache_dir, own, shared) if _ours(path)]
     if index.dropped:
         warnings.append("the cache index was damaged or of another format: the cache starts empty")
@@ -72,6 +104,9 @@ def open_store(
             continue
         try:
             place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
+            if number == RAM:
+                undo.callback(ram.take_away, place.path)
+                claims.append(ram.claim(place.path, cache_dir))
             tier = Tier(
                 number,
                 name,
@@ -90,7 +125,7 @@ def open_store(
     if not tiers:
         warnings.append("no tier at all: nothing is cached but what the kernel keeps")
     store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
-    return Opened(store, state_dir, warnings, temporary)
+    return Opened(store, state_dir, warnings, temporary, claims)
 
 
 def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
@@ -104,7 +139,7 @@ def _ours(path: Path) -> bool:
         found = path.lstat()
     except FileNotFoundError:
         return True
-    except PermissionError:  # one may not even look
+    except (PermissionError, NotADirectoryError):  # one may not even look, or it can be no directory
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
@@ -143,6 +178,16 @@ def _check_tag(index: Index, tier: Tier) -> None:
         (tier.path / "objects").mkdir(mode=ownership.DIRECTORY_MODE, exist_ok=True)
         durable.write(file, tag)
         index.forget_tier(tier.number, tag)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _remove_all(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _discard(path: Path) -> None:

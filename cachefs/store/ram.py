@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
 import stat
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cachefs import ownership
 from cachefs.errors import CacheUnusable
@@ -28,8 +32,12 @@ SHM = Path("/dev/shm")
 OWN = Path("/run/cachefs/ram")
 """Below it, a mountpoint for each cache directory. Only root can write there."""
 
+OWNER = "owner"
+"""A file in a RAM tier that says whose it is, locked (flock) by its daemon."""
+
 SLACK_BYTES = 64 << 10
-"""What a tmpfs is larger than the cap. Derived: the tag is one page; names and inodes do not count as pages."""
+"""What a tmpfs is larger than the cap. Derived: the tag and the owner are a page each; names and inodes do not count as
+pages."""
 
 HUGE = "huge=within_size"
 """Measured, Linux 6.18, against pages of 4 KiB: reading 26 GB/s instead of 6, writing into warm memory 20 instead of 3,
@@ -90,6 +98,58 @@ def provide(cache_dir: Path, cap_bytes: int) -> Place:
     forget(shared)
     # It is larger than the cap by more than the slack if it held too much to be made smaller.
     return Place(own, max(0, stats.f_blocks * stats.f_frsize - cap_bytes - SLACK_BYTES))
+
+
+class Left(NamedTuple):
+    """A RAM tier whose daemon is gone."""
+
+    path: Path
+    cache_dir: Path
+    pid: int
+
+
+def claim(path: Path, cache_dir: Path) -> int:
+    """Say whose the tier in `path` is, for as long as the descriptor that is returned is open: then it is not taken away by
+    `remove_orphans`. OSError when it was just taken away, or another daemon has it."""
+    fd = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), os.stat(path / OWNER)):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # noqa: TRY301 - as of a call
+        said = {"cache_dir": os.path.realpath(cache_dir), "pid": os.getpid(), "started": time.time()}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(said).encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def remove_orphans() -> list[Left]:
+    """Take away the RAM tiers of this user's daemons that were killed and whose cache directory is gone, for no daemon will
+    take these over. Returns the others that no daemon has now. Memory is given back in the background."""
+    left: list[Left] = []
+    for path in [*OWN.glob(_names()), *SHM.glob(_names())]:
+        try:
+            fd = os.open(path / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # of a daemon that is about to begin, or of another user
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            said = json.loads(os.pread(fd, 65536, 0))
+            found = Left(path, Path(said["cache_dir"]), int(said["pid"]))
+            if os.path.exists(found.cache_dir):
+                left.append(found)
+            else:
+                log.info(
+                    "%s was left by process %d, and %s is gone: taken away", path, found.pid, found.cache_dir
+                )
+                forget(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a daemon has it, or is about to write what it says
+        finally:
+            os.close(fd)
+    return left
 
 
 def remove_ram(cache_dir: Path) -> None:
@@ -202,10 +262,11 @@ def _detach(path: Path) -> int:
     if os.fstat(fd).st_uid != os.getuid():
         os.close(fd)
         return -1
-    try:
-        os.unlink("tag", dir_fd=fd)
-    except OSError:
-        pass
+    for name in ("tag", OWNER):
+        try:
+            os.unlink(name, dir_fd=fd)
+        except OSError:
+            pass
     try:
         os.rename("objects", f"trash-{uuid.uuid4().hex}", src_dir_fd=fd, dst_dir_fd=fd)
     except OSError:
@@ -234,6 +295,11 @@ def _delete(fd: int, path: Path) -> None:
         os.rmdir(path)
     except OSError:
         pass  # it is gone, or somebody else's files are in it
+
+
+def _names() -> str:
+    """Those of this user."""
+    return f"cachefs-{os.getuid()}-{'[0-9a-f]' * 12}"
 
 
 def _name(cache_dir: Path) -> str:

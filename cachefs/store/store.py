@@ -81,6 +81,7 @@ class Store:
         )
         self.course = Course(self._epochs, self._catalog.datasets)
         self.room = Room(self._catalog, self._tier, block_size, metrics)
+        self._closed = False
         self._moves = (
             Moves(self._catalog, self.room, tiers[0], tiers[1], metrics, clock) if len(tiers) == 2 else None
         )
@@ -538,3 +539,14 @@ class Store:
         for tier in self.tiers if trusted else ():
             trusted = tier is ram or await trio.to_thread.run_sync(tier.sync)
         await self._catalog.aclose(trusted=trusted)
+        self._closed = True
+
+    def abandon(self) -> None:
+        """After a failure: give back the memory and the index, unless `aclose` did. Blocking; saves nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        ram = self._tier.get(RAM)
+        if ram is not None:
+            ram.remove()
+        self._catalog.abandon()

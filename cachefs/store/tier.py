@@ -73,6 +73,15 @@ def allocated(length: int) -> int:
     return -(-length // PAGE) * PAGE
 
 
+def _identity(path: Path) -> tuple[int, int]:
+    """Of the directory that is there now; of none when there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
 def is_sealed(status: os.stat_result) -> bool:
     return stat.S_IMODE(status.st_mode) & 0o222 == 0
 
@@ -116,6 +125,8 @@ class Tier:
         self._used_at_reading = 0
         self.disk = Disk(name, path)
         self.disposal = Disposal(self.disk, self.failed)
+        self._identity: tuple[int, int] | None = None
+        self._removed = False
         self._mounted = os.path.ismount(path)
         self._objects = os.fspath(path / "objects")
         try:
@@ -123,6 +134,7 @@ class Tier:
             probe = path / "probe"
             probe.touch(mode=0o600)
             probe.unlink()
+            self._identity = _identity(path)
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 self.full()  # what is there can still be read
@@ -155,6 +167,13 @@ class Tier:
     def _read_free(self) -> None:
         every = FREE_SPACE_EVERY_S if self.blocking else FREE_MEMORY_EVERY_S
         self._free_read_again_at = self._clock() + every
+        if not self._removed and self._identity not in (None, _identity(self.path)):
+            self._removed = True
+            log.warning(
+                "%s was removed while it is in use: reads go on from the origin; what is cached there from now on is lost "
+                "when the mount ends",
+                self.path,
+            )
         try:
             stats = os.statvfs(self.path)
             self._free_bytes = stats.f_bavail * stats.f_frsize

@@ -288,7 +288,9 @@ class Mount:
             wrong.append(f"{len(layers)} mounts left at {self.path}")
             for _ in layers:
                 run(["umount", "-l", self.path])
-        held = [file for file in self.memory.rglob("*") if file.is_file() and file.name != "tag"]
+        held = [
+            file for file in self.memory.rglob("*") if file.is_file() and file.name not in ("tag", "owner")
+        ]
         if held and not self.killed and MEMORY_IS_GIVEN_BACK:
             wrong.append(f"memory is left in use: {held}")
         if not processes_with(str(self.cache)):  # it may be the cache of another mount as well

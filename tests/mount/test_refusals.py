@@ -16,7 +16,7 @@ import pytest
 from bench.lab.client import LabStore
 from cachefs.store.ram import ram_directory, remove_ram
 from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
-from tests.mount.mounts import COMMAND, Completed, Mount, mounts_at, processes_with, run
+from tests.mount.mounts import COMMAND, Completed, Mount, eventually, mounts_at, processes_with, run
 
 pytestmark = ONE_FRONT  # most of these mounts never are
 
@@ -31,7 +31,7 @@ def refused(mount: Mount, *, within: float = 20, words: list[str] | None = None,
     assert not mounts_at(mount.path)
     assert not processes_with(str(mount.path))
     assert not mount.memory.exists() or not any(
-        f.is_file() and f.name != "tag" for f in mount.memory.rglob("*")
+        f.is_file() and f.name not in ("tag", "owner") for f in mount.memory.rglob("*")
     )
     # The reason is for the caller; the log says it as well.
     mount.allowed.append(".")
@@ -153,6 +153,54 @@ class TestStore:
                 time.sleep(0.3)
                 assert not processes_with(str(mount.path)), f"left after signal {number}"
         mount.allowed.append(".")
+
+
+class TestCacheDirectory:
+    def test_below_a_file(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        mount = mounted(bucket, start=False, cache_dir=tmp_path / "file/cache")
+        assert f"{tmp_path}/file is a file: choose another --cache-dir" in refused(mount)
+
+    @pytest.mark.parametrize("hard", [16, 100])
+    def test_too_few_open_files_leave_nothing_in_memory(
+        self, mounted: Mounted, bucket: Bucket, hard: int
+    ) -> None:
+        mount = mounted(bucket, start=False)
+        words = ["bash", "-c", f'ulimit -n {hard}; exec "$@"', "bash", *COMMAND, *mount.arguments()]
+        done = run(words, env=mount.env, timeout=30)
+        one_line(done)
+        assert f"may open {hard} files at once" in done.stderr
+        assert not mount.memory.exists()
+
+    def test_one_that_is_removed_while_it_is_in_use(self, mounted: Mounted, bucket: Bucket) -> None:
+        """Reads go on from the origin, with one warning; the mount ends as any other."""
+        data = {key: bucket.put(key, 300_000) for key in ("a", "b", "c", "d")}
+        mount = mounted(bucket, read_only=False)
+        assert (mount.path / "a").read_bytes() == data["a"]
+        shutil.rmtree(mount.cache)
+        time.sleep(0.6)  # free space is looked at twice a second
+        for key in ("b", "c", "d"):
+            assert (mount.path / key).read_bytes() == data[key]
+        mount.stop()
+        mount.allowed += ["was removed while it is in use: reads go on from the origin", "could not close"]
+        assert mount.log().count("was removed while it is in use") == 1
+        assert not mount.memory.exists()
+
+
+@pytest.mark.root
+class TestMemoryOfTheKilled:
+    def test_the_next_start_takes_away_what_no_start_will_use(self, mounted: Mounted, bucket: Bucket) -> None:
+        data = bucket.put("a", 300_000)
+        killed = mounted(bucket)
+        assert (killed.path / "a").read_bytes() == data
+        memory = killed.memory
+        killed.kill()
+        assert f"memory {memory}" in killed.cli("doctor").stdout  # while its cache directory is there
+        shutil.rmtree(killed.cache)
+        other = mounted(bucket)
+        assert not os.path.ismount(memory)
+        eventually(lambda: not memory.exists(), "memory is given back")
+        other.stop()
 
 
 class TestUsage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -123,8 +122,7 @@ async def running(
     finally:
         with trio.CancelScope(shield=True):
             await lab.aclose(10.0 if clean else 0.0)
-        for path in opened.temporary:
-            shutil.rmtree(path, ignore_errors=True)
+        opened.close()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 1.0) -> None:

@@ -1,0 +1,91 @@
+"""RAM tiers of daemons that were killed: taken away by the next start of any other when no start will use them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachefs.store import ram, remove_orphans
+from tests.conftest import ROOT
+from tests.store.lab import MIB
+
+CODE = """
+import sys, time
+from pathlib import Path
+from cachefs.store import ram
+place = Path(sys.argv[1])
+where = ram.provide(place, 1 << 20).path
+claim = ram.claim(where, place)
+(where / "objects").mkdir()
+(where / "objects" / "x").write_bytes(bytes(1000))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Path]:
+    """The cache directory of a process that was killed while it had a RAM tier."""
+    place = tmp_path / "killed"
+    place.mkdir()
+    child = subprocess.Popen([sys.executable, "-c", CODE, place], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        remove_orphans()
+        assert (ram.ram_directory(place) / "objects" / "x").exists()  # it is alive
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+        yield place
+    finally:
+        child.kill()
+        child.communicate()
+        ram.remove_ram(place)
+
+
+def paths() -> list[Path]:
+    return [left.path for left in remove_orphans()]
+
+
+def test_memory_that_a_start_will_use_is_left_and_told_of(killed: Path) -> None:
+    where = ram.ram_directory(killed)
+    assert where in paths()
+    assert (where / "objects" / "x").exists()
+    place = ram.provide(killed, 1 << 20)  # that start
+    claim = ram.claim(place.path, killed)
+    try:
+        assert place.path == where and where not in paths()
+    finally:
+        os.close(claim)
+
+
+def test_memory_whose_cache_directory_is_gone_is_taken_away(killed: Path) -> None:
+    where = ram.ram_directory(killed)
+    killed.rmdir()
+    assert where not in paths()
+    assert not (where / "objects").exists() and not os.path.ismount(where)
+
+
+def test_what_says_nothing_or_nonsense_is_left_alone(killed: Path) -> None:
+    where = ram.ram_directory(killed)
+    killed.rmdir()
+    for text in ("", "{", "[]", '{"cache_dir": 5, "pid": 1}'):
+        (where / ram.OWNER).write_text(text)
+        assert where not in paths()
+    (where / ram.OWNER).unlink()
+    assert where not in paths() and (where / "objects" / "x").exists()
+
+
+def test_a_tier_has_one_daemon(killed: Path) -> None:
+    where = ram.provide(killed, MIB).path
+    claim = ram.claim(where, killed)
+    try:
+        with pytest.raises(OSError):
+            ram.claim(where, killed)
+    finally:
+        os.close(claim)
