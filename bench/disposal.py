@@ -1,7 +1,8 @@
 """How long the loop of a store stands still while large files are dropped from it.
 
-Makes a sparse file of many extents as a store's SSD tier has it, then evicts it while a task asks the clock every
-millisecond. The cache is on an ext4 in an image of its own, so it needs root.
+Makes a sparse file of many extents as a store's SSD tier has it, then evicts it, or every other part of it, while a task
+asks the clock every millisecond. Evicted whole is what was once open in passthrough. The cache is on an ext4 in an image of
+its own, so it needs root.
 
     python -m bench.disposal [--gib 20] [--extents 200000] [--place DIR]
 """
@@ -84,9 +85,14 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tick)
         await trio.sleep(0.05)
+        copies = store._catalog.copies(obj, tier.number)
+        if how == "unlink":
+            os.truncate(tier.file_path(object_id.digest), object_id.size)
+            os.close(tier.seal(object_id.digest, object_id.size))
+            copies = copies[:2]
         longest = 0.0
-        for copy in store._catalog.copies(obj, tier.number):
-            if how == "unlink" or copy.extent % 2:
+        for copy in copies:
+            if copy.extent % 2:
                 store.room.drop(obj, copy, copy.bitmap)
                 await trio.sleep(0.002)
         disposal = getattr(tier, "disposal", None)  # to be run on older versions, too
