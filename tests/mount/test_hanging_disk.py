@@ -71,6 +71,7 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
 
     for name in ("cached", "uncached", "other"):
         bucket.put(name, 3 * MIB)
+    bucket.put("never/seen", 1000)
     # The log lies there, too, as it does by default.
     mount = mounted(
         bucket,
@@ -78,7 +79,7 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
         **{"ram": "0", "timeout": 30, "cache_size": "128M"},
     )
     (mount.path / "cached").read_bytes()
-    assert len(list(mount.path.iterdir())) == 3
+    assert len(list(mount.path.iterdir())) == 4
     try:
         disk.freeze()
         reader = subprocess.Popen(["md5sum", mount.path / "uncached"], stdout=subprocess.PIPE, text=True)
@@ -86,7 +87,7 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
             # Meanwhile names are shown, before and after the disk is known to hang.
             eventually(lambda: mount.metrics()["origin_get"] >= 2, "the read has begun", 60)
             succeed(["stat", mount.path / "other"])
-            assert len(succeed(["ls", mount.path]).split()) == 3
+            assert len(succeed(["ls", mount.path]).split()) == 4
             printed, _ = reader.communicate(timeout=60)
         finally:
             if reader.poll() is None:
@@ -99,6 +100,8 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
             found = in_python(READ, mount.path / name).strip()
             assert found == hashlib.md5(bucket.objects[name]).hexdigest()
             assert time.monotonic() - began < 30
+        assert succeed(["ls", mount.path / "never"]).split() == ["seen"]
+        assert (mount.path / "never/seen").read_bytes() == bucket.objects["never/seen"]
         os.kill(mount.pid, signal.SIGTERM)
         eventually(lambda: not mounts_at(mount.path), "the mount is gone", 60)
     finally:
