@@ -310,6 +310,9 @@ class Daemon:
             if not self._store.was_clean:
                 nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
             nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
+            for tier in self._store.tiers:
+                if tier.path == self._opened.state_dir:  # where the names are, too
+                    tier.disk.on_down.append(partial(nursery.start_soon, self._leave_disk))
             nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
@@ -446,6 +449,12 @@ class Daemon:
                 await trio.sleep(KEEP_EVERY_S)
             else:
                 return
+
+    async def _leave_disk(self) -> None:
+        """The names go on in memory: to learn a new one must not wait for a disk that hangs."""
+        await trio.to_thread.run_sync(
+            self._names.leave, "the disk of the names does not answer", abandon_on_cancel=True
+        )
 
     async def _trim_loop(self) -> None:
         while True:

@@ -400,6 +400,10 @@ class Database:
         self._left, self._opened, self._place = self._opened, opened, refuge
         return True
 
+    def leave(self, why: str) -> None:
+        """Go on in the refuge, if there is one, for its disk does not answer. Blocking."""
+        self._flee(NoRoom(why))
+
     def release_memory(self, above_bytes: int) -> None:
         """Unmap the pages that reads have left mapped, when they are more than `above_bytes`."""
         name = str(self.path / "data.mdb")

@@ -96,7 +96,7 @@ class Fetcher:
         self.flights = 0
         self._flying: set[Flight] = set()
         for tier in store.tiers:
-            tier.disk.on_down = partial(self._disk_down, tier)
+            tier.disk.on_down.append(partial(self._disk_down, tier))
         self.lends = False
         self._on_read: ReadHook | None = None
         self._unlent: Container[bytes] = frozenset()

@@ -75,7 +75,7 @@ class Flight:
         self._scope.cancel()
 
     def _leave(self) -> None:
-        """Nobody joins it from here on."""
+        """No reader joins it from here on."""
         self.done = True
         for block in range(self.fill.start_block, self.fill.stop_block):
             if self.object.flights.get(block) is self:

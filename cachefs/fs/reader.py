@@ -42,7 +42,7 @@ class Reader(Protocol):
         ...
 
     def arrives(self, obj: ObjectId) -> bool:
-        """Whether it cannot be lent yet, and may be in a moment: it is on its way, or its file has to be made ready on a
+        """Whether it can be opened in passthrough in a moment: it is on its way, or its file has to be made ready on a
         disk."""
         ...
 

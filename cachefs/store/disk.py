@@ -51,7 +51,7 @@ class Disk:
 
     def __init__(self, name: str, path: Path) -> None:
         self.down = False
-        self.on_down: Callable[[], None] = lambda: None
+        self.on_down: list[Callable[[], object]] = []
         self._name = name
         self._path = path
         self._calls: dict[object, float] = {}
@@ -128,7 +128,8 @@ class Disk:
         )
         for scope in list(self._readers):
             scope.cancel()
-        self.on_down()
+        for hear in self.on_down:
+            hear()
         trio.lowlevel.spawn_system_task(self._probe)
 
     def goes_up(self) -> None:

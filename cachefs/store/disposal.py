@@ -1,8 +1,8 @@
 """Giving bytes back to a tier's disk: one thread, in the order in which files were dropped.
 
 Removing a large file, or punching holes into it, takes the file system seconds, and longer on a disk that hangs. So the trio
-thread only says what is to go. Until a file's jobs are done, its bytes are counted as `going_bytes`, and whoever writes the
-same version again waits for that (`settle`), in the thread that writes.
+thread only says what is to go. Until a file's jobs are done, its bytes are counted as `going_bytes`, and a thread that
+writes the same version again waits for that (`settle`).
 
 A file that the kernel has been given (`sealed`) is only ever unlinked, for a process may have it mapped. Any other is cut
 short in slices, so that no single call holds the file system's journal for long.

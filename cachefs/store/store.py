@@ -471,7 +471,7 @@ class Store:
         return self._lending.to_seal(obj) is not None
 
     async def seal(self, obj: CachedObject) -> None:
-        """Have its file ready to be lent. Raises nothing."""
+        """Make its file ready for passthrough. Raises nothing."""
         await self._lending.seal(obj)
 
     def lend_again(self, backing: Backing) -> None:

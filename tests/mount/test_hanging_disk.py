@@ -71,10 +71,15 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
 
     for name in ("cached", "uncached", "other"):
         bucket.put(name, 3 * MIB)
-    mount = mounted(bucket, cache_dir=disk.path / "cache", ram="0", timeout=30, cache_size="128M")
-    mount.allowed += ["is down", "answers again", "stopped without", "cannot"]
+    bucket.put("never/seen", 1000)
+    # The log lies there, too, as it does by default.
+    mount = mounted(
+        bucket,
+        **{"cache_dir": disk.path / "cache", "log_file": disk.path / "log"},
+        **{"ram": "0", "timeout": 30, "cache_size": "128M"},
+    )
     (mount.path / "cached").read_bytes()
-    assert len(list(mount.path.iterdir())) == 3
+    assert len(list(mount.path.iterdir())) == 4
     try:
         disk.freeze()
         reader = subprocess.Popen(["md5sum", mount.path / "uncached"], stdout=subprocess.PIPE, text=True)
@@ -82,7 +87,7 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
             # Meanwhile names are shown, before and after the disk is known to hang.
             eventually(lambda: mount.metrics()["origin_get"] >= 2, "the read has begun", 60)
             succeed(["stat", mount.path / "other"])
-            assert len(succeed(["ls", mount.path]).split()) == 3
+            assert len(succeed(["ls", mount.path]).split()) == 4
             printed, _ = reader.communicate(timeout=60)
         finally:
             if reader.poll() is None:
@@ -95,6 +100,27 @@ def test_a_mount_goes_on_and_ends_without_its_disk(
             found = in_python(READ, mount.path / name).strip()
             assert found == hashlib.md5(bucket.objects[name]).hexdigest()
             assert time.monotonic() - began < 30
+        assert succeed(["ls", mount.path / "never"]).split() == ["seen"]
+        assert (mount.path / "never/seen").read_bytes() == bucket.objects["never/seen"]
+        os.kill(mount.pid, signal.SIGTERM)
+        eventually(lambda: not mounts_at(mount.path), "the mount is gone", 60)
+    finally:
+        disk.thaw()
+    mount.killed = True
+    eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
+
+
+def test_a_stop_needs_no_disk(disk: Disk, mounted: Mounted, bucket: Bucket) -> None:
+    """It ends before the disk is known to hang, with rows to be written to it."""
+    bucket.put("first", 3 * MIB)
+    mount = mounted(
+        bucket,
+        **{"cache_dir": disk.path / "cache", "log_file": disk.path / "log", "cache_size": "128M"},
+        **{"read_only": False, "flush_deadline": 5},
+    )
+    try:
+        (mount.path / "first").read_bytes()
+        disk.freeze()
         os.kill(mount.pid, signal.SIGTERM)
         eventually(lambda: not mounts_at(mount.path), "the mount is gone", 60)
     finally:
@@ -107,7 +133,7 @@ def test_a_disk_that_answers_again_is_used_again(disk: Disk, mounted: Mounted, b
     data = bucket.put("first", 3 * MIB)
     bucket.put("second", 3 * MIB)
     mount = mounted(bucket, cache_dir=disk.path / "cache", ram="0", timeout=30, cache_size="128M")
-    mount.allowed += ["is down", "answers again"]
+    mount.allowed += ["is down", "answers again", "does not answer; going on"]
     (mount.path / "first").stat()
     try:
         disk.freeze()
