@@ -136,6 +136,7 @@ class Machine:
         self.system, self.store = system, store
         size, make, _ = SYSTEMS[system]
         self.image, self.disk = place / "image", place / "disk"
+        self.left: dict[str, bytes] | None = None  # in the bucket, once the mount has stopped
         with self.image.open("wb") as file:
             file.truncate(size)
         command = system_command(f"mkfs.{system}")
@@ -154,7 +155,8 @@ class Machine:
                 copy_sparse(self.image, image)
                 if self._written() == before:
                     break
-            return Cut(when, image, contents(self.store), load.may())
+            objects = contents(self.store) if self.left is None else self.left
+            return Cut(when, image, objects, load.may())
         finally:
             if running:
                 os.kill(self.mount.pid, signal.SIGCONT)
@@ -281,11 +283,8 @@ def one_life(
     dice = random.Random(seed)
     with ExitStack() as stack:
         (place / "store").mkdir()
-        (place / "other").mkdir()
         store = stack.enter_context(Store(place / "store"))
-        other = stack.enter_context(Store(place / "other"))
         store.bucket(BUCKET)
-        other.bucket(BUCKET)
         machine = Machine(place, system, mode, store, stack)
         machine.mount.start()
         stack.callback(machine.mount.finish)
@@ -305,6 +304,7 @@ def one_life(
             load.stop()
         machine.mount.stop()
         stopped = time.monotonic()
+        machine.left = contents(store)  # from here on the bucket is that of one cut after the other
         results: list[tuple[str, str]] = []
         waiting = sorted(afterwards)
         while waiting or cuts:
@@ -316,7 +316,7 @@ def one_life(
                 )
             else:
                 cut = cuts.pop(0)
-                results.append((cut.when, survived(cut, place / f"cut{len(results)}", system, mode, other)))
+                results.append((cut.when, survived(cut, place / f"cut{len(results)}", system, mode, store)))
                 cut.image.unlink()
         return results
 
