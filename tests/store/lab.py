@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +123,10 @@ async def running(
     finally:
         with trio.CancelScope(shield=True):
             await lab.aclose(10.0 if clean else 0.0)
-        opened.close()
+        while opened.claims:  # as the end of a process does, also of one that was "killed"
+            os.close(opened.claims.pop())
+        for path in opened.temporary:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 1.0) -> None:
