@@ -193,6 +193,9 @@ class Bytes:
     lends = False
     flights = 0
 
+    def arrives(self, obj: ObjectId) -> bool:
+        return False
+
     def __init__(self, bucket: Bucket | None = None) -> None:
         self.bucket = bucket
         self.warm: set[ObjectId] = set()
