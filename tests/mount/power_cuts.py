@@ -34,7 +34,7 @@ from urllib.parse import quote
 
 from bench.lab.client import LabStore
 from cachefs.database import MARK
-from tests.mount.mounts import Mount, alive, eventually, succeed
+from tests.mount.mounts import Mount, alive, eventually, run, succeed
 
 SYSTEMS = {"ext4": (64 << 20, ["-F"], "loop"), "xfs": (320 << 20, ["-f"], "loop,nouuid")}
 """Size of the image (xfs takes no smaller one), options of mkfs and of mount."""
@@ -202,7 +202,7 @@ def mounted_image(image: Path, place: Path, system: str) -> Iterator[str]:
     try:
         yield Path(succeed(["findmnt", "-no", "SOURCE", "--mountpoint", place]).strip()).name
     finally:
-        eventually(lambda: subprocess.run(["umount", place]).returncode == 0, f"{place} is unmounted")
+        eventually(lambda: run(["umount", place]).returncode == 0, f"{place} is unmounted")
 
 
 def contents(store: LabStore) -> dict[str, bytes]:
@@ -330,6 +330,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mode", choices=[*MODES, "both"], default="both")
     parser.add_argument("--seed", default="1")
     said = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that mounts and images are taken away
     kinds = [
         (system, mode)
         for system in (SYSTEMS if said.fs == "both" else [said.fs])
