@@ -417,7 +417,9 @@ class Stage:
         return self.mount.path
 
     def hangs(self, kind: str, key: str = "*", first: int = 1) -> Callable[[], object]:
-        """From its `first` on such a request is not answered, nor done. Returns whether it has come."""
+        """From its `first` on such a request is not answered, nor done. Returns whether it has come. A copy that only finds
+        out what the store does with conditions is not meant."""
+        key = "[!.]*" if kind == "copy" and key == "*" else key
         rule = self.store.fault("hang", kind=kind, key=key, first=first)
         return lambda: self.store.faults_fired().get(rule)
 

@@ -18,7 +18,6 @@ PAIRS = [
     ("obstore", "lab"),
     ("fsspec", "lab"),
     ("obstore", "rgw"),
-    ("fsspec", "rgw"),
     ("obstore", "lab-google"),
     ("obstore", "azurite"),
     ("fsspec", "azurite"),
