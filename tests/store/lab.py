@@ -22,6 +22,7 @@ from cachefs.names import ObjectId
 from cachefs.store import Opened, Store, open_store, ram
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin
+from tests.store import counters
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 64 * KIB
@@ -42,6 +43,9 @@ class Lab:
         self.origin = origin
         self.metrics = metrics
         self.closed = False
+        self.counts = True
+        """False: the test leaves handles open, or damages what is counted."""
+        self.closes_files = True
 
     async def read(
         self, object_id: ObjectId, offset: int = 0, size: int | None = None, pid: int = 1
@@ -73,6 +77,17 @@ class Lab:
 
     def used(self) -> int:
         return sum(t.used_bytes for t in self.store.tiers)
+
+    async def check_counters(self) -> None:
+        """All tasks have ended: whatever they used or reserved was given back. See `counters.py`."""
+        if self.closed:
+            return
+        with trio.CancelScope(shield=True):
+            await self.store.flush()
+        counters.check_at_rest(self.store)
+        if self.counts:
+            counters.check_unused(self.store, files=self.closes_files)
+            counters.check_counted(self.store)
 
     def check_accounts(self) -> None:
         """Nothing is in flight: what is counted is what the disk holds, and no more than allowed."""
@@ -116,6 +131,7 @@ async def running(
                 yield lab
             finally:
                 nursery.cancel_scope.cancel()
+        await lab.check_counters()
     finally:
         with trio.CancelScope(shield=True):
             await lab.aclose(10.0 if clean else 0.0)

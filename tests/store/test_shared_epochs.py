@@ -33,6 +33,7 @@ def put(lab: Lab, object_id: ObjectId, asker: str = "", **how: bool) -> bool:
     fill.asker = asker
     fill.write(bytes(object_id.size))
     lab.store.end_fill(obj, fill)
+    lab.store.rest(obj)
     return True
 
 

@@ -1,0 +1,259 @@
+"""Series longer than what goes at once, and failures in the middle: afterwards all is counted as before (`counters.py`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs import database
+from cachefs.errors import NoRoom, OriginFailed
+from cachefs.upload.journal import DRAFTS, Journal
+from cachefs.upload.queue import IN_BACKGROUND
+from tests.fetch.scripted import content
+from tests.upload import counters
+from tests.upload.scripted import PART, Desk, desk, in_trio
+
+FILES = 3 * IN_BACKGROUND + 5
+
+
+@pytest.mark.parametrize("trouble", [False, True])
+@in_trio
+async def test_more_files_than_go_at_once_all_arrive(tmp_path: Path, trouble: bool) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        d.store.latency_s = 0.1
+        for turn in range(3):
+            if trouble:
+                d.store.fail("put", lambda: OriginFailed("trouble"), times=FILES)
+            for number in range(FILES):
+                await d.save(f"{turn}/{number}", b"%d" % number)
+            await trio.sleep(3)
+            assert 1 < d.store.most_in_flight <= IN_BACKGROUND
+            await trio.sleep(300 if trouble else 10)
+            await d.quiet()
+            assert d.uploads.pending() == [] and d.files() == []
+            assert d.store.counts["put"] == FILES * (turn + 1) * (1 + trouble)
+        counters.check_unused(d.uploads)
+    assert len(d.store.objects) == 3 * FILES
+
+
+@in_trio
+async def test_what_is_due_waits_for_a_place_and_for_nothing_else(tmp_path: Path) -> None:
+    """As many as may be are held back: one that ends makes way for one."""
+    async with desk(tmp_path, writeback=True) as d:
+        held = [d.store.hold("put", key=f"{n}") for n in range(IN_BACKGROUND)]
+        for number in range(IN_BACKGROUND + 4):
+            await d.save(f"{number}", b"x")
+            await trio.sleep(0.001)
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.in_flight == IN_BACKGROUND and not d.store.objects
+        for done in range(4):
+            held[done].release.set()
+            await d.quiet()
+        assert d.store.in_flight == IN_BACKGROUND - 4 and len(d.store.objects) == 8
+        for hold in held:
+            hold.release.set()
+        await d.quiet()
+        assert len(d.store.objects) == IN_BACKGROUND + 4
+
+
+# -- failures in the middle ---------------------------------------------------------------------------
+
+
+class Pwrite:
+    """`os.pwrite` of staging files fails after half of what it is given, `times` times."""
+
+    def __init__(self, below: Path) -> None:
+        self._below, self._real, self.times = str(below), os.pwrite, 0
+
+    def __call__(self, fd: int, data: Any, offset: int) -> int:
+        if not self.times or not os.readlink(f"/proc/self/fd/{fd}").startswith(self._below):
+            return self._real(fd, data, offset)
+        self.times -= 1
+        self._real(fd, memoryview(data)[: len(data) // 2], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def pwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pwrite]:
+    pwrite = Pwrite(tmp_path)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    yield pwrite
+
+
+@pytest.mark.parametrize("offset", [0, PART + 100, 3 * PART - 10, 3 * PART])
+@in_trio
+async def test_after_a_write_that_failed_the_store_gets_what_the_file_holds(
+    tmp_path: Path, pwrite: Pwrite, offset: int
+) -> None:
+    """Parts that were sent before are sent again where the failure may have changed them."""
+    async with desk(tmp_path) as d:
+        data = content(1, 3 * PART)
+        draft = await d.create("k", data)
+        await d.quiet()
+        assert d.store.counts["part"] >= 2
+        pwrite.times = 2
+        with pytest.raises(NoRoom):
+            await draft.write(offset, b"2" * (PART // 2))
+        assert draft.size == len(data)
+        held = bytes(await draft.read(0, 4 * PART))
+        assert held[:offset] == data[:offset] and len(held) == len(data)
+        await d.close(draft)
+        await d.quiet()
+        assert d.store.content("k") == held
+
+
+@in_trio
+async def test_a_disk_that_was_full_for_a_moment_is_seen_by_nobody(tmp_path: Path, pwrite: Pwrite) -> None:
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", content(1, 2 * PART))
+        pwrite.times = 1
+        await draft.write(PART, b"2" * PART)
+        assert not pwrite.times and d.cache.asked
+        await d.close(draft)
+        assert d.store.content("k") == content(1, 2 * PART)[:PART] + b"2" * PART
+
+
+@pytest.mark.parametrize("kind", ["put", "complete"])
+@in_trio
+async def test_an_outcome_out_of_our_hands_is_waited_for_by_who_writes(tmp_path: Path, kind: str) -> None:
+    size = 100 if kind == "put" else 20 * PART
+    async with desk(tmp_path, writeback=True) as d:
+        if kind == "complete":
+            d.uploads.on_committed = lambda draft, info: None
+        first = content(1, size)
+        hold = d.store.hold(kind)
+        draft = await d.create("k", first)
+        if kind == "complete":
+            draft.sender.upload = await d.store.begin_upload("k")
+        await d.uploads.commit(draft)
+        await hold.reached.wait()
+        written = trio.Event()
+
+        async def overwrite() -> None:
+            await draft.write(0, b"2")
+            written.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(overwrite)
+            await trio.sleep(5)
+            assert not written.is_set(), "the request may be at the store already"
+            hold.release.set()
+        await d.close(draft)
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.seen["k"] == [first, b"2" + first[1:]]
+
+
+@in_trio
+async def test_what_nobody_has_closed_or_synced_is_not_sent_by_itself(tmp_path: Path) -> None:
+    """Its commit was given up, and broken off by a write."""
+    async with desk(tmp_path) as d:
+        draft = await d.create("k", b"first")
+        hold = d.store.hold("begin")
+        draft.sender.upload = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            await d.quiet()
+            nursery.cancel_scope.cancel()
+        hold.release.set()
+        await draft.write(0, b"F")
+        await trio.sleep(1000)
+        before = dict(d.store.counts)
+        await draft.append(b"!")
+        await trio.sleep(1000)
+        assert d.store.counts == before
+        await d.close(draft)
+        assert d.store.content("k") == b"First!"
+
+
+@in_trio
+async def test_one_that_is_removed_while_it_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came in between and is due, so the promise would begin an upload; but there is nothing to send any more."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        draft = await d.save("k", b"first")
+        d.uploads.open(draft)
+        await draft.append(b", second")
+        await trio.sleep(5)
+        assert draft.overdue and not d.store.objects
+        syncing, go_on = threading.Event(), threading.Event()
+        real = os.fdatasync
+
+        def slow(fd: int) -> None:
+            syncing.set()
+            go_on.wait(30)
+            real(fd)
+
+        monkeypatch.setattr(os, "fdatasync", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            while not syncing.is_set():  # noqa: ASYNC110 - a thread's
+                await trio.lowlevel.checkpoint()
+            await d.uploads.discard(draft)
+            go_on.set()
+        d.uploads.release(draft)
+        await trio.sleep(100)
+        assert not d.store.objects and d.files() == []
+
+
+# -- what is durable ----------------------------------------------------------------------------------
+
+
+def test_a_journal_is_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB syncs each transaction by itself, unless it is told not to."""
+    environments: list[Any] = []
+    real = database.lmdb.open
+    monkeypatch.setattr(
+        database.lmdb, "open", lambda *args, **how: (environments.append(real(*args, **how)), environments[-1])[1]
+    )
+    journal = Journal(tmp_path / "journal")
+    try:
+        trio.run(journal.write, DRAFTS, "a", {"key": "k"})
+        flags = environments[-1].flags()
+        assert flags["sync"] and flags["metasync"] and not flags["map_async"]
+    finally:
+        journal.close()
+
+
+# -- the guards themselves ----------------------------------------------------------------------------
+
+
+def _busy(d: Desk) -> None:
+    d.uploads._queue._busy += 1
+
+
+def _memory(d: Desk) -> None:
+    d.uploads._memory.left -= 1
+
+
+def _writers(d: Desk) -> None:
+    d.uploads._lending._writers += 1
+
+
+def _users(d: Desk) -> None:
+    next(iter(d.uploads._drafts.values())).file._users += 1
+
+
+def _under_way(d: Desk) -> None:
+    next(iter(d.uploads._drafts.values())).parts._bytes_under_way += 1
+
+
+@pytest.mark.parametrize("damage", [_busy, _memory, _writers, _users, _under_way])
+def test_what_is_miscounted_is_noticed(tmp_path: Path, damage: Callable[[Desk], None]) -> None:
+    @in_trio
+    async def run() -> None:
+        async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+            await d.save("k", b"data")
+            damage(d)
+
+    with pytest.raises(AssertionError):
+        run()
