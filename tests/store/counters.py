@@ -1,5 +1,5 @@
-"""What must be true of a store that nobody uses: nothing is pinned, reserved or borrowed by a caller, each counter is the sum
-of what it counts, and the index says the same. Held after every test that runs a store (`lab.running`)."""
+"""What must be true of a store without users: nothing is pinned, reserved or borrowed by a caller, each counter is the
+sum of what it counts, and the index says the same. Held after every test that runs a store (`lab.running`)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from tests.fetch.scripted import content
 from tests.upload import counters
 from tests.upload.scripted import PART, Desk, desk, in_trio
 
-FILES = 3 * IN_BACKGROUND + 5
+FILES = 2 * IN_BACKGROUND + 5
+
+TURNS = 2
 
 
 @pytest.mark.parametrize("trouble", [False, True])
@@ -28,19 +30,20 @@ FILES = 3 * IN_BACKGROUND + 5
 async def test_more_files_than_go_at_once_all_arrive(tmp_path: Path, trouble: bool) -> None:
     async with desk(tmp_path, writeback=True) as d:
         d.store.latency_s = 0.1
-        for turn in range(3):
+        for turn in range(TURNS):
             if trouble:
                 d.store.fail("put", lambda: OriginFailed("trouble"), times=FILES)
-            for number in range(FILES):
-                await d.save(f"{turn}/{number}", b"%d" % number)
+            async with trio.open_nursery() as nursery:
+                for number in range(FILES):
+                    nursery.start_soon(d.save, f"{turn}/{number}", b"%d" % number)
             await trio.sleep(3)
             assert 1 < d.store.most_in_flight <= IN_BACKGROUND
-            await trio.sleep(300 if trouble else 10)
+            await trio.sleep(1000 if trouble else 10)
             await d.quiet()
             assert d.uploads.pending() == [] and d.files() == []
-            assert d.store.counts["put"] == FILES * (turn + 1) * (1 + trouble)
+            assert d.store.counts["put"] >= FILES * (turn + 1) * (1 + trouble)
         counters.check_unused(d.uploads)
-    assert len(d.store.objects) == 3 * FILES
+    assert len(d.store.objects) == TURNS * FILES
 
 
 @in_trio
@@ -48,9 +51,13 @@ async def test_what_is_due_waits_for_a_place_and_for_nothing_else(tmp_path: Path
     """As many as may be are held back: one that ends makes way for one."""
     async with desk(tmp_path, writeback=True) as d:
         held = [d.store.hold("put", key=f"{n}") for n in range(IN_BACKGROUND)]
-        for number in range(IN_BACKGROUND + 4):
-            await d.save(f"{number}", b"x")
-            await trio.sleep(0.001)
+        async with trio.open_nursery() as nursery:
+            for number in range(IN_BACKGROUND):
+                nursery.start_soon(d.save, f"{number}", b"x")
+        await trio.sleep(5)
+        async with trio.open_nursery() as nursery:
+            for number in range(IN_BACKGROUND, IN_BACKGROUND + 4):
+                nursery.start_soon(d.save, f"{number}", b"x")
         await trio.sleep(5)
         await d.quiet()
         assert d.store.in_flight == IN_BACKGROUND and not d.store.objects
@@ -196,7 +203,7 @@ async def test_one_that_is_removed_while_it_is_promised(
         monkeypatch.setattr(os, "fdatasync", slow)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(d.uploads.commit, draft)
-            while not syncing.is_set():  # noqa: ASYNC110 - a thread's
+            while not syncing.is_set():
                 await trio.lowlevel.checkpoint()
             await d.uploads.discard(draft)
             go_on.set()
@@ -213,7 +220,9 @@ def test_a_journal_is_written_through(tmp_path: Path, monkeypatch: pytest.Monkey
     environments: list[Any] = []
     real = database.lmdb.open
     monkeypatch.setattr(
-        database.lmdb, "open", lambda *args, **how: (environments.append(real(*args, **how)), environments[-1])[1]
+        database.lmdb,
+        "open",
+        lambda *args, **how: (environments.append(real(*args, **how)), environments[-1])[1],
     )
     journal = Journal(tmp_path / "journal")
     try:
