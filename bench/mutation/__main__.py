@@ -94,7 +94,8 @@ def _named() -> list[Mutant]:
     """Lines `path | function | old text | new text`: what an earlier examination found to survive."""
     found = []
     for line in _lines(NAMED):
-        path, function, old, new = (part.strip().replace("\\n", "\n") for part in line.split(" | "))
+        parts = [part.strip() for part in line.split(" | ")]
+        path, function, old, new = (part.replace("\\n", "\n").replace("\\|", "|") for part in parts)
         source = (ROOT / path).read_bytes()
         node = _function(ast.parse(source), function.split("."))
         starts = [0]
