@@ -19,7 +19,11 @@ from bench.mutation.running import Coverage, Run, copy_project, preload, run_all
 ROOT = Path(__file__).parents[2]
 HARMLESS = Path(__file__).with_name("harmless.txt")
 NAMED = Path(__file__).with_name("named.txt")
-TESTS = ("tests/store", "tests/upload", "tests/test_database.py", "tests/fetch", "tests/fs")
+ROOMS = ("store", "upload", "fs")
+TESTS = (
+    *("tests/store", "tests/upload", "tests/test_database.py", "tests/fetch", "tests/fs"),
+    "tests/peers/test_receiving.py",
+)
 """What runs in seconds: no mounts, no servers."""
 
 
@@ -145,9 +149,8 @@ def _is_harmless(mutant: Mutant, known: list[tuple[str, str, str]]) -> bool:
 
 def _mapped(paths: list[str]) -> set[str]:
     """What coverage is collected of: whole rooms, so that it serves the next command, too."""
-    rooms = {"store", "upload", "fs", *(path.split("/")[1] for path in paths if path.count("/") > 1)}
-    files = {str(f.relative_to(ROOT)) for room in rooms for f in (ROOT / "cachefs" / room).rglob("*.py")}
-    return files | {"cachefs/database.py", *paths}
+    files = {str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / "cachefs" / room).rglob("*.py")}
+    return files | {"cachefs/database.py", "cachefs/peers/receiving.py", *paths}
 
 
 def _test_files(given: list[str]) -> list[str]:

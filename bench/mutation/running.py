@@ -125,14 +125,21 @@ class Coverage:
         self.tests: dict[str, dict[str, Any]] = {}
 
     def _place(self, test_file: str) -> Path:
-        about = "\0".join([test_file, *sorted(self._paths)]).encode()
-        key = hashlib.blake2b(about + (self._root / test_file).read_bytes(), digest_size=12).hexdigest()
-        return self._cache / f"{key}.json"
+        about = test_file.encode() + b"\0" + (self._root / test_file).read_bytes()
+        return self._cache / f"{hashlib.blake2b(about, digest_size=12).hexdigest()}.json"
+
+    def _known(self, test_file: str) -> dict[str, Any] | None:
+        place = self._place(test_file)
+        if not place.exists():
+            return None
+        found = json.loads(place.read_text())
+        tests: dict[str, Any] = found["tests"]
+        return tests if self._paths <= set(found["paths"]) else None
 
     def collect(self, trees: list[Path], say: Callable[[str], None], *, again: bool) -> None:
         """Runs the test files that are not known yet, one for each of `trees` at a time."""
         self._cache.mkdir(parents=True, exist_ok=True)
-        missing = [name for name in self._files if again or not self._place(name).exists()]
+        missing = [name for name in self._files if again or self._known(name) is None]
         running: dict[int, Path] = {}
         while missing or running:
             while missing and len(running) < len(trees):
@@ -146,8 +153,8 @@ class Coverage:
                 reap(pid)
                 del running[pid]
         for name in self._files:
-            if self._place(name).exists():
-                self.tests.update(json.loads(self._place(name).read_text()))
+            if (known := self._known(name)) is not None:
+                self.tests.update(known)
             else:
                 say(f"{name} did not come to its end: left out")
 
@@ -162,7 +169,9 @@ class Coverage:
                     function, at = within(functions, line)
                     digest = functions[function][2] if function else ""
                     ran.setdefault(path, {}).setdefault(function, [digest, []])[1].append(at)
-        place.with_suffix(".new").write_text(json.dumps(mapper.tests))
+        place.with_suffix(".new").write_text(
+            json.dumps({"paths": sorted(self._paths), "tests": mapper.tests})
+        )
         place.with_suffix(".new").replace(place)
         return 0
 
