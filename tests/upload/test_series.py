@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -266,3 +267,68 @@ def test_what_is_miscounted_is_noticed(tmp_path: Path, damage: Callable[[Desk], 
 
     with pytest.raises(AssertionError):
         run()
+
+
+# -- when it is tried again ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_what_was_written_during_an_upload_follows_by_itself(tmp_path: Path, writeback: bool) -> None:
+    """Closed while the earlier content was on its way: nothing else brings it to the store."""
+    async with desk(tmp_path, writeback=writeback) as d:
+        hold = d.store.hold("put")
+        draft = await d.create("k", b"first")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, draft)
+            await d.quiet()
+            if writeback:
+                await trio.sleep(2)
+            await hold.reached.wait()
+            d.uploads.open(draft)
+            await draft.append(b", second")
+            if writeback:
+                await d.uploads.commit(draft)
+            d.uploads.release(draft)
+            d.uploads.release(draft)
+            await d.quiet()
+            hold.release.set()
+        await trio.sleep(100)
+        await d.quiet()
+        assert d.store.content("k") == b"first, second"
+        assert d.uploads.pending() == [] and d.files() == []
+
+
+@in_trio
+async def test_waits_after_failures_double_from_half_a_second_to_a_minute(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        d.store.fail("put", lambda: OriginFailed("trouble"), times=1000)
+        at: list[float] = []
+        d.uploads._metrics = _Noting(at)  # type: ignore[assignment]
+        await d.save("k", b"data")
+        await trio.sleep(1000)
+        waits = [later - earlier for earlier, later in itertools.pairwise(at)]
+        assert len(waits) > 12
+        for number, wait in enumerate(waits):
+            longest = min(60.0, 0.5 * 2**number)
+            assert longest / 2 - 0.1 <= wait <= longest + 0.5, f"after {number + 1} failures: {wait} s"
+        d.store.rules.clear()
+        await trio.sleep(61)
+        assert d.store.content("k") == b"data"
+
+
+class _Noting:
+    """Of the metrics, what a failure counts, and when."""
+
+    def __init__(self, at: list[float]) -> None:
+        self._at = at
+        self.uploaded_files = 0
+
+    @property
+    def upload_failures(self) -> int:
+        return len(self._at)
+
+    @upload_failures.setter
+    def upload_failures(self, count: int) -> None:
+        assert count == len(self._at) + 1
+        self._at.append(trio.current_time())
