@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import pytest
 import trio
 
 from cachefs import database
-from cachefs.errors import NoRoom, OriginFailed
+from cachefs.errors import CacheUnusable, NoRoom, OriginFailed
+from cachefs.names import ObjectId
+from cachefs.upload import refuse_foreign, room, through
 from cachefs.upload.journal import DRAFTS, Journal
 from cachefs.upload.queue import IN_BACKGROUND
+from cachefs.upload.staging import HELD
 from tests.fetch.scripted import content
 from tests.upload import counters
-from tests.upload.scripted import PART, Desk, desk, in_trio
+from tests.upload.scripted import LIMITS, MIB, PART, Desk, ScriptedStore, desk, in_trio
 
 FILES = 2 * IN_BACKGROUND + 5
 
@@ -232,6 +236,111 @@ def test_a_journal_is_written_through(tmp_path: Path, monkeypatch: pytest.Monkey
         assert flags["sync"] and flags["metasync"] and not flags["map_async"]
     finally:
         journal.close()
+
+
+def test_a_journal_of_another_format_is_refused_and_ours_is_not(tmp_path: Path) -> None:
+    directory = tmp_path / "journal"
+    refuse_foreign(directory)
+    Journal(directory).close()
+    refuse_foreign(directory)
+    (directory / "version").write_text("journal-0")
+    with pytest.raises(CacheUnusable, match="journal-0"):
+        refuse_foreign(directory)
+
+
+# -- users --------------------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_what_is_closed_without_a_commit_goes_to_the_store_by_itself(tmp_path: Path) -> None:
+    """As when a program is killed."""
+    async with desk(tmp_path) as d:
+        d.uploads.release(await d.create("k", b"data"))
+        await trio.sleep(1)
+        await d.quiet()
+        assert d.store.content("k") == b"data" and d.settled == ["k"]
+
+
+@in_trio
+async def test_who_opens_it_while_the_cache_takes_it_is_the_last_to_settle_it(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        adopt, taking, go_on = d.cache.adopt, trio.Event(), trio.Event()
+
+        async def slow(object_id: ObjectId, path: Path) -> bool:
+            taking.set()
+            await go_on.wait()
+            return await adopt(object_id, path)
+
+        d.cache.adopt = slow  # type: ignore[method-assign]
+        draft = await d.save("k", b"data")
+        await taking.wait()
+        d.uploads.open(draft)
+        go_on.set()
+        await d.quiet()
+        assert d.settled == [] and await draft.read(0, 10) == b"data"
+        d.uploads.release(draft)
+        assert d.settled == ["k"], "at once: its file is the cache's"
+        assert draft not in d.uploads._drafts.values()
+
+
+@in_trio
+async def test_a_store_without_parts_does_not_hold_the_writer_of_a_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "UNSENT", PART)
+    async with desk(tmp_path, ScriptedStore(replace(LIMITS, most_parts=0))) as d:
+        draft = await d.create("k")
+        for _ in range(8):
+            await draft.append(b"x" * PART)
+        await d.close(draft)
+        assert d.store.counts == {"put": 1} and len(d.store.content("k")) == 8 * PART
+
+
+@in_trio
+async def test_what_can_be_read_without_waiting_is_all_or_nothing(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 3 * HELD)
+        draft = await d.create("k", data)
+        for offset, size in ((0, 10), (HELD - 5, HELD), (3 * HELD - 10, 10)):
+            found = draft.file.read_now(offset, size)
+            assert found is None or bytes(found) == data[offset : offset + size]
+        assert draft.file.read_now(3 * HELD - 10, 20) is None, "it ends before"
+        await d.close(draft)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_draft_begins_with_is_read_in_order_and_closed(fails: bool) -> None:
+    class Reader:
+        opened = closed = 0
+
+        def open(self, origin: Any, object_id: ObjectId) -> ObjectId:
+            self.opened += 1
+            return object_id
+
+        def close(self, opened: ObjectId) -> None:
+            self.closed += 1
+
+        async def read(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes:
+            if fails and offset:
+                raise OriginFailed("trouble")
+            return data[offset : offset + size]
+
+    data, reader, got = content(1, 3 * MIB + 5), Reader(), bytearray()
+
+    async def take(piece: Any) -> None:
+        assert 0 < len(piece) <= MIB
+        got.extend(piece)
+
+    bring = through(reader)
+    base = ObjectId("s", "k", "e", len(data))
+    count = 2 * MIB + 7
+    if fails:
+        with pytest.raises(OriginFailed):
+            trio.run(bring, None, base, count, take)
+    else:
+        trio.run(bring, None, base, count, take)
+        assert got == data[:count]
+    assert reader.opened == reader.closed == 1
 
 
 # -- the guards themselves ----------------------------------------------------------------------------
