@@ -176,16 +176,19 @@ class Coverage:
         return 0
 
     def of(self, mutant: Mutant) -> dict[str, float]:
-        """Test → seconds, of those that run what is changed."""
-        return {
-            name: float(test["seconds"])
+        """Test → seconds, of those that run what is changed. What none runs may be run by a process that it starts: then
+        each counts that uses the module."""
+        users = {
+            name: test["ran"][mutant.path]
             for name, test in self.tests.items()
-            if not test["failed"] and self._runs(test["ran"].get(mutant.path), mutant)
+            if not test["failed"] and mutant.path in test["ran"]
         }
+        found = [name for name, ran in users.items() if self._runs(ran, mutant)]
+        return {name: float(self.tests[name]["seconds"]) for name in found or users}
 
-    def _runs(self, ran: dict[str, Any] | None, mutant: Mutant) -> bool:
-        if not ran or not mutant.lines:
-            return bool(ran)
+    def _runs(self, ran: dict[str, Any], mutant: Mutant) -> bool:
+        if not mutant.lines:
+            return True
         for function, at in mutant.lines:
             digest, lines = ran.get(function, ("", ()))
             known = self._functions[mutant.path].get(function, (0, 0, ""))[2]
