@@ -385,9 +385,6 @@ def test_what_is_miscounted_is_noticed(cache_dir: Path, damage: str) -> None:
             DAMAGES[damage](lab)
             with pytest.raises(AssertionError):
                 await lab.check_counters()
-            lab.closed = True
-            lab.store._catalog._loaded = 0
-            for obj in lab.store._catalog._objects.values():
-                obj.close_files()
+            lab.counts = False
 
     run()
