@@ -125,6 +125,8 @@ def check_order(store: Store, known: dict[Any, Copy]) -> None:
         places.append(tuple(name))
     twice = [name for name, count in Counter(places).items() if count > 1]
     assert not twice, f"more than one place in the order: {twice}"
+    ages = [copy.stored_clock for copy in known.values() if copy.stored_clock is not None]
+    assert store._catalog._index.newest_clock() == max(ages, default=0)
     missing = {name for name, copy in known.items() if copy.stored_clock is not None} - set(places)
     assert not missing, f"no place in the order: {missing}"
 
