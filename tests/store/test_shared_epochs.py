@@ -45,10 +45,12 @@ async def use(lab: Lab, object_id: ObjectId, asker: str) -> bool:
         return False
     if not asker:
         assert await lab.store.read(obj, 0, object_id.size) is not None
+        lab.store.rest(obj)
         return True
     shared = lab.store.share(obj, 0, asker=asker)
     assert shared is not None
     lab.store.unshare(obj, shared)
+    lab.store.rest(obj)
     return True
 
 
