@@ -178,7 +178,8 @@ class Adopting:
         try:
             path = tier.link(old.digest, new.digest)
             for copy in copies:
-                self._room.drop(was, copy, copy.bitmap)
+                if copy.bitmap:  # else it went with the first: the file goes whole
+                    self._room.drop(was, copy, copy.bitmap)
             fits = self._room.make(tier, need, evict=Evict.ANY, here=need)
             if fits and self._put(obj, tier, path, checksums):
                 return True

@@ -163,8 +163,10 @@ class Run:
     async def read(self, lab: Lab, key: int, where: float, size: int) -> None:
         handle = lab.fetcher.open(self.world.origin, self.world.now[key])  # type: ignore[arg-type]
         self.troubled = self.world.origin.doomed > 0
-        await self.check(lab, handle, where, size)
-        lab.fetcher.close(handle)
+        try:
+            await self.check(lab, handle, where, size)
+        finally:
+            lab.fetcher.close(handle)
 
     async def open(self, lab: Lab, key: int) -> None:
         if key in self.handles:

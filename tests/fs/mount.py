@@ -15,6 +15,7 @@ from cachefs.database import Database
 from cachefs.errors import AlreadyExists, NotFound, ObjectChanged
 from cachefs.fs import FORMAT, TABLES, Attributes, Entry, FileSystem, Options, Volume
 from cachefs.metrics import Metrics
+from tests.fs import counters
 from tests.fs.bucket import Bucket, Bytes
 
 ROOT = 1
@@ -183,6 +184,7 @@ async def mounted(
         )
         try:
             yield mount
+            counters.check_unused(mount.fs)
         finally:
             await mount.fs.aclose()
             mount.close()

@@ -525,6 +525,18 @@ async def test_refresh_of_a_file_by_attribute_and_of_a_missing_name() -> None:
             await mount.fs.refresh("../..")
 
 
+async def test_refresh_forgets_single_answers_that_a_name_is_missing() -> None:
+    """Of a directory that nobody has listed, too."""
+    bucket = Bucket([f"d/{n:04}" for n in range(2000)], page=10)
+    async with mounted(bucket, negative_ttl=3600.0) as mount:
+        assert await mount.stat("d/zzz") is None
+        bucket.put("d/zzz")
+        bucket.reset()
+        assert await mount.stat("d/zzz") is None and bucket.counts == (0, 0)
+        await mount.fs.refresh("d")
+        assert await mount.stat("d/zzz") is not None
+
+
 async def test_refresh_of_a_directory_tells_of_the_names_that_the_kernel_believes_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

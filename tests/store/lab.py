@@ -22,6 +22,7 @@ from cachefs.names import ObjectId
 from cachefs.store import Opened, Store, disposal, open_store, ram
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin
+from tests.store import counters
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 64 * KIB
@@ -46,6 +47,9 @@ class Lab:
         self.origin = origin
         self.metrics = metrics
         self.closed = False
+        self.counts = True
+        """False: the test leaves handles open, or damages what is counted."""
+        self.closes_files = True
 
     async def read(
         self, object_id: ObjectId, offset: int = 0, size: int | None = None, pid: int = 1
@@ -77,6 +81,15 @@ class Lab:
 
     def used(self) -> int:
         return sum(t.used_bytes for t in self.store.tiers)
+
+    async def check_counters(self) -> None:
+        """All tasks have ended: whatever they used or reserved was given back. See `counters.py`."""
+        if self.closed or not self.counts:
+            return
+        with trio.CancelScope(shield=True):
+            await self.store.flush()
+        counters.check_unused(self.store, files=self.closes_files)
+        counters.check_counted(self.store)
 
     def check_accounts(self) -> None:
         """Nothing is in flight: what is counted is what the disk holds, and no more than allowed."""
@@ -120,6 +133,11 @@ async def running(
                 yield lab
             finally:
                 nursery.cancel_scope.cancel()
+        await lab.check_counters()
+        await lab.aclose(10.0 if clean else 0.0)
+        # The kernel may keep passthrough files.
+        left = [name for name in counters.open_files(cache_dir) if "/objects/" not in name]
+        assert not left, f"the store is closed, and these are open: {left}"
     finally:
         with trio.CancelScope(shield=True):
             await lab.aclose(10.0 if clean else 0.0)

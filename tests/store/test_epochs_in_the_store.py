@@ -136,6 +136,7 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         while (fill := store.begin_fill(obj := store.object(ids[32 + began]), 0, 1, ahead=True)) is not None:
             fill.write(b"y" * BLOCK)
             store.end_fill(obj, fill)
+            store.rest(obj)
             fills.append(ids[32 + began])
             began += 1
             if began % 3 == 0:
@@ -182,6 +183,7 @@ async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: P
             assert fill is not None, number
             fill.write(data)
             store.end_fill(obj, fill)
+            store.rest(obj)
             await store.flush()
         obj = store.object(lab.origin.put("e/9", b"y"))
         assert store.begin_fill(obj, 0, 1, ahead=True) is None, (
@@ -207,6 +209,7 @@ async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: P
             if how == "read":
                 fill.read(0, 10)
             store.end_fill(obj, fill)
+            store.rest(obj)
             copy = store._catalog.copy(obj, 1, 0)
             assert copy is not None
             states.append(store._catalog.kept(copy))

@@ -33,6 +33,7 @@ def put(lab: Lab, object_id: ObjectId, asker: str = "", **how: bool) -> bool:
     fill.asker = asker
     fill.write(bytes(object_id.size))
     lab.store.end_fill(obj, fill)
+    lab.store.rest(obj)
     return True
 
 
@@ -44,6 +45,7 @@ async def use(lab: Lab, object_id: ObjectId, asker: str) -> bool:
         return False
     if not asker:
         assert await lab.store.read(obj, 0, object_id.size) is not None
+        lab.store.rest(obj)
         return True
     obj.refs += 1
     assert await lab.store.read(obj, 0, 1, count=False) is not None  # so its file is open

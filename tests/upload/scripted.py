@@ -25,6 +25,7 @@ from cachefs.metrics import Metrics
 from cachefs.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
 from cachefs.upload import Draft, Uploads
+from tests.upload import counters
 
 SOURCE = "scripted://bucket"
 KIB, MIB = 1 << 10, 1 << 20
@@ -395,3 +396,4 @@ async def desk(
             nursery.cancel_scope.cancel()
             uploads.journal.close()
             let_go(uploads)
+    counters.check_unused(uploads)

@@ -106,6 +106,21 @@ async def test_renaming_after_an_upload_whose_outcome_nobody_knows(tmp_path: Pat
 
 
 @in_trio
+async def test_once_it_has_another_name_its_outcome_is_known(tmp_path: Path) -> None:
+    """So what another client puts there is not taken for ours when the file is removed."""
+    async with desk(tmp_path) as d:
+        d.store.fail("put", lambda: OriginFailed("silence"), lost=True)
+        draft = await d.create("a", b"data")
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(draft)
+        await d.rename(draft, "b")
+        assert d.store.content("b") == b"data"
+        d.store.show("b", b"theirs")
+        await d.uploads.discard(draft)
+        assert d.store.content("b") == b"theirs"
+
+
+@in_trio
 async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         draft = await d.create("a", b"one")

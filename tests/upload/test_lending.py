@@ -87,6 +87,18 @@ async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -
 
 
 @in_trio
+async def test_the_time_of_a_file_is_that_of_the_last_write_of_others(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        draft, fd = await lent(d, data=b"first")
+        for mtime_ns in (2 * 10**18, 10**18 + 5):
+            os.pwrite(fd, b"other", 0)
+            os.utime(fd, ns=(0, mtime_ns))
+            assert draft.look() and draft.mtime_ns == mtime_ns
+        ends(d, draft, fd)
+
+
+@in_trio
 async def test_each_promise_syncs_what_nobody_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,27 @@ def test_nothing_is_sent_early_of_what_is_written_out_of_order() -> None:
     assert piece is not None and (piece.start, piece.stop) == (0, 10)
 
 
+def test_what_waits_is_what_is_ready_and_has_not_landed() -> None:
+    parts = Parts(TINY)
+    parts.wrote(0, 25)
+    assert parts.waiting_bytes == 25
+    waiting = []
+    for _ in range(2):
+        piece = parts.ready()
+        assert piece is not None
+        parts.begin(piece)
+        waiting.append((piece, parts.waiting_bytes))
+    assert [count for _, count in waiting] == [25, 25] and parts.ready() is None
+    parts.ended(waiting[1][0], landed=True)
+    assert parts.waiting_bytes == 15
+    parts.ended(waiting[0][0], landed=True)
+    assert parts.waiting_bytes == 5 and parts.sent_bytes == 20
+    parts.wrote(25, 5)
+    assert parts.waiting_bytes == 10
+    parts.resized(0)
+    assert parts.waiting_bytes == 0
+
+
 def test_a_part_rewritten_under_way_is_stale() -> None:
     parts = Parts(TINY)
     parts.wrote(0, 25)

@@ -78,6 +78,7 @@ async def test_all_together_take_no_more_memory_than_they_may(
             await d.close(draft)
         await d.quiet()
         assert d.uploads._memory.left == 2500 and d.files() == []
+        d.uploads._memory.left = staging.HELD_ALTOGETHER
         assert d.store.content("1") == b"1" * 1000 + b"2" * 1500
 
 

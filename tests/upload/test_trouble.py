@@ -371,6 +371,7 @@ async def test_what_is_shown(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, now_ns=lambda: now) as d:
         assert d.uploads.status()["pending"] == 0
         await d.save("a", b"12345")
+        assert d.uploads.status()["oldest_s"] == 0.0
         d.store.fail("put", lambda: OriginFailed("down"), times=1000)
         now += 10**9
         await d.save("b", b"678")

@@ -1,0 +1,109 @@
+"""What pytest is told in the processes that run tests on a copy: which tests, in what order, and what they cover."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+FIXED_SEED = "mutation"
+"""The Hypothesis profile: the same examples each time, and no search for a smaller one."""
+
+
+def use_fixed_seeds() -> None:
+    """Before the tests' own settings are made, which inherit from these."""
+    from hypothesis import Phase, settings
+
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile(
+        FIXED_SEED, settings.default, derandomize=True, database=None, phases=phases, deadline=None
+    )
+    settings.load_profile(FIXED_SEED)
+
+
+def runnable(item: pytest.Item) -> bool:
+    """No mounts, no servers, nothing that takes long."""
+    marks = {mark.name for mark in item.iter_markers()}
+    servers = "servers" in getattr(item, "fixturenames", ())
+    return not servers and not marks & {"slow", "mount", "alone", "operations"}
+
+
+class Mapper:
+    """Notes the lines that each test runs in the files under `below`."""
+
+    def __init__(self, below: str, paths: set[str]) -> None:
+        self._files = {os.path.join(below, path): path for path in paths}
+        self._seen: set[tuple[str, int]] = set()
+        self.tests: dict[str, dict[str, Any]] = {}
+        self._failed = False
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if runnable(item)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._seen, self._failed = set(), False
+        begun = time.monotonic()
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            lines: dict[str, list[int]] = {}
+            for path, line in sorted(self._seen):
+                lines.setdefault(path, []).append(line)
+            self.tests[item.nodeid] = {
+                "seconds": time.monotonic() - begun,
+                "failed": self._failed,
+                "lines": lines,
+            }
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= report.outcome != "passed"
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        code: CodeType = frame.f_code
+        path = self._files.get(code.co_filename)
+        if path is None:
+            return None
+        seen = self._seen
+        seen.add((path, frame.f_lineno))
+
+        def line(frame: FrameType, event: str, arg: object) -> Any:
+            if event == "line":
+                seen.add((path, frame.f_lineno))
+            return line
+
+        return line
+
+
+class Chosen:
+    """Runs these tests in this order, each within a time; the process ends by SIGALRM where one takes longer."""
+
+    def __init__(self, limits_s: dict[str, float]) -> None:
+        self._limits_s = limits_s
+        self._rank = {name: number for number, name in enumerate(limits_s)}
+        self.failed: str = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self._rank), key=lambda item: self._rank[item.nodeid]
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_REAL, self._limits_s[item.nodeid])
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,131 @@
+"""When a sink is not called any more, and a connection is given back once: with a connection that is scripted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+import xxhash
+
+from cachefs.names import ObjectId
+from cachefs.peers import receiving
+from cachefs.peers.heads import Head
+from cachefs.peers.receiving import LITTLE, Checked, Delivery, Receiver
+from cachefs.peers.wire import CHECKSUM, BlockRequest
+from tests.peers.exchange import KIB, content, in_trio
+
+BLOCK = 64 * KIB
+
+
+class Full(Exception):
+    pass
+
+
+class Sink:
+    """Takes `room` blocks, then raises."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room, self.blocks = room, 0
+
+    def write_block(self, data: memoryview, checksum: int) -> None:
+        self.blocks += 1
+        if self.blocks > self.room:
+            raise Full
+
+
+class Line:
+    """A connection whose body is ready; counts blocks read, and how often it was lent and given back."""
+
+    address = "peer"
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.read, self.lent, self.returned = data, 0, 0, 0
+
+    def fill(self, view: memoryview) -> None:
+        block = self.data[self.read * BLOCK : (self.read + 1) * BLOCK]
+        view[:] = block + CHECKSUM.pack(xxhash.xxh3_64_intdigest(block))
+        self.read += 1
+
+    def read_into(self, view: memoryview) -> Iterator[int]:
+        self.fill(view)
+        yield from ()
+
+    def lend(self, silence_s: float) -> None:
+        self.lent += 1
+
+    def give_back(self) -> None:
+        self.returned += 1
+
+
+def asked(blocks: int) -> tuple[Any, BlockRequest, Head]:
+    data = content(blocks * BLOCK)
+    request = BlockRequest(ObjectId("s", "k", "e", len(data)), 0, blocks, BLOCK)
+    return Line(data), request, Head(200, request.body_length(False), "", 0, False)
+
+
+FEW, MANY = LITTLE // BLOCK, LITTLE // BLOCK + 1
+
+
+def test_nothing_reaches_a_sink_behind_the_fence() -> None:
+    sink = Sink(1)
+    delivery = Delivery(sink)
+    block = Checked(memoryview(b"data"), 1)
+    assert delivery.write(block) and (sink.blocks, delivery.bytes) == (1, 4)
+    assert not delivery.write(block), "it has raised: there is no use in going on"
+    assert isinstance(delivery.error, Full) and delivery.bytes == 4
+    closed = Delivery(Sink())
+    trio.run(closed.close)
+    assert closed.write(block) is False and not closed._sink.blocks  # type: ignore[attr-defined]
+    assert closed.error is None and not closed.bytes
+
+
+@pytest.mark.parametrize("sink_waits", [False, True])
+@pytest.mark.parametrize("blocks", [FEW, MANY])
+@in_trio
+async def test_a_sink_that_raised_is_called_no_more_and_nothing_is_read_for_it(
+    blocks: int, sink_waits: bool
+) -> None:
+    line, request, head = asked(blocks)
+    sink = Sink(1)
+    with pytest.raises(Full):
+        await Receiver().blocks(line, head, request, None, Delivery(sink), silence_s=5, sink_waits=sink_waits)
+    assert sink.blocks == 2 and line.read == 2 and line.lent == line.returned == (blocks == MANY)
+    line, request, head = asked(blocks)
+    sink = Sink()
+    delivery = Delivery(sink)
+    await Receiver().blocks(line, head, request, None, delivery, silence_s=5, sink_waits=sink_waits)
+    assert sink.blocks == blocks and delivery.bytes == blocks * BLOCK
+
+
+@in_trio
+async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All threads are busy; the reader gives up, and then a thread gets to it."""
+    line, request, head = asked(MANY)
+    sink = Sink()
+    called: list[Any] = []
+    reached = trio.Event()
+
+    async def later(function: Any, *args: Any, **how: Any) -> None:
+        called.append(function)
+        reached.set()
+        await trio.sleep_forever()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(receiving.trio.to_thread, "run_sync", later)
+        async with trio.open_nursery() as nursery:
+            take = Receiver().blocks
+            nursery.start_soon(
+                lambda: take(line, head, request, None, Delivery(sink), silence_s=5, sink_waits=False)
+            )
+            await reached.wait()
+            nursery.cancel_scope.cancel()
+    assert line.lent == line.returned == 1
+    thread = threading.Thread(target=called[0])
+    thread.start()
+    thread.join(30)
+    assert line.returned == 1 and not line.read and not sink.blocks

@@ -1,0 +1,153 @@
+"""What must be true of a store without users: nothing is pinned, reserved or borrowed by a caller, each counter is the
+sum of what it counts, and the index says the same. Held after every test that runs a store (`lab.running`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from cachefs.names import block_length
+from cachefs.store import Store, index
+from cachefs.store.index import Copy
+from cachefs.store.tier import allocated
+
+
+def block_bytes(store: Store, copy: Copy, bits: int) -> int:
+    """Allocated bytes of the blocks in `bits`."""
+    return sum(
+        allocated(block_length(copy.extent * 16 + at, copy.object_size, store.block_size))
+        for at in range(16)
+        if bits >> at & 1
+    )
+
+
+def rows(store: Store) -> dict[Any, Copy]:
+    """All copies that the index has, by key."""
+    found = {}
+    for key, row in store._catalog._index._db.scan("copies"):
+        name = index._KEY.unpack(key)
+        copy = index.unpack_copy(name, row)
+        assert copy is not None, f"a damaged row of {name}"
+        found[name] = copy
+    return found
+
+
+def loaded(store: Store) -> list[Copy]:
+    return [copy for obj in store._catalog._objects.values() for copy in obj.copies.values() if copy]
+
+
+def check_at_rest(store: Store) -> None:
+    """No transfer, move or read is under way, whatever is still open."""
+    for obj in store._catalog._objects.values():
+        assert not obj.flights, f"{obj.id.key}: a transfer is left"
+        assert not any(copy.arriving for copy in obj.copies.values() if copy), f"{obj.id.key}: blocks arrive"
+        for (tier, extent), copy in obj.copies.items():
+            assert copy is None or (copy.tier, copy.extent) == (tier, extent)
+            assert copy is None or not copy.verified & ~copy.bitmap, f"{obj.id.key}: verified, but not there"
+    assert store._catalog._loaded == len(loaded(store)), "loaded copies are miscounted"
+    assert not store._catalog._flushing
+
+
+def check_unused(store: Store, *, files: bool = True) -> None:
+    """No handle, no passthrough file, no pin of a transfer: every use was given back."""
+    check_at_rest(store)
+    for obj in store._catalog._objects.values():
+        assert obj.refs == 0, f"{obj.id.key}: {obj.refs} users are left"
+        pins = {key: copy.pins for key, copy in obj.copies.items() if copy and copy.pins}
+        assert not pins or obj.backing is not None, f"{obj.id.key}: pins are left: {pins}"
+        assert not obj.leaving or obj.backing is not None, f"{obj.id.key}: its file waits for nothing"
+        for copy in obj.copies.values():
+            if copy is not None and not copy.pins:
+                assert not copy.forgotten, f"{obj.id.key}: bytes of dropped blocks are kept"
+                assert copy.bitmap, f"{obj.id.key}: an empty copy is kept"
+        if files and not obj.in_use():
+            assert not obj.fds, f"{obj.id.key}: descriptors of an unused version are open"
+
+
+def check_counted(store: Store) -> None:
+    """After a flush: tiers count what copies hold, and the index has a row, and a place in the order, for each."""
+    catalog = store._catalog
+    if store.index_error:
+        return
+    assert not catalog._dirty and not catalog._removed, "a flush left something unwritten"
+    known = rows(store)
+    copies = {**known, **{copy.key: copy for copy in loaded(store)}}
+    for copy in loaded(store):
+        row = known.get(copy.key)
+        if not copy.bitmap:
+            assert row is None, f"{copy.key}: a row of no block"
+            continue
+        assert row is not None, f"{copy.key}: no row"
+        said = (row.bitmap, row.clock, row.pinned, row.stored_clock, row.dataset, row.object_size)
+        assert said == (
+            *(copy.bitmap, copy.clock, copy.pinned, copy.stored_clock, copy.dataset, copy.object_size),
+        )
+        for at in range(16):
+            assert not copy.bitmap >> at & 1 or row.checksums[at] == copy.checksums[at]
+    for tier in store.tiers:
+        mine = [copy for copy in copies.values() if copy.tier == tier.number]
+        held = sum(block_bytes(store, copy, copy.bitmap) for copy in mine)
+        dropped = sum(block_bytes(store, copy, copy.forgotten) for copy in mine)
+        borrowed = [copy for copy in mine if copy.key in catalog.borrowed]
+        counted = {
+            "used": (tier.used_bytes, held + dropped),
+            "unlisted": (tier.unlisted_bytes, dropped),
+            "blocks": (tier.blocks, sum(copy.bitmap.bit_count() for copy in mine)),
+            "pinned": (tier.pinned_bytes, sum(block_bytes(store, c, c.bitmap) for c in mine if c.pinned)),
+            "borrowed": (
+                tier.borrowed_bytes,
+                sum(block_bytes(store, c, c.bitmap | c.forgotten) for c in borrowed),
+            ),
+        }
+        wrong = {name: pair for name, pair in counted.items() if pair[0] != pair[1]}
+        assert not wrong, f"{tier.name}: (counted, there is): {wrong}"
+        totals = catalog._index.totals(tier.number)
+        assert totals == (held, counted["blocks"][1], counted["pinned"][1]), f"{tier.name}: totals {totals}"
+    check_order(store, known)
+
+
+def check_order(store: Store, known: dict[Any, Copy]) -> None:
+    """One place in the order of eviction for each row that has one, and no place for what has no row."""
+    database = store._catalog._index._db
+    places = []
+    for key, value in database.scan("order"):
+        tier, clock = index._CLOCK.unpack(key)
+        *name, dataset = index._ORDERED.unpack(value)
+        copy = known.get(tuple(name))
+        assert copy is not None, f"a place in the order for {name}, of which there is no row"
+        assert tier == copy.tier
+        assert (copy.stored_clock, copy.dataset) == (clock, dataset), (
+            f"{name}: an outdated place in the order"
+        )
+        places.append(tuple(name))
+    twice = [name for name, count in Counter(places).items() if count > 1]
+    assert not twice, f"more than one place in the order: {twice}"
+    ages = [copy.stored_clock for copy in known.values() if copy.stored_clock is not None]
+    assert store._catalog._index.newest_clock() == max(ages, default=0)
+    missing = {name for name, copy in known.items() if copy.stored_clock is not None} - set(places)
+    assert not missing, f"no place in the order: {missing}"
+
+
+def open_files(below: Path) -> list[str]:
+    """What this process has open below a directory."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(f"{below}/"):
+            found.append(target)
+    return found
+
+
+def own_threads() -> set[int]:
+    """Threads that are no idle workers of trio's."""
+    return {
+        thread.ident or 0
+        for thread in threading.enumerate()
+        if not thread.name.startswith(("Trio", "MainThread"))
+    }

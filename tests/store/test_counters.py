@@ -1,0 +1,390 @@
+"""Long series, guards that must refuse, and what is borrowed, pinned and dropped: afterwards the counters are what there is
+(`counters.py`, held after each test here as in all others)."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.store.tier import RAM
+from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.store import counters
+from tests.store.counters import open_files
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, cache_files, running
+
+SMALL = 4096
+
+
+async def settled(lab: Lab) -> None:
+    """No transfer is under way, and no move between tiers either, soon."""
+    await lab.quiet()
+    with trio.move_on_after(30):
+        while True:
+            try:
+                await lab.check_counters()
+            except AssertionError:
+                await trio.sleep(0.01)
+            else:
+                return
+    await lab.check_counters()
+
+
+# -- long series --------------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_a_version_of_more_than_255_extents(cache_dir: Path) -> None:
+    """Its rows, its places in the order of eviction, and what is read, moved up, dropped and forgotten of it."""
+    extents = 300
+    size = (extents - 1) * 16 * SMALL + 5
+    origin = ScriptedOrigin(chunk=1 * MIB)
+    data = content(1, size)
+    object_id = origin.put("large", data)
+    async with running(cache_dir, origin, ssd=64 * MIB, block=SMALL) as lab:
+        await lab.fetcher.bring(origin, object_id)  # type: ignore[arg-type]
+        await settled(lab)
+        assert lab.store.cached_bytes(object_id) == size and lab.fetcher.whole(object_id)
+        for extent in (0, 63, 64, 254, 255, 256, 298):
+            offset = extent * 16 * SMALL
+            assert await lab.read(object_id, offset, 100) == data[offset : offset + 100]
+        await settled(lab)  # younger now: each has one place in the order
+        rows = counters.rows(lab.store)
+        assert sorted(key[2] for key in rows) == list(range(extents))
+        assert await lab.read(object_id) == data
+        await settled(lab)
+    before = len(origin.gets)
+    async with running(cache_dir, origin, ssd=64 * MIB, block=SMALL) as lab:
+        assert lab.store.cached_bytes(object_id) == size
+        assert await lab.read(object_id) == data and len(origin.gets) == before
+        await settled(lab)
+        assert lab.store.evict(lab.store.object(object_id)) >= size
+        await settled(lab)
+        assert not lab.used() and not counters.rows(lab.store) and not cache_files(lab.store.tiers[0].path)
+
+
+@pytest.mark.parametrize("ram, ssd", [(0, 24 * BLOCK), (16 * BLOCK, 24 * BLOCK)])
+@in_trio
+async def test_a_cache_that_is_used_in_every_way(cache_dir: Path, ram: int, ssd: int) -> None:
+    """Reads, prefetches, pins, drops, borrowed copies and flushes at random: counted at each rest."""
+    rng = random.Random(ram)
+    async with running(cache_dir, ssd=ssd, ram=ram, background=bool(ram)) as lab:
+        store = lab.store
+        sizes = [1, SMALL + 1, BLOCK, 3 * BLOCK + 7, EXTENT + 2 * BLOCK]
+        ids = [lab.origin.put(f"k{n}", content(n, rng.choice(sizes))) for n in range(40)]
+        for step in range(240):
+            object_id = rng.choice(ids)
+            obj = store.object(object_id)
+            match rng.randrange(8):
+                case 0 | 1 | 2:
+                    await lab.read(object_id)
+                case 3:
+                    await lab.fetcher.bring(lab.origin, object_id, 0, BLOCK, ahead=False)  # type: ignore[arg-type]
+                case 4:
+                    borrow(lab, object_id, 0)
+                case 5:
+                    if object_id.size <= BLOCK and store.pinned_bytes < 4 * BLOCK:
+                        store.pin(obj)
+                case 6:
+                    store.unpin(obj)
+                case 7:
+                    store.evict(obj)
+            if step % 20 == 19:
+                await settled(lab)
+                lab.check_accounts()
+
+
+def borrow(lab: Lab, object_id: Any, block: int, *, land: bool = True) -> bool:
+    """A block that another node keeps comes here, or not wholly."""
+    obj = lab.store.object(object_id)
+    if lab.store.has(obj, block) or obj.flights:
+        return False
+    fill = lab.store.begin_fill(obj, block, block + 1, borrowed=True)
+    if fill is None:
+        return False
+    length = min(BLOCK, object_id.size - block * BLOCK)
+    fill.write(bytes(length if land else length // 2))
+    lab.store.end_fill(obj, fill)
+    lab.store.rest(obj)
+    return land
+
+
+# -- guards -------------------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_no_two_fills_write_one_block(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, 2 * EXTENT))
+        obj = lab.store.object(object_id)
+        first = lab.store.begin_fill(obj, 2, 6)
+        assert first is not None
+        used = lab.used()
+        for start, stop in ((0, 3), (2, 6), (3, 4), (5, 16)):
+            assert lab.store.begin_fill(obj, start, stop) is None
+        assert lab.used() == used, "what was refused has reserved nothing"
+        beside = [lab.store.begin_fill(obj, start, stop) for start, stop in ((0, 2), (6, 16), (18, 22))]
+        assert all(beside)
+        first.write(content(1, 2 * EXTENT)[2 * BLOCK : 4 * BLOCK])
+        lab.store.settle(obj, first)
+        assert lab.store.begin_fill(obj, 4, 6) is None, "still on its way"
+        for fill in (first, *beside):
+            assert fill is not None
+            lab.store.end_fill(obj, fill)
+        again = lab.store.begin_fill(obj, 4, 6)
+        assert again is not None, "it did not come, so it may come again"
+        lab.store.end_fill(obj, again)
+        lab.store.rest(obj)
+        await settled(lab)
+        assert lab.used() == 2 * BLOCK
+
+
+@in_trio
+async def test_only_a_file_that_never_changes_goes_on_under_a_new_name(cache_dir: Path) -> None:
+    """One that was fetched may be punched and written yet: a second name of it would show that."""
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * EXTENT + 5)
+        old = lab.origin.put("old", data)
+        assert await lab.read(old) == data
+        await lab.quiet()
+        assert lab.fetcher.whole(old)
+        new = lab.origin.put("new", data)
+        assert not lab.store.recast(old, new)
+        assert lab.fetcher.whole(old) and not lab.store.cached_bytes(new)
+        lab.store.evict(lab.store.object(old))
+        assert await lab.read(new) == data
+
+
+@in_trio
+async def test_what_is_borrowed_becomes_ones_own_with_all_that_it_counts(cache_dir: Path) -> None:
+    """Landed, on its way, and dropped while it is used."""
+    async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
+        [tier] = lab.store.tiers
+        object_id = lab.origin.put("k", content(1, EXTENT))
+        obj = lab.store.object(object_id)
+        assert tier.number == RAM and borrow(lab, object_id, 0)
+        assert not borrow(lab, object_id, 1, land=False)
+        assert tier.borrowed_bytes == tier.used_bytes == BLOCK
+        coming = lab.store.begin_fill(obj, 2, 4, borrowed=True)
+        assert coming is not None and tier.borrowed_bytes == tier.used_bytes == 3 * BLOCK
+        lab.store.evict(obj)  # its bytes stay as long as something comes into it
+        assert tier.borrowed_bytes == tier.used_bytes == 3 * BLOCK
+        own = lab.store.begin_fill(obj, 8, 9)
+        assert own is not None
+        assert (tier.borrowed_bytes, tier.kept_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
+        for fill in (coming, own):
+            lab.store.end_fill(obj, fill)
+        lab.store.rest(obj)
+        await settled(lab)
+        assert (tier.borrowed_bytes, tier.used_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("while_used", [False, True])
+@in_trio
+async def test_what_is_borrowed_and_dropped_counts_no_more(cache_dir: Path, while_used: bool) -> None:
+    async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
+        [tier] = lab.store.tiers
+        object_id = lab.origin.put("k", content(1, EXTENT))
+        obj = lab.store.object(object_id)
+        for block in range(3):
+            assert borrow(lab, object_id, block)
+        coming = lab.store.begin_fill(obj, 4, 5, borrowed=True) if while_used else None
+        lab.store.evict(obj)
+        assert tier.borrowed_bytes == tier.used_bytes == (4 * BLOCK if while_used else 0)
+        if coming is not None:
+            lab.store.end_fill(obj, coming)
+        lab.store.rest(obj)
+        await settled(lab)
+        assert tier.borrowed_bytes == tier.used_bytes == 0
+
+
+@in_trio
+async def test_what_is_pinned_and_unpinned_is_counted(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=64 * BLOCK) as lab:
+        [tier] = lab.store.tiers
+        ids = [lab.origin.put(f"k{n}", content(n, 3 * BLOCK + 1)) for n in range(3)]
+        each = 3 * BLOCK + SMALL
+        for number, object_id in enumerate(ids, 1):
+            await lab.read(object_id)
+            lab.store.pin(lab.store.object(object_id))
+            assert tier.pinned_bytes == number * each
+            await settled(lab)
+        lab.store.pin(lab.store.object(ids[0]))
+        assert tier.pinned_bytes == 3 * each, "twice is once"
+        assert lab.store.evict(lab.store.object(ids[0])) == 0
+        lab.store.unpin(lab.store.object(ids[0]))
+        lab.store.unpin(lab.store.object(ids[0]))
+        assert tier.pinned_bytes == 2 * each
+        await settled(lab)
+        assert lab.store.evict(lab.store.object(ids[0])) == each
+        await settled(lab)
+    async with running(cache_dir, lab.origin, ssd=64 * BLOCK) as lab:
+        assert lab.store.tiers[0].pinned_bytes == 2 * each
+
+
+# -- after an unclean stop ----------------------------------------------------------------------------
+
+
+@in_trio
+async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_dir: Path) -> None:
+    """To the block: what no row speaks of is punched out, what the file has not is forgotten, and all else stays."""
+    async with running(cache_dir) as lab:
+        [tier] = lab.store.tiers
+        data = content(1, 2 * EXTENT)
+        object_id = lab.origin.put("k", data)
+        obj = lab.store.object(object_id)
+        for block in (0, 1, 5, 9, 20):
+            assert borrow(lab, object_id, block)
+        lab.store.room.own(lab.store._catalog.copies(obj, tier.number)[0])
+        file = tier.file_path(object_id.digest)
+
+        async def reclaim() -> int:
+            await lab.store.flush()
+            return await lab.store.room.reclaim(tier, object_id.digest, file.stat().st_blocks * 512)
+
+        assert await reclaim() == 0, "a file with holes between its blocks is as it should be"
+        fd = os.open(file, os.O_RDWR)
+        os.pwrite(fd, b"x" * SMALL, 3 * BLOCK)  # stray
+        os.pwrite(fd, b"x" * SMALL, 30 * BLOCK + SMALL)  # stray
+        tier.punch(fd, 5 * BLOCK + SMALL, SMALL)  # a hole within
+        tier.punch(fd, 20 * BLOCK, BLOCK)
+        obj.refs += 1
+        assert await reclaim() == 0, "not while somebody uses it"
+        obj.refs -= 1
+        assert await reclaim() == 4 * BLOCK
+        assert [lab.store.has(obj, block) for block in (0, 1, 3, 5, 9, 20, 30)] == [
+            *(True, True, False, False, True, False, False),
+        ]
+        assert os.lseek(fd, 2 * BLOCK, os.SEEK_DATA) == 9 * BLOCK
+        assert await reclaim() == 0
+        lab.check_accounts()
+        os.truncate(file, BLOCK + 5)
+        assert await reclaim() == 2 * BLOCK
+        assert lab.store.has(obj, 0) and not lab.store.has(obj, 1) and not lab.store.has(obj, 9)
+        file.unlink()
+        assert await lab.store.room.reclaim(tier, object_id.digest, 0) == BLOCK
+        os.close(fd)
+        assert not lab.store.cached_bytes(object_id)
+
+
+# -- failures in the middle ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["pwrite", "sendfile", "open", "pread"])
+@in_trio
+async def test_a_call_that_fails_at_any_time_leaves_nothing_counted(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The n-th one, n = 1, 2, 3, …: reads are right, and what was reserved is given back."""
+    real = getattr(os, call)
+    left = -1
+
+    def failing(*args: Any, **how: Any) -> Any:
+        nonlocal left
+        ours = isinstance(args[0], str) and "objects" in args[0] if call == "open" else True
+        if ours and left >= 0:
+            left -= 1
+            if left < 0:
+                raise OSError(5, os.strerror(5))
+        return real(*args, **how)
+
+    async with running(cache_dir, ssd=24 * BLOCK, ram=8 * BLOCK, background=True, verify="full") as lab:
+        monkeypatch.setattr(os, call, failing)
+        for turn in range(40):
+            data = content(turn, 3 * BLOCK + 5)
+            object_id = lab.origin.put(f"k{turn}", data)
+            left = turn % 10
+            for _ in range(2):
+                assert await lab.read(object_id) == data
+            left = -1
+            for tier in lab.store.tiers:
+                tier.worked()
+            await settled(lab)
+        assert lab.metrics.tier_errors or call != "pwrite"
+
+
+@in_trio
+async def test_no_descriptor_and_no_thread_is_left(cache_dir: Path) -> None:
+    threads = counters.own_threads()
+    async with running(cache_dir, ram=8 * BLOCK, ssd=64 * BLOCK, background=True) as lab:
+        for number in range(40):
+            object_id = lab.origin.put(f"k{number}", content(number, 2 * BLOCK))
+            await (lab.read(object_id) if number % 2 else lab.fetcher.bring(lab.origin, object_id))  # type: ignore[arg-type]
+        await lab.quiet()
+        await settled(lab)
+        assert not [name for tier in lab.store.tiers for name in open_files(tier.path / "objects")]
+    assert not open_files(cache_dir)
+    assert counters.own_threads() <= threads
+
+
+# -- the guards themselves ----------------------------------------------------------------------------
+
+
+def _tier(lab: Lab) -> Any:
+    return lab.store.tiers[-1]
+
+
+def _first(lab: Lab) -> Any:
+    return counters.loaded(lab.store)[0]
+
+
+def _drop_order(lab: Lab) -> None:
+    database = lab.store._catalog._index._db
+    database.write([("order", database.scan("order")[0][0], None)])
+
+
+def _second_place(lab: Lab) -> None:
+    database = lab.store._catalog._index._db
+    key, value = database.scan("order")[0]
+    database.write([("order", key[:-1] + b"\xff", value)])
+
+
+def _drop_row(lab: Lab) -> None:
+    database = lab.store._catalog._index._db
+    database.write([("copies", database.scan("copies")[0][0], None)])
+
+
+def _user(lab: Lab) -> None:
+    next(iter(lab.store._catalog._objects.values())).refs += 1
+
+
+def _add(owner: Callable[[Lab], Any], name: str, count: int) -> Callable[[Lab], None]:
+    return lambda lab: setattr(owner(lab), name, getattr(owner(lab), name) + count)
+
+
+DAMAGES: dict[str, Callable[[Lab], None]] = {
+    "used": _add(_tier, "used_bytes", 4 * KIB),
+    "unlisted": _add(_tier, "unlisted_bytes", -1),
+    "blocks": _add(_tier, "blocks", 1),
+    "pinned": _add(_tier, "pinned_bytes", 1),
+    "borrowed": _add(_tier, "borrowed_bytes", -1),
+    "loaded": _add(lambda lab: lab.store._catalog, "_loaded", 1),
+    "arriving": _add(_first, "arriving", 1),
+    "forgotten": _add(_first, "forgotten", 1),
+    "pins": _add(_first, "pins", 1),
+    "a user": _user,
+    "no place": _drop_order,
+    "two places": _second_place,
+    "no row": _drop_row,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_miscounted_is_noticed(cache_dir: Path, damage: str) -> None:
+    @in_trio
+    async def run() -> None:
+        async with running(cache_dir) as lab:
+            for number in range(3):
+                await lab.read(lab.origin.put(f"k{number}", content(number, BLOCK)))
+            await settled(lab)
+            DAMAGES[damage](lab)
+            with pytest.raises(AssertionError):
+                await lab.check_counters()
+            lab.counts = False
+
+    run()

@@ -1,0 +1,78 @@
+"""`scripts/mutate`: which faults it makes, and that each is a program again."""
+
+from __future__ import annotations
+
+import ast
+
+from bench.mutation.mutants import functions_of, mutants_of, within
+from tests.conftest import ROOT
+
+SOURCE = b'''
+"""A text: 1 < 2."""
+import logging
+log = logging.getLogger(__name__)
+SECONDS = 30.0
+
+
+class Tier:
+    limit: int = 5
+
+    def fits(self, need: int, spare: bool = False) -> bool:
+        """Whether `need` fits."""
+        log.info("%d bytes", need + 1)
+        if need <= self.limit and not self.full:
+            self.used += need
+            self.told()
+            return True
+        raise ValueError(f"{need + 1} bytes")
+'''
+
+
+def changes() -> set[str]:
+    return {f"{mutant.function}: {mutant.change}" for mutant in mutants_of("tier.py", SOURCE)}
+
+
+def test_the_faults_of_a_function() -> None:
+    fits = {change.removeprefix("Tier.fits: ") for change in changes() if change.startswith("Tier.fits")}
+    assert fits >= {
+        "need <= self.limit -> (need < self.limit)",
+        "need <= self.limit -> (need > self.limit)",
+        "need <= self.limit and not self.full -> (need <= self.limit or not self.full)",
+        "need <= self.limit and not self.full -> (need <= self.limit)",
+        "not self.full -> self.full",
+        "self.used += need -> pass",
+        "self.told() -> pass",
+        "return [True] -> False",
+    }
+    assert any("spare: bool = [False]" in change for change in fits)
+    assert 'raise ValueError(f"{need + 1} bytes") -> pass' in fits
+    assert not any("log" in change or "need + 1]" in change for change in fits), "not what is said or logged"
+
+
+def test_texts_and_constants_stay() -> None:
+    outside = {change for change in changes() if not change.startswith("Tier.fits")}
+    assert outside == {"Tier: limit: int = [5] -> 6", "Tier: limit: int = [5] -> 4"}
+
+
+def test_each_fault_is_a_program_that_differs_in_one_place() -> None:
+    path = ROOT / "cachefs" / "store" / "borrowed.py"
+    source = path.read_bytes()
+    functions = functions_of(source)
+    found = mutants_of("borrowed.py", source)
+    assert len(found) > 20
+    for mutant in found:
+        changed = mutant.apply(source)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), str(mutant)
+        assert changed[: mutant.start] == source[: mutant.start]
+        assert mutant.function == "(module)" or mutant.line >= 1
+        assert all(function in functions for function, _ in mutant.lines)
+    assert within(functions, 1) == ("", 0)
+
+
+def test_named_and_harmless_faults_are_well_formed() -> None:
+    place = ROOT / "bench" / "mutation"
+    for name, columns in (("named.txt", 4), ("harmless.txt", 4)):
+        for line in (place / name).read_text().splitlines():
+            if line and not line.startswith("#"):
+                assert len(line.split(" | ")) == columns, f"{name}: {line}"
+                assert (ROOT / line.split(" | ")[0]).exists(), f"{name}: {line}"
