@@ -84,18 +84,16 @@ def recover(place: Path, to: Path | None, remove: bool) -> None:
     with orphans.unused(state_dir) as unused:
         found = orphans.found(state_dir, waiting=unused)
         if not found:
-            click.echo(f"{printable(str(state_dir))}: nothing is kept aside", err=True)
+            say(f"{printable(str(state_dir))}: nothing is kept aside", err=True)
         if to is None:
             for orphan in found:
-                click.echo(_row(orphan, recovering.name_of(orphan)))
+                say(_row(orphan, recovering.name_of(orphan)))
             return
         failed = 0
         for orphan, copied, why in recovering.copy(found, recovering.Target(to), remove=remove):
             name = printable(recovering.name_of(orphan))
             failed += bool(why)
-            click.echo(
-                f"{name}: {printable(why)}" if why else f"{name} → {printable(str(copied))}", err=bool(why)
-            )
+            say(f"{name}: {printable(why)}" if why else f"{name} → {printable(str(copied))}", err=bool(why))
     if failed:
         raise OriginFailed(
             f"{about_files(failed)} could not be copied, and {'are' if failed > 1 else 'is'} kept"

@@ -72,7 +72,7 @@ WAIT_S = 30.0
 MARK = "version"
 """Its name. A mark of an older cachefs has no state."""
 
-_MARK = re.compile(r"([!-~]+)(?:\n(open|closed) ([!-~]+)\n)?")
+_MARK = re.compile(r"([ -~]+)(?:\n(open|closed) ([!-~]+)\n)?")
 
 _PR_SET_PDEATHSIG = 1
 _NO_ROOM = 2  # the exit status of a rewrite

@@ -20,6 +20,8 @@ import pytest
 from cachefs import database, durable
 from cachefs.database import Database, read_mark
 from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
+from cachefs.fs.tree import FORMAT as TREE
+from cachefs.upload.journal import FORMAT as JOURNAL
 from tests.conftest import ROOT
 
 TABLES = ["a", "b"]
@@ -851,3 +853,15 @@ def test_a_disk_that_hangs_does_not_stop_the_interpreter(loop_disk: Path) -> Non
         process.communicate("\n", timeout=60)
     assert said == "100\n" and not held_up
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("version", [TREE, JOURNAL, "index 7"])
+def test_what_was_closed_is_found_again_under_every_format(tmp_path: Path, version: str) -> None:
+    with_row = Database(tmp_path / "db", ("t",), version=version, fsync=False)
+    with_row.write([("t", b"key", b"value")])
+    with_row.close()
+    again = Database(tmp_path / "db", ("t",), version=version, fsync=False)
+    try:
+        assert (again.was_clean, again.dropped, again.get("t", b"key")) == (True, None, b"value")
+    finally:
+        again.close()

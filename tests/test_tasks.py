@@ -21,9 +21,10 @@ SERVICES = {
     "peers/etcd.py": {"self._follow", "self._stay_registered"},
     "peers/listed.py": {"self._tell"},
     "peers/node.py": {"self._membership.run"},
+    "peers/receiving.py": {"watch"},
     "peers/server.py": {"watch"},
     "prefetch/prefetcher.py": {"self._sweep_now_and_then"},
-    "store/store.py": {"self._moves.run", "self._lending.run"},
+    "store/store.py": {"self._moves.run", "self._lending.run", "self._watch_disks"},
     "upload/uploads.py": {"self._records.run", "self._lending.run"},
 }
 """What of a room is started without `contained`: parts of a call that its caller contains, and of a room's own service."""

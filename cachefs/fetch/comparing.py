@@ -27,6 +27,7 @@ from cachefs.names import ObjectId
 from cachefs.origin import Origin, Turn
 from cachefs.peers.cluster import Asked, Cluster
 from cachefs.store import Fill, Store
+from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,12 @@ class Comparing:
             if isinstance(exc, OSError):
                 return  # the tier tells of its troubles itself
             raise
-        self._nursery.start_soon(self._compare, asked, origin, object_id, wanted[0], data, md5)
+        contained(
+            self._nursery,
+            "comparing a peer's bytes with the origin",
+            self._compare,
+            *(asked, origin, object_id, wanted[0], data, md5),
+        )
 
     async def _compare(
         self, asked: Asked, origin: Origin, object_id: ObjectId, offset: int, data: bytes, md5: str

@@ -48,7 +48,7 @@ class Disposal:
     """What is to go from one tier. `failed` hears of what the file system refuses, in the thread."""
 
     def __init__(self, disk: Disk, failed: Callable[[OSError], None]) -> None:
-        self.going_bytes = 0
+        self.going_bytes = self.going_files = 0
         self._disk = disk
         self._failed = failed
         self._jobs: deque[_Job] = deque()
@@ -85,6 +85,7 @@ class Disposal:
     def _add(self, job: _Job) -> None:
         with self._changed:
             self.going_bytes += job.count
+            self.going_files += not job.ranges
             self._jobs.append(job)
             self._pending[job.digest] += 1
             begin = not self._running
@@ -114,6 +115,7 @@ class Disposal:
                 self._failed(exc)
             with self._changed:
                 self.going_bytes -= job.count
+                self.going_files -= not job.ranges
                 self._pending[job.digest] -= 1
                 if not self._pending[job.digest]:
                     del self._pending[job.digest]

@@ -51,7 +51,7 @@ SEALED = 0o400
 """Mode of a file that was lent to the kernel: its bytes never change any more, whoever runs. The file itself keeps it, for a
 mapping of it may outlive the daemon, and the index may lag behind."""
 
-GOING_BYTES, GOING_SHARE = 64 << 20, 16
+GOING_BYTES, GOING_SHARE, GOING_FILES = 64 << 20, 16, 64
 """So much of a tier, or this part of it, may be on its way out without being counted as used: dropping a few files makes
 room at once. Guessed; the disk keeps more free."""
 
@@ -162,7 +162,7 @@ class Tier:
         """Whether the disk has an inode for one more. The same part of its inodes stays free as of its bytes."""
         if self._clock() >= self._free_read_again_at:
             self._read_free()
-        return self._free_files >= 1
+        return self._free_files - max(0, self.disposal.going_files - GOING_FILES) >= 1
 
     def _read_free(self) -> None:
         every = FREE_SPACE_EVERY_S if self.blocking else FREE_MEMORY_EVERY_S
@@ -180,7 +180,8 @@ class Tier:
             self._free_files = math.inf
             if stats.f_files:  # else the file system makes inodes as it needs them (btrfs)
                 share = self._keep_free_bytes / max(1, stats.f_blocks * stats.f_frsize)
-                self._free_files = stats.f_favail - math.ceil(share * stats.f_files)
+                kept_free = math.ceil(share * stats.f_files)
+                self._free_files = stats.f_favail + self.disposal.going_files - kept_free
         except OSError as exc:
             self.failed(exc)  # and go on with the last reading
         self._used_at_reading = self.used_bytes + self.disposal.going_bytes
@@ -308,7 +309,9 @@ class Tier:
         waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when it is sealed."""
         self.disposal.settle(digest)
         with self.disk.busy():
-            fd = self.open_file(digest, create=not known)
+            fd = None if known else self.new_file(digest, 0)
+            if fd is None:
+                fd = self.open_file(digest, create=False)
             if is_sealed(os.fstat(fd)):
                 os.close(fd)
                 raise OSError(errno.EROFS, "sealed")

@@ -244,6 +244,7 @@ class OneAtATime:
     """A store's client whose answers are let go one by one; `asked` is the order in which requests reach it."""
 
     can_list = True
+    writer = None
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,8 +65,8 @@ class Machine:
                     raise machine.attaches
                 machine.mounted.append(self)
 
-            def close(self) -> None:
-                super().close()
+            def close(self, *, unmount: bool = True) -> None:
+                super().close(unmount=unmount)
                 if self in machine.open:
                     machine.open.remove(self)
 
@@ -98,6 +99,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    gc.collect()  # descriptors of earlier tests
     before = descriptors()
     machine = Machine(monkeypatch)
     yield machine

@@ -483,7 +483,9 @@ class Disk:
 
     def __init__(self, place: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place, self.size = place, size
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=self.free, f_frsize=1))
+        monkeypatch.setattr(
+            os, "statvfs", lambda _: SimpleNamespace(f_bavail=self.free, f_frsize=1, f_files=0)
+        )
 
     @property
     def free(self) -> int:
@@ -544,7 +546,7 @@ async def test_more_room_than_asked_for_is_not_made_where_bytes_are_freed_later(
         for i in range(6):
             await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
             await lab.quiet()
-        frozen = SimpleNamespace(f_bavail=2 * EXTENT, f_frsize=1)
+        frozen = SimpleNamespace(f_bavail=2 * EXTENT, f_frsize=1, f_files=0)
         monkeypatch.setattr(os, "statvfs", lambda _: frozen)
         assert await lab.store.make_room(2 * EXTENT)
         assert lab.metrics.evicted_blocks == 32
