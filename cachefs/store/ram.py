@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -129,7 +130,8 @@ def remove_orphans() -> list[Left]:
     """Take away the RAM tiers of this user's daemons that were killed and whose cache directory is gone, for no daemon will
     take these over. Returns the others that no daemon has now. Memory is given back in the background."""
     left: list[Left] = []
-    for path in [*OWN.glob(_names()), *SHM.glob(_names())]:
+    # glob.glob, unlike Path.glob, finds nothing where this user may not look.
+    for path in [Path(name) for place in (OWN, SHM) for name in glob.glob(f"{place}/{_names()}")]:
         try:
             fd = os.open(path / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
