@@ -48,8 +48,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_missing_name_finds_it_when_it_has_come",
         "tests/mount/test_consistency.py::TestRefresh::test_keeps_cached_bytes_that_are_still_right",
     ),
-    '`getfattr -n user.cachefs.refresh` of anything below a mount says "look again"; listing attributes '
-    "does not.": (
+    '`getfattr -n user.cachefs.refresh` of anything below a mount says "look again", for root and the owner of its '
+    "files; listing attributes does not.": (
+        "tests/fs/test_changes.py::test_only_the_owner_and_root_refresh_by_attribute",
         "tests/mount/test_consistency.py::TestRefresh::test_is_what_getfattr_says_of_anything_below",
         "tests/mount/test_consistency.py::TestRefresh::test_is_nothing_that_copies_and_listings_of_attributes_do",
     ),
@@ -279,9 +280,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_crash.py::test_a_damaged_index_costs_the_cache_and_not_the_mount",
         "tests/store/test_index_damage.py::test_random_bit_flips_in_the_index",
     ),
-    "No damaged byte is lent to the kernel; with `--verify full` nothing is lent.": (
-        "tests/mount/test_passthrough.py::TestDamage",
-    ),
+    "No byte that was damaged before the file is registered with the kernel is read through it; with `--verify full` "
+    "none is registered.": ("tests/mount/test_passthrough.py::TestDamage",),
     "A tier never holds more than its cap, and with a cache of any size, or none, every read is answered.": (
         "tests/store/test_tier_accounting.py::test_counted_bytes_are_the_disks_bytes_and_never_pass_the_cap",
         "tests/mount/test_pressure.py::test_a_tiny_cache_counts_what_it_holds",
@@ -301,6 +301,94 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "130 MB.": (
         "tests/mount/test_memory.py::test_a_gibibyte_goes_through_sixty_four_mebibytes",
         "tests/fs/test_memory.py::test_a_million_names_in_a_flat_memory",
+    ),
+    # When something fails, and who may see and change what
+    "A power cut at any moment leaves a cache that the next mount takes, and loses nothing that was acknowledged.": (
+        "tests/test_database.py::test_a_power_cut_at_any_moment_leaves_a_database_that_opens",
+        "tests/mount/test_powercut.py::test_what_was_acknowledged_survives_a_cut",
+        "tests/test_database.py::test_after_failed_writes_all_that_was_acknowledged_is_readable",
+    ),
+    "A failed fsync is never followed by one that says the bytes are safe.": (
+        "tests/upload/test_disk.py::test_a_failed_fsync_is_not_followed_by_one_that_says_it_is_safe",
+    ),
+    "A failure of one file's disk operation ends one operation with an errno, never the daemon.": (
+        "tests/upload/test_disk.py::test_a_file_that_cannot_be_opened_fails_alone",
+        "tests/upload/test_disk.py::test_a_bug_in_the_task_of_one_file_ends_nothing_else",
+        "tests/mount/test_injection.py::test_a_call_that_fails_ends_no_daemon_and_loses_nothing",
+    ),
+    "A daemon that a failure ends leaves its mount dead (ENOTCONN), not a bare directory that can be written.": (
+        "tests/mount/test_dead_mount.py::test_a_daemon_that_a_failure_ends_leaves_no_bare_directory",
+    ),
+    "Staging files that no journal accounts for are kept aside, said, and copied back by `cachefs recover`.": (
+        "tests/upload/test_orphans.py::test_without_a_journal_all_files_are_kept_aside",
+        "tests/upload/test_orphans.py::test_a_start_that_dies_before_it_looked_loses_nothing",
+        "tests/upload/test_orphans.py::test_a_mount_that_cannot_be_written_makes_no_journal",
+        "tests/upload/test_orphans.py::test_another_journal_does_not_account_for_what_was_acknowledged",
+        "tests/upload/test_orphans.py::test_what_is_none_of_ours_is_not_removed",
+        "tests/upload/test_orphans.py::test_a_crash_leaves_nothing_aside",
+        "tests/upload/test_orphans.py::test_a_renamed_file_has_its_new_name",
+        "tests/upload/test_orphans.py::test_no_extended_attributes_cost_names_and_no_bytes",
+        "tests/upload/test_orphans.py::test_a_journal_that_cannot_be_read_names_the_verb",
+        "tests/upload/test_orphans.py::test_files_are_listed",
+        "tests/upload/test_orphans.py::test_files_are_copied_and_nothing_is_replaced",
+        "tests/upload/test_orphans.py::test_a_name_that_leads_elsewhere_is_refused",
+        "tests/upload/test_orphans.py::test_files_of_a_running_daemon_are_left_to_it",
+        "tests/upload/test_orphans.py::test_what_is_no_cache_is_refused",
+    ),
+    "A cache disk that hangs takes its tier down after 5 s: reads go to the origin, and a stop ends the mount.": (
+        "tests/mount/test_hanging_disk.py::test_a_mount_goes_on_and_ends_without_its_disk",
+        "tests/mount/test_hanging_disk.py::test_a_stop_needs_no_disk",
+        "tests/mount/test_hanging_disk.py::test_a_disk_that_answers_again_is_used_again",
+    ),
+    "Writes and reads that wait hold up no other request.": (
+        "tests/fuse/test_writing.py::test_writes_that_wait_hold_up_nothing_else",
+        "tests/fuse/test_waiting.py::test_requests_are_read_however_many_wait",
+        "tests/mount/test_faults.py::test_reads_that_wait_hold_up_nothing_else",
+    ),
+    "Setting the clock back makes nothing stay valid beyond `--metadata-ttl`.": (
+        "tests/fs/test_clock_steps.py::test_no_step_extends_what_is_shown_beyond_the_ttl",
+    ),
+    "A peer that sends much more slowly than the origin is given up after seconds; the origin delivers the rest.": (
+        "tests/peers/test_pace.py::test_a_peer_as_slow_as_the_origin_is_not_too_slow",
+        "tests/peers/test_pace.py::test_a_peer_that_is_clearly_slower_is_given_up_by_the_time_it_may_take",
+        "tests/peers/test_pace.py::test_nothing_is_judged_early",
+        "tests/peers/test_pace.py::test_the_two_peers_of_the_report_are_too_slow_however_little_is_known_of_the_origin",
+        "tests/peers/test_pace.py::test_the_rate_of_the_origin_is_one_of_those_that_were_seen",
+        "tests/peers/test_pace.py::test_a_byte_a_second_is_given_up_after_seconds",
+        "tests/peers/test_pace.py::test_a_byte_a_second_is_given_up_within_the_patience_of_a_short_timeout",
+        "tests/peers/test_pace.py::test_a_peer_on_a_slow_network_is_waited_for_as_long_as_the_origin_would_take",
+        "tests/peers/test_pace.py::test_what_came_before_a_long_body_became_slow_is_kept",
+        "tests/peers/test_pace.py::test_a_sink_that_is_slow_is_not_the_peers_fault",
+        "tests/peers/test_pace.py::test_the_origin_takes_over_the_rest_and_the_slow_peer_is_left_alone",
+        "tests/peers/test_pace.py::test_a_slow_network_leaves_the_peer_healthy",
+    ),
+    "All that a mount keeps is for its owner, whatever the umask and whatever existed; another user's "
+    "cache directory is refused.": (
+        "tests/mount/test_ownership.py::test_all_that_is_kept_is_for_its_owner",
+        "tests/mount/test_ownership.py::test_the_cache_of_another_user_is_refused",
+    ),
+    "No user fills the log, or sends control characters to a terminal, by the names of objects.": (
+        "tests/mount/test_ownership.py::test_names_reach_no_terminal_through_the_log",
+        "tests/test_cli.py::test_a_terminal_obeys_no_name",
+        "tests/test_cli.py::test_no_verb_prints_but_through_say",
+    ),
+    "A verb of root's asks no socket that another user can listen at, and `umount` takes away only the "
+    "mount that was meant.": (
+        "tests/test_control.py::test_the_socket_of_another_user_is_not_asked",
+        "tests/test_cli.py::test_another_mount_is_not_taken_away",
+    ),
+    "A node with the key that sends other bytes than the origin's is found by samples, and is not asked again.": (
+        "tests/peers/test_comparing.py::test_a_peer_that_sends_other_bytes_is_found_and_asked_no_more",
+        "tests/peers/test_comparing.py::test_an_honest_peer_is_compared_and_stays",
+        "tests/peers/test_comparing.py::test_a_whole_object_with_an_md5_is_checked_without_the_origin",
+        "tests/peers/test_comparing.py::test_etags_that_only_look_like_md5_say_nothing",
+        "tests/peers/test_comparing.py::test_what_is_compared_is_a_small_part_and_no_peer_knows_which",
+        "tests/peers/test_comparing.py::test_a_block_of_a_long_delivery_is_any_of_it",
+    ),
+    "A rename never mixes two versions of an object, also at a store that ignores the conditions of a copy.": (
+        "tests/origin/test_conditions.py::test_a_copy_is_of_the_version_that_was_asked_for",
+        "tests/origin/test_conditions.py::test_a_copy_in_parts_is_of_one_version",
+        "tests/upload/test_ceph.py::test_a_copy_under_another_clients_overwrite_takes_nothing_of_theirs",
     ),
     # Coming and going
     "`cachefs mount` returns once the mount answers, or fails with one line that says why and leaves nothing "
