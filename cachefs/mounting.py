@@ -97,7 +97,6 @@ def check(config: Config, *, leave_dead: bool = False) -> list[str]:
     With `leave_dead` it stays until `clear` is called, so that those who read go on getting an error, and not an empty
     directory, until the new mount is about to be there."""
     _check_descriptors()
-    _check_cache_directory(config.cache_dir)
     if config.descriptor is not None:
         return _check_passed(config, config.descriptor)
     notes: list[str] = []
@@ -210,6 +209,7 @@ def _check_overlap(config: Config) -> None:
     # First by the text alone: looking at links below a mount that is not served yet would wait for us.
     for spelt in (os.path.abspath, os.path.realpath):
         _check_apart(config, spelt)
+    _check_cache_directory(config.cache_dir)
 
 
 def _check_apart(config: Config, spelt: Callable[[str], str]) -> None:

@@ -150,7 +150,7 @@ class Passed:
         name = "*.sock" if self.uid else f"*{self.place.name}*.sock"
         eventually(lambda: list(where.glob(name)), "it can be asked")
         (socket,) = where.glob(name)
-        status: dict[str, Any] = control.request(socket, "status", 10.0)
+        status: dict[str, Any] = control.request(socket, "status", 10.0, owners={self.uid})
         return status
 
     def end(self, number: int = signal.SIGTERM) -> int:
