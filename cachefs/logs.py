@@ -152,7 +152,16 @@ QUEUED_RECORDS, DRAINED_WITHIN_S = 10_000, 2.0
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """Takes records without waiting; of too many, the new ones are lost."""
+    """Takes records without waiting; of too many, the new ones are lost. A `SimpleQueue` may be put to while the same thread
+    is putting: a destructor that the collector runs may log, too."""
+
+    def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None]) -> None:
+        super().__init__(records)
+        self._records = records
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._records.qsize() < QUEUED_RECORDS:
+            self._records.put(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         record = copy.copy(record)
@@ -165,7 +174,7 @@ def beside() -> Iterator[None]:
     """Meanwhile records are written by a thread: the log may lie on a disk that hangs, or be a pipe that is not read."""
     root = logging.getLogger()
     written = [handler for handler in root.handlers if handler.get_name() == HANDLER]
-    records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED_RECORDS)
+    records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
     taking = _Queue(records)
     taking.set_name(HANDLER)
 
@@ -180,10 +189,7 @@ def beside() -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            records.put(None, timeout=DRAINED_WITHIN_S)
-        except queue.Full:
-            pass
+        records.put(None)
         thread.join(DRAINED_WITHIN_S)
         root.handlers = [handler for handler in root.handlers if handler is not taking]
         if not thread.is_alive():
