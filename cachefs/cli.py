@@ -302,6 +302,11 @@ def status(mountpoint: Path | None, as_json: bool) -> None:
         statusview.show(found)
     else:
         say("no cachefs mounts")
+    if mountpoint is None and not as_json:
+        from cachefs import doctor
+
+        for left in doctor.memory_left():
+            say(f"{left.subject}: {left.found}: {left.todo}")
 
 
 @cli.command(short_help="Look again at the store.")

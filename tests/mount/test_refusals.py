@@ -195,7 +195,8 @@ class TestMemoryOfTheKilled:
         assert (killed.path / "a").read_bytes() == data
         memory = killed.memory
         killed.kill()
-        assert f"memory {memory}" in killed.cli("doctor").stdout  # while its cache directory is there
+        for verb in ("doctor", "status"):
+            assert f"memory {memory}" in killed.cli(verb).stdout  # while its cache directory is there
         shutil.rmtree(killed.cache)
         other = mounted(bucket)
         assert not os.path.ismount(memory)
