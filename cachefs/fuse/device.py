@@ -202,8 +202,8 @@ class Device:
         self.number = mount.device if mount is not None else ""
 
     def close(self, *, unmount: bool = True) -> None:
-        """Unmount (whoever uses it) what was attached, and end the connection; who still waits gets ECONNABORTED. Without
-        `unmount` the dead mount stays where it is."""
+        """Unmount what was attached, also while it is in use, and end the connection; requests that wait get ECONNABORTED.
+        Without `unmount` the dead mount stays where it is."""
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None and unmount:
             mount = mount_at(mountpoint)

@@ -63,7 +63,7 @@ class Room:
         self, tier: Tier, need: int, *, evict: Evict, older_than: int | None = None, here: int = 0
     ) -> bool:
         """Whether `need` bytes, and a file for them, fit now, after evicting what may go, if it was last used before the
-        clock `older_than`. It gives up after some victims: who comes next goes on, and nobody waits for the eviction of
+        clock `older_than`. It gives up after some victims: the next call goes on, and no reader waits for the eviction of
         thousands of files. `here` of them lie on the tier's disk already."""
         for _ in range(VICTIMS_AT_ONCE):
             limit = tier.limit_bytes(here)

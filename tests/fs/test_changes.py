@@ -526,7 +526,7 @@ async def test_refresh_of_a_file_by_attribute_and_of_a_missing_name() -> None:
 
 
 async def test_refresh_forgets_single_answers_that_a_name_is_missing() -> None:
-    """Of a directory that nobody has listed, too."""
+    """Of a directory that was never listed, too."""
     bucket = Bucket([f"d/{n:04}" for n in range(2000)], page=10)
     async with mounted(bucket, negative_ttl=3600.0) as mount:
         assert await mount.stat("d/zzz") is None

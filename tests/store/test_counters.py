@@ -254,7 +254,7 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         tier.punch(fd, 5 * BLOCK + SMALL, SMALL)  # a hole within
         tier.punch(fd, 20 * BLOCK, BLOCK)
         obj.refs += 1
-        assert await reclaim() == 0, "not while somebody uses it"
+        assert await reclaim() == 0, "not while it is in use"
         obj.refs -= 1
         assert await reclaim() == 4 * BLOCK
         assert [lab.store.has(obj, block) for block in (0, 1, 3, 5, 9, 20, 30)] == [

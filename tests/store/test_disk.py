@@ -1,4 +1,4 @@
-"""A disk that hangs: who waits for it is told, who reads goes elsewhere, and it is used again when it answers."""
+"""A disk that hangs: calls that wait get an error, reads go to the origin, and it is used again when it answers."""
 
 from __future__ import annotations
 

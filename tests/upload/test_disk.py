@@ -67,7 +67,7 @@ async def test_a_failed_fsync_is_not_followed_by_one_that_says_it_is_safe(
             await d.uploads.commit(draft)
         d.uploads.release(draft)
         await trio.sleep(200)
-        assert d.store.counts["put"] == 0, "bytes that nobody vouches for are not uploaded"
+        assert d.store.counts["put"] == 0, "bytes that no fsync vouches for are not uploaded"
         assert not draft.acknowledged and d.uploads.pending() == [draft]
 
 
@@ -245,7 +245,7 @@ async def test_a_disk_that_does_not_say_how_full_it_is(
         assert d.store.content("k") == b"13"
 
 
-# -- what nobody expects -------------------------------------------------------------------------------
+# -- failures that are bugs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["settling", "attempt", "release"])
