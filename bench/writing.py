@@ -304,13 +304,21 @@ def save_replace(work: Workspace, rounds: int) -> Result:
     ways: dict[str, Sequence[str]] = {"writeback": ("--writeback",), "durable": ()}
     for way, options in ways.items():
         work.lab.put(SAVED, NAME, b"the old one")
-        with work.traffic() as seen, mounted(work, *options) as mount:
-            for _ in range(REPLACES):
-                temporary = mount.path / f"{NAME}.tmp"
-                save(temporary, size)
-                temporary.rename(mount.path / NAME)
-                if options:
-                    flush(mount)
+        with mounted(work, *options) as mount:
+            first = (
+                mount.path / "first"
+            )  # the first copy at a store finds out, once a mount, which conditions it honours
+            save(first, 1)
+            first.rename(mount.path / "second").unlink()
+            if options:
+                flush(mount)
+            with work.traffic() as seen:
+                for _ in range(REPLACES):
+                    temporary = mount.path / f"{NAME}.tmp"
+                    save(temporary, size)
+                    temporary.rename(mount.path / NAME)
+                    if options:
+                        flush(mount)
         what = f"temporary file renamed over the old one, {way}"
         result.demand(f"{what}: objects made", seen.made / REPLACES, "=", 1)
         result.demand(f"{what}: copies", seen.copied / REPLACES, "≤", 0 if options else 1)
