@@ -225,7 +225,12 @@ class TestDisks:
         disk = small_disk("64M")
         fill(bucket, 6, 3 * MIB)
         mount = mounted(bucket, cache_dir=disk / "cache", ram="4M", keep_free="1M")
-        mount.allowed += ["cache tier ssd", "cannot write the cache index", "close the database"]
+        mount.allowed += [
+            "cache tier ssd",
+            "cannot write the cache index",
+            "close the database",
+            "was removed while",
+        ]
         (mount.path / "f0").read_bytes()
         succeed(["umount", "-l", disk])  # as a disk that is pulled: open files live on, new ones go elsewhere
         succeed(["mount", "-t", "tmpfs", "-o", "ro,size=1M", "small-disk", disk])
