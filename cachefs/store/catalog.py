@@ -112,6 +112,10 @@ class Catalog:
         found = self._objects[digest] = CachedObject(object_id)
         return found
 
+    def _remembers(self, obj: CachedObject) -> bool:
+        """Whether it is kept in memory, and not only for a look."""
+        return self._objects.get(obj.id.digest) is obj
+
     def _forget_some(self) -> None:
         for digest in list(islice(self._objects, OBJECTS_IN_MEMORY // 8)):
             obj = self._objects[digest]
@@ -141,7 +145,7 @@ class Catalog:
                 obj.pinned |= copy.pinned
                 if self._trust or key in self._checked:
                     copy.verified = copy.bitmap
-        if self._objects.get(obj.id.digest) is obj:  # and not only for a look
+        if self._remembers(obj):
             self._loaded += copy is not None
             self._checked.discard(key)  # its bookkeeping is the one to say so now
         obj.copies[tier, extent] = copy
@@ -218,7 +222,7 @@ class Catalog:
                 copy.stored_clock = self._removed.pop(copy.key)
                 self._dirty[copy.key] = copy
             obj.copies[tier, extent] = copy
-            self._loaded += 1
+            self._loaded += self._remembers(obj)
         return copy
 
     def touch(self, copy: Copy) -> None:
@@ -295,8 +299,8 @@ class Catalog:
         self._dirty.setdefault(copy.key, copy)
 
     def remove(self, obj: CachedObject, copy: Copy) -> None:
-        obj.copies.pop((copy.tier, copy.extent), None)
-        self._loaded -= 1
+        if obj.copies.pop((copy.tier, copy.extent), None) is not None:
+            self._loaded -= self._remembers(obj)
         self._dirty.pop(copy.key, None)
         self._ahead.pop(copy.key, None)
         self.borrowed.discard(copy.key)
