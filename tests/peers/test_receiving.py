@@ -13,6 +13,7 @@ import xxhash
 from cachefs.names import ObjectId
 from cachefs.peers import receiving
 from cachefs.peers.heads import Head
+from cachefs.peers.pace import Pace
 from cachefs.peers.receiving import LITTLE, Checked, Delivery, Receiver
 from cachefs.peers.wire import CHECKSUM, BlockRequest
 from tests.peers.exchange import KIB, content, in_trio
@@ -53,6 +54,9 @@ class Line:
         self.fill(view)
         yield from ()
 
+    def received(self) -> int:
+        return self.read * BLOCK
+
     def lend(self, silence_s: float) -> None:
         self.lent += 1
 
@@ -91,12 +95,16 @@ async def test_a_sink_that_raised_is_called_no_more_and_nothing_is_read_for_it(
     line, request, head = asked(blocks)
     sink = Sink(1)
     with pytest.raises(Full):
-        await Receiver().blocks(line, head, request, None, Delivery(sink), silence_s=5, sink_waits=sink_waits)
+        await Receiver().blocks(
+            line, head, request, None, Delivery(sink), silence_s=5, sink_waits=sink_waits, pace=Pace()
+        )
     assert sink.blocks == 2 and line.read == 2 and line.lent == line.returned == (blocks == MANY)
     line, request, head = asked(blocks)
     sink = Sink()
     delivery = Delivery(sink)
-    await Receiver().blocks(line, head, request, None, delivery, silence_s=5, sink_waits=sink_waits)
+    await Receiver().blocks(
+        line, head, request, None, delivery, silence_s=5, sink_waits=sink_waits, pace=Pace()
+    )
     assert sink.blocks == blocks and delivery.bytes == blocks * BLOCK
 
 
@@ -120,7 +128,9 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
         async with trio.open_nursery() as nursery:
             take = Receiver().blocks
             nursery.start_soon(
-                lambda: take(line, head, request, None, Delivery(sink), silence_s=5, sink_waits=False)
+                lambda: take(
+                    line, head, request, None, Delivery(sink), silence_s=5, sink_waits=False, pace=Pace()
+                )
             )
             await reached.wait()
             nursery.cancel_scope.cancel()
