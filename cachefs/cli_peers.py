@@ -50,7 +50,7 @@ def peers(mountpoint: Path | None, as_json: bool) -> None:
     if found["trouble"]:
         say(f"cachefs: {printable(found['trouble'])}", err=True)
     elif not rows:
-        say("cachefs: nobody is known yet, not even this node", err=True)
+        say("cachefs: no node is known yet, not even this one", err=True)
     for other in found["apart"]:
         if other["wrong"]:
             say(f"cachefs: {other['name']} {printable(other['why'])}", err=True)

@@ -120,12 +120,6 @@ def open_file(path: Path | str, flags: int) -> int:
     return fd
 
 
-def write(path: Path, data: bytes) -> None:
-    """The file has `data` and nothing else."""
-    with open(path, "wb", opener=open_file) as file:
-        file.write(data)
-
-
 def read(path: Path) -> bytes:
     with open(path, "rb", opener=open_file) as file:
         return file.read()

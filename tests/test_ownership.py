@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import background, cachedir, logs, ownership
+from cachefs import background, cachedir, durable, logs, ownership
 from cachefs.config import Config, Source
 from cachefs.metrics import Metrics
 from cachefs.ownership import ForeignDirectory, claim
@@ -37,7 +37,7 @@ def config(place: Path) -> Config:
 def test_what_is_made_is_ours_alone(tmp_path: Path) -> None:
     claim(tmp_path / "made/below")
     assert mode(tmp_path / "made") == mode(tmp_path / "made/below") == 0o700
-    ownership.write(tmp_path / "file", b"x")
+    durable.write(tmp_path / "file", b"x")
     assert mode(tmp_path / "file") == 0o600 and ownership.read(tmp_path / "file") == b"x"
 
 
@@ -87,12 +87,13 @@ def test_no_file_of_ours_is_written_through_a_link(tmp_path: Path) -> None:
     victim.write_text("mine")
     (tmp_path / "link").symlink_to(victim)
     for use in (
-        lambda: ownership.write(tmp_path / "link", b"x"),
         lambda: ownership.read(tmp_path / "link"),
         lambda: logs.open_file(tmp_path / "link", ours=True),
     ):
         with pytest.raises(OSError):
             use()
+    durable.write(tmp_path / "link", b"x")  # takes the link's place
+    assert not (tmp_path / "link").is_symlink() and (tmp_path / "link").read_bytes() == b"x"
     assert victim.read_text() == "mine"
 
 

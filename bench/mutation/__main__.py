@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="test files or directories")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for one mutant (60)")
-    parser.add_argument("--again", action="store_true", help="read anew which test covers what")
+    parser.add_argument("--again", action="store_true", help="find out again which test covers what")
     parser.add_argument("--only", default="", help="mutants whose line in the report matches this expression")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     options = parser.parse_args()

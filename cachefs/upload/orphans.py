@@ -1,8 +1,8 @@
 """Staging files that no journal accounts for: kept aside, never removed.
 
 The journal says which staging files hold something that was acknowledged. A file that it does not name was never
-acknowledged, unless the journal is another one than the file was written under: then it may be the only copy of somebody's
-work. Such files are moved to `staging.orphaned-TIME` beside the staging directory; `cachefs recover` lists them and copies
+acknowledged, unless the journal is another one than the file was written under: then it may be the only copy of what a user
+wrote. Such files are moved to `staging.orphaned-TIME` beside the staging directory; `cachefs recover` lists them and copies
 them to where they belong. So that it knows their names, an acknowledged file carries its row in extended attributes:
 `OBJECT` from before the row is in the journal, `ACKNOWLEDGED` from after it was until before it is removed. A file system
 without extended attributes costs names, and no bytes.
@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cachefs import durable
 from cachefs.errors import CacheUnusable
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
         for name in names:
             (staging / name).rename(place / name)
         for directory in (place, staging, staging.parent):
-            _sync(directory)
+            durable.sync_directory(directory)
     except OSError as exc:
         raise CacheUnusable(f"cannot keep {staging} aside in {place}: {exc.strerror}") from exc
     log.warning("%s: %d files of %s are kept in %s", why, len(names), staging, place)
@@ -192,11 +193,3 @@ def _names(directory: Path) -> Sequence[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
