@@ -147,8 +147,8 @@ class Queue:
         return draft.attempt
 
     async def _is_quiet(self, draft: Draft) -> bool:
-        """False while a program writes it in passthrough; its last close, or time, brings it here again. Raises `CacheUnusable`
-        where its file cannot be opened; that is tried again like a failed attempt."""
+        """False while a program writes it in passthrough; its last close, or time, brings it here again. Raises
+        `CacheUnusable` where its file cannot be opened; that is tried again like a failed attempt."""
         try:
             if not draft.lent or draft.reclaim():
                 return True
