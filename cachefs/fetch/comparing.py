@@ -126,8 +126,6 @@ class Comparing:
                 await self._lied(asked, origin, object_id, offset)
         except CachefsError as exc:
             log.debug("what %s sent of %s is not compared: %s", asked.member, object_id.key, exc)
-        except Exception:
-            log.exception("comparing what %s sent failed", asked.member)
         finally:
             self._busy = False
 
