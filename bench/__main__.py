@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from bench import (
+    backends,
     change,
     cluster,
     cold,
     epochs,
-    fronts,
     operating,
     passthrough,
     peers,
@@ -46,7 +46,7 @@ ORDER = (
     "pass-seq",
     "pass-random",
     "pass-small",
-    "front-requests",
+    "backend-requests",
     "training",
     "training-cold",
     "save-durable",
@@ -80,7 +80,7 @@ MODULES = (
     epochs,
     warm,
     passthrough,
-    fronts,
+    backends,
     writing,
     tree,
     change,

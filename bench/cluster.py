@@ -31,7 +31,7 @@ from bench.peers import AT_ONCE, HTTP, MIB, PLAIN, over_http, over_sockets, serv
 from bench.raw import RawClient
 from bench.readers import sequential, share, together
 from bench.workspace import LATENCY_MS, Processors, SpareMemory, Workspace
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Signer, read_key
 from cachefs.peers.client import Client
 from cachefs.peers.wire import Address, BlockRequest
@@ -152,7 +152,7 @@ def _epoch(nodes: Sequence[Node], keys: Sequence[str], seed: int) -> float:
     return together([functools.partial(_read_all, order) for order in orders])
 
 
-def _books(nodes: Sequence[Node], result: Result) -> None:
+def _counters(nodes: Sequence[Node], result: Result) -> None:
     sums = {
         name: sum(node.metrics()[name] for node in nodes)
         for name in ("peer_bytes_in", "peer_bytes_out", "peer_failures", "bypassed_blocks")
@@ -176,7 +176,7 @@ def peers_epoch(work: Workspace, rounds: int) -> Result:
     quarter = count * -(-size // PAGE) * PAGE // NODES
     # A tenth of RAM is kept free for what comes, so a large share of it would make the cache smaller than a quarter.
     ram = quarter // 16
-    options = ("--ram", str(ram), "--cache-size", str(quarter - ram), "--keep-free", "0")
+    options = ("--ram", f"{ram}B", "--cache-size", f"{quarter - ram}B", "--keep-free", "0")
     with Cluster(work) as cluster:
         cluster.show("peers-epoch")
 
@@ -189,7 +189,7 @@ def peers_epoch(work: Workspace, rounds: int) -> Result:
                     seconds = _epoch(nodes, keys, epoch)
                     shares.append(cluster.sent() / total)
                     result.note(f"epoch {epoch + 1}: {NODES * count / seconds:,.0f} files/s over all nodes")
-                _books(nodes, result)
+                _counters(nodes, result)
             return shares
 
         (roomy,) = epochs(1, *ROOMY)
@@ -225,7 +225,7 @@ def peers_checkpoint(work: Workspace, rounds: int) -> Result:
                     seconds = together([functools.partial(_streamed, path, size) for path in paths])
                 result.note(f"processors busy: {processors.busy:.0%}")
                 sent.append(cluster.sent() / size)
-                _books(nodes, result)
+                _counters(nodes, result)
                 return seconds
 
         contenders = {"raw download": raw, WITH: loaded}
@@ -433,7 +433,7 @@ def peers_training(work: Workspace, rounds: int) -> Result:
     count, size = scale.epoch_files // 2 // SCALED, scale.epoch_size * SCALED
     work.files("peers-training", ["train"], count, size)
     third = count * -(-size // PAGE) * PAGE // 3
-    options = ("--ram", str(third // 4), "--cache-size", str(third - third // 4), "--keep-free", "0")
+    options = ("--ram", f"{third // 4}B", "--cache-size", f"{third - third // 4}B", "--keep-free", "0")
     with Cluster(work) as cluster, cluster.shaped():
         cluster.show("peers-training")
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import trio
 
-from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count
 from cachefs.store import open_store
 
 GIB, MIB, PAGE = 1 << 30, 1 << 20, 4096
@@ -65,12 +65,12 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
     os.close(fd)
     blocks = block_count(object_id.size, MIB)
     for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):  # the rows of a file that is all here
-        copy = store._catalog.create(obj, tier.number, extent, object_id.size, 0)
+        copy = store.catalog.create(obj, tier.number, extent, object_id.size, 0)
         bits = (1 << min(BLOCKS_PER_EXTENT, blocks - extent * BLOCKS_PER_EXTENT)) - 1
         copy.pins += 1
-        store.room.reserve(copy, bits)
-        store.room.land(copy, bits, bits)
-        store._catalog.touch(copy)
+        store.space.reserve(copy, bits)
+        store.space.land(copy, bits, bits)
+        store.catalog.touch(copy)
         copy.pins -= 1
     longest = 0.0
 
@@ -85,7 +85,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tick)
         await trio.sleep(0.05)
-        copies = store._catalog.copies(obj, tier.number)
+        copies = store.catalog.copies(obj, tier.number)
         if how == "unlink":
             os.truncate(tier.file_path(object_id.digest), object_id.size)
             os.close(tier.seal(object_id.digest, object_id.size))
@@ -93,7 +93,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
         longest = 0.0
         for copy in copies:
             if copy.extent % 2:
-                store.room.drop(obj, copy, copy.bitmap)
+                store.space.drop(obj, copy, copy.bitmap)
                 await trio.sleep(0.002)
         disposal = getattr(tier, "disposal", None)  # to be run on older versions, too
         while disposal is not None and disposal.going_bytes:  # noqa: ASYNC110 - it has no event

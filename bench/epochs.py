@@ -113,10 +113,10 @@ def epoch_hits(work: Workspace, rounds: int) -> Result:
     for what, bucket, (keys, size), shuffle, names in ways:
         half = _half(len(keys), size)
         kinds = {
-            OWN: ("--cache-size", str(half), "--ram", "0"),
-            LRU: ("--cache-size", str(half), "--ram", "0", "--eviction", "lru"),
-            TWO_TIERS: ("--cache-size", str(half // 2), "--ram", str(half // 2)),
-            ALONE: ("--cache-size", str(half), "--ram", "0", "--prefetch", "off"),
+            OWN: ("--cache-size", f"{half}B", "--ram", "0"),
+            LRU: ("--cache-size", f"{half}B", "--ram", "0", "--eviction", "lru"),
+            TWO_TIERS: ("--cache-size", f"{half // 2}B", "--ram", f"{half // 2}B"),
+            ALONE: ("--cache-size", f"{half}B", "--ram", "0", "--prefetch", "off"),
         }
         series = Series(f"{what}, cache = 1/2: hit ratio from epoch 3 on", "share", {})
         for name in names:
@@ -136,7 +136,7 @@ def epoch_turnover(work: Workspace, rounds: int) -> Result:
     result = Result()
     size, count = work.scale.epoch_size, work.scale.epoch_files // 2
     keys = work.files("epoch-turnover", ["first", "second"], 2 * count, size)
-    options = ("--cache-size", str(_half(count, size)), "--ram", "0", "--keep-free", "0")
+    options = ("--cache-size", f"{_half(count, size)}B", "--ram", "0", "--keep-free", "0")
     with Cachefs(work.disk, work.lab, "epoch-turnover", *options) as mount:
         for folder in ("first", "second"):
             of = [key for key in keys if key.startswith(folder)]

@@ -84,7 +84,7 @@ class Result:
         self.notes.append(text)
 
     def ceiling(self, series: Series, base: str, own: str = PYFUSE3) -> None:
-        """How far pyfuse3 alone comes, and how near to that cachefs is: on that front it can go no further."""
+        """How far pyfuse3 alone comes, and how near to that cachefs is: on that backend it can go no further."""
         null, mine = series.ratio(NULL, base), series.ratio(own, NULL)
         self.note(
             f"{series.what}: null filesystem / {base} {number(null)}, {own} / null filesystem {number(mine)}"

@@ -30,7 +30,7 @@ from bench.lab.client import LabStore
 NULL = "null (pyfuse3)"
 OWN = "cachefs"
 PYFUSE3 = "cachefs (pyfuse3)"
-"""cachefs as it mounts where the kernel allows, and with the front it has everywhere: what figures call them."""
+"""cachefs as it mounts where the kernel allows, and with the backend it has everywhere: what figures call them."""
 START_S = 30.0
 STOP_S = 30.0
 _MNT_DETACH = 2
@@ -127,21 +127,21 @@ class Mount:
             raise TimeoutError(f"{self.name} (pid {self.pid}) did not end")
 
 
-def front(kind: Literal["pyfuse3", "kernel"]) -> tuple[str, ...]:
-    """The options that mount with this front. Raises `Unavailable` where it cannot run."""
-    from cachefs.config import Config
+def backend(kind: Literal["pyfuse3", "native"]) -> tuple[str, ...]:
+    """The options that mount with this backend. Raises `Unavailable` where it cannot run."""
+    from cachefs.config.config import Config
 
-    if not any(option.name == "front" for option in fields(Config)):  # a cachefs that knows one only
+    if not any(option.name == "fuse" for option in fields(Config)):  # a cachefs that knows one only
         if kind == "pyfuse3":
             return ()
-        raise Unavailable("--front kernel: this cachefs has no such option")
-    if kind == "kernel":
+        raise Unavailable("--fuse native: this cachefs has no such option")
+    if kind == "native":
         release = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
         if os.getuid():
-            raise Unavailable("--front kernel: needs root")
+            raise Unavailable("--fuse native: needs root")
         if release < (6, 9):
-            raise Unavailable(f"--front kernel: needs Linux 6.9, this is {os.uname().release}")
-    return ("--front", kind)
+            raise Unavailable(f"--fuse native: needs Linux 6.9, this is {os.uname().release}")
+    return ("--fuse", kind)
 
 
 class Cachefs(Mount):
@@ -170,7 +170,7 @@ class Cachefs(Mount):
         self._gone()
 
     def remove(self) -> None:
-        from cachefs.config import control_path
+        from cachefs.base.client import control_path
         from cachefs.store.ram import remove_ram
 
         super().remove()
@@ -179,7 +179,7 @@ class Cachefs(Mount):
 
     def status(self) -> dict[str, Any]:
         """What `cachefs status --json` shows, without starting an interpreter for it."""
-        from cachefs.asking import status_of
+        from cachefs.daemon.asking import status_of
 
         return status_of(self.path)
 

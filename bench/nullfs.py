@@ -20,7 +20,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from cachefs.fuse import tuning as kernel
+from cachefs.fuse.connection import tune
 
 LONG_S = 3600.0
 _CONTENT = memoryview(b"null" * (1 << 18))  # the largest request there is: 1 MiB
@@ -57,7 +57,7 @@ class NullFs(pyfuse3.Operations):
         return inode
 
     def init(self) -> None:
-        trio.lowlevel.spawn_system_task(trio.to_thread.run_sync, kernel.tune, self._mountpoint)
+        trio.lowlevel.spawn_system_task(trio.to_thread.run_sync, tune, self._mountpoint)
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
         inode = self._children.get(parent_inode, {}).get(name)

@@ -1,9 +1,9 @@
-"""The kernel front, and bytes that it lets the kernel read from the tier itself.
+"""The native backend, and bytes that it lets the kernel read from the tier itself.
 
 A file that is wholly cached and verified is *lent*: open(2) hands the kernel the tier's own file, and reads and mappings
 never reach the daemon. Each mount is brought to that state first: read, closed, and opened until a read of what the kernel
-has thrown away costs no READ. `cachefs` means the kernel front with `--ram 0` here, so that what it lends lies on the same
-ext4 as the baseline; its RAM tier and the pyfuse3 front are measured beside it.
+has thrown away costs no READ. `cachefs` means the native backend with `--ram 0` here, so that what it lends lies on the same
+ext4 as the baseline; its RAM tier and the pyfuse3 backend are measured beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench import readers, training
 from bench.harness import Result, Series, interleave, number, scenario
-from bench.mounts import OWN, PYFUSE3, Cachefs, Unavailable, front
+from bench.mounts import OWN, PYFUSE3, Cachefs, Unavailable, backend
 from bench.workspace import Workspace, drop_caches
 
 RAM_TIER = "cachefs (RAM tier)"
@@ -28,16 +28,16 @@ ZERO_OPEN = "cachefs --zero-open"
 AGAIN = 5
 """Readings in one turn, as in `bench.warm`."""
 
-LEND_S = 20.0
+REGISTER_S = 20.0
 """How long a file may take until it is lent: gathering it from two tiers happens in the background. Guessed, generous."""
 
 
 def kernel(work: Workspace, bucket: str, *options: str, name: str = OWN) -> Cachefs:
-    return Cachefs(work.disk, work.lab, bucket, *front("kernel"), *options, name=name)
+    return Cachefs(work.disk, work.lab, bucket, *backend("native"), *options, name=name)
 
 
 def pyfuse3(work: Workspace, bucket: str, *options: str) -> Cachefs:
-    return Cachefs(work.disk, work.lab, bucket, *front("pyfuse3"), *options, name=PYFUSE3)
+    return Cachefs(work.disk, work.lab, bucket, *backend("pyfuse3"), *options, name=PYFUSE3)
 
 
 def _mounts(stack: ExitStack, work: Workspace, bucket: str) -> dict[str, Cachefs]:
@@ -56,7 +56,7 @@ def _drop(work: Workspace) -> None:
 # -- lending ---------------------------------------------------------------------------------------
 
 
-def _lent(mount: Cachefs, path: Path) -> bool:
+def _passthrough(mount: Cachefs, path: Path) -> bool:
     """Whether the daemon is asked for nothing when this file is read, of which the kernel keeps nothing itself."""
     size = path.stat().st_size
     with mount.counting() as counted:
@@ -68,20 +68,20 @@ def _lent(mount: Cachefs, path: Path) -> bool:
     return counted["fuse_read"] == 0
 
 
-def _lend(mount: Cachefs, paths: list[Path], result: Result) -> None:
+def _register_backing(mount: Cachefs, paths: list[Path], result: Result) -> None:
     """Read them, and wait until they are lent. One that never is stays in the figures, with a note."""
     for path in paths:
         readers.sequential(path)
-    until = time.monotonic() + LEND_S
+    until = time.monotonic() + REGISTER_S
     for path in paths:
-        while not _lent(mount, path):
+        while not _passthrough(mount, path):
             if time.monotonic() > until:
-                result.note(f"{mount.name}: {path.name} was not lent within {LEND_S:.0f} s")
+                result.note(f"{mount.name}: {path.name} was not in passthrough within {REGISTER_S:.0f} s")
                 return
             time.sleep(0.1)
 
 
-def _lend_all(mounts: Mapping[str, Cachefs], names: list[str], result: Result) -> None:
+def _register_all(mounts: Mapping[str, Cachefs], names: list[str], result: Result) -> None:
     """The files of that name in each mount; through pyfuse3 they are only read."""
     for mount in mounts.values():
         paths = [mount.path / name for name in names]
@@ -89,7 +89,7 @@ def _lend_all(mounts: Mapping[str, Cachefs], names: list[str], result: Result) -
             for path in paths:
                 readers.sequential(path)
         else:
-            _lend(mount, paths, result)
+            _register_backing(mount, paths, result)
 
 
 def _tier_file(mount: Cachefs, name: str) -> Path:
@@ -134,7 +134,7 @@ class _Cpu:
 
 @scenario("pass-tier", rounds=24)
 def pass_tier(work: Workspace, rounds: int) -> Result:
-    """A lent file that the kernel has forgotten: it comes from the disk, for everyone."""
+    """A passthrough file that the kernel has forgotten: it comes from the disk, for everyone."""
     result = Result()
     # More than one file: where the disk happens to have put it matters, and stays as it is.
     count = min(rounds, 4)
@@ -142,7 +142,7 @@ def pass_tier(work: Workspace, rounds: int) -> Result:
     with ExitStack() as stack:
         mounts = _mounts(stack, work, "pass-tier")
         names = [f"{number}.bin" for number in range(count)]
-        _lend_all(mounts, names, result)
+        _register_all(mounts, names, result)
         files = {"ext4": [work.on_disk(tree) / name for name in names]}
         files |= {mount.name: [mount.path / name for name in names] for mount in mounts.values()}
         files[TIER_FILE] = [_tier_file(mounts[OWN], name) for name in names]
@@ -160,9 +160,9 @@ def pass_tier(work: Workspace, rounds: int) -> Result:
             return measure
 
         with mounts[OWN].counting() as counted:
-            what = "lent file, sequential, kernel cache dropped"
+            what = "passthrough file, sequential, kernel cache dropped"
             series = interleave(rounds, {name: cold(name) for name in files}, result, what=what, unit="MB/s")
-    spent = cpu.per_gb("lent file, kernel cache dropped: daemon CPU", result)
+    spent = cpu.per_gb("passthrough file, kernel cache dropped: daemon CPU", result)
     own = series.ratio(OWN, TIER_FILE)
     result.note(f"sequential, kernel cache dropped: {OWN} / {TIER_FILE} {number(own)}")
     if work.scale.drops:
@@ -174,13 +174,13 @@ def pass_tier(work: Workspace, rounds: int) -> Result:
 
 @scenario("pass-seq", rounds=5)
 def pass_seq(work: Workspace, rounds: int) -> Result:
-    """A lent file that the kernel holds in memory, read again."""
+    """A passthrough file that the kernel holds in memory, read again."""
     result = Result()
     tree = work.big("pass-seq", work.scale.warm // 2, rounds)
     with ExitStack() as stack:
         mounts = _mounts(stack, work, "pass-seq")
         names = [f"{number}.bin" for number in range(rounds)]
-        _lend_all(mounts, names, result)
+        _register_all(mounts, names, result)
         roots = {"ext4": work.on_disk(tree)} | {mount.name: mount.path for mount in mounts.values()}
         cpu = _Cpu(mounts)
 
@@ -202,8 +202,10 @@ def pass_seq(work: Workspace, rounds: int) -> Result:
 
         contenders = {name: again(name, root) for name, root in roots.items()}
         with mounts[OWN].counting() as counted:
-            series = interleave(rounds, contenders, result, what="lent file, warm sequential", unit="MB/s")
-    spent = cpu.per_gb("lent file, warm sequential: daemon CPU", result)
+            series = interleave(
+                rounds, contenders, result, what="passthrough file, warm sequential", unit="MB/s"
+            )
+    spent = cpu.per_gb("passthrough file, warm sequential: daemon CPU", result)
     result.demand("warm sequential: rate / ext4", series.ratio(OWN, "ext4"), "≥", 0.95)
     result.demand("warm sequential: daemon CPU s/GB", spent.medians()[OWN], "≤", 0.02)
     result.demand(
@@ -219,7 +221,7 @@ TOUCHED = 3
 
 @scenario("pass-random", rounds=5)
 def pass_random(work: Workspace, rounds: int) -> Result:
-    """A lent file that the kernel holds in memory: 4 KiB here and there, by pread and by mapping it."""
+    """A passthrough file that the kernel holds in memory: 4 KiB here and there, by pread and by mapping it."""
     result = Result()
     size = work.scale.warm
     tree = work.big("pass-random", size, 1)
@@ -229,7 +231,7 @@ def pass_random(work: Workspace, rounds: int) -> Result:
     dice.shuffle(pages)
     with ExitStack() as stack:
         mounts = _mounts(stack, work, "pass-random")
-        _lend_all(mounts, ["0.bin"], result)
+        _register_all(mounts, ["0.bin"], result)
         paths = {"ext4": work.on_disk(tree) / "0.bin"}
         paths |= {mount.name: mount.path / "0.bin" for mount in mounts.values()}
         _drop(work)
@@ -251,7 +253,7 @@ def pass_random(work: Workspace, rounds: int) -> Result:
             for what, measure in (("4 KiB preads", preads), ("mmap touches", touches)):
                 contenders = {name: functools.partial(measure, path) for name, path in paths.items()}
                 series[what] = interleave(
-                    rounds, contenders, result, what=f"lent file, random {what}", unit="1/s"
+                    rounds, contenders, result, what=f"passthrough file, random {what}", unit="1/s"
                 )
     result.demand("random 4 KiB pread: rate / ext4", series["4 KiB preads"].ratio(OWN, "ext4"), "≥", 0.95)
     result.demand("mmap, random touch: rate / ext4", series["mmap touches"].ratio(OWN, "ext4"), "≥", 0.85)
@@ -264,12 +266,12 @@ def pass_random(work: Workspace, rounds: int) -> Result:
 
 def _settle(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
     """Read until that costs no READ and lends all it will lend; what the last time asked for."""
-    until = time.monotonic() + LEND_S / 4
+    until = time.monotonic() + REGISTER_S / 4
     while True:
         with mount.counting() as counted:
             read()
-        lent = mount.name == PYFUSE3 or counted.get("passthrough_opens", 0) >= counted["fuse_open"]
-        if (lent and not counted["fuse_read"]) or time.monotonic() > until:
+        passthrough = mount.name == PYFUSE3 or counted.get("passthrough_opens", 0) >= counted["fuse_open"]
+        if (passthrough and not counted["fuse_read"]) or time.monotonic() > until:
             return counted
         time.sleep(0.1)
 
@@ -297,7 +299,7 @@ def pass_small(work: Workspace, rounds: int) -> Result:
             return lambda: cpu.reading(name, lambda: readers.small(mine, scale.limit_s)).files_per_s
 
         contenders = {name: again(name, mine) for name, mine in paths.items()}
-        what = "warm small files, open+read+close, either front"
+        what = "warm small files, open+read+close, either backend"
         series = interleave(rounds, contenders, result, what=what, unit="files/s")
     cpu.per_gb("warm small files: daemon CPU", result)
     for name, counted in asked.items():
@@ -305,8 +307,8 @@ def pass_small(work: Workspace, rounds: int) -> Result:
         messages = ", ".join(
             f"{key[5:]} {number(value / len(keys))}" for key, value in sent.items() if key[-5:] != "bytes"
         )
-        lent = counted.get("passthrough_opens", 0) / len(keys)
-        result.note(f"{name}: messages a file: {messages or 'none'}; lent {number(lent)}")
+        passthrough = counted.get("passthrough_opens", 0) / len(keys)
+        result.note(f"{name}: messages a file: {messages or 'none'}; in passthrough {number(passthrough)}")
     reads = sum(asked[name]["fuse_read"] for name in (OWN, ZERO_OPEN))
     result.demand("warm small files: rate / ext4", series.ratio(OWN, "ext4"), "≥", 0.35)
     result.demand("warm small files, --zero-open: rate / ext4", series.ratio(ZERO_OPEN, "ext4"), "≥", 0.55)

@@ -24,12 +24,11 @@ import xxhash
 
 from bench.harness import Result, interleave, scenario
 from bench.workspace import Workspace
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import Client
-from cachefs.peers.protocol import Piece
 from cachefs.peers.server import Server
-from cachefs.peers.wire import VERSION, Address, BlockRequest, Hello
+from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, Piece
 
 MIB = 1 << 20
 AT_ONCE = 4
@@ -40,7 +39,7 @@ PLAIN, HTTP, SOCKETS, OWN, KEYED = "sendfile loop", "http.client", "sockets", "c
 # -- the serving process ---------------------------------------------------------------------------
 
 
-class _Shelf:
+class _PlanStore:
     """One object in memory, always whole."""
 
     def __init__(self, size: int) -> None:
@@ -59,14 +58,14 @@ class _Shelf:
 
 
 class _Served:
-    def __init__(self, shelf: _Shelf, request: BlockRequest) -> None:
-        self._shelf, self._request, self._next = shelf, request, request.start_block
+    def __init__(self, plan_store: _PlanStore, request: BlockRequest) -> None:
+        self._plan_store, self._request, self._next = plan_store, request, request.start_block
 
     def take(self) -> Piece:
         block = self._next
         self._next += 1
         length = self._request.length(block)
-        return Piece(self._shelf.fd, block * MIB, length, True, self._shelf.sums[block])
+        return Piece(self._plan_store.fd, block * MIB, length, True, self._plan_store.sums[block])
 
     async def wait(self) -> None:
         raise NotImplementedError
@@ -79,16 +78,16 @@ def _serve(size: int, keyed: bool) -> None:
     async def main() -> None:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         print(listener.socket.getsockname()[1], flush=True)
-        hello = Hello("bench", VERSION, "", "", 1.0)
+        handshake = Handshake("bench", VERSION, "", "", 1.0)
         verifier = Verifier(KEY) if keyed else None
-        await Server(_Shelf(size), lambda: hello, block_size=MIB, verifier=verifier).serve([listener])
+        await Server(_PlanStore(size), lambda: handshake, block_size=MIB, verifier=verifier).serve([listener])
 
     trio.run(main)
 
 
 def _serve_plainly(size: int, host: str) -> None:
     """A thread for each connection; whatever is asked, the object is the answer."""
-    shelf = _Shelf(size)
+    plan_store = _PlanStore(size)
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
 
     def answer(connection: socket.socket) -> None:
@@ -97,7 +96,7 @@ def _serve_plainly(size: int, host: str) -> None:
             connection.send(head, socket.MSG_MORE)
             offset = 0
             while offset < size:
-                offset += os.sendfile(connection.fileno(), shelf.fd, offset, min(MIB, size - offset))
+                offset += os.sendfile(connection.fileno(), plan_store.fd, offset, min(MIB, size - offset))
 
     with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -1,7 +1,7 @@
 """What was measured, for people: the table, and a plot beside it.
 
 Reads `bench/results/*.json` and nothing else, so it can be made on another machine than the figures. The table goes
-between `<!-- benchmarks -->` and `<!-- /benchmarks -->` in README.md and docs/benchmarks.md, where those marks are.
+between `<!-- benchmarks -->` and `<!-- /benchmarks -->` in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PANELS = (
     "warm sequential",
     "sequential, kernel cache dropped",
     "warm small files, open+read+close",
-    "lent file, sequential, kernel cache dropped",
-    "lent file, random mmap touches",
-    "warm small files, open+read+close, either front",
+    "passthrough file, sequential, kernel cache dropped",
+    "passthrough file, random mmap touches",
+    "warm small files, open+read+close, either backend",
     "daemon-served 4 KiB READs, one reader",
 )
 """The series worth a picture."""
@@ -135,11 +135,8 @@ def write(order: Sequence[str]) -> str:
     found = records(order)
     plot(found)
     text = "\n\n".join((table(found), side_by_side(found), provenance(found)))
-    for name in ("README.md", "docs/benchmarks.md"):
-        path = _REPOSITORY / name
-        before = path.read_text() if path.exists() else ""
-        if BEGIN in before and END in before:
-            head, _, rest = before.partition(BEGIN)
-            tail = rest.partition(END)[2]
-            path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    path = _REPOSITORY / "docs/benchmarks.md"
+    head, _, rest = path.read_text().partition(BEGIN)
+    tail = rest.partition(END)[2]
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
     return text

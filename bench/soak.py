@@ -50,12 +50,12 @@ GROWTH = {
     "tasks": 3.0,
     "threads": 6.0,
     "database readers": 3.0,
-    "lent files": 8.0,
+    "passthrough files": 8.0,
     "shared memory files": 3.0,
 }
 """By how much each may have grown at the end, along a straight line through the samples after the warm-up. Of what is
-itself a cache (lent files), a tenth of its mean is allowed, too. Guessed: above the noise that was seen, far below a leak
-in one of a hundred operations."""
+itself a cache (passthrough files), a tenth of its mean is allowed, too. Guessed: above the noise that was seen, far below a
+leak in one of a hundred operations."""
 
 SPELLS: Sequence[Sequence[Mapping[str, Any]]] = (
     (),
@@ -151,7 +151,7 @@ class Soak:
             "descriptors": len(os.listdir(place / "fd")),
             "threads": int(of_process["Threads"]),
             "tasks": status["tasks"],
-            "lent files": sum(tier["lent_files"] for tier in status["tiers"]),
+            "passthrough files": sum(tier["passthrough_files"] for tier in status["tiers"]),
             "database readers": sum(map(_readers, self._cache.glob("*/data.mdb"))),
             "shared memory files": len(os.listdir("/dev/shm")),
         }
@@ -165,7 +165,7 @@ def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, flo
         mean, middle = sum(values) / len(values), (len(values) - 1) / 2
         rise = sum((i - middle) * (v - mean) for i, v in enumerate(values))
         slope = rise / sum((i - middle) ** 2 for i in range(len(values)))
-        most = max(allowed, mean / 10) if name == "lent files" else allowed
+        most = max(allowed, mean / 10) if name == "passthrough files" else allowed
         found[name] = (slope * (len(values) - 1), most)
     return found
 

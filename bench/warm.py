@@ -1,5 +1,5 @@
 """Bytes that are here, in the kernel's page cache or only in ours, through pyfuse3: `bench.passthrough` asks the same of
-the other front."""
+the other backend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from bench import readers
 from bench.harness import Result, interleave, scenario
-from bench.mounts import OTHERS, PYFUSE3, Cachefs, Mount, Null, Unavailable, front
+from bench.mounts import OTHERS, PYFUSE3, Cachefs, Mount, Null, Unavailable, backend
 from bench.workspace import Workspace, can_drop_caches, drop_caches
 
 
 def _cachefs(work: Workspace, bucket: str, *options: str) -> Cachefs:
-    return Cachefs(work.disk, work.lab, bucket, *front("pyfuse3"), *options, name=PYFUSE3)
+    return Cachefs(work.disk, work.lab, bucket, *backend("pyfuse3"), *options, name=PYFUSE3)
 
 
 def _mounts(stack: ExitStack, work: Workspace, bucket: str, tree: Path, result: Result) -> dict[str, Mount]:

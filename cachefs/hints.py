@@ -11,7 +11,7 @@ then an epoch is four bytes a sample.
 
 A *plan* is a list of files and the orders told of it; each rank, each list and each sampler of a process has its own. Its
 name is made of host, rank and the list's digest: jobs that share a node do not get into one another's plans, and one that
-is started anew finds its own. An order goes with the digest of the list it counts in, and is refused for any other.
+is started again finds its own. An order goes with the digest of the list it counts in, and is refused for any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from operator import index as as_index
 from pathlib import Path
 from typing import Any
 
-from cachefs.errors import CachefsError, MountError
+from cachefs.base import client
+from cachefs.base.errors import CachefsError, MountError
+from cachefs.base.linux import Finder
 
 __all__ = ["HintedSampler", "announce", "hinted", "wait"]
 
@@ -81,7 +83,7 @@ def announce(
 
 
 def wait(timeout_s: float = 60.0) -> bool:
-    """Wait until everything that was announced has been sent, or has failed. Whether it has."""
+    """Wait until everything that was announced has been sent, or has failed. Returns whether it has."""
     return _sender.wait(timeout_s)
 
 
@@ -115,7 +117,7 @@ class HintedSampler:
         return getattr(self.sampler, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """As the sampler's own; it may also be called there."""
+        """Set the epoch of the sampler; it may also be set there."""
         self._set = epoch
         holder = _holder(self.sampler)
         if holder is not None:
@@ -158,7 +160,7 @@ class HintedSampler:
             self._foretell(epoch + 1, draw)
 
     def _foretell(self, epoch: int, draw: Callable[[], None]) -> None:
-        """Draw something that nobody asked for: with every generator left as it was."""
+        """Draw an order ahead of time, with every random generator left as it was."""
         try:
             with _generators_kept(self.sampler):
                 draw()
@@ -178,7 +180,7 @@ class HintedSampler:
 
 
 def hinted(loader: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None) -> Any:
-    """The very PyTorch `DataLoader`, which from now on tells the daemon what it will read; or a sampler, wrapped.
+    """Have a PyTorch `DataLoader` tell the daemon what it will read, and return it; a sampler is returned wrapped.
 
     `paths` is the file of each sample of its dataset, by index. Call it before the first iteration."""
     if not hasattr(loader, "collate_fn"):
@@ -202,12 +204,12 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def _holder(sampler: Any) -> Any:
-    """Who has `set_epoch`, or None."""
+    """The sampler that has `set_epoch`, or None."""
     return next((one for one in _chain(sampler) if callable(getattr(one, "set_epoch", None))), None)
 
 
 def _clone(sampler: Any) -> Any:
-    """Another of its kind: what is set in one and drawn from it, the other does not know."""
+    """A copy of a sampler and of those it wraps: changes and draws of one do not affect the other."""
     clone = copy.copy(sampler)
     for name in ("sampler", "batch_sampler"):
         if hasattr(clone, "__dict__") and vars(clone).get(name) is not None:
@@ -239,7 +241,7 @@ def _indices(items: list[Any]) -> array[int]:
 
 @contextmanager
 def _generators_kept(sampler: Any) -> Iterator[None]:
-    """Whatever is drawn inside, the random numbers that come after are those that would have come."""
+    """Restore all random generators at the end: draws inside do not change the numbers that come after."""
     kept: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
         kept.append((numpy.random.set_state, numpy.random.get_state()))
@@ -261,7 +263,7 @@ def _generators_kept(sampler: Any) -> Iterator[None]:
 
 
 def _rank(sampler: Any = None) -> str:
-    """Which of a job's processes this is: its sampler knows best."""
+    """The rank of this process: its sampler's, torch's, or the launcher's."""
     for one in _chain(sampler):
         rank = getattr(one, "rank", None)
         if isinstance(rank, int) and not isinstance(rank, bool):
@@ -273,7 +275,7 @@ def _rank(sampler: Any = None) -> str:
 
 
 def _silent() -> bool:
-    """Whether this is a worker of a loader: its parent has told it all."""
+    """Whether this is a worker of a loader: then its parent sends the hints."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
 
@@ -315,7 +317,7 @@ class _Files:
 
 
 class _Share:
-    """Those files that lie below one mount. `numbers` is the place in `paths` of each of all files."""
+    """The files below one mount. `numbers` is the place in `paths` of each of all files."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = Path(mountpoint)
@@ -325,7 +327,7 @@ class _Share:
         self._sent = False
 
     def name(self, plan: str | None, rank: str, *, replaces: bool) -> None:
-        """All paths are here: give the plan its name."""
+        """Name the plan, when all its paths are known."""
         self.digest = digest(self.paths)
         if plan is not None:
             self.plan = plan
@@ -351,7 +353,7 @@ class _Share:
         try:
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
         except CachefsError:
-            # A daemon that was started anew may have lost the files, or has others of this name.
+            # A daemon that was started again may have lost the files, or has others of this name.
             send_files(self.mountpoint, self.plan, self.paths)
             send_order(self.mountpoint, self.plan, epoch, order, self.digest)
 
@@ -364,8 +366,6 @@ _samplers: Counter[tuple[Path, str]] = Counter()
 
 
 def _by_mount(paths: list[str]) -> Iterable[_Share]:
-    from cachefs.mountinfo import Finder
-
     finder = Finder()
     shares: dict[str, _Share] = {}
     for number, path in enumerate(paths):
@@ -393,19 +393,15 @@ def digest(paths: Iterable[str]) -> str:
 
 def send_files(mountpoint: Path, plan: str, paths: list[str]) -> None:
     """Tell the daemon of `mountpoint` the files of a plan (relative to the mount). Raises `CachefsError`."""
-    from cachefs import asking, control
-
     at = 0
-    for batch in control.batches(paths):
-        asking.ask(mountpoint, "hint_files", ASK_DEADLINE_S, plan=plan, paths=batch, at=at, total=len(paths))
+    for batch in client.batches(paths):
+        client.ask(mountpoint, "hint_files", ASK_DEADLINE_S, plan=plan, paths=batch, at=at, total=len(paths))
         at += len(batch)
 
 
 def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files: str = "") -> None:
     """Tell it the order of an epoch, as places in the list of files; `files` is that list's digest. Raises `CachefsError`,
     also when it has another list."""
-    from cachefs import asking
-
     if sys.byteorder == "big":
         order = order[:]
         order.byteswap()
@@ -419,14 +415,12 @@ def send_order(mountpoint: Path, plan: str, epoch: int, order: array[int], files
             "total": len(order),
             "files": files,
         }
-        asking.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **told)
+        client.ask(mountpoint, "hint_order", ASK_DEADLINE_S, **told)
 
 
 def drop(mountpoint: Path, plan: str) -> bool:
-    """Have it forget a plan. Whether there was one. Raises `CachefsError`."""
-    from cachefs import asking
-
-    return bool(asking.ask(mountpoint, "hint_drop", ASK_DEADLINE_S, plan=plan))
+    """Have the daemon forget a plan. Returns whether there was one. Raises `CachefsError`."""
+    return bool(client.ask(mountpoint, "hint_drop", ASK_DEADLINE_S, plan=plan))
 
 
 class _Sender:
@@ -475,7 +469,7 @@ _complained = False
 
 
 def _complain(reason: str) -> None:
-    """One warning; the training goes on without hints."""
+    """Warn once; the training goes on without hints."""
     global _complained
     log.debug("not hinted: %s", reason)
     if not _complained:
@@ -483,7 +477,7 @@ def _complain(reason: str) -> None:
         try:
             warnings.warn(f"cachefs hints: {reason}; reading goes on without them", stacklevel=2)
         except Warning:
-            pass  # somebody made warnings errors: not of this one
+            pass  # the program made warnings errors: not of this one
 
 
 _sender = _Sender()

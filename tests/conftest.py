@@ -18,9 +18,22 @@ ROOT = Path(__file__).parent.parent
 ON_CI = os.environ.get("CI", "").lower() in ("1", "true")
 """There, a test that lacks something of its machine fails: everything is installed."""
 
+LEVEL = os.environ.get("TEST_LEVEL", "")
+"""What scripts/test runs: "short", or "all" there is; else "": whatever pytest was told."""
+
+
+def examples(count: int) -> int:
+    """Of a property that has `count` examples in `scripts/test --all`."""
+    return max(count // 5, 5) if LEVEL == "short" else count
+
+
 # How long an example takes says how busy the machine is.
 settings.register_profile(
-    "unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "unhurried",
+    settings.default,
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("unhurried")
 

@@ -1,4 +1,4 @@
-"""The rooms table of docs/architecture.md, held by reading every import in the package."""
+"""The rooms table of docs/explanation/architecture.md, held by reading every import in the package."""
 
 from __future__ import annotations
 
@@ -8,38 +8,31 @@ import pkgutil
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import cachefs
-from cachefs import errors
+from cachefs.base import errors
 from cachefs.fuse.errno_table import TABLE, is_expected
 
 PACKAGE = Path(cachefs.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 RANK = {
-    **dict.fromkeys(("__init__", "names", "errors", "metrics", "ledger"), 0),
-    # Leaves of plain knowledge about the machine and the configuration.
-    **dict.fromkeys(("units", "cgroup", "mountinfo", "logs", "clock", "ownership", "durable"), 1),
-    **dict.fromkeys(("config", "layers", "options", "sources", "database", "tasks"), 1),
+    **dict.fromkeys(("__init__", "base"), 0),
+    "config": 1,
     **dict.fromkeys(("origin", "store", "peers"), 2),
     **dict.fromkeys(("fetch", "upload"), 3),
     "fs": 4,
     **dict.fromkeys(("prefetch", "fuse"), 5),
-    **dict.fromkeys(("daemon", "mounting", "control", "background", "unmounting", "asking", "simulate"), 6),
-    **dict.fromkeys(("hints", "warming", "recording", "locating", "uploading", "cachedir", "recovering"), 6),
-    **dict.fromkeys(("cli", "cli_cache", "cli_lists", "cli_progress", "cli_reading", "cli_simulate"), 7),
-    **dict.fromkeys(("cli_look", "cli_why", "cli_say", "reference"), 7),
-    **dict.fromkeys(("cli_peers", "cli_writing"), 7),
-    **dict.fromkeys(("notify", "stopping"), 6),
-    **dict.fromkeys(("watching", "explaining", "doctor"), 6),
-    **dict.fromkeys(("cli_usage", "statusview", "__main__"), 7),
+    **dict.fromkeys(("daemon", "observe", "hints"), 6),
+    **dict.fromkeys(("cli", "__main__"), 7),
 }
 """Room → floor. Imports go to the own room or to a lower floor; between rooms of one floor only where SIDEWAYS says."""
 
-SIDEWAYS = {0, 1, 6, 7}
+SIDEWAYS = {6, 7}
 """Floors whose modules are single files of one kind and may use each other. Rooms (origin, store) may not."""
 
 NEVER = {
@@ -51,16 +44,16 @@ NEVER = {
 }
 
 FENCES = {
-    "lmdb": ("database.py",),
+    "lmdb": ("base/database.py",),
     "pyfuse3": ("fuse/",),
     **dict.fromkeys(
         ("obstore", "botocore", "azure", "google", "fsspec", "s3fs", "adlfs", "gcsfs", "aiohttp"),
         ("origin/",),
     ),
-    **dict.fromkeys(("click", "rich"), ("cli", "options.py", "statusview.py")),
-    "h11": ("peers/", "watching/"),
+    **dict.fromkeys(("click", "rich"), ("cli/", "config/options.py")),
+    "h11": ("peers/etcd.py",),
     "ssl": ("peers/",),
-    "prometheus_client": ("watching/",),
+    "prometheus_client": ("observe/",),
     "asyncio": (),
 }
 """Third-party package → where in cachefs/ it may be imported."""
@@ -77,6 +70,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports_of(path: Path) -> list[tuple[int, str, bool]]:
     """(line, absolute dotted name, only for the type checker) of everything a module imports, at any depth."""
     tree = ast.parse(path.read_text())
@@ -149,6 +143,26 @@ def test_third_party_packages_stay_behind_their_fence(package: str) -> None:
         and not str(path.relative_to(PACKAGE)).startswith(FENCES[package] or ("nowhere",))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("room", ["origin"])
+def test_no_modules_of_a_room_import_each_other(room: str) -> None:
+    """Neither directly nor through others, nor for the type checker."""
+    names = {
+        name_of(path): path for path in MODULES if path.parent == PACKAGE / room and path.stem != "__init__"
+    }
+    left = {
+        module: {
+            other
+            for _, name, _ in imports_of(path)
+            for other in (name, name.rpartition(".")[0])
+            if other in names
+        }
+        for module, path in names.items()
+    }
+    while free := {module for module, uses in left.items() if not uses & left.keys()}:
+        left = {module: uses for module, uses in left.items() if module not in free}
+    assert not left, f"a circle among {sorted(left)}"
 
 
 def test_every_exception_of_ours_has_an_errno() -> None:

@@ -36,7 +36,7 @@ COUNTS = {
     "pass-seq": ("READ messages",),
     "pass-random": ("READ messages",),
     "pass-small": ("READ messages",),
-    "front-requests": (),
+    "backend-requests": (),
     "training": (),
     "training-cold": (),
     "save-durable": ("bytes sent", "objects"),
@@ -62,6 +62,7 @@ def workspace() -> Iterator[Workspace]:
         yield work
 
 
+@pytest.mark.long
 @pytest.mark.mount
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(name: str, workspace: Workspace) -> None:

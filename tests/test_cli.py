@@ -19,14 +19,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
-from cachefs import __version__, asking, background, logs, mounting, statusview
-from cachefs.cli import cli
-from cachefs.cli_say import say
-from cachefs.config import Config, Source, control_path, option_name, rows
-from cachefs.errors import MountError
-from cachefs.mountinfo import mount_at, parse
+from cachefs import __version__
+from cachefs.base import logs
+from cachefs.base.client import control_path
+from cachefs.base.errors import MountError
+from cachefs.base.linux import mount_at, parse
+from cachefs.cli import status as statusview
+from cachefs.cli.main import VERBS, cli
+from cachefs.cli.show import say
+from cachefs.config.config import LOG_NAME, Config, Source, option_name, rows
+from cachefs.daemon import asking, background, mounting
 
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("CACHEFS_")}
 
@@ -85,23 +88,28 @@ def test_version() -> None:
         (["mount", "/mnt"], 2, "no SOURCE"),
         (["mount", "s3://b", "/mnt", "--config", "/nowhere.toml"], 2, "/nowhere.toml: No such file"),
         (["mount", "s3://b", "/no/such/place"], 1, "mkdir -p /no/such/place"),
-        (["unmount", "/mnt"], 2, "No such command 'unmount'"),
+        (["dismount", "/mnt"], 2, "No such command 'dismount'"),
+        (["unmount", "/"], 1, "not a cachefs"),
+        (["warm", "-f", "/etc/hosts"], 2, "No such option '-f'"),
+        (["config", "check"], 2, "no FILE"),
+        (["config", "check", "/nowhere.toml"], 2, "/nowhere.toml: No such file"),
+        (["logs", "/"], 1, "is not a cachefs mount"),
         (["umount", "/"], 1, "not a cachefs"),
         (["umount", "/no/such/place"], 1, "is not mounted"),
         (["status", "/no/such/place"], 1, "is not a cachefs mount"),
         (["refresh", "/"], 1, "is not below a cachefs mount"),
         (["warm"], 2, "no PATH"),
         (["warmup", "/"], 1, "is not below a cachefs mount"),
-        (["warm", "-f", "/nowhere.txt"], 2, "/nowhere.txt: No such file"),
-        (["warm", "-f", "/etc/hosts", "/a", "/b"], 2, "-f takes one PATH"),
+        (["warm", "-T", "/nowhere.txt"], 2, "/nowhere.txt: No such file"),
+        (["warm", "-T", "/etc/hosts", "/a", "/b"], 2, "-T takes one PATH"),
         (["warm", "--profile", "/dev/null"], 2, "--profile takes one PATH"),
         (["warm", "-p", "0", "/"], 2, "-p"),
-        (["evict", "-f", "/dev/null"], 2, "/dev/null has no paths"),
+        (["evict", "-T", "/dev/null"], 2, "/dev/null has no paths"),
         (["free", "/"], 1, "is not below a cachefs mount"),
         (["pin", "/"], 1, "is not below a cachefs mount"),
         (["ls", "--cached", "/"], 1, "is not below a cachefs mount"),
         (["du", "--cached", "/"], 1, "is not below a cachefs mount"),
-        (["hint", "/", "-f", "/dev/null"], 1, "is not below a cachefs mount"),
+        (["hint", "/", "-T", "/dev/null"], 1, "is not below a cachefs mount"),
         (["record", "/", "-o", "/dev/null"], 1, "is not below a cachefs mount"),
         (["flush", "/"], 1, "is not below a cachefs mount"),
         (["flush", "/", "--timeout", "soon"], 2, "--timeout: 'soon' is not a time"),
@@ -115,15 +123,117 @@ def test_errors_are_one_line(args: list[str], code: int, words: str) -> None:
     assert result.stdout == ""
 
 
+def test_every_verb_is_in_a_group_of_the_help() -> None:
+    grouped = [verb for verbs in VERBS.values() for verb in verbs]
+    assert sorted(grouped) == sorted(name for name, command in cli.commands.items() if not command.hidden)
+    overview = run("--help").output
+    places = [overview.index(f"\n{group}:\n") for group in VERBS]
+    assert places == sorted(places)
+
+
+def test_an_option_letter_means_one_thing() -> None:
+    """-f stays in the foreground and shows the log; -n counts; -v and -q are everywhere."""
+    meanings: dict[str, set[str]] = {}
+    for name, command in cli.commands.items():
+        if command.hidden:  # mount(8) has letters of its own
+            continue
+        letters = {flag for param in command.params for flag in param.opts if flag[:2] != "--"}
+        assert {"-q", "-v"} <= letters, name
+        for param in command.params:
+            for flag in param.opts:
+                if flag[:1] == "-" and flag[:2] != "--":
+                    meanings.setdefault(flag, set()).add(str(param.name))
+    assert meanings["-f"] == {"foreground", "follow"}
+    assert meanings["-T"] == {"list_file"}
+    assert all(len(names) == 1 for flag, names in meanings.items() if flag not in ("-f", "-n", "-o")), (
+        meanings
+    )
+
+
+def test_what_prints_has_json() -> None:
+    silent = {
+        "mount",
+        "umount",
+        "refresh",
+        "log-level",
+        "hint",
+        "config",
+        "completion",
+    }  # no results on stdout
+    lines = {"record", "logs"}  # JSON lines by themselves; the log is JSON with --log-format json
+    for name, command in cli.commands.items():
+        if not command.hidden and name not in silent | lines:
+            assert any("--json" in param.opts for param in command.params), name
+    assert json.loads(run("version", "--json").output) == {"cachefs": __version__}
+
+
+def test_quiet_and_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "refresh", lambda path: f"{path}: looking again")
+    assert run("refresh", "/x").stderr == "/x: looking again\n"
+    assert run("refresh", "-q", "/x").output == run("-q", "refresh", "/x").output == ""
+    monkeypatch.setattr(asking, "status_of", lambda _: STATUS)
+    assert "\x1b[" in run("--color", "always", "status", "/x").stdout.replace("\\x1b", "")
+    assert "\x1b[" not in run("status", "/x").stdout
+
+
+def test_verbose_shows_where_it_failed(monkeypatch: pytest.MonkeyPatch, quiet_logs: None) -> None:
+    monkeypatch.setattr(asking, "status_of", lambda _: 1 // 0)
+    assert "Traceback" not in run("status", "/x").stderr
+    said = run("status", "-v", "/x").stderr
+    assert "ZeroDivisionError" in said and "Traceback" in said
+
+
+def test_config_check(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('cache_size = "1G"\n[[source]]\nname = "a"\nurl = "s3://a"\n')
+    assert run("config", "check", file).stderr == f"{file}: 1 sources, 1 options, no mistakes\n"
+    found = json.loads(run("config", "check", "--json", file).stdout)
+    assert found["sources"] == [{"name": "a", "url": "s3://a"}] and "cache_size" in found["options"]
+    file.write_text('cache_size = "500"\n')
+    done = run("config", "check", file)
+    assert done.exit_code == 2 and "write 500G" in one_line(done.stderr)
+    done = run("config", "check", "--json", file)
+    assert done.exit_code == 2 and "write 500G" in json.loads(done.stdout)["error"]
+
+
+def test_logs_of_a_cache_directory(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).write_text("first\nsecond\x1b[31m\n")
+    assert run("logs", tmp_path).stdout == "first\nsecond\\x1b[31m\n"
+    assert run("logs", "-n", "1", tmp_path).stdout == "second\\x1b[31m\n"
+
+
+def test_logs_are_followed_over_a_rotation(tmp_path: Path) -> None:
+    log = tmp_path / LOG_NAME
+    log.write_text("old\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "cachefs", "logs", "-f", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRON | {"PYTHONUNBUFFERED": "1"},
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "old\n"
+        with log.open("a") as file:
+            file.write("new\n")
+        assert command.stdout.readline() == "new\n"
+        log.rename(tmp_path / f"{LOG_NAME}.1")
+        log.write_text("fresh\n")
+        assert command.stdout.readline() == "fresh\n"
+        command.send_signal(signal.SIGINT)
+        assert command.wait(60) == 0
+
+
 def test_no_traceback_for_the_unexpected(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("cachefs.asking.all_statuses", fail)
+    monkeypatch.setattr("cachefs.daemon.asking.all_statuses", fail)
     result = run("status")
     assert result.exit_code == 1
     assert "internal error: RuntimeError: first second" in one_line(result.stderr)
-    monkeypatch.setattr("cachefs.asking.all_statuses", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "cachefs.daemon.asking.all_statuses", lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     assert run("status").exit_code == 130
 
 
@@ -140,10 +250,10 @@ def test_a_terminal_obeys_no_name(
 
 
 def test_no_verb_prints_but_through_say() -> None:
-    """What is given to click.echo is JSON, which is escaped, or what the user wrote."""
-    allowed = ("json.dumps", "layers.dump", ".source()", "printable(", "to go", "{line}")
-    package = Path(mounting.__file__).parent
-    for path in sorted(package.glob("cli*.py")):
+    """Only show.py gives text to click.echo, and it escapes it; `layers.dump` is what the user wrote."""
+    allowed = ("layers.dump",)
+    package = Path(mounting.__file__).parents[1] / "cli"
+    for path in sorted(set(package.glob("*.py")) - {package / "show.py"}):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert "click.echo(" not in line or any(word in line for word in allowed), f"{path}:{number}"
 
@@ -154,7 +264,7 @@ def test_another_mount_is_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> Non
     (meant,) = parse(line.format(40, 50, "s3://a"))
     assert (meant.number, meant.owner) == (40, 7)
     taken: list[object] = []
-    monkeypatch.setattr(mounting.ctypes, "CDLL", lambda *_, **__: taken.append("umount2"))
+    monkeypatch.setattr(mounting.linux, "umount", lambda *_, **__: taken.append("umount2"))
     monkeypatch.setattr(mounting.subprocess, "run", lambda *_, **__: taken.append("fusermount3"))
     for other in (
         line.format(41, 50, "s3://a"),
@@ -194,7 +304,7 @@ def test_print_config(tmp_path: Path) -> None:
 
 def test_cheap_verbs_stay_cheap() -> None:
     code = (
-        "import sys; from cachefs.cli import cli; import cachefs.asking, cachefs.unmounting\n"
+        "import sys; from cachefs.cli.main import cli; import cachefs.daemon.asking, cachefs.daemon.unmounting\n"
         "assert not {'trio', 'pyfuse3', 'obstore', 'fsspec', 'lmdb'} & set(sys.modules), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -208,8 +318,8 @@ STATUS = {
     "sources": [
         {"name": "a", "url": "s3://a", "client": "obstore", "origin": {"concurrency": 64, "last_error": ""}}
     ],
-    "front": "pyfuse3",
-    "front_reason": "only root may speak to the kernel without help",
+    "fuse": "pyfuse3",
+    "fuse_reason": "only root may speak to the kernel without help",
     "tiers": [
         {"name": "ram", "path": "/dev/shm/x", "used_bytes": 512 << 20, "cap_bytes": 1 << 30, "blocks": 1234}
     ],
@@ -255,21 +365,20 @@ STATUS = {
 }
 
 
-def test_status_for_people() -> None:
-    for terminal in (False, True):
-        console = Console(force_terminal=terminal, width=200, color_system=None)
-        with console.capture() as captured:
-            statusview.show([STATUS], console)
-        text = captured.get()
+def test_status_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "status_of", lambda _: STATUS)
+    for color in ("never", "always"):
+        text = run("status", "--color", color, "/mnt/data").stdout
+        assert ("\x1b[1mmountpoint" in text) == (color == "always")
         for words in (
             "/mnt/data",
             "a: s3://a  (client obstore, concurrency 64)",
-            "pid 7, up 1d 1h, version 0.1.0, pyfuse3 front, 100 MiB resident, 1,000,000 inodes",
+            "pid 7, up 1d 1h, version 0.1.0, pyfuse3 backend, 100 MiB resident, 1,000,000 inodes",
             "512 MiB of 1.0 GiB (50 %), 1,234 blocks",
             "90.0 % of 10 blocks (6 RAM, 3 SSD, 1 waited for)",
             "1,000 GET, 0 HEAD, 0 LIST, 5.0 GiB received",
             "2 tier errors",
-            "1,200 files fetched ahead, 1,000 used, 20.0 MiB waiting, pausing: no room",
+            "1,200 files prefetched, 1,000 used, 20.0 MiB waiting, pausing: no room",
             "rank0: epoch 2, file 1,234 of 5,000, 400 ahead",
             "rank1: no order yet of 10",
             "pyfuse3: only root may speak to the kernel without help",
@@ -286,7 +395,7 @@ def test_status_for_people() -> None:
     shown = ("eviction", "auto: train by epochs, / by last use")
     assert shown in statusview.lines({"eviction": {"policy": "auto", "datasets": known}})
     assert ("mode", "read-only") in statusview.lines({"read_only": True, "uploads": None})
-    assert ("mode", "writable, to the store at close and fsync") in statusview.lines({"read_only": False})
+    assert ("mode", "writable, to the origin at close and fsync") in statusview.lines({"read_only": False})
     for missing in STATUS:
         list(statusview.lines({key: value for key, value in STATUS.items() if key != missing}))
     assert list(statusview.lines({}))
@@ -605,6 +714,65 @@ def test_foreground(place: Place, number: signal.Signals) -> None:
     assert "mounted file://" in said
     assert "Traceback" not in said
     assert not place.is_mounted()
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_sighup_reads_the_configuration_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can change does, what cannot is named, and a mistake changes nothing."""
+    monkeypatch.chdir(place.source.parent)  # the daemon leaves it, and finds its files all the same
+    file = place.source.with_name("c.toml")
+    file.write_text('metadata_ttl = "1h"\nlog_level = "info"\n')
+    assert place.mount("--config", file.name).returncode == 0
+    pid, log = int(str(place.status()["pid"])), place.cache / LOG_NAME
+
+    def reload(text: str, words: str) -> None:
+        file.write_text(text)
+        os.kill(pid, signal.SIGHUP)
+        until = time.monotonic() + 60
+        while words not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert words in log.read_text()
+
+    assert sorted(os.listdir(place.mountpoint)) == ["a.txt", "dir"]
+    reload("metadata_ttl = 5x\n", "SIGHUP: nothing was changed: ")
+    reload(
+        'metadata_ttl = "0"\nnegative_ttl = "0"\npin_budget = "1M"\ndownload_limit = "50M"\nconcurrency = 3\n',
+        "SIGHUP: changed pin_budget, metadata_ttl, negative_ttl, download_limit; needs a remount: concurrency",
+    )
+    (place.source / "new").write_text("x")
+    assert (place.mountpoint / "new").read_text() == "x"  # within the hour that held before
+    [source] = place.status()["sources"]  # type: ignore[misc, attr-defined]
+    assert source["origin"]["download_limit"] == 50 << 20
+    assert "cannot be pinned" in cachefs("pin", place.mountpoint / "dir").stderr
+    assert str(log) == place.status()["log_file"]
+    assert "SIGHUP: changed" in cachefs("logs", place.mountpoint).stdout
+    reload('log_level = "error"\n', "needs a remount: nothing")
+    assert cachefs("umount", place.mountpoint).returncode == 0
+
+
+@pytest.mark.mount
+@needs_fuse
+def test_sources_with_options_of_their_own(place: Place) -> None:
+    other = place.source.with_name("other")
+    other.mkdir()
+    file = place.source.with_name("stores.toml")
+    file.write_text(
+        f'[[source]]\nname = "fixed"\nurl = "file://{place.source}"\nread_only = true\nconsistency = "immutable"\n'
+        f'[[source]]\nname = "live"\nurl = "file://{other}"\nconsistency = "strict"\n'
+    )
+    options = ["--cache-dir", place.cache, "--ram", "64M", "--config", file, place.mountpoint]
+    assert cachefs("mount", *options).returncode == 0
+    fixed, live = place.mountpoint / "fixed", place.mountpoint / "live"
+    with pytest.raises(OSError, match="Read-only"):
+        (fixed / "mine").write_text("x")
+    (live / "mine").write_text("x")
+    assert (other / "mine").read_text() == "x"
+    assert sorted(os.listdir(fixed)) == ["a.txt", "dir"] and os.listdir(live) == ["mine"]
+    (place.source / "later").write_text("x")
+    (other / "later").write_text("x")
+    assert (live / "later").exists() and not (fixed / "later").exists()
+    assert cachefs("umount", place.mountpoint).returncode == 0
 
 
 @pytest.mark.mount

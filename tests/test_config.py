@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs import layers, units
-from cachefs.cgroup import memory_limit
-from cachefs.config import Config, Source, control_path, default_cache_dir, option_name, rows
-from cachefs.errors import ConfigError
-from cachefs.mountinfo import parse as parse_mountinfo
-from cachefs.sources import SECRET_ADVICE
-from cachefs.units import FOREVER, Size
+from cachefs.base import units
+from cachefs.base.client import control_path
+from cachefs.base.errors import ConfigError
+from cachefs.base.linux import memory_limit
+from cachefs.base.linux import parse as parse_mountinfo
+from cachefs.base.units import FOREVER, Size
+from cachefs.config import layers
+from cachefs.config.config import AS_THE_MOUNT, Config, Source, default_cache_dir, option_name, rows
+from cachefs.config.sources import SECRET_ADVICE
 
 PLACES = {"source": "s3://bucket/prefix", "mountpoint": "/mnt/data"}
 
@@ -61,6 +63,24 @@ def test_bytes(text: str, count: int) -> None:
 def test_no_bytes(text: str) -> None:
     with pytest.raises(ValueError, match="write it like"):
         units.parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["8", "500", "1048575", " 8 "])
+@pytest.mark.parametrize(
+    "option", ["ram", "cache_size", "keep_free", "pin_budget", "max_readahead", "download_limit"]
+)
+def test_a_small_bare_number_is_no_capacity(option: str, text: str) -> None:
+    """`--ram 8` asks for gigabytes, and got bytes."""
+    line = refusal(**{option: text})
+    number = text.strip()
+    assert f"is a number without a unit: write {number}G or {number}M, or {number}B for bytes" in line
+
+
+def test_a_bare_number_may_be_large_or_nothing_or_say_that_it_is_bytes() -> None:
+    assert load(cache_size="1048576").cache_size == Size(bytes=1 << 20)
+    assert load(ram="0").ram == Size(bytes=0)
+    assert load(ram="8B").ram == Size(bytes=8)
+    assert load(download_limit="200MB/s").download_limit == 200_000_000
 
 
 @given(st.integers(0, 1 << 60))
@@ -126,7 +146,7 @@ def test_every_option_in_every_layer(tmp_path: Path) -> None:
     """One row is enough: argv, -o, environment and file all accept what --print-config shows."""
     given = {"endpoint_url": "http://minio:9000", "region": "r", "profile": "p", "peers": "dns:nodes:7070"}
     given |= {"peer_listen": "[::1]:7070", "peer_key_file": "/k", "etcd_ca": "/e"}
-    given |= {"metrics": "127.0.0.1:9400"}
+    given |= {"metrics": "127.0.0.1:9400", "sse_kms_key": "alias/data"}
     given |= {"peer_cert": "/c", "peer_cert_key": "/p", "peer_ca": "/a"}
     shown = tomllib.loads(layers.dump(load(**given)))
     file = tmp_path / "c.toml"
@@ -400,6 +420,71 @@ def test_print_config_can_be_fed_back(tmp_path: Path) -> None:
         assert again == config
 
 
+def test_a_source_has_options_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'concurrency = 8\nmetadata_ttl = "7s"\nprofile = "all"\n'
+        '[[source]]\nname = "frozen"\nurl = "s3://a"\nread_only = true\nconsistency = "immutable"\n'
+        "concurrency = 4\nrequester_pays = true\n"
+        '[[source]]\nname = "live"\nurl = "s3://b"\nnegative_ttl = "1s"\nprefetch = "off"\n'
+        'sse_kms_key = "alias/x"\nprofile = "own"\n'
+    )
+    config = layers.load({"config": str(file), "mountpoint": "/m"}, (), {})
+    frozen, live = config.sources
+
+    def of(source: Source) -> dict[str, object]:
+        return {name: config.of(source, name) for name in AS_THE_MOUNT}
+
+    assert of(frozen) == {
+        "read_only": True,
+        "consistency": "immutable",
+        "metadata_ttl": FOREVER,  # by its own consistency, not by the mount's TTL
+        "negative_ttl": 3600.0,
+        "prefetch": "on",
+        "concurrency": 4,
+    }
+    assert of(live) == {
+        "read_only": False,
+        "consistency": "default",
+        "metadata_ttl": 7.0,
+        "negative_ttl": 1.0,
+        "prefetch": "off",
+        "concurrency": 8,
+    }
+    assert (frozen.requester_pays, frozen.sse_kms_key, frozen.profile) == (True, None, "all")
+    assert (live.requester_pays, live.sse_kms_key, live.profile) == (False, "alias/x", "own")
+    again = tmp_path / "again.toml"
+    again.write_text(layers.dump(config))
+    assert layers.load({"config": str(again)}, (), {}) == config
+
+
+def test_zero_open_holds_for_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    head = 'mountpoint = "/m"\nzero_open = true\n'
+    file.write_text(head + '[[source]]\nname = "a"\nurl = "s3://a"\nconsistency = "immutable"\n')
+    assert layers.load({"config": str(file)}, (), {}).zero_open
+    for own in ('consistency = "default"', 'consistency = "immutable"\nread_only = false'):
+        file.write_text(head + f'[[source]]\nname = "a"\nurl = "s3://a"\n{own}\n')
+        with pytest.raises(ConfigError, match="--zero-open"):
+            layers.load({"config": str(file)}, (), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[cache]\nsize = "1G"\n', "for [cache] size write cache_size = … above the first [[source]]"),
+        ('[cache]\nram = "1G"\n', "for [cache] ram write ram = …"),
+        ('[freshness]\nmetadata-ttl = "1s"\n', "for [freshness] metadata-ttl write metadata_ttl = …"),
+        ("[nothing]\nx = 1\n", "no section [nothing] is known"),
+        ('[source]\nurl = "s3://b"\n', "write [[source]]"),
+    ],
+)
+def test_sections_are_answered_with_the_flat_name(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    assert words in refusal(config=str(file))
+
+
 def test_print_config_says_where_from() -> None:
     text = layers.dump(load("ram=1G", cache_size="5G", environ={"CACHEFS_REGION": "eu"}))
     assert 'cache_size = "5G"  # --cache-size' in text
@@ -413,7 +498,7 @@ def test_print_config_says_where_from() -> None:
     st.fixed_dictionaries(
         {},
         optional={
-            "cache_size": st.integers(0, 1 << 50).map(str),
+            "cache_size": st.integers(1 << 20, 1 << 50).map(str),
             "keep_free": st.integers(0, 100).map(lambda n: f"{n}%"),
             "block_size": st.sampled_from(["64K", "1M", "16M"]),
             "metadata_ttl": st.integers(0, 10**9).map(lambda n: f"{n}ms"),

@@ -19,9 +19,10 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import control
-from cachefs.control import ControlError, NotRunning, request
-from cachefs.errors import NotFound
+from cachefs.base import client
+from cachefs.base.client import ControlError, NotRunning, request
+from cachefs.base.errors import NotFound
+from cachefs.daemon import control
 
 
 async def status() -> dict[str, Any]:
@@ -143,12 +144,12 @@ def test_a_request_of_512_kib_is_the_largest(path: Path) -> None:
 
 def test_long_lists_travel_in_pieces_that_fit() -> None:
     paths = [f"näme-{n:07}/\udcff" for n in range(50_000)]
-    pieces = list(control.batches(paths))
+    pieces = list(client.batches(paths))
     assert [path for piece in pieces for path in piece] == paths
     assert len(pieces) > 1
-    assert max(len(json.dumps(piece)) for piece in pieces) <= control.BATCH_BYTES
-    assert list(control.batches([])) == []
-    assert list(control.batches(["x" * control.BATCH_BYTES, "y"])) == [["x" * control.BATCH_BYTES], ["y"]]
+    assert max(len(json.dumps(piece)) for piece in pieces) <= client.BATCH_BYTES
+    assert list(client.batches([])) == []
+    assert list(client.batches(["x" * client.BATCH_BYTES, "y"])) == [["x" * client.BATCH_BYTES], ["y"]]
 
 
 def test_slow_and_many_clients_hold_nobody_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,14 +222,14 @@ def test_the_socket_of_another_user_is_not_asked(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as false:
         try:
             assert false.stdout is not None and false.stdout.readline() == b"listens\n"
-            with pytest.raises(control.OfAnother, match="another user"):
+            with pytest.raises(client.OfAnother, match="another user"):
                 request(path, "status")
             assert request(path, "status", owners={65534}) == "false"
             os.chown(path.parent, 0, 0)  # a socket that was left in a directory of ours
-            with pytest.raises(control.OfAnother, match="another user"):
+            with pytest.raises(client.OfAnother, match="another user"):
                 request(path, "status")
             path.parent.chmod(0o777)
-            with pytest.raises(control.OfAnother, match="another user"):
+            with pytest.raises(client.OfAnother, match="another user"):
                 request(path, "status", owners={65534})
         finally:
             false.kill()

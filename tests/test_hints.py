@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs import control, hints, mountinfo
-from cachefs.config import control_path
-from cachefs.errors import NotFound
+from cachefs import hints
+from cachefs.base import client
+from cachefs.base import linux as mountinfo
+from cachefs.base.client import control_path
+from cachefs.base.errors import NotFound
+from cachefs.base.linux import Finder, Mount
+from cachefs.daemon import control
 from cachefs.hints import HintedSampler, announce, hinted
-from cachefs.mountinfo import Finder, Mount
 from cachefs.prefetch.files import Files
 
 PATHS = 100
@@ -266,7 +269,7 @@ def test_long_lists_take_few_requests(daemon: FakeDaemon) -> None:
     paths = paths_in(daemon.mountpoint, 200_000)
     list(HintedSampler(range(199_999, -1, -1), paths))
     assert daemon.told("node-3", 0) == [f"train/{n:05}.jpg" for n in reversed(range(200_000))]
-    assert daemon.requests <= 4_600_000 / control.BATCH_BYTES + 5 + 2
+    assert daemon.requests <= 4_600_000 / client.BATCH_BYTES + 5 + 2
 
 
 def test_each_sampler_of_a_process_has_a_plan(daemon: FakeDaemon) -> None:
@@ -431,7 +434,7 @@ def test_the_module_imports_nothing_but_the_standard_library() -> None:
         "import sys; before = set(sys.modules); import cachefs.hints\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "assert new <= sys.stdlib_module_names | {'cachefs'}, new - sys.stdlib_module_names\n"
-        "assert not {'cachefs.config', 'subprocess'} & set(sys.modules)"
+        "assert not {'cachefs.config.config', 'subprocess'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -439,7 +442,7 @@ def test_the_module_imports_nothing_but_the_standard_library() -> None:
 def test_a_process_that_ends_has_sent_what_it_announced(daemon: FakeDaemon) -> None:
     path = f"{daemon.mountpoint}/one"
     code = (
-        "import sys; from cachefs import hints, mountinfo\n"
+        "import sys; from cachefs import hints; from cachefs.base import linux as mountinfo\n"
         f"table = [mountinfo.Mount('0:1', '/', {str(daemon.mountpoint)!r}, 'fuse.cachefs', 'x', ())]\n"
         "mountinfo.mounts = lambda: table\n"
         f"hints.announce([{path!r}], plan='last')"

@@ -31,6 +31,7 @@ from bench.lab import listing
 from bench.lab.client import LabError, LabStore
 from bench.lab.dataset import content, make_image_folder, make_shards
 from bench.lab.shaping import Pipe
+from tests.conftest import examples
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def reference(keys: list[str], prefix: str, delimiter: str) -> list[tuple[str, s
 NAMES = st.text(st.sampled_from("ab/.\0\x7fü\ud7ff\ue000\U0010ffff"), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(NAMES, unique=True, max_size=20),
     st.one_of(st.just(""), NAMES),

@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
-from cachefs.errors import OriginFailed, PermissionDenied
+from cachefs.base.errors import OriginFailed, PermissionDenied
+from cachefs.base.logs import JsonFormatter, Repeats, TextFormatter
+from cachefs.base.metrics import Metrics
+from cachefs.base.units import printable
 from cachefs.fuse.errno_table import tell
-from cachefs.logs import JsonFormatter, Repeats, TextFormatter
-from cachefs.metrics import Metrics
-from cachefs.units import printable
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\r\nb\x9b31m\udcff"
 

@@ -55,10 +55,10 @@ def test_texts_and_constants_stay() -> None:
 
 
 def test_each_fault_is_a_program_that_differs_in_one_place() -> None:
-    path = ROOT / "cachefs" / "store" / "borrowed.py"
+    path = ROOT / "cachefs" / "store" / "pins.py"
     source = path.read_bytes()
     functions = functions_of(source)
-    found = mutants_of("borrowed.py", source)
+    found = mutants_of("pins.py", source)
     assert len(found) > 20
     for mutant in found:
         changed = mutant.apply(source)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import background, cachedir, durable, logs, ownership
-from cachefs.config import Config, Source
-from cachefs.metrics import Metrics
-from cachefs.ownership import ForeignDirectory, claim
+from cachefs.base import durable, logs, ownership
+from cachefs.base.metrics import Metrics
+from cachefs.base.ownership import ForeignDirectory, claim
+from cachefs.config.config import Config, Source
+from cachefs.daemon import background, cachedir
 
-NOBODY = 65534
+UNSEEN = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
@@ -104,7 +105,7 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path, link: bool) ->
     cache.mkdir()
     (cache / "cachefs.log").symlink_to(target)
     (cache / "held").symlink_to(target)
-    os.chown(cache, NOBODY, NOBODY)
+    os.chown(cache, UNSEEN, UNSEEN)
     if link:  # root's own link does not make it root's directory
         cache.rename(tmp_path / "behind")
         cache.symlink_to(tmp_path / "behind")
@@ -120,7 +121,7 @@ def test_the_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "cache").symlink_to(tmp_path / "mine")
     claim(tmp_path / "cache")
-    os.lchown(tmp_path / "cache", NOBODY, NOBODY)
+    os.lchown(tmp_path / "cache", UNSEEN, UNSEEN)
     with pytest.raises(ForeignDirectory, match="is a link of user nobody"):
         claim(tmp_path / "cache")
 

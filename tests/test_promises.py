@@ -1,4 +1,4 @@
-"""What README promises under "Behaviour", and the tests that prove it: neither can change without the other."""
+"""What docs/guarantees.md promises, and the tests that prove it: neither can change without the other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 PROMISES: dict[str, tuple[str, ...]] = {
-    # When objects change
-    "An open file is one version of its object: once that is replaced or deleted, what is not cached fails with "
-    "ESTALE, and the next open reads the new version or fails with ENOENT.": (
+    # Objects that change
+    "An open file shows one version of its object. After that object is replaced or deleted, reads of "
+    "bytes that are not cached fail with ESTALE; the next open reads the new version or fails with "
+    "ENOENT.": (
         "tests/mount/test_consistency.py::TestAnOpenHandle::test_is_not_given_the_bytes_of_another_reader",
         "tests/mount/test_consistency.py::"
         "test_many_readers_of_an_object_that_keeps_changing_each_see_one_version",
@@ -25,38 +26,38 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_faults.py::test_an_object_that_changes_while_it_is_read",
         "tests/fs/test_changes.py::test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next",
     ),
-    "A file that the kernel reads by itself, or that is still mapped, keeps its bytes when it is evicted,"
-    " replaced or deleted, and when the daemon stops or dies.": (
+    "A file open in passthrough, and a file that is still mapped, keeps its bytes when it is evicted, "
+    "replaced or deleted, and when the daemon stops or dies.": (
         "tests/mount/test_passthrough.py::TestEviction",
         "tests/mount/test_passthrough.py::TestChanges::test_an_open_file_is_its_version_to_the_end",
         "tests/mount/test_passthrough.py::TestChanges::test_a_deleted_object_is_read_to_its_end_and_has_no_name",
         "tests/mount/test_passthrough.py::TestAKilledDaemon",
     ),
-    "A change is seen after `--metadata-ttl` (60 s) by default, at the next open with `strict`, and never with "
-    "`immutable`, not even after a restart.": (
+    "A change at the origin is seen after `--metadata-ttl` (60 s) by default, at the next open with "
+    "`--consistency strict`, and never with `immutable`, not even after a restart.": (
         "tests/mount/test_consistency.py::TestPresets::test_default_sees_a_change_after_its_ttl",
         "tests/mount/test_consistency.py::TestPresets::test_default_sees_new_and_deleted_names_after_their_ttl",
         "tests/mount/test_consistency.py::TestPresets::test_strict_sees_every_change_at_the_next_open",
         "tests/mount/test_consistency.py::TestPresets::test_immutable_never_asks_again",
         "tests/fs/test_costs.py::test_after_the_ttl_one_file_costs_one_head",
     ),
-    "`cachefs refresh` shows changed, new and deleted objects below a path when it returns, and downloads nothing "
-    "that is still right.": (
+    "When `cachefs refresh PATH` returns, changed, new and deleted objects below PATH are visible; cached"
+    " bytes that are still current are not downloaded again.": (
         "tests/mount/test_consistency.py::TestRefresh::test_an_overwritten_object_is_seen_at_once",
         "tests/mount/test_consistency.py::TestRefresh::test_is_done_when_it_returns",
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_directory_means_all_below",
         "tests/mount/test_consistency.py::TestRefresh::test_of_a_missing_name_finds_it_when_it_has_come",
         "tests/mount/test_consistency.py::TestRefresh::test_keeps_cached_bytes_that_are_still_right",
     ),
-    '`getfattr -n user.cachefs.refresh` of anything below a mount says "look again", for root and the owner of its '
-    "files; listing attributes does not.": (
+    "`getfattr -n user.cachefs.refresh` on any path below a mount does what `cachefs refresh` does, for "
+    "root and for the owner of the mount's files; listing attributes does not.": (
         "tests/fs/test_changes.py::test_only_the_owner_and_root_refresh_by_attribute",
         "tests/mount/test_consistency.py::TestRefresh::test_is_what_getfattr_says_of_anything_below",
         "tests/mount/test_consistency.py::TestRefresh::test_is_nothing_that_copies_and_listings_of_attributes_do",
     ),
     # Names
-    "A listing of 10,000 names costs ten requests; `stat` of each of them, and a second listing within the TTL, "
-    "cost none.": (
+    "A listing of 10,000 names costs ten requests. A `stat` of each of them, and a second listing within "
+    "the TTL, cost none.": (
         "tests/fs/test_costs.py::test_ls_of_ten_thousand_names_is_ten_lists_and_none_again",
         "tests/mount/test_kernel.py::TestMessages::test_a_second_long_listing_asks_the_store_nothing",
     ),
@@ -64,13 +65,14 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/fs/test_costs.py::test_missing_names_in_a_listed_directory_cost_nothing",
         "tests/mount/test_kernel.py::TestMessages::test_a_missing_name_in_a_listed_directory_costs_no_request",
     ),
-    "A listing that the store does not finish is EIO or EACCES: never a shorter directory, never a missing file.": (
+    "A listing that the origin does not finish fails with EIO or EACCES: it never shows a shorter "
+    "directory or a missing file.": (
         "tests/mount/test_faults.py::test_a_failing_listing_is_an_errno_and_no_absence",
         "tests/fs/test_changes.py::test_a_listing_that_keeps_failing_never_looks_complete",
         "tests/fs/test_changes.py::test_a_failure_is_never_an_absence",
     ),
-    "Keys that no path can name (`..`, `a//b`, more than 255 bytes, an object beside a directory of its name) are "
-    "hidden, counted and logged, and no path leads out of the mount.": (
+    "Keys that no path can name (`..`, `a//b`, components above 255 bytes, an object beside a directory "
+    "of the same name) are hidden, counted and logged. No path leads out of the mount.": (
         "tests/mount/test_keys.py::test_the_listing_is_exactly_what_the_rules_say",
         "tests/mount/test_keys.py::test_no_path_leads_to_a_hidden_key",
         "tests/mount/test_keys.py::test_hidden_keys_are_counted_and_told",
@@ -81,86 +83,91 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_kernel.py::TestMessages::test_ten_processes_reading_one_cold_object_cost_as_much_as_one",
         "tests/fetch/test_transfers.py::test_ten_readers_of_one_cold_object_cost_what_one_costs",
     ),
-    "A file in the page cache is read again without a READ message; a small one costs an OPEN and a RELEASE, and "
-    "nothing else.": (
+    "Reading a file in the page cache again sends no READ message to the daemon; a small one sends one "
+    "OPEN and one RELEASE and nothing else.": (
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_file_is_read_again_without_a_read_message",
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_small_file_costs_one_open_and_one_release",
     ),
-    "On the kernel front a file that is whole and verified on one tier when it is opened is read without a READ "
-    "message, however it is read and whatever the kernel has forgotten.": (
+    "On the native backend, a file that is whole and verified on one tier when it is opened is read "
+    "without a READ message, in any access pattern and after the kernel drops its pages.": (
         "tests/mount/test_passthrough.py::TestWholeFiles::test_are_read_without_the_daemon",
         "tests/mount/test_passthrough.py::TestWholeFiles::test_of_every_size",
         "tests/mount/test_passthrough.py::test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_the_daemon",
         "tests/mount/test_kernel.py::TestMessages::test_a_whole_file_is_read_without_a_read_message_when_the_kernel_has_no_page_of_it",
     ),
-    "On the kernel front a signal that ends a process ends its hanging read within a second, and no other reader's; "
-    "a signal that ends nobody makes no request fail.": ("tests/mount/test_passthrough.py::TestSignals",),
-    "With `--zero-open` files cost no OPEN and no RELEASE after the first, and a refresh still shows what"
-    " changed.": ("tests/mount/test_passthrough.py::TestZeroOpen",),
-    "Whatever the store does (503, silence, bodies cut short, resets), a read gives the right bytes, or an errno "
-    "once nothing has come for `--timeout`.": (
+    "On the native backend, a signal that ends a process ends that process's blocked read within a second"
+    " and no other reader's; a signal that ends no process makes no request fail.": (
+        "tests/mount/test_passthrough.py::TestSignals",
+    ),
+    "With `--zero-open`, files send no OPEN and no RELEASE after the first one, and `cachefs refresh` "
+    "still shows changes.": ("tests/mount/test_passthrough.py::TestZeroOpen",),
+    "When the origin fails (503, no answer, truncated bodies, resets), a read returns the right bytes, or"
+    " an errno once no byte has arrived for `--timeout`.": (
         "tests/mount/test_faults.py::test_a_read_takes_one_timeout_at_most",
         "tests/mount/test_faults.py::test_a_reader_gets_right_bytes_or_an_errno_in_time",
         "tests/mount/test_faults.py::test_a_store_that_goes_away_and_comes_back",
         "tests/origin/test_wrapper.py::test_progress_renews_the_budget_and_silence_uses_it_up",
     ),
-    "While the store is down, what is cached is read as before; one file that hangs holds up no other.": (
+    "While the origin is down, cached data is read as before; one file that hangs delays no other file.": (
         "tests/mount/test_faults.py::test_an_outage_does_not_disturb_cached_data",
         "tests/mount/test_faults.py::test_a_store_that_hangs_does_not_hold_up_other_files",
     ),
-    "Expired credentials are EACCES and a log line that says so; renewed ones work at once, without a remount.": (
+    "Expired credentials give EACCES and a log line that says so; renewed credentials work at once, "
+    "without a remount.": (
         "tests/mount/test_faults.py::TestCredentials::test_expired_ones_are_eacces_and_renewed_ones_work_at_once",
         "tests/mount/test_faults.py::TestCredentials::"
         "test_new_keys_in_the_credentials_file_are_taken_without_a_restart",
         "tests/origin/test_faults.py::test_expired_credentials_and_their_renewal",
     ),
-    "With `--read-only` every attempt to write is refused with EROFS, and changes nothing.": (
+    "With `--read-only`, every attempt to write fails with EROFS and changes nothing.": (
         "tests/mount/test_readonly.py::TestWriting::test_every_write_is_refused_as_read_only",
         "tests/mount/test_readonly.py::TestWriting::test_nothing_is_changed_by_trying",
     ),
-    "A store that does not answer at all is found out within seconds and said once: what is known of names is "
-    "believed further, or not, or readers wait (`--on-outage serve-stale|eio|wait=30s`), nobody hangs, and it is "
-    "over by itself. A mount starts then, too, with what it knew.": (
+    "An origin that does not answer at all is detected within seconds and logged once. Cached names are "
+    "then used beyond their TTL, or requests fail, or readers wait (`--on-outage "
+    "serve-stale|eio|wait=30s`); no request hangs, and recovery needs no action. A mount also starts "
+    "during an outage, with the names it has cached.": (
         "tests/mount/test_outage.py::test_a_store_that_is_stopped_for_a_while",
         "tests/mount/test_outage.py::test_a_mount_starts_without_its_store_and_shows_what_it_knows",
         "tests/mount/test_outage.py::test_a_reader_may_wait_for_the_store",
     ),
     # Writing
-    "When the last `close`, or an `fsync`, returns 0 the store has the file, whole; a small one costs one PUT and nothing "
-    "else, a large one is sent in parts while it is written, and nobody sees it before.": (
+    "When the last `close`, or an `fsync`, returns 0, the origin has the whole file. A small file costs "
+    "one PUT and nothing else; a large file is sent in parts while it is written; no reader elsewhere "
+    "sees it before that.": (
         "tests/mount/test_writing.py::TestContent::test_a_small_file_is_one_request",
         "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",
         "tests/mount/test_writing.py::TestContent::test_fsync_in_the_middle",
         "tests/mount/test_writing.py::TestKilled::test_durably_what_was_closed_is_there_and_the_rest_is_not",
         "tests/fs/test_writing_costs.py::test_costs_in_a_known_tree",
     ),
-    "With `--writeback` they return when it is on this disk; it survives `kill -9` of the daemon at any moment, "
-    "and the next mount sends it.": (
+    "With `--writeback`, `close` and `fsync` return when the file is on this node's disk. It survives "
+    "`kill -9` of the daemon at any moment, and the next mount uploads it.": (
         "tests/mount/test_writing.py::TestWriteback::test_it_is_here_at_once_and_there_later",
         "tests/mount/test_writing.py::TestKilled::test_what_was_acknowledged_comes_back",
         "tests/mount/test_writing.py::TestKilled::test_at_any_moment",
         "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_writeback",
     ),
-    "What fails is told by `close` and `fsync`, and kept: tried again, shown by `cachefs status`, awaited by "
-    "`cachefs flush` and `umount --flush`.": (
+    "`close` and `fsync` report a failed upload. The file is kept and retried, `cachefs status` shows it,"
+    " and `cachefs flush` and `umount --flush` wait for it.": (
         "tests/mount/test_writing.py::TestFailures::test_a_close_says_what_the_store_says",
         "tests/mount/test_writing.py::TestFailures::test_fsync_says_it_too",
         "tests/mount/test_writing.py::TestWriteback::test_only_what_is_below_a_path",
         "tests/mount/test_writing.py::TestWriteback::test_unmounting_that_must_not_leave_anything",
         "tests/mount/test_writing_crash.py::TestDurable::test_after_a_close_that_failed",
     ),
-    "Reading back what was written asks the store nothing.": (
+    "Reading back what was written on this node sends no request to the origin.": (
         "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",
-        "tests/store/test_adopting.py::test_what_was_adopted_is_lent_and_read_at_once",
+        "tests/store/test_adopting.py::test_what_was_adopted_is_passthrough_and_read_at_once",
     ),
-    "A temporary name that replaces another is one upload, and with `--writeback` no copy; a reader sees the old "
-    "file or the new one.": (
+    "A temporary file that is renamed over another file costs one upload, and with `--writeback` no copy;"
+    " a reader sees the old file or the new one.": (
         "tests/mount/test_writing.py::TestNames::test_written_beside_and_renamed_over",
         "tests/mount/test_writing.py::TestWriteback::test_temporary_files_are_never_uploaded",
         "tests/mount/test_writing_crash.py::TestWriteback::test_renamed_before_it_was_sent",
     ),
-    "Whatever is killed and wherever, no partial object is ever seen, and no interrupted upload is left at the "
-    "store.": (
+    "No crash of any process leaves a partial object visible, or, after the next start, an interrupted "
+    "upload at the origin.": (
         "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_durable",
         "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_writeback",
         "tests/mount/test_writing_crash.py::TestAtAnyMoment::test_pyfuse3",
@@ -168,8 +175,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_writing_crash.py::TestWriteback",
         "tests/mount/test_writing_crash.py::TestNames",
     ),
-    "cp, mv, tar, rsync, git, sqlite, pip, pandas, safetensors and `torch.save` work as on a disk, mappings and "
-    "random writes included.": (
+    "cp, mv, tar, rsync, git, sqlite, pip, pandas, safetensors and `torch.save` work as on a local disk, "
+    "including memory maps and random writes.": (
         "tests/mount/test_writing_programs.py::TestTools::test_cp",
         "tests/mount/test_writing_programs.py::TestTools::test_mv_into_within_and_out",
         "tests/mount/test_writing_programs.py::TestTools::test_tar",
@@ -183,29 +190,29 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_writing.py::TestContent::test_mapped",
         "tests/mount/test_writing.py::TestContent::test_written_at_random_and_read_meanwhile",
     ),
-    "A full disk is ENOSPC to the writer, and nothing to anybody else.": (
+    "A full cache disk is ENOSPC to the writer and has no effect on other programs.": (
         "tests/upload/test_trouble.py::test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else",
     ),
-    "What a crash or another version left of unsent files is never dropped: a journal that cannot be read is "
-    "refused in one line.": (
+    "Unsent files left by a crash or by another version are never dropped: a journal that cannot be read "
+    "is refused with a one-line error.": (
         "tests/mount/test_upgrade.py::test_uploads_that_another_version_has_noted_are_not_touched",
         "tests/mount/test_writing.py::TestKilled::test_what_was_acknowledged_comes_back",
     ),
-    # Before anybody asks
-    "Small files of a directory that are all read, in any order, cost one GET each; when a twentieth of them is wanted, "
-    "a tenth of the directory is fetched at most.": (
+    # Prefetch and warm-up
+    "If all small files of a directory are read, in any order, each costs one GET; if a twentieth of them"
+    " is read, at most a tenth of the directory is fetched in vain.": (
         "tests/mount/test_ahead.py::TestDirectories::test_all_files_in_any_order_cost_one_get_each",
         "tests/mount/test_ahead.py::TestDirectories::test_a_twentieth_costs_at_most_a_tenth",
         "tests/prefetch/test_prefetcher.py::test_a_shuffled_epoch_fetches_each_file_once_and_in_time",
     ),
-    "Shards that are read in a stride are fetched once each, and the next before it is opened; looking at footers and "
-    "metadata fetches little more than that.": (
+    "Shards that are read in a stride are fetched once each, and the next one before it is opened; "
+    "reading only footers and metadata fetches little more than that.": (
         "tests/mount/test_ahead.py::TestShards::test_the_next_of_a_stride_comes_before_it_is_opened",
         "tests/mount/test_ahead.py::TestShards::test_workers_that_stride_have_each_shard_fetched_once",
         "tests/mount/test_ahead.py::TestTables::test_only_what_is_read_through_is_fetched_ahead",
     ),
-    "What a job announced is there before it opens it, in its order, after a restart of the daemon too; a wrong hint costs "
-    "requests and no byte.": (
+    "Files that a job announced with hints are cached before the job opens them, in its order, also after"
+    " a restart of the daemon; a wrong hint costs requests and never gives wrong bytes.": (
         "tests/mount/test_ahead.py::TestHints::test_what_was_announced_is_there_before_any_open",
         "tests/mount/test_ahead.py::TestHints::test_an_order_is_followed_and_known_to_the_next_daemon",
         "tests/mount/test_ahead.py::TestHints::test_a_wrong_hint_costs_requests_and_no_byte",
@@ -213,35 +220,35 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/prefetch/test_prefetcher.py::test_every_open_of_a_hinted_order_finds_its_file_whole",
         "tests/prefetch/test_prefetcher.py::test_ranks_have_their_turns",
     ),
-    "With `--prefetch off` nothing but what is opened is fetched.": (
+    "With `--prefetch off`, only files that are opened are fetched.": (
         "tests/mount/test_ahead.py::TestOff::test_nothing_but_what_is_opened_is_fetched",
     ),
-    "A cache of half a data set answers half of its reads, epoch after epoch, whether files or shards are shuffled or "
-    "everything is scanned; another data set takes over within two epochs.": (
+    "A cache of half a dataset answers half of its reads in every epoch, with shuffled files, shuffled "
+    "shards or a repeated scan; another dataset takes over within two epochs.": (
         "tests/store/test_epochs_in_the_store.py::test_half_of_many_small_files_is_half_the_hits",
         "tests/store/test_epochs_in_the_store.py::test_shards_read_in_pieces_by_a_sequential_reader",
         "tests/store/test_epochs_in_the_store.py::test_another_dataset_takes_over_within_two_epochs",
         "tests/test_simulate.py::test_half_a_dataset_cached_is_half_the_hits",
     ),
-    "`cachefs warm` brings what is missing, names what failed, displaces nothing that was pinned or that it brought, and "
-    "goes on where it was ended; what it does not have room for is refused.": (
+    "`cachefs warm` fetches what is missing, names what failed, evicts nothing that is pinned or that it "
+    "fetched itself, and continues where it was interrupted; it refuses what does not fit.": (
         "tests/mount/test_warm.py::test_what_is_warm_asks_the_store_for_nothing",
         "tests/mount/test_warm.py::test_failures_are_named_and_the_rest_comes",
         "tests/mount/test_warm.py::test_more_than_the_cache_holds_is_refused_and_displaces_nothing",
         "tests/mount/test_warm.py::test_what_a_job_finds_is_not_displaced_by_what_it_brings",
         "tests/test_warming.py::test_a_job_that_was_ended_is_gone_on_with",
     ),
-    "What is pinned stays, under pressure and over restarts, and pins have a budget.": (
+    "Pinned files stay cached under pressure and across restarts, and pins have a budget.": (
         "tests/mount/test_warm.py::test_pins_survive_pressure_and_a_restart",
         "tests/mount/test_warm.py::test_pins_have_a_budget",
         "tests/store/test_epochs_in_the_store.py::test_pins_survive_pressure_and_restarts",
     ),
     # Several nodes
-    "Four nodes that read everything, in orders of their own, have the store send it once.": (
+    "When four nodes read a whole dataset, each in its own order, the origin sends each byte once.": (
         "tests/cluster/test_sharing.py::test_four_nodes_read_everything_and_the_store_sends_it_once",
     ),
-    "A node that is killed, stopped, cut off from one other or from all, or that joins while all read, makes no read fail "
-    "and none wrong.": (
+    "A node that is killed, stopped, partitioned from one or all other nodes, or joining under load makes"
+    " no read fail and no read wrong.": (
         "tests/cluster/test_trouble.py::test_an_owner_is_killed_while_it_sends_and_returns",
         "tests/cluster/test_trouble.py::test_a_peer_hangs_and_goes_on",
         "tests/cluster/test_trouble.py::test_a_node_joins_while_all_others_read",
@@ -249,16 +256,17 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/cluster/test_trouble.py::test_a_node_is_cut_off_from_everything",
         "tests/cluster/test_far.py::test_a_slow_and_lossy_network_costs_time_and_little_else",
     ),
-    "A node that lies about bytes or lengths, stalls, resets or never ends its headers is not believed: what it gave is "
-    "fetched elsewhere.": (
+    "A node that sends wrong bytes or lengths, stalls, resets or never ends its headers is not used: its "
+    "answers are discarded and fetched elsewhere.": (
         "tests/cluster/test_liars.py::test_who_lies_is_not_believed",
         "tests/peers/test_liars.py::test_whatever_a_peer_says_is_right_or_a_failure",
     ),
-    "Members come and go while the leader of etcd does, too.": (
+    "Members join and leave correctly while the etcd leader changes.": (
         "tests/cluster/test_etcd.py::test_members_come_and_go_and_so_does_the_leader_of_etcd",
     ),
-    "Strangers get nothing: off the loopback a daemon without a key or certificates does not listen, a request is good "
-    "once and for one node, and whoever has no certificate of the group's is not served.": (
+    "Unauthenticated clients get nothing: without a key or certificates a daemon listens on the loopback "
+    "only, a signed request is valid once and for one node, and a client without a certificate of the "
+    "cluster's CA is refused.": (
         "tests/peers/test_auth.py::test_elsewhere_strangers_must_be_kept_out",
         "tests/peers/test_auth.py::test_a_signed_request_is_taken_once",
         "tests/peers/test_auth.py::test_a_signature_is_for_one_request_to_one_node",
@@ -266,60 +274,65 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_peers.py::test_with_a_key_strangers_get_nothing",
     ),
     # The cache
-    "A restart downloads nothing again that the SSD tier has room for, at the same mountpoint or at another.": (
+    "After a restart, nothing that the SSD tier has room for is downloaded again, at the same mountpoint "
+    "or at another.": (
         "tests/mount/test_lifecycle.py::TestWarmAfterRestart::test_a_clean_restart_asks_for_no_byte_again",
         "tests/mount/test_lifecycle.py::TestWarmAfterRestart::test_the_cache_is_found_at_another_mountpoint",
     ),
-    "After `kill -9` in the middle of downloads every byte is right, and most of what was cached needs no second "
-    "download.": (
+    "After `kill -9` in the middle of downloads every byte is right, and most of what was cached needs no"
+    " second download.": (
         "tests/mount/test_crash.py::test_after_kills_during_fills_every_byte_is_right",
         "tests/store/test_kill.py::test_kills_in_the_middle_of_transfers_never_make_a_wrong_byte",
     ),
-    "Damaged cache files are noticed and fetched again; a damaged index costs the cache, not the mount.": (
+    "Damaged cache files are detected and fetched again; a damaged index costs the cache, not the mount.": (
         "tests/mount/test_crash.py::test_damage_in_the_cache_is_never_read",
         "tests/mount/test_crash.py::test_a_damaged_index_costs_the_cache_and_not_the_mount",
         "tests/store/test_index_damage.py::test_random_bit_flips_in_the_index",
     ),
-    "No byte that was damaged before the file is registered with the kernel is read through it; with `--verify full` "
-    "none is registered.": ("tests/mount/test_passthrough.py::TestDamage",),
-    "A tier never holds more than its cap, and with a cache of any size, or none, every read is answered.": (
+    "Damage that is older than a file's registration with the kernel is never read through passthrough; "
+    "with `--verify full` no file is registered.": ("tests/mount/test_passthrough.py::TestDamage",),
+    "A tier never holds more than its limit, and with a cache of any size, or none, every read is "
+    "answered.": (
         "tests/store/test_tier_accounting.py::test_counted_bytes_are_the_disks_bytes_and_never_pass_the_cap",
         "tests/mount/test_pressure.py::test_a_tiny_cache_counts_what_it_holds",
         "tests/mount/test_pressure.py::test_a_hundred_readers_over_a_cache_of_a_twentieth",
         "tests/mount/test_pressure.py::test_tiers_can_be_left_out",
         "tests/fetch/test_small_caches.py::test_any_read_the_kernel_can_send_is_answered",
     ),
-    "A cache disk that is read-only, full from the start or filled up by others, or gone makes reads slower "
-    "and fails none.": (
+    "A cache disk that is read-only, full from the start, filled by other programs, or gone makes reads "
+    "slower and makes none fail.": (
         "tests/mount/test_pressure.py::TestDisks::test_a_read_only_cache_directory",
         "tests/mount/test_pressure.py::TestDisks::test_a_cache_directory_that_becomes_read_only",
         "tests/mount/test_pressure.py::TestDisks::test_a_disk_that_is_full_from_the_start",
         "tests/mount/test_pressure.py::TestDisks::test_a_disk_that_others_fill",
         "tests/mount/test_pressure.py::test_a_cache_directory_that_vanishes_while_it_is_read",
     ),
-    "A gibibyte read grows the daemon's own memory by less than 100 MiB; a million names listed, by less than "
-    "130 MB.": (
+    "Reading a gibibyte grows the daemon's own memory by less than 100 MiB; listing a million names, by "
+    "less than 130 MB.": (
         "tests/mount/test_memory.py::test_a_gibibyte_goes_through_sixty_four_mebibytes",
         "tests/fs/test_memory.py::test_a_million_names_in_a_flat_memory",
     ),
-    # When something fails, and who may see and change what
-    "A power cut at any moment leaves a cache that the next mount takes, and loses nothing that was acknowledged.": (
+    # Failures
+    "A power cut at any moment leaves a cache that the next mount can use, and loses nothing that was "
+    "acknowledged.": (
         "tests/test_database.py::test_a_power_cut_at_any_moment_leaves_a_database_that_opens",
         "tests/mount/test_powercut.py::test_what_was_acknowledged_survives_a_cut",
         "tests/test_database.py::test_after_failed_writes_all_that_was_acknowledged_is_readable",
     ),
-    "A failed fsync is never followed by one that says the bytes are safe.": (
+    "After a failed fsync no later fsync reports the same bytes as safe.": (
         "tests/upload/test_disk.py::test_a_failed_fsync_is_not_followed_by_one_that_says_it_is_safe",
     ),
-    "A failure of one file's disk operation ends one operation with an errno, never the daemon.": (
+    "When a disk operation for one file fails, one operation gets an errno; the daemon goes on.": (
         "tests/upload/test_disk.py::test_a_file_that_cannot_be_opened_fails_alone",
         "tests/upload/test_disk.py::test_a_bug_in_the_task_of_one_file_ends_nothing_else",
         "tests/mount/test_injection.py::test_a_call_that_fails_ends_no_daemon_and_loses_nothing",
     ),
-    "A daemon that a failure ends leaves its mount dead (ENOTCONN), not a bare directory that can be written.": (
+    "A daemon that ends because of a failure leaves its mount dead (ENOTCONN), not a bare directory that "
+    "programs could write to.": (
         "tests/mount/test_dead_mount.py::test_a_daemon_that_a_failure_ends_leaves_no_bare_directory",
     ),
-    "Staging files that no journal accounts for are kept aside, said, and copied back by `cachefs recover`.": (
+    "Staging files that are in no journal are kept aside and reported, and `cachefs recover` copies them "
+    "back.": (
         "tests/upload/test_orphans.py::test_without_a_journal_all_files_are_kept_aside",
         "tests/upload/test_orphans.py::test_a_start_that_dies_before_it_looked_loses_nothing",
         "tests/upload/test_orphans.py::test_a_mount_that_cannot_be_written_makes_no_journal",
@@ -335,20 +348,21 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/upload/test_orphans.py::test_files_of_a_running_daemon_are_left_to_it",
         "tests/upload/test_orphans.py::test_what_is_no_cache_is_refused",
     ),
-    "A cache disk that hangs takes its tier down after 5 s: reads go to the origin, and a stop ends the mount.": (
+    "A cache disk that hangs takes its tier down after 5 s: reads go to the origin, and a stop still ends"
+    " the mount.": (
         "tests/mount/test_hanging_disk.py::test_a_mount_goes_on_and_ends_without_its_disk",
         "tests/mount/test_hanging_disk.py::test_a_stop_needs_no_disk",
         "tests/mount/test_hanging_disk.py::test_a_disk_that_answers_again_is_used_again",
     ),
-    "Writes and reads that wait hold up no other request.": (
+    "Waiting writes and reads delay no other request.": (
         "tests/fuse/test_writing.py::test_writes_that_wait_hold_up_nothing_else",
         "tests/fuse/test_waiting.py::test_requests_are_read_however_many_wait",
         "tests/mount/test_faults.py::test_reads_that_wait_hold_up_nothing_else",
     ),
-    "Setting the clock back makes nothing stay valid beyond `--metadata-ttl`.": (
+    "Setting the clock back keeps nothing valid beyond `--metadata-ttl`.": (
         "tests/fs/test_clock_steps.py::test_no_step_extends_what_is_shown_beyond_the_ttl",
     ),
-    "A peer that sends much more slowly than the origin is given up after seconds; the origin delivers the rest.": (
+    "A peer that is much slower than the origin is abandoned after seconds; the origin delivers the rest.": (
         "tests/peers/test_pace.py::test_a_peer_as_slow_as_the_origin_is_not_too_slow",
         "tests/peers/test_pace.py::test_a_peer_that_is_clearly_slower_is_given_up_by_the_time_it_may_take",
         "tests/peers/test_pace.py::test_nothing_is_judged_early",
@@ -362,22 +376,24 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/peers/test_pace.py::test_the_origin_takes_over_the_rest_and_the_slow_peer_is_left_alone",
         "tests/peers/test_pace.py::test_a_slow_network_leaves_the_peer_healthy",
     ),
-    "All that a mount keeps is for its owner, whatever the umask and whatever existed; another user's "
-    "cache directory is refused.": (
+    # Permissions and security
+    "Everything a mount stores is accessible to its owner only, with any umask and for files that existed"
+    " before; another user's cache directory is refused.": (
         "tests/mount/test_ownership.py::test_all_that_is_kept_is_for_its_owner",
         "tests/mount/test_ownership.py::test_the_cache_of_another_user_is_refused",
     ),
-    "No user fills the log, or sends control characters to a terminal, by the names of objects.": (
+    "No user can fill the log, or send control characters to a terminal, through object names.": (
         "tests/mount/test_ownership.py::test_names_reach_no_terminal_through_the_log",
         "tests/test_cli.py::test_a_terminal_obeys_no_name",
         "tests/test_cli.py::test_no_verb_prints_but_through_say",
     ),
-    "A verb of root's asks no socket that another user can listen at, and `umount` takes away only the "
-    "mount that was meant.": (
+    "A verb that root runs talks to no socket that another user can listen on, and `umount` removes only "
+    "the mount it was started for.": (
         "tests/test_control.py::test_the_socket_of_another_user_is_not_asked",
         "tests/test_cli.py::test_another_mount_is_not_taken_away",
     ),
-    "A node with the key that sends other bytes than the origin's is found by samples, and is not asked again.": (
+    "A peer that has the key and sends bytes that differ from the origin's is found by sampling and not "
+    "used again.": (
         "tests/peers/test_comparing.py::test_a_peer_that_sends_other_bytes_is_found_and_asked_no_more",
         "tests/peers/test_comparing.py::test_an_honest_peer_is_compared_and_stays",
         "tests/peers/test_comparing.py::test_a_whole_object_with_an_md5_is_checked_without_the_origin",
@@ -385,82 +401,84 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/peers/test_comparing.py::test_what_is_compared_is_a_small_part_and_no_peer_knows_which",
         "tests/peers/test_comparing.py::test_a_block_of_a_long_delivery_is_any_of_it",
     ),
-    "A rename never mixes two versions of an object, also at a store that ignores the conditions of a copy.": (
+    "A rename never mixes two versions of an object, also at an origin that ignores the conditions of a "
+    "copy.": (
         "tests/origin/test_conditions.py::test_a_copy_is_of_the_version_that_was_asked_for",
         "tests/origin/test_conditions.py::test_a_copy_in_parts_is_of_one_version",
         "tests/upload/test_ceph.py::test_a_copy_under_another_clients_overwrite_takes_nothing_of_theirs",
     ),
-    # Coming and going
-    "`cachefs mount` returns once the mount answers, or fails with one line that says why and leaves nothing "
+    # Starting and stopping
+    "`cachefs mount` returns when the mount answers, or fails with a one-line reason and leaves nothing "
     "mounted or running.": (
         "tests/mount/test_lifecycle.py::TestStarting::test_mount_returns_when_the_mount_answers",
         "tests/mount/test_refusals.py::TestMountpoint",
         "tests/mount/test_refusals.py::TestStore",
         "tests/mount/test_refusals.py::TestMachine",
     ),
-    "`cachefs mount -f SOURCE /dev/fd/N` serves a mount that somebody else has made, without any right, and "
-    "leaves the unmounting to him.": (
+    "`cachefs mount -f SOURCE /dev/fd/N` serves a mount that another process made, needs no privilege, "
+    "and leaves the unmounting to that process.": (
         "tests/mount/test_passed_descriptor.py::TestServing",
         "tests/mount/test_passed_descriptor.py::TestRefusals",
     ),
-    "Across a restart or crash of the daemon programs go on reading files that the kernel reads by itself; other "
+    "Across a restart or crash of the daemon, programs continue to read files open in passthrough; other "
     "handles get ENOTCONN.": ("tests/mount/test_upgrade.py::test_what_programs_see_of_a_restart",),
-    "Counters add up, and are what the store has seen; `cachefs doctor` tells no secret.": (
+    "Counters are consistent with each other and with what the origin saw; the output of `cachefs doctor`"
+    " contains no secret.": (
         "tests/mount/test_watching.py::test_metrics_are_what_the_store_has_seen",
         "tests/mount/test_watching.py::test_two_nodes_account_for_every_byte_and_wait",
         "tests/mount/test_watching.py::test_doctor_finds_the_store_and_tells_no_secret",
-        "tests/watching/test_identities.py::test_counters_add_up",
+        "tests/observe/test_identities.py::test_counters_add_up",
     ),
-    "`auto` takes pyfuse3 where the kernel front cannot serve, and status and log say why; `--front "
-    "kernel` fails there in one line.": (
-        "tests/mount/test_refusals.py::TestMachine::test_a_user_is_told_which_front_serves_and_why",
-        "tests/mount/test_refusals.py::TestMachine::test_the_kernel_front_is_not_for_users",
+    "`--fuse auto` uses pyfuse3 where the native backend cannot run, and status and log say why; `--fuse "
+    "native` fails there with a one-line error.": (
+        "tests/mount/test_refusals.py::TestMachine::test_a_user_is_told_which_backend_serves_and_why",
+        "tests/mount/test_refusals.py::TestMachine::test_the_native_backend_is_not_for_users",
     ),
-    "A cache directory belongs to one daemon: a second one is refused in one line and disturbs nobody.": (
+    "A cache directory belongs to one daemon: a second daemon is refused with a one-line error and does "
+    "not disturb the first.": (
         "tests/mount/test_lifecycle.py::TestDying::test_the_answer_to_a_second_daemon_is_one_line",
         "tests/store/test_restart.py::test_a_second_daemon_on_the_same_directory_is_refused",
     ),
-    "A mount whose daemon has died is cleaned up by the next `cachefs mount` or `cachefs umount`.": (
+    "The next `cachefs mount` or `cachefs umount` cleans up a mount whose daemon has died.": (
         "tests/mount/test_lifecycle.py::TestDying::test_a_start_over_a_dead_mount_cleans_it",
         "tests/mount/test_lifecycle.py::TestDying::test_a_dead_mount_is_explained_and_can_be_taken_away",
         "tests/mount/test_lifecycle.py::TestDying::test_a_dead_mount_with_an_open_file_is_taken_away_too",
     ),
-    "A busy mount stays and `cachefs umount` names who uses it; with `--lazy` they read on until they close.": (
+    "A busy mount stays mounted and `cachefs umount` names the processes that use it; with `--lazy` they "
+    "can read until they close their files.": (
         "tests/mount/test_lifecycle.py::TestEnding::test_a_busy_mount_stays_and_its_users_are_named",
         "tests/mount/test_lifecycle.py::TestEnding::"
         "test_lazily_with_an_open_file_the_file_can_be_read_to_its_end",
     ),
-    "`umount`, `fusermount3 -u`, SIGTERM and SIGINT end a mount as cleanly as `cachefs umount`: the SSD tier stays "
-    "warm, no memory stays in use, and who waits for the store gets an errno within seconds.": (
+    "`umount`, `fusermount3 -u`, SIGTERM and SIGINT end a mount as cleanly as `cachefs umount`: the SSD "
+    "tier stays warm, no memory stays in use, and a process that waits for the origin gets an errno "
+    "within seconds.": (
         "tests/mount/test_lifecycle.py::TestEnding::test_every_way_is_clean_and_keeps_the_cache",
         "tests/mount/test_lifecycle.py::TestEnding::test_signals_end_a_foreground_mount",
         "tests/mount/test_lifecycle.py::TestMemoryAfterwards",
         "tests/mount/test_lifecycle.py::TestDying::test_readers_that_wait_get_an_errno",
     ),
-    "The demo reads everything twice, compares every byte, makes no request the second time, and leaves nothing "
-    "behind.": (
+    "The demo reads everything twice, compares every byte, sends no request the second time, and leaves "
+    "nothing behind.": (
         "tests/test_cli.py::test_the_demo",
         "tests/test_cli.py::test_the_demo_tells_what_differs",
     ),
 }
-"""A promise, as README has it → the tests that prove it."""
+"""A promise, as docs/guarantees.md has it → the tests that prove it."""
 
 
-def readme_promises() -> list[str]:
-    """The bullets between README's marks, each on one line."""
-    readme = (ROOT / "README.md").read_text()
-    section = re.search(r"<!-- behaviour -->\n(.*?)<!-- /behaviour -->", readme, re.DOTALL)
-    assert section, "README has lost its marks"
+def promises_of(page: str) -> list[str]:
+    """The bullets between the page's marks, each on one line."""
+    section = re.search(r"<!-- guarantees -->\n(.*?)<!-- /guarantees -->", page, re.DOTALL)
+    assert section, "the page has lost its marks"
     found: list[str] = []
     for line in section[1].splitlines():
         if line.startswith("- "):
             found.append(line[2:])
         elif line.startswith("  ") and found:
             found[-1] += " " + line.strip()
-        elif found:  # a promise in any other dress would escape the table
-            assert not line or re.fullmatch(r"\*\*[^*]+\*\*", line), (
-                f"neither a bullet nor a heading: {line!r}"
-            )
+        elif found:  # a promise in any other form would escape the table
+            assert not line or re.fullmatch(r"## [^#]+", line), f"neither a bullet nor a heading: {line!r}"
     return found
 
 
@@ -509,11 +527,15 @@ def marks(node: str) -> Iterator[str]:
                     yield one.attr
 
 
-def test_readme_and_this_table_hold_the_same_promises() -> None:
-    found = readme_promises()
+def test_the_page_and_this_table_hold_the_same_promises() -> None:
+    found = promises_of((ROOT / "docs/guarantees.md").read_text())
     assert len(set(found)) == len(found)
     assert set(found) == set(PROMISES)
     assert found == list(PROMISES), "the same promises, in another order"
+
+
+def test_the_readme_leads_to_the_promises() -> None:
+    assert "(docs/guarantees.md)" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -531,7 +553,7 @@ def test_every_promise_has_tests_that_run(promise: str) -> None:
         "tests/test_promises.py::test_that_never_was",
         "tests/test_gone.py::test_version",
         "tests/test_promises.py",
-        "tests/test_promises.py::readme_promises",
+        "tests/test_promises.py::promises_of",
     ],
 )
 def test_a_test_that_is_not_there_is_noticed(node: str) -> None:
@@ -544,12 +566,12 @@ def test_marks_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     (tmp_path / "tests/test_marked.py").write_text(
         """
 import pytest
-slow = pytest.mark.slow
+long = pytest.mark.long
 later = pytest.mark.xfail(strict=True)
 CASES = [1, pytest.param(2, marks=pytest.mark.skip)]
 
 class TestPlain:
-    @slow
+    @long
     @pytest.mark.skipif(True, reason="a machine may lack something")
     def test_good(self): pass
 

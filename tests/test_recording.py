@@ -10,10 +10,10 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import recording
-from cachefs.errors import ConfigError, NotFound
-from cachefs.names import ObjectId
-from cachefs.recording import Recorder, Recordings
+from cachefs.base.errors import ConfigError, NotFound
+from cachefs.base.names import ObjectId
+from cachefs.daemon import recording
+from cachefs.daemon.recording import Recorder, Recordings
 
 MIB = 1 << 20
 LARGE = ObjectId("s", "dir/large", "e", 100 * MIB)
@@ -45,13 +45,13 @@ def test_a_line_says_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("obj", "lent", "length"), [(SMALL, True, MIB), (LARGE, True, 100 * MIB), (LARGE, False, 0)]
+    ("obj", "passthrough", "length"), [(SMALL, True, MIB), (LARGE, True, 100 * MIB), (LARGE, False, 0)]
 )
 def test_an_open_stands_for_all_of_a_file_unless_its_reads_are_seen(
-    obj: ObjectId, lent: bool, length: int
+    obj: ObjectId, passthrough: bool, length: int
 ) -> None:
     made = recorder()
-    made.opened(2, 77, ORIGIN, obj, lent)
+    made.opened(2, 77, ORIGIN, obj, passthrough)
     assert lines(made) == [(obj.key, 0, length)]
 
 
@@ -104,7 +104,7 @@ class FakeFs:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
-        self.hook: Any = lambda ino, pid, origin, obj, lent: self.heard.append(obj.key)
+        self.hook: Any = lambda ino, pid, origin, obj, passthrough: self.heard.append(obj.key)
         self.awaited: Container[bytes] = {SMALL.digest}
         self.reader: Any = FakeReader()
 
@@ -118,7 +118,7 @@ class FakeFs:
 
 
 class FakeReader:
-    lends = True
+    passthrough = True
 
     def __init__(self) -> None:
         self.closed: list[Any] = []
@@ -143,11 +143,11 @@ def test_everything_is_as_before_when_nobody_records() -> None:
             number = await recordings.start()
             with pytest.raises(ConfigError, match="recorded already"):
                 await recordings.start()
-            assert fs.reader.lends
+            assert fs.reader.passthrough
             other = ObjectId("s", "other", "e", 1)
-            for obj, lent in ((SMALL, True), (other, True), (other, False), (LARGE, False)):
+            for obj, passthrough in ((SMALL, True), (other, True), (other, False), (LARGE, False)):
                 assert obj.digest in fs.awaited
-                fs.hook(2, 1, ORIGIN, obj, lent)
+                fs.hook(2, 1, ORIGIN, obj, passthrough)
             # Who listened before hears what it would have heard.
             assert fs.heard == ["dir/small", "other", "dir/large"]
             opened = Opened(LARGE)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cachefs import asking, cli_simulate
-from cachefs.cli import cli
-from cachefs.cli_lists import profiled
-from cachefs.errors import ConfigError
-from cachefs.simulate import SHAPES, Result, load, shape, simulate
+from cachefs.base.errors import ConfigError
+from cachefs.cli import simulate as command
+from cachefs.cli.main import cli
+from cachefs.cli.places import profiled
+from cachefs.daemon import asking
+from cachefs.observe.simulate import SHAPES, Result, load, shape, simulate
 
 KIB, MIB = 1 << 10, 1 << 20
 UNITS = {"files": (2000, 100 * KIB), "shards": (125, 64 * MIB)}
@@ -157,7 +158,7 @@ def test_the_verb_shows_a_row_for_each_size_and_policy() -> None:
     assert head.split() == [
         "cache",
         "policy",
-        *["epoch", "1", "epoch", "2", "epoch", "3", "from", "the", "store"],
+        *["epoch", "1", "epoch", "2", "epoch", "3", "from", "the", "origin"],
     ]
     assert [row.split()[2] for row in rows] == ["lru", "epoch", "auto"] * 2
     assert rows[-1].split()[5:9:2] == ["49.0", "49.9"]
@@ -178,11 +179,12 @@ def test_the_verb_reads_a_trace_and_writes_json(tmp_path: Path) -> None:
         (["--cache-size", "1G"], "either --trace FILE or --shape NAME"),
         (["--shape", "scan", "--cache-size", "big"], "--cache-size 'big' is not a number of bytes"),
         (["--shape", "scan", "--cache-size", "0"], "'0' is nothing"),
+        (["--shape", "scan", "--cache-size", "500"], "'500' is a number without a unit: write 500G or 500M"),
         (
             ["--shape", "scan", "--cache-size", "1G", "--dataset-size", "10T", "--file-size", "1K"],
             "larger --file-size",
         ),
-        (["--shape", "scan", "--cache-size", "1G", "--block-size", "1"], "smaller than 4K"),
+        (["--shape", "scan", "--cache-size", "1G", "--block-size", "1K"], "smaller than 4K"),
         (["--trace", "/nowhere", "--cache-size", "1G"], "cannot read the trace /nowhere"),
     ],
 )
@@ -193,4 +195,4 @@ def test_the_verb_refuses_in_one_line(arguments: list[str], why: str) -> None:
 
 
 def test_the_verb_knows_the_shapes_there_are() -> None:
-    assert set(cli_simulate.SHAPES) == set(SHAPES)
+    assert set(command.SHAPES) == set(SHAPES)

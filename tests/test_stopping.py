@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
-from cachefs import logs
-from cachefs.stopping import EXIT_CODE, STAGE_S, Stopping
+from cachefs.base import logs
+from cachefs.daemon.stopping import EXIT_CODE, STAGE_S, Stopping
 
 SLACK_S = 30.0
 
@@ -55,7 +55,7 @@ def test_a_signal_that_is_not_taken_is_a_stop() -> None:
 
 HELD_UP = """
 import ctypes, signal
-import cachefs.stopping as stopping
+import cachefs.daemon.stopping as stopping
 stopping.STAGE_S, stopping.LOOK_EVERY_S = 0.1, 0.05
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 stopping.Stopping().start()

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 import cachefs
-from cachefs.tasks import contained, containing
+from cachefs.base.tasks import contained, containing
 
 PACKAGE = Path(cachefs.__file__).parent
 
@@ -18,14 +18,12 @@ SERVICES = {
     # What a service is made of: it ends with it, and the composition root starts it again.
     "fetch/fetcher.py": {"bring_runs"},
     "fetch/upstream.py": {"work"},
-    "peers/etcd.py": {"self._follow", "self._stay_registered"},
-    "peers/listed.py": {"self._tell"},
+    "peers/connection.py": {"watch"},
     "peers/node.py": {"self._membership.run"},
-    "peers/receiving.py": {"watch"},
     "peers/server.py": {"watch"},
     "prefetch/prefetcher.py": {"self._sweep_now_and_then"},
-    "store/store.py": {"self._moves.run", "self._lending.run", "self._watch_disks"},
-    "upload/uploads.py": {"self._records.run", "self._lending.run"},
+    "store/store.py": {"self._moves.run", "self._passthrough.run", "self._watch_disks"},
+    "upload/uploads.py": {"self._records.run", "self._passthrough.run"},
 }
 """What of a room is started without `contained`: parts of a call that its caller contains, and of a room's own service."""
 
@@ -76,7 +74,7 @@ def test_a_handler_of_connections(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.message for r in caplog.records] == ["a connection failed unexpectedly"]
 
 
-@pytest.mark.parametrize("room", ["upload", "fuse", "fetch", "prefetch", "store", "peers", "watching"])
+@pytest.mark.parametrize("room", ["upload", "fuse", "fetch", "prefetch", "store", "peers", "observe"])
 def test_no_task_of_a_file_can_end_its_nursery(room: str) -> None:
     wrong = []
     for path in (PACKAGE / room).rglob("*.py"):

@@ -12,11 +12,12 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import asking, statusview, warming
-from cachefs.cli_progress import line
-from cachefs.errors import ConfigError, NoRoom, NotFound, OriginFailed
-from cachefs.names import ObjectId
-from cachefs.warming import Jobs
+from cachefs.base.errors import ConfigError, NoRoom, NotFound, OriginFailed
+from cachefs.base.names import ObjectId
+from cachefs.cli import status as statusview
+from cachefs.cli.show import job_line as line
+from cachefs.daemon import asking, warming
+from cachefs.daemon.warming import Jobs
 
 MIB = 1 << 20
 
@@ -43,7 +44,7 @@ class World:
         self.held: dict[str, int] = {}
         self.shared: set[str] = set()
         self.asked: list[tuple[str, int, int]] = []
-        self.greeted = 0
+        self.probed = 0
         self.pins = Pins()
         self.calls: list[tuple[str, int, int]] = []
         self.failing: dict[str, Exception] = {}
@@ -88,8 +89,8 @@ class World:
                 elsewhere += last - first
         return elsewhere
 
-    async def greet(self) -> list[str]:
-        self.greeted += 1
+    async def probe(self) -> list[str]:
+        self.probed += 1
         return ["10.0.0.9:7070"]
 
     async def bring(
@@ -212,7 +213,7 @@ async def test_what_other_nodes_keep_is_theirs_to_fetch() -> None:
     assert job["state"] == "done" and not world.asked
     assert (job["fetched_bytes"], job["elsewhere_bytes"], job["done_bytes"]) == (3 * MIB, MIB, 4 * MIB)
     assert ("d/0001", 0, MIB // 2) in world.calls
-    assert (world.greeted, job["silent"]) == (1, ["10.0.0.9:7070"])
+    assert (world.probed, job["silent"]) == (1, ["10.0.0.9:7070"])
     world.held["d/0001"] = MIB  # whole here, some of it only borrowed: that is not where others look for it
     job = await run(world, ["d"], cluster=True)
     assert sorted(world.asked) == [("d/0001", MIB // 2, MIB), ("d/0003", MIB // 2, MIB)]
@@ -220,7 +221,7 @@ async def test_what_other_nodes_keep_is_theirs_to_fetch() -> None:
     whole = World(tree(4))
     whole.shared = set(whole.sizes)
     assert (await run(whole, ["d"], "pin"))["fetched_bytes"] == 4 * MIB and not whole.asked
-    assert not whole.greeted
+    assert not whole.probed
 
 
 @in_trio
@@ -286,7 +287,7 @@ def test_how_a_job_ended_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -
     async def ends() -> None:
         world = World(tree(20), limit=20 * MIB)
         world.failing = {"d/0003": OriginFailed("no 3")}
-        with caplog.at_level("INFO", "cachefs.warming"):
+        with caplog.at_level("INFO", "cachefs.daemon.warming"):
             await run(world, ["d/0001"])
             await run(world, ["gone", "d/0001", "d/0003"])
             await run(world, ["d"])
@@ -379,7 +380,10 @@ async def test_a_list_whose_sender_died_ends() -> None:
         await trio.sleep(warming.INPUT_DEADLINE_S - 1)
         assert len(jobs.status()) == 1
     job = await jobs.status_of(number)
-    assert (job["state"], job["error"]) == ("failed", "whoever began this job has sent no more of its list")
+    assert (job["state"], job["error"]) == (
+        "failed",
+        "the client that began this job has sent no more of its list",
+    )
     assert len(world.calls) == 2
 
 

@@ -32,7 +32,7 @@ def runnable(item: pytest.Item) -> bool:
     """No mounts, no servers, nothing that takes long."""
     marks = {mark.name for mark in item.iter_markers()}
     servers = "servers" in getattr(item, "fixturenames", ())
-    return not servers and not marks & {"slow", "mount", "alone", "operations"}
+    return not servers and not marks & {"long", "mount", "alone", "operations"}
 
 
 class Mapper:

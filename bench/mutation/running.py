@@ -28,7 +28,19 @@ PRELOADED = (
 )
 """Of what the tests import: what takes time, and is not ours."""
 
-COPIED = ("cachefs", "tests", "bench", "scripts", "docs", "pyproject.toml", "README.md", "systemd", "docker")
+COPIED = (
+    "cachefs",
+    "tests",
+    "bench",
+    "scripts",
+    "docs",
+    "man",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "README.md",
+    "systemd",
+    "docker",
+)
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 
 SLOWER = 10

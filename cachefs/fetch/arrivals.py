@@ -1,69 +1,67 @@
 """Opens that wait a moment, for a file that is about to be whole.
 
-How a file is read is decided when it is opened: by the kernel itself, if it is whole here and can be lent, or through the
-daemon, with a message and two copies more for each part of it. What was fetched ahead is often opened while the last of it
-comes; who opens it then is better off a moment later. Nothing is begun here, and no open fails here: a file that
-does not come in time is opened as it is.
+How a file is read is decided when it is opened: by the kernel itself (passthrough), if it is whole here, or through the
+daemon, with a message and two more copies for each part of it. A prefetched file is often opened while the last of it
+comes; its reader is better off if the open returns a moment later. No transfer is begun here, and no open fails here: a file
+that does not come in time is opened as it is.
 """
 
 from __future__ import annotations
 
 import trio
 
-from cachefs.fetch import missing
-from cachefs.fetch.flight import Flight
-from cachefs.ledger import current_call
-from cachefs.metrics import Metrics
-from cachefs.names import block_count
+from cachefs.base.ledger import current_call
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import block_count
+from cachefs.fetch.in_flight import InFlightFetch, Transfers, count_misses
 from cachefs.store import CachedObject, Store
 
 OPEN_WAITS_S = 0.2
-"""How long an open waits at most, and only when the file may be whole by then. Who reads all of it loses nothing, having to
-wait for its end in any case; who wants its first bytes only, no more than a slow answer of a store takes. Measured: of 64
-files of 16 MiB from another node, opened by four readers as fast as they come, 33 to 46 were lent when opens waited for 0.05
-or 0.1 s, and 42 to 53 with 0.2."""
+"""How long an open waits at most, and only when the file may be whole by then. A reader of all of it loses nothing,
+because it waits for its end in any case; a reader of its first bytes loses no more than a slow answer of an origin takes.
+Measured: of 64 files of 16 MiB from another node, opened by four readers as fast as they come, 33 to 46 were opened in
+passthrough when opens waited for 0.05 or 0.1 s, and 42 to 53 with 0.2."""
 
 
 class Arrivals:
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    """Watches files that are about to be whole."""
+
+    def __init__(self, store: Store, transfers: Transfers, metrics: Metrics) -> None:
         self._store = store
+        self._transfers = transfers
         self._metrics = metrics
 
     def soon(self, obj: CachedObject) -> bool:
-        """Whether all of it is here or on its way, and may be here within `OPEN_WAITS_S`, in a tier. Not when it is here."""
-        flights = self._flights(obj)
+        """True if every block is cached or in flight, at least one is in flight, and all should land in a tier within
+        `OPEN_WAITS_S`."""
+        in_flight = self._transfers.of(obj)
         return (
-            bool(flights)
-            and all(not flight.fill.kept and flight.left_s() <= OPEN_WAITS_S for flight in flights)
-            and all(block in obj.flights or self._store.has(obj, block) for block in self._blocks(obj))
+            bool(in_flight)
+            and all(f.left_s() <= OPEN_WAITS_S and not f.fill.kept for f in set(in_flight.values()))
+            and all(block in in_flight or self._store.has(obj, block) for block in self._blocks(obj))
         )
 
     async def wait(self, obj: CachedObject, pid: int) -> None:
-        """Return when it is over, well or not, or has lasted too long. To the ledger it is a read that waits."""
-        flights, ledger = self._flights(obj), self._metrics.ledger
+        """Return when its fetches have ended, or after `OPEN_WAITS_S`. The ledger counts it as a read that waits."""
+        in_flight: list[InFlightFetch] = list(dict.fromkeys(self._transfers.of(obj).values()))
+        ledger = self._metrics.ledger
         absent = [block for block in self._blocks(obj) if not self._store.has(obj, block)]
-        reasons = missing.reasons(self._metrics, obj, absent)
+        why = self._transfers.miss_reasons(self._metrics, obj, absent)
         if (call := current_call.get()) is not None:
             call.end()
         wait, landed = ledger.waits.begin(pid, obj.id, 0), 0
-        obj.refs += 1
         try:
-            with trio.move_on_after(OPEN_WAITS_S):
-                for flight in flights:
-                    self._metrics.prefetched_late += flight.join(absent)
-                    flight.waited_for(wait, pid)
-                for flight in flights:
-                    await flight.ended()
+            with obj.held(), trio.move_on_after(OPEN_WAITS_S):
+                for fetch in in_flight:
+                    self._metrics.prefetched_late += fetch.join(absent)
+                    fetch.waited_for(wait, pid)
+                for fetch in in_flight:
+                    await fetch.ended()
                 if all(self._store.has(obj, block) for block in absent):
                     landed = obj.id.size
-                    missing.count(self._metrics, reasons)  # otherwise its reads will find them missing
+                    count_misses(self._metrics, why)  # otherwise its reads will find them missing
         finally:
             ledger.waits.end(wait, landed)
-            self._store.release(obj)
 
     def _blocks(self, obj: CachedObject) -> range:
         return range(block_count(obj.id.size, self._store.block_size))
-
-    @staticmethod
-    def _flights(obj: CachedObject) -> list[Flight]:
-        return list(dict.fromkeys(obj.flights.values()))

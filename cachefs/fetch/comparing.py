@@ -1,7 +1,8 @@
 """Comparing what peers sent with the origin: a sample, in the background, within a budget.
 
 A node that has the cluster's key signs what it sends, right or wrong, so a signature says where bytes came from and not
-that they are the origin's. Two samples find a node that sends others, whether its memory is broken or it was taken over:
+that they are the origin's. Two samples find a node that sends other bytes, because its memory is broken or it was taken
+over:
 
 - of small objects that came whole from a peer and whose etag is an MD5, one in `WHOLES` is hashed: that costs the origin
   nothing;
@@ -21,13 +22,14 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from cachefs.errors import CachefsError
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
-from cachefs.origin import Origin, Turn
+from cachefs.base.errors import CachefsError
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
+from cachefs.base.tasks import contained
+from cachefs.fetch.in_flight import Transfers
+from cachefs.origin import Origin, Ticket
 from cachefs.peers.cluster import Asked, Cluster
 from cachefs.store import Fill, Store
-from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 class Sampler:
-    """When to compare next. Pure but for the random numbers, without which a peer would know when to be honest."""
+    """Decides when to compare next. Pure but for the random numbers: without them a peer would know when to be honest."""
 
     def __init__(self, block_size: int, share: int = SHARE, rng: random.Random | None = None) -> None:
         self.rng = rng or random.SystemRandom()
@@ -65,14 +67,22 @@ class Sampler:
 
 
 class Comparing:
-    """Watches what peers deliver. One comparison at a time. On the trio thread only. `on_lie` is told of an object of which
-    wrong bytes were here."""
+    """Watches what peers deliver. One comparison at a time. On the trio thread only. `on_lie` is called with an object of
+    which a peer sent wrong bytes."""
 
-    def __init__(self, store: Store, cluster: Cluster, nursery: trio.Nursery, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        store: Store,
+        transfers: Transfers,
+        cluster: Cluster,
+        nursery: trio.Nursery,
+        metrics: Metrics,
+    ) -> None:
         self.sampler = Sampler(store.block_size)
         self.wholes = WHOLES
         self.on_lie: Callable[[Origin, ObjectId], Awaitable[object]] | None = None
         self._store = store
+        self._transfers = transfers
         self._cluster = cluster
         self._nursery = nursery
         self._metrics = metrics
@@ -133,9 +143,10 @@ class Comparing:
         """What the origin has there."""
         sink, stop = _Kept(), offset + length
         whole = offset == 0 and length == object_id.size
-        turn = Turn(background=True)
         try:
-            await origin.read(object_id.key, object_id.etag, offset, stop, sink, whole=whole, turn=turn)
+            await origin.read(
+                object_id.key, object_id.etag, offset, stop, sink, whole=whole, turn=Ticket(background=True)
+            )
         finally:
             self._metrics.discarded_bytes += len(sink.data)
         return bytes(sink.data)
@@ -149,17 +160,14 @@ class Comparing:
             *(asked.member, origin.name(object_id.key), offset),
         )
         obj = self._store.object(object_id)
-        obj.refs += 1
-        try:
+        with obj.held():
             while True:
-                self._store.pins.unpin(obj)
+                self._store.unpin(obj)
                 self._store.evict(obj)
-                under_way = next(iter(obj.flights.values()), None)
+                under_way = next(iter(self._transfers.of(obj).values()), None)
                 if under_way is None:
                     break
                 await under_way.ended()  # it may bring more from there
-        finally:
-            self._store.release(obj)
         if self.on_lie is not None:
             await self.on_lie(origin, object_id)
 

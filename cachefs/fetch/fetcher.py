@@ -1,30 +1,26 @@
-"""The ladder: store, then what is on its way, then the node that owns it, then the origin."""
+"""The ladder: the cache store, then what is in flight, then the node that owns the extent, then the origin."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 
 import trio
 
-from cachefs.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
+from cachefs.base.errors import CachefsError, NoRoom, ObjectChanged, OriginFailed
+from cachefs.base.ledger import DISK, Wait
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
+from cachefs.base.tasks import contained
 from cachefs.fetch.arrivals import Arrivals
 from cachefs.fetch.comparing import Comparing
-from cachefs.fetch.flight import Flight
-from cachefs.fetch.missing import count as count_missing
-from cachefs.fetch.missing import reasons
-from cachefs.fetch.opened import OpenedObject
+from cachefs.fetch.in_flight import InFlightFetch, Transfers, count_misses
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.runs import runs, whole_extent
 from cachefs.fetch.upstream import Here, Upstream
-from cachefs.ledger import DISK, Wait
-from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.origin import Origin
-from cachefs.peers.protocol import Busy
+from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store, Tier, TierFill
-from cachefs.tasks import contained
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +42,62 @@ CACHED_ATTEMPTS = 3
 Guessed."""
 
 HEAP_BYTES = 64 << 20
-"""What readers whom no tier can serve may hold in memory while their blocks come; the others wait. Guessed: a gigabyte a
+"""What readers that no tier can serve may hold in memory while their blocks come; the others wait. Guessed: a gigabyte a
 second at 60 ms."""
 
 Buffer = bytes | bytearray | memoryview
 
-
 ReadHook = Callable[[ObjectId, int, int], None]
 """(object, offset, size): a part of a large file was read through the daemon. Never raises."""
+
+
+REPETITION_S = 0.25
+"""The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
+gets the same failure: otherwise an application would wait for two deadlines. Guessed; the repetition comes within 1 ms."""
+
+
+class OpenedObject:
+    """What a reader's `open` returns. `cached` is there from the first read on."""
+
+    __slots__ = ("_failed", "cached", "id", "origin", "readahead")
+
+    def __init__(self, origin: Origin, object_id: ObjectId) -> None:
+        self.origin = origin
+        self.id = object_id
+        self.cached: CachedObject | None = None
+        self.readahead: Readahead | None = None
+        self._failed: tuple[float, CachefsError] | None = None
+
+    def failed(self, error: CachefsError) -> None:
+        """Its reader is told of a failure."""
+        self._failed = (trio.current_time() + REPETITION_S, error)
+
+    def raise_repeated(self) -> None:
+        """Give a failure that has just been told once more, once."""
+        if self._failed is not None:
+            (until, error), self._failed = self._failed, None
+            if trio.current_time() < until:
+                raise type(error)(*error.args) from error
+
+
+def whole_extent(block: int) -> int:
+    """The longest run that there can be."""
+    return BLOCKS_PER_EXTENT
+
+
+def runs(blocks: Iterable[int], longest: Callable[[int], int] = whole_extent) -> Iterator[tuple[int, int]]:
+    """Consecutive blocks as [start, stop) that do not leave their extent, of at most `longest(start)` blocks each. `blocks`
+    are looked at as late as can be: one further than what has been given."""
+    start = stop = most = -1
+    for block in blocks:
+        if block == stop and block < most and block % BLOCKS_PER_EXTENT:
+            stop += 1
+            continue
+        if stop > start:
+            yield start, stop
+        start, stop, most = block, block + 1, block + longest(block)
+    if stop > start:
+        yield start, stop
 
 
 class Fetcher:
@@ -71,9 +115,14 @@ class Fetcher:
     ) -> None:
         self._store = store
         self.course = store.course
+        self.transfers = Transfers()
+        self._readahead: dict[bytes, Readahead] = {}  # by version, while it has readers
         self._upstream = upstream or Upstream(metrics)
         if self._upstream.cluster is not None:
-            self._upstream.comparing = Comparing(store, self._upstream.cluster, nursery, metrics)
+            self._upstream.comparing = Comparing(
+                store, self.transfers, self._upstream.cluster, nursery, metrics
+            )
+        self._shared = self._upstream.cluster is not None
         self._nursery = nursery
         self._metrics = metrics
         self._block_size = store.block_size
@@ -87,24 +136,24 @@ class Fetcher:
         self._token = trio.lowlevel.current_trio_token()
         # All streams together: what is on its way cannot be evicted, and demand needs room, too.
         self._ahead_limit = 2 * room
-        self._arrivals = Arrivals(store, metrics)
+        self._arrivals = Arrivals(store, self.transfers, metrics)
         self._budget = Budget(self._ahead_limit // store.block_size)
         self._ahead_bytes = 0
         few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
         self._bringing = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
-        self.flights = 0
-        self._flying: set[Flight] = set()
+        self.in_flight_fetches = 0
+        self._flying: set[InFlightFetch] = set()
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
-        self.lends = False
+        self.passthrough = False
         self._on_read: ReadHook | None = None
-        self._unlent: Container[bytes] = frozenset()
+        self._not_passed: Container[bytes] = frozenset()
 
-    def watch_reads(self, hook: ReadHook, unlent: Container[bytes]) -> None:
-        """From now on `hook` hears of reads of files larger than `WHOLE_BYTES`. Those whose digest is in `unlent` are not
-        lent, so that it hears of all of theirs."""
-        self._on_read, self._unlent = hook, unlent
+    def watch_reads(self, hook: ReadHook, not_passed: Container[bytes]) -> None:
+        """From now on `hook` hears of reads of files larger than `WHOLE_BYTES`. Those whose digest is in
+        `not_passed` are not opened in passthrough, so that it hears of all their reads."""
+        self._on_read, self._not_passed = hook, not_passed
 
     # -- what fs asks ------------------------------------------------------------------------------
 
@@ -117,43 +166,43 @@ class Fetcher:
         if obj is not None:
             opened.cached = None
             self._leave_readahead(opened, obj)
-            if self.lends and self._store.lends:
-                self._store.prepare_later(obj)  # whoever comes back may find it whole
-            self._store.release(obj)
+            if self.passthrough and self._store.passthrough:
+                self._store.prepare_later(obj)  # the next open may find it whole
+            obj.release()
 
-    def lend_now(self, opened: OpenedObject) -> Backing | None:
-        if not self._lendable(opened.id):
+    def open_backing(self, opened: OpenedObject) -> Backing | None:
+        if not self._passthrough_ready(opened.id):
             return None
-        return self._store.lend_now(self._store.object(opened.id))
+        return self._store.open_backing(self._store.object(opened.id))
 
-    def _lendable(self, object_id: ObjectId) -> bool:
-        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._unlent
+    def _passthrough_ready(self, object_id: ObjectId) -> bool:
+        return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed
 
     def arrives(self, object_id: ObjectId) -> bool:
-        if not self.lends or not self._store.lends or not self._lendable(object_id):
+        if not self.passthrough or not self._store.passthrough or not self._passthrough_ready(object_id):
             return False
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (self.flights > 0 and self._arrivals.soon(obj)) or self._store.must_seal(obj)
+        return (self.in_flight_fetches > 0 and self._arrivals.soon(obj)) or self._store.must_seal(obj)
 
     async def arrival(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
-        if obj.flights:
+        if self.transfers.of(obj):
             await self._arrivals.wait(obj, pid)
-        await self._store.seal(obj)
+        await self._store.make_immutable(obj)
 
-    def lend_again(self, backing: Backing) -> None:
-        self._store.lend_again(backing)
+    def reopen_backing(self, backing: Backing) -> None:
+        self._store.reopen_backing(backing)
 
-    def give_back(self, backing: Backing) -> None:
-        self._store.give_back(backing)
+    def release_backing(self, backing: Backing) -> None:
+        self._store.release_backing(backing)
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         return self._store.cached_bytes(object_id)
 
     def read_now(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer | None:
-        """What can be had without waiting, or None. Reads [offset, offset+size), within the object."""
+        """The bytes [offset, offset+size), within the object, if that takes no waiting; else None."""
         obj = self._attached(opened)
         data = self._store.read_now(obj, offset, size)
         if data is not None and opened.id.size > WHOLE_BYTES:
@@ -191,19 +240,19 @@ class Fetcher:
             if not counted:
                 absent = set(missing)
                 self._store.hit(obj, (block for block in blocks if block not in absent))
-                count_missing(self._metrics, reasons(self._metrics, obj, missing))
+                count_misses(self._metrics, self.transfers.miss_reasons(self._metrics, obj, missing))
                 counted = True
-            flights = self._demand(opened, obj, missing, bypass=attempt >= CACHED_ATTEMPTS)
+            in_flight = self._demand(opened, obj, missing, bypass=attempt >= CACHED_ATTEMPTS)
             if not observed and opened.id.size > WHOLE_BYTES:
                 self._read_ahead(opened, obj, offset, size, pid)
                 observed = True
-            for flight in flights:
-                flight.waited_for(wait, pid)
-                await flight.landed(offset + size)
-            data = await self._collect(obj, flights, offset, size)
+            for fetch in in_flight:
+                fetch.waited_for(wait, pid)
+                await fetch.landed(offset + size)
+            data = await self._collect(obj, in_flight, offset, size)
             if data is not None:
                 return data
-            self._raise_failure(opened, flights)
+            self._raise_failure(opened, in_flight)
         raise OriginFailed(
             f"{opened.id.key}: its blocks vanish as fast as they come (is the cache too small or failing?)"
         )
@@ -218,12 +267,12 @@ class Fetcher:
         ahead: bool = True,
         keep: bool = False,
     ) -> int:
-        """Have all blocks of [start, stop) here (`stop` None: the object's end), in the background, before anybody reads
-        them. Returns how many bytes this call fetched: what is here already, or on its way, costs nothing.
+        """Fetch all blocks of [start, stop) in the background, before a reader asks for them (`stop` None: the object's
+        end). Returns how many bytes this call fetched: what is cached or in flight costs nothing.
 
-        With `ahead` the store evicts nothing that somebody will miss; without, it makes room as for a reader. `keep`: what
-        other nodes keep is kept here, too. Raises `NoRoom` when it takes no more, and what a read raises. Cancelled, it ends
-        the transfers that it began and nobody else waits for; what has landed stays."""
+        With `ahead` the store evicts only the lowest priority classes for it; without, as for a reader. `keep`: extents
+        that other nodes own are kept here, too. Raises `NoRoom` when the store takes no more, and what a read raises.
+        Cancelled, it ends the fetches that it began and no reader waits for; what has landed stays."""
         obj = self._store.object(object_id)
         stop = object_id.size if stop is None else min(stop, object_id.size)
         blocks = blocks_covering(start, max(0, stop - start), self._block_size)
@@ -244,8 +293,7 @@ class Fetcher:
             except CachefsError as exc:
                 failures.append(exc)
 
-        obj.refs += 1
-        try:
+        with obj.held():
             if len(blocks) <= self._part_blocks:
                 await bring_runs()  # no more than one part, or two across the end of an extent
             else:
@@ -254,14 +302,12 @@ class Fetcher:
                         nursery.start_soon(bring_runs)
             if failures:
                 raise failures[0]
-            if self.lends and self._store.lends:
+            if self.passthrough and self._store.passthrough:
                 self._store.prepare_later(obj)
             return fetched
-        finally:
-            self._store.release(obj)
 
     def whole(self, object_id: ObjectId) -> bool:
-        """Whether all its blocks are here."""
+        """True if all its blocks are here."""
         obj = self._store.look(object_id)
         blocks = range(block_count(object_id.size, self._block_size))
         if len(blocks) != 1 and self._store.whole(obj):  # one block is looked for once, below
@@ -276,33 +322,34 @@ class Fetcher:
         return self._upstream.kept_here(object_id, start, stop, self._block_size)
 
     async def bring_everywhere(self, object_id: ObjectId, start: int, stop: int, here: Here) -> int:
-        """Have all who keep [start, stop) fetch it, as `Upstream.bring` says."""
+        """Have the nodes that keep [start, stop) fetch it, as `Upstream.bring` says."""
         return await self._upstream.bring(object_id, start, stop, self._block_size, here)
 
-    async def greet(self) -> list[str]:
-        """As `Upstream.greet`."""
-        return await self._upstream.greet()
+    async def probe(self) -> list[str]:
+        """As `Upstream.probe`."""
+        return await self._upstream.probe()
 
     def fetch_for_peer(
-        self, origin: Origin, obj: CachedObject, blocks: range, *, asker: str, background: bool
+        self, origin: Origin, obj: CachedObject, blocks: range, *, requester: str, background: bool
     ) -> None:
-        """Have on their way those of the blocks (of one extent) that are missing. Raises `Busy` when no tier takes them.
+        """Begin to fetch those of the blocks (of one extent) that are missing. Raises `Busy` if no tier takes them.
 
-        What is asked for to be read comes straight from the origin, and is `Busy` when it is on its way from another node:
-        who asks must not wait for somebody who asks in turn. What is only to be kept (`background`) may come from a node
-        that had it first: nobody reads through two, so that is no circle."""
+        A read for a peer comes straight from the origin, and is `Busy` while the block is in flight from another node: a
+        requesting peer must not wait for a node that waits for a third. A block that is only to be kept (`background`) may
+        come from a node that had it first: no reader reads through two nodes, so there is no circle."""
         missing = [b for b in blocks if not self._store.has(obj, b)]
+        in_flight = self.transfers.of(obj)
         for block in missing:
-            flight: Flight | None = obj.flights.get(block)
-            if flight is not None and ((flight.elsewhere and not background) or flight.fill.kept):
+            fetch = in_flight.get(block)
+            if fetch is not None and ((fetch.elsewhere and not background) or fetch.fill.kept):
                 raise Busy("another node is being asked for it, or no tier takes it")
-        # Who asks to read takes an extent in one reply, but from the store it comes in parts, as it would for a reader here.
+        # A reading peer takes an extent in one reply, but from the origin it comes in parts, as for a reader here.
         longest = whole_extent if background else lambda _: self._part_blocks
-        for start, stop in runs([b for b in missing if b not in obj.flights], longest):
+        for start, stop in runs([b for b in missing if b not in in_flight], longest):
             fill = self._begin(obj, start, stop, keep=background)
             if fill is None:
                 raise Busy("no tier takes it now")
-            fill.asker = asker
+            fill.requester = requester
             self._start(origin, obj, fill, ahead=background, straight=not background)
 
     # -- the parts of it ---------------------------------------------------------------------------
@@ -311,41 +358,42 @@ class Fetcher:
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, keep: bool = False
     ) -> Fill | None:
         """Room for blocks of one extent, as much as is due to them here."""
-        borrowed = not (keep or self._upstream.keeps(obj.id, start))
-        return self._store.begin_fill(obj, start, stop, ahead=ahead, borrowed=borrowed)
+        remote_owned = self._shared and not (keep or self._upstream.keeps(obj.id, start))
+        return self._store.begin_fill(obj, start, stop, ahead=ahead, remote_owned=remote_owned)
 
     def _attached(self, opened: OpenedObject) -> CachedObject:
         obj = opened.cached
         if obj is None:
             obj = opened.cached = self._store.object(opened.id)
-            obj.refs += 1
+            obj.hold()
         return obj
 
     def _demand(
         self, opened: OpenedObject, obj: CachedObject, missing: list[int], *, bypass: bool
-    ) -> list[Flight]:
-        """The flights that bring `missing`, joined or started."""
+    ) -> list[InFlightFetch]:
+        """The fetches that bring `missing`, joined or started."""
         wanted = [] if bypass else missing
         if opened.id.size <= WHOLE_BYTES and not bypass:
             wanted = [
                 b for b in range(block_count(opened.id.size, self._block_size)) if not self._store.has(obj, b)
             ]
-        for start, stop in runs([b for b in wanted if b not in obj.flights]):
+        for start, stop in runs([b for b in wanted if b not in self.transfers.of(obj)]):
             self._start(opened.origin, obj, self._begin(obj, start, stop), ahead=False)
         for block in missing:
-            if block not in obj.flights and not self._store.has(obj, block):
+            if block not in self.transfers.of(obj) and not self._store.has(obj, block):
                 self._start(opened.origin, obj, self._store.begin_bypass(obj, block), ahead=False)
-        flights = list({id(f): f for b in missing if (f := obj.flights.get(b)) is not None}.values())
-        for flight in flights:
-            self._metrics.prefetched_late += flight.join(missing)
-        return flights
+        found = self.transfers.of(obj)
+        in_flight = list(dict.fromkeys(found[block] for block in missing if block in found))
+        for fetch in in_flight:
+            self._metrics.prefetched_late += fetch.join(missing)
+        return in_flight
 
     def _read_ahead(self, opened: OpenedObject, obj: CachedObject, offset: int, size: int, pid: int) -> None:
         policy = opened.readahead
         if policy is None:
-            policy = obj.readahead
+            policy = self._readahead.get(obj.id.digest)
             if policy is None:
-                policy = obj.readahead = Readahead(
+                policy = self._readahead[obj.id.digest] = Readahead(
                     obj.id.size, self._block_size, self._window_blocks, self._part_blocks, self._budget
                 )
             policy.users += 1
@@ -362,16 +410,17 @@ class Fetcher:
             policy.users -= 1
             if not policy.users:
                 policy.close()
-                obj.readahead = None  # the next reader is another
+                del self._readahead[obj.id.digest]  # the next reader is another
                 self._store.left_behind(obj)
 
     def _ask_ahead(self, origin: Origin, obj: CachedObject, policy: Readahead, wanted: range) -> None:
-        blocks = [b for b in wanted if b not in obj.flights and not self._store.has(obj, b)]
+        in_flight = self.transfers.of(obj)
+        blocks = [b for b in wanted if b not in in_flight and not self._store.has(obj, b)]
         # A growing window comes over two connections at least, of those to a store.
         halves = len(wanted) // 2 if len(wanted) % self._part_blocks else self._part_blocks
 
         def part(block: int) -> int:
-            if self._upstream.asks(obj.id, block):
+            if self._asks(obj.id, block):
                 return self._peer_part_blocks
             return max(1, min(self._part_blocks, halves))
 
@@ -386,36 +435,41 @@ class Fetcher:
     async def _bring_run(
         self, origin: Origin, obj: CachedObject, start: int, stop: int, *, ahead: bool, keep: bool
     ) -> int:
-        """Blocks [start, stop) of one extent, joining what is on its way. Returns the bytes fetched."""
+        """Fetch blocks [start, stop) of one extent, joining what is in flight. Returns the bytes fetched."""
         fetched = 0
         wanted = range(start, stop)
         for _ in range(ATTEMPTS * len(wanted)):
             missing = [b for b in wanted if not self._store.has(obj, b)]
             if not missing:
                 return fetched
-            joined = flight = obj.flights.get(missing[0])
-            if flight is None:
-                first, last = next(runs([b for b in missing if b not in obj.flights]))
+            joined = fetch = self.transfers.of(obj).get(missing[0])
+            if fetch is None:
+                in_flight = self.transfers.of(obj)
+                first, last = next(runs([b for b in missing if b not in in_flight]))
                 fill = self._begin(obj, first, last, ahead=ahead, keep=keep)
-                flight = self._start(origin, obj, fill, ahead=True)
-                if flight is None:
+                fetch = self._start(origin, obj, fill, ahead=True)
+                if fetch is None:
                     raise NoRoom(f"no tier takes {obj.id.key} now")
             try:
-                await flight.ended()
+                await fetch.ended()
             except trio.Cancelled:
                 if joined is None:
-                    flight.give_up()
+                    fetch.give_up()
                 raise
             if joined is None:
-                if flight.error is not None:
-                    raise flight.error if isinstance(flight.error, CachefsError) else _unexpected(flight)
-                fetched += flight.fill.landed - flight.fill.start
-                wanted = range(flight.fill.stop_block, stop)  # it began with the first that was missing
+                if fetch.error is not None:
+                    raise (fetch.error if isinstance(fetch.error, CachefsError) else _unexpected(fetch))
+                fetched += fetch.fill.landed - fetch.fill.start
+                wanted = range(fetch.fill.stop_block, stop)  # it began with the first that was missing
         raise OriginFailed(f"{obj.id.key}: its blocks vanish as fast as they come")
+
+    def _asks(self, object_id: ObjectId, block: int) -> bool:
+        """True if another node owns the block's extent."""
+        return self._shared and self._upstream.asks(object_id, block)
 
     def _part(self, object_id: ObjectId, block: int) -> int:
         """How many blocks to ask for at once, from this one on."""
-        return self._peer_part_blocks if self._upstream.asks(object_id, block) else self._part_blocks
+        return self._peer_part_blocks if self._asks(object_id, block) else self._part_blocks
 
     def _start(
         self,
@@ -426,24 +480,24 @@ class Fetcher:
         ahead: bool,
         policy: Readahead | None = None,
         straight: bool = False,
-    ) -> Flight | None:
+    ) -> InFlightFetch | None:
         """`policy` is told when it has landed. `straight`: no other node is asked."""
         if fill is None:
             return None
-        flight = Flight(self._store, obj, fill, self._token, ahead=ahead)
-        flight.elsewhere = not straight and self._upstream.asks(obj.id, fill.start_block)
+        fetch = InFlightFetch(self._store, self.transfers, obj, fill, self._token, ahead=ahead)
+        fetch.elsewhere = not straight and self._asks(obj.id, fill.start_block)
         misses = self._metrics.ledger.misses
         misses.fetched(obj.id)
-        if not flight.elsewhere:
+        if not fetch.elsewhere:
             misses.asked(obj.id.digest, fill.start_block // BLOCKS_PER_EXTENT, "store")
         if ahead:
             self._metrics.prefetched += fill.stop_block - fill.start_block
             self._ahead_bytes += fill.stop - fill.start
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
-        contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, flight, origin, policy)
-        self.flights += 1
-        return flight
+        contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch, origin, policy)
+        self.in_flight_fetches += 1
+        return fetch
 
     @property
     def heap_bytes(self) -> int:
@@ -452,42 +506,42 @@ class Fetcher:
 
     def _disk_down(self, tier: Tier) -> None:
         """What is being written to this tier comes another way: its readers do not wait for it any more."""
-        for flight in list(self._flying):
-            if isinstance(flight.fill, TierFill) and flight.fill.tier is tier:
-                flight.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
+        for fetch in list(self._flying):
+            if isinstance(fetch.fill, TierFill) and fetch.fill.tier is tier:
+                fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
-    async def _fly(self, flight: Flight, origin: Origin, policy: Readahead | None) -> None:
-        obj, fill, object_id = flight.object, flight.fill, flight.object.id
-        self._flying.add(flight)
+    async def _fly(self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None) -> None:
+        obj, fill, object_id = fetch.object, fetch.fill, fetch.object.id
+        self._flying.add(fetch)
         try:
-            await flight.run(self._upstream, origin, object_id, self._heap_slots if fill.kept else None)
+            peers = partial(self._upstream.read, object_id, origin) if fetch.elsewhere else None
+            await fetch.run(origin, peers, self._heap_slots if fill.kept else None)
         finally:
-            self._flying.discard(flight)
-            self.flights -= 1
-            if flight.ahead:
+            self._flying.discard(fetch)
+            self.in_flight_fetches -= 1
+            if fetch.ahead:
                 self._ahead_bytes -= fill.stop - fill.start
             if policy is not None:
                 policy.under_way -= fill.stop_block - fill.start_block
-        error = flight.error
+        error = fetch.error
         if error is not None and not isinstance(error, CachefsError | FillClosed):
             log.error("transfer of %s failed unexpectedly", object_id.key, exc_info=error)
         if error is None and policy is not None and (wanted := policy.landed()):
             self._ask_ahead(origin, obj, policy, wanted)
-        self._store.rest(obj)
 
     async def _collect(
-        self, obj: CachedObject, flights: list[Flight], offset: int, size: int
+        self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int
     ) -> Buffer | None:
         """The bytes, from transfers that have passed them and from blocks that exist; None when some are in neither."""
-        if len(flights) == 1 and (whole := flights[0].read(offset, size)) is not None:
+        if len(in_flight) == 1 and (whole := in_flight[0].read(offset, size)) is not None:
             return whole
         parts: list[Buffer] = []
         at, end = offset, offset + size
         while at < end:
             length = min(end, (at // self._block_size + 1) * self._block_size) - at
             data: Buffer | None = self._store.read_now(obj, at, length, count=False)
-            for flight in flights:
-                data = data if data is not None else flight.read(at, length)
+            for fetch in in_flight:
+                data = data if data is not None else fetch.read(at, length)
             if data is None:
                 data = await self._store.read(obj, at, length, count=False)
             if data is None:
@@ -496,20 +550,20 @@ class Fetcher:
             at += length
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _raise_failure(self, opened: OpenedObject, flights: list[Flight]) -> None:
-        for flight in flights:
-            error = flight.error
+    def _raise_failure(self, opened: OpenedObject, in_flight: list[InFlightFetch]) -> None:
+        for fetch in in_flight:
+            error = fetch.error
             if error is None or isinstance(error, NoRoom):
                 continue  # the next attempt takes another tier, or the heap
             if isinstance(error, ObjectChanged):
                 raise error
-            if flight.ahead:
-                continue  # nobody had asked for it; the reader's own attempt decides
+            if fetch.ahead:
+                continue  # it began without a reader; the reader's own attempt decides
             if isinstance(error, CachefsError):
                 opened.failed(error)
                 raise error
-            raise _unexpected(flight) from error
+            raise _unexpected(fetch) from error
 
 
-def _unexpected(flight: Flight) -> OriginFailed:
-    return OriginFailed(f"{flight.object.id.key}: unexpected {type(flight.error).__name__}")
+def _unexpected(fetch: InFlightFetch) -> OriginFailed:
+    return OriginFailed(f"{fetch.object.id.key}: unexpected {type(fetch.error).__name__}")

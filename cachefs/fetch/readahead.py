@@ -57,8 +57,9 @@ class Stream:
 
 
 class Readahead:
-    """For one object of `size` bytes; windows in blocks of `block_size`, at most `max_blocks`. Full windows move on in parts
-    of `part_blocks`. `under_way` is the asker's: how many of the blocks named have not landed yet. `users` too."""
+    """For one object of `size` bytes; windows in blocks of `block_size`, at most `max_blocks`. Full windows move on in
+    parts of `part_blocks`. The caller counts in `under_way` the blocks named that have not landed yet, and in `users` its
+    readers."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Readahead:
         self.users = 0
 
     def observe(self, pid: int, offset: int, length: int) -> range:
-        """The blocks to have on their way after this read (its own blocks excluded); each is named once per stream."""
+        """The blocks to fetch after this read (its own blocks excluded); each is named once per stream."""
         stream = self._match(pid, offset)
         end = offset + length
         if stream is None:
@@ -116,7 +117,7 @@ class Readahead:
                 self._account(stream)
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Its last reader has gone."""
         while self._streams:
             self._budget.used -= self._streams.pop().unused
 
@@ -135,7 +136,7 @@ class Readahead:
         return stream
 
     def _weigh(self, stream: Stream) -> None:
-        """Whether it reads what it passes. Random reads may come near each other, but leave most of the way out."""
+        """Stop the window of a stream that skips most of what it passes: random reads may come near each other."""
         advance = stream.position - stream.mark
         dense = 2 * stream.covered >= advance
         if stream.hits >= 2 and dense:

@@ -1,9 +1,9 @@
-"""What this node gives to others: blocks that lie here, and those of its own that it fetches for them.
+"""Serving peers: blocks that are cached here, and blocks of this node's own extents that it fetches for them.
 
-A peer names a version and blocks of it. It gets what is mounted here and nothing else: the source must be one of ours, and
-the key below the prefix that is shown. What is missing is fetched only where this node is meant to fetch it (the owner, or
-the heir of owners that are dead), as demand, and straight from the origin: no peer is asked for the sake of
-another one that reads. Blocks are given one by one as they land, as ranges of the tiers' files.
+A request names a version and blocks of it. It gets what is mounted here and nothing else: the source must be mounted, and
+the key below the mounted prefix. What is missing is fetched only if this node is meant to fetch it (the owner, or the
+successor of owners that are dead), as demand, and straight from the origin: no third node is asked for a peer that reads.
+Blocks are given one by one as they land, as ranges of the tiers' files.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Sequence
 
 import trio
 
-from cachefs.errors import CachefsError, NoRoom, ObjectChanged
+from cachefs.base.errors import CachefsError, NoRoom, ObjectChanged
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.fetch.fetcher import ATTEMPTS, Fetcher
-from cachefs.fetch.flight import Flight
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId
+from cachefs.fetch.in_flight import InFlightFetch
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
-from cachefs.peers.protocol import Busy, NotShared, Piece
-from cachefs.peers.wire import BlockRequest
+from cachefs.peers.wire import BlockRequest, Busy, NotShared, Piece
 from cachefs.store import Shared, Store
 
 LOOKED_AT_ONCE = 1024
-"""Blocks looked up before others have a turn: about 1 ms."""
+"""Blocks looked up before other tasks run: about 1 ms."""
 
 
 class Serving:
-    """`cachefs.peers.protocol.Shares` over the store and the fetcher of this node."""
+    """`cachefs.peers.wire.Shares` over the store and the fetcher of this node."""
 
     def __init__(self, store: Store, fetcher: Fetcher, cluster: Cluster, origins: Sequence[Origin]) -> None:
         self._store = store
         self._fetcher = fetcher
+        self.transfers = fetcher.transfers
         self._cluster = cluster
         self._origins = [(origin, _directory(origin.prefix)) for origin in origins]
 
@@ -55,14 +55,16 @@ class Serving:
         return held
 
     def fetch(self, reply: Reply, blocks: range) -> None:
-        """Have them on their way. Raises `NotShared`, `Busy`."""
+        """Begin to fetch what is missing of them. Raises `NotShared`, `Busy`."""
         request, obj = reply.request, reply.object
         if all(self._store.has(obj, block) for block in blocks):
             return
         extent = request.start_block // BLOCKS_PER_EXTENT
         if not self._cluster.may_fetch(request.object.digest, extent, request.rank):
             raise NotShared("not here, and another node's to fetch")
-        self._fetcher.fetch_for_peer(reply.origin, obj, blocks, asker=reply.peer, background=reply.background)
+        self._fetcher.fetch_for_peer(
+            reply.origin, obj, blocks, requester=reply.peer, background=reply.background
+        )
 
     def _origin_of(self, version: ObjectId) -> Origin:
         for origin, directory in self._origins:
@@ -74,7 +76,7 @@ class Serving:
 
 
 class Reply:
-    """`cachefs.peers.protocol.Served`: blocks in their order. What was given is pinned until the end."""
+    """`cachefs.peers.wire.Served`: blocks in their order. What was given is pinned until `close`."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Reply:
         self.peer = peer
         self.background = background
         self.object = store.object(request.object)
-        self.object.refs += 1
+        self.object.hold()
         self._serving = serving
         self._store = store
         self._next = request.start_block
@@ -98,7 +100,7 @@ class Reply:
         self._held: list[Shared] = []
 
     def begin(self) -> None:
-        """Have all of it here or on its way."""
+        """Begin to fetch all that is missing."""
         self._serving.fetch(self, range(self._next, self.request.stop_block))
 
     def take(self) -> Piece | None:
@@ -110,9 +112,9 @@ class Reply:
         return Piece(shared.fd, shared.offset, shared.length, shared.in_ram, shared.checksum)
 
     def _ready(self, *, checked: bool = False) -> bool:
-        """Whether the next block can be given; then it is pinned."""
+        """True if the next block can be given; then it is pinned."""
         if self._shared is None:
-            self._shared = self._store.share(self.object, self._next, checked=checked, asker=self.peer)
+            self._shared = self._store.share(self.object, self._next, checked=checked, requester=self.peer)
             if self._shared is not None:
                 self._held.append(self._shared)
         return self._shared is not None
@@ -128,16 +130,16 @@ class Reply:
                 if self._ready(checked=True):
                     return
                 raise Busy("no tier takes it now")
-            flight: Flight | None = self.object.flights.get(block)
-            if flight is None or (flight.elsewhere and not self.background) or flight.fill.kept:
+            fetch = self._serving.transfers.of(self.object).get(block)
+            if fetch is None or (fetch.elsewhere and not self.background) or fetch.fill.kept:
                 self.begin()
                 continue
             if not self.background:
-                flight.join((block,))
-            await flight.landed(start + length)
-            flight.wake()
+                fetch.join((block,))
+            await fetch.landed(start + length)
+            fetch.wake()
             if not self._store.has(self.object, block):
-                _raise_failure(flight)
+                _raise_failure(fetch)
             elif self._ready():
                 return
         raise Busy("its blocks vanish as fast as they come")
@@ -146,12 +148,12 @@ class Reply:
         for shared in self._held:
             self._store.unshare(self.object, shared)
         self._held.clear()
-        self._store.release(self.object)
+        self.object.release()
 
 
-def _raise_failure(flight: Flight) -> None:
-    """In the words of the exchange."""
-    error = flight.error
+def _raise_failure(fetch: InFlightFetch) -> None:
+    """Raise its error as one of the peer protocol's."""
+    error = fetch.error
     if isinstance(error, ObjectChanged):
         raise error
     if isinstance(error, NoRoom):

@@ -1,10 +1,10 @@
-"""The rung of the ladder between this node's store and the origin: the node that owns the extent, or its heir.
+"""The rung of the ladder between this node's store and the origin: the node that owns the extent, or its successor.
 
 A peer delivers whole, checked blocks into the same fill that the origin would write to, so whatever goes wrong with it, the
-next one, and at last the origin, goes on where it stopped. A reply that breaks off after some blocks is asked for anew: an
-owner that has to wait for the store itself breaks off rather than be silent.
+next one, and at last the origin, goes on where it stopped. If a reply breaks off after some blocks, the same peer is asked
+again: an owner that has to wait for the origin breaks off rather than be silent.
 
-Demand goes before what nobody waits for here, too: to each peer there is a gate like the one in front of the store.
+Demand goes before prefetch here, too: each peer has an admission gate like the one in front of the origin.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from cachefs.errors import CachefsError
+from cachefs.base.errors import CachefsError
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.fetch.comparing import Comparing
-from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.origin import Origin
-from cachefs.origin.gate import Gate, Turn
+from cachefs.origin.gate import Gate, Ticket
 from cachefs.origin.limiter import Concurrency
 from cachefs.peers.client import CONNECTIONS_PER_PEER
 from cachefs.peers.cluster import Asked, Cluster
-from cachefs.peers.protocol import PeerFailed
+from cachefs.peers.wire import PeerFailed
 from cachefs.store import Fill
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ Here = Callable[[int, int], Awaitable[None]]
 
 
 class Upstream:
-    """The peers as the ladder sees them; without a cluster, nobody. On the trio thread only."""
+    """The peers as the ladder sees them; without a cluster, none. On the trio thread only."""
 
     def __init__(self, metrics: Metrics, cluster: Cluster | None = None) -> None:
         self.cluster = cluster
@@ -48,15 +48,15 @@ class Upstream:
         self._gates: dict[str, Gate] = {}
 
     def keeps(self, object_id: ObjectId, block: int) -> bool:
-        """Whether this node keeps what it has of the block's extent, rather than another one."""
+        """True if this node keeps the block's extent, as an owner or because there is no cluster."""
         return self.cluster is None or self.cluster.keeps(object_id.digest, block // BLOCKS_PER_EXTENT)
 
     def asks(self, object_id: ObjectId, block: int) -> bool:
-        """Whether another node is the owner of the block's extent."""
+        """True if another node owns the block's extent."""
         extent = block // BLOCKS_PER_EXTENT
         return self.cluster is not None and self.cluster.owner(object_id.digest, extent) is not None
 
-    async def read(self, object_id: ObjectId, fill: Fill, turn: Turn, origin: Origin) -> None:
+    async def read(self, object_id: ObjectId, origin: Origin, fill: Fill, ticket: Ticket) -> None:
         """As much of the fill as peers deliver; what is missing then is the origin's. Raises what the fill raises."""
         if self.cluster is None:
             return
@@ -66,7 +66,7 @@ class Upstream:
             more = True
             while more:
                 before = fill.landed
-                more = await self._some(asked, object_id, fill, turn, origin.transfer_rate)
+                more = await self._some(asked, object_id, fill, ticket, origin.transfer_rate)
                 if self.comparing is not None:
                     await self.comparing.received(asked, origin, object_id, fill, before)
                 if more and fill.landed == fill.stop:
@@ -76,16 +76,16 @@ class Upstream:
             self._metrics.peer_misses += fill.stop_block - fill.landed // fill.block_size
 
     async def _some(
-        self, asked: Asked, object_id: ObjectId, fill: Fill, turn: Turn, origin_rate: float
+        self, asked: Asked, object_id: ObjectId, fill: Fill, ticket: Ticket, origin_rate: float
     ) -> bool:
-        """Ask once. Whether to go on with this one: it delivered something and did not fail."""
+        """Ask one peer once. True if it delivered something and did not fail: go on with it."""
         assert self.cluster is not None
         name, before = asked.member.name, fill.landed
         since = trio.current_time()
-        patience_s = math.inf if turn.background else self.cluster.patience_s
-        async with self._place(name, turn, patience_s) as admitted:
+        patience_s = math.inf if ticket.background else self.cluster.patience_s
+        async with self._place(name, ticket, patience_s) as admitted:
             if not admitted or self.cluster.failed_since(asked, since):
-                return False  # the second: others have learnt that while this one waited
+                return False  # it failed for another fetch while this one waited
             try:
                 await self.cluster.read(
                     *(asked, object_id, before, fill.stop, fill),
@@ -109,7 +109,7 @@ class Upstream:
     def kept_here(
         self, object_id: ObjectId, start: int, stop: int, block_size: int
     ) -> Iterator[tuple[int, int, bool]]:
-        """[start, stop) in pieces of one or more extents, and whether this node keeps each."""
+        """[start, stop) in pieces of one or more extents: (start, stop, True if this node keeps it)."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         while start < stop:
             kept, end = self.keeps(object_id, start // block_size), start
@@ -119,9 +119,9 @@ class Upstream:
             start = end
 
     async def bring(self, object_id: ObjectId, start: int, stop: int, block_size: int, here: Here) -> int:
-        """Have those who keep the extents of [start, stop) fetch them: as many nodes as there are replicas, in the ring's
-        order, past those that do not bring it. `here` is awaited for this node's own turn, and for what nobody brings.
-        Returns the bytes that only others were brought. Raises what `here` raises."""
+        """Have the nodes that keep the extents of [start, stop) fetch them: as many as there are replicas, in the ring's
+        order, past those that fail to. `here` is awaited for extents that this node keeps, and for those that no node
+        brings. Returns the bytes that only other nodes fetched. Raises what `here` raises."""
         extent_bytes = BLOCKS_PER_EXTENT * block_size
         first = start // extent_bytes * extent_bytes
         cuts = [max(start, first), *range(first + extent_bytes, stop, extent_bytes), stop]
@@ -155,7 +155,7 @@ class Upstream:
     async def _bring_part(
         self, cluster: Cluster, object_id: ObjectId, start: int, stop: int, extent_bytes: int, here: Here
     ) -> bool:
-        """Whether it has been brought here, too."""
+        """Fetch one extent on its nodes. True if this node has fetched it, too."""
         copies, came = 0, False
         for asked in cluster.keepers(object_id.digest, start // extent_bytes):
             if asked.member.name in cluster.membership.own:
@@ -163,7 +163,7 @@ class Upstream:
                 came = True
             else:
                 try:
-                    async with self._place(asked.member.name, Turn(background=True)):
+                    async with self._place(asked.member.name, Ticket(background=True)):
                         await cluster.bring(asked, object_id, start, stop)
                 except PeerFailed as exc:
                     log.debug("a peer does not bring %s from %d on: %s", object_id.key, start, exc)
@@ -175,24 +175,24 @@ class Upstream:
             await here(start, stop)
         return came or not copies
 
-    async def greet(self) -> list[str]:
-        """Learn which of the others are there. Those that are not, for people."""
-        return await self.cluster.greet() if self.cluster is not None else []
+    async def probe(self) -> list[str]:
+        """Ask every member whether it is there. Returns those that are not, for people."""
+        return await self.cluster.probe() if self.cluster is not None else []
 
     @asynccontextmanager
-    async def _place(self, name: str, turn: Turn, patience_s: float = math.inf) -> AsyncIterator[bool]:
-        """Whether there was one in time; it is given back at the end."""
+    async def _place(self, name: str, ticket: Ticket, patience_s: float = math.inf) -> AsyncIterator[bool]:
+        """Enter the peer's gate within `patience_s`. Yields False if there was no place in time."""
         gate = self._gates.get(name)
         if gate is None:
             gate = self._gates[name] = Gate(Concurrency(CONNECTIONS_PER_PEER))
         with trio.move_on_after(patience_s) as waiting:
-            await gate.enter(turn)
+            await gate.enter(ticket)
         if waiting.cancelled_caught:
             yield False
             return
         try:
             yield True
         finally:
-            gate.leave(turn)
+            gate.leave(ticket)
             if not gate.in_flight and not len(gate.line):
                 self._gates.pop(name, None)

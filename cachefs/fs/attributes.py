@@ -58,9 +58,24 @@ class Space:
     name_max: int
 
 
+@dataclass(slots=True)
+class Ttls:
+    """How long names and attributes of one volume may be used without asking, in seconds; may be changed at any time.
+    Infinity never asks again. `revalidate`: each open asks the origin."""
+
+    ttl: float = 60.0
+    negative_ttl: float = 5.0
+    revalidate: bool = False
+
+    @property
+    def strict(self) -> bool:
+        """Every name of a path walk is asked for: what the walk was told a moment ago need not be asked again."""
+        return self.revalidate and not self.ttl
+
+
 @dataclass(frozen=True)
 class Options:
-    """How the tree looks and how long it is believed. Modes are permission bits; TTLs are seconds."""
+    """How the tree looks, and the TTLs (in seconds) of volumes that have none of their own. Modes are permission bits."""
 
     uid: int = 0
     gid: int = 0
@@ -70,3 +85,8 @@ class Options:
     negative_ttl: float = 5.0
     revalidate_at_open: bool = False
     immutable: bool = False
+
+    @property
+    def ttls(self) -> Ttls:
+        ttl = float("inf") if self.immutable else self.metadata_ttl
+        return Ttls(ttl, self.negative_ttl, self.revalidate_at_open)

@@ -1,4 +1,6 @@
-"""Names that come, go and move: at the store first, then here, as the store's answer would be written."""
+"""Names that come, go and move: at the store first, then here, as the store's answer would be written.
+
+The caller has claimed the names (`NameLocks`)."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     AlreadyExists,
     CrossDevice,
     Invalid,
@@ -17,19 +19,19 @@ from cachefs.errors import (
     NotFound,
     NotPermitted,
 )
-from cachefs.fs.drafts import check_key, check_name, writable
+from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.keys import name_in
+from cachefs.fs.local_changes import is_below
 from cachefs.fs.moving import Moving
-from cachefs.fs.overlay import is_below
 from cachefs.fs.tree import Directory, Found
-from cachefs.origin.writing import InMemory
+from cachefs.origin import InMemory
 
 if TYPE_CHECKING:
     from cachefs.fs.files import OpenFiles
-    from cachefs.fs.kept import Kept
     from cachefs.fs.listing import Lister
-    from cachefs.fs.looking import Looker
-    from cachefs.fs.overlay import Node, Overlay
+    from cachefs.fs.local_changes import LocalChanges, Node
+    from cachefs.fs.lookup import Looker
+    from cachefs.fs.overrides import Overrides
     from cachefs.fs.tree import Tree
     from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
@@ -46,16 +48,16 @@ class Changing:
         looker: Looker,
         lister: Lister,
         files: OpenFiles,
-        overlay: Overlay,
-        kept: Kept,
+        local_changes: LocalChanges,
+        kept: Overrides,
         writer: Writer,
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._lister = lister
-        self._overlay = overlay
+        self._local_changes = local_changes
         self._kept = kept
-        self._moving = Moving(tree, lister, files, overlay, kept, writer)
+        self._moving = Moving(tree, lister, files, local_changes, kept, writer)
 
     async def recover(self, origins: Sequence[Origin]) -> None:
         """Finish the renames that a daemon died in."""
@@ -71,10 +73,10 @@ class Changing:
         marker = directory.prefix + name.decode() + "/"
         check_key(origin, len(marker.encode()))
         await origin.put(marker, InMemory(b""), 0)
-        ino = await self._overlay.is_directory(directory, name)
+        ino = await self._local_changes.is_directory(directory, name)
         made = self._tree.directory(ino)
         await self._lister.is_empty(made)
-        self._overlay.touch(made)
+        self._local_changes.touch(made)
         return await self._found(directory, name)
 
     async def rmdir(self, directory: Directory, name: bytes) -> None:
@@ -87,12 +89,12 @@ class Changing:
             raise NotPermitted(f"{name.decode()} is a source of the mount")
         await self._must_be_empty(origin, inside)
         await origin.delete(inside.prefix)
-        await self._overlay.gone(directory, name)
+        await self._local_changes.gone(directory, name)
         await self._lister.erase(found.ino)
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
         """By what is written here and by the store's own word. Hidden keys count."""
-        if self._overlay.below(directory):
+        if self._local_changes.below(directory):
             raise NotEmpty(f"{directory.prefix} has files in it")
         page = await origin.list_page(directory.prefix, limit=2)
         if page.prefixes or any(info.key != directory.prefix for info in page.objects):
@@ -105,7 +107,7 @@ class Changing:
         found = await self._found(directory, name)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-        node = self._overlay.at(directory, name)
+        node = self._local_changes.at(directory, name)
         if node is None or node.stored:
             await self._mark_last(origin, directory, name)
         key = directory.prefix + name.decode()
@@ -114,21 +116,21 @@ class Changing:
         else:
             async with node.lock:
                 delete = partial(self._delete, origin, key, node) if node.stored else None
-                await self._overlay.remove(node, replaced=False, instead=delete)
-        await self._overlay.gone(directory, name)
+                await self._local_changes.remove(node, replaced=False, instead=delete)
+        await self._local_changes.gone(directory, name)
         self._kept.put(found.ino, "", {})
-        if node is not None and node.draft is not None and node.draft.conflicts:
+        if node is not None and node.dirty_file is not None and node.dirty_file.conflicts:
             with suppress(NotFound):
-                await self._overlay.is_file(directory, name, await origin.head(key))
+                await self._local_changes.is_file(directory, name, await origin.head(key))
 
     async def _delete(self, origin: Origin, key: str, node: Node) -> None:
-        """What was refused because of somebody else's object goes alone."""
-        if node.draft is None or not node.draft.conflicts:
+        """What was refused because of another client's object goes alone."""
+        if node.dirty_file is None or not node.dirty_file.conflicts:
             await origin.delete(key)
 
     async def _mark_last(self, origin: Origin, directory: Directory, name: bytes) -> None:
         """A directory that exists by its last key alone gets a marker before that goes: it must not vanish from under
-        those who work in it, here or on other nodes. One PUT, and only then."""
+        processes that work in it, here or on other nodes. One PUT, and only then."""
         if directory.is_top or directory.marked:
             return
         rows = self._tree.scan(directory, b"", 2)

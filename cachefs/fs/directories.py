@@ -2,7 +2,7 @@
 
 A cookie is the lower part of the inode number of the name it stands behind: it needs no memory, holds for every handle
 and after a restart, and can be sought to. A handle that began on a complete listing reads what is there, whatever is
-listed anew meanwhile; one that began on a running listing gives out a name once it is decided and waits for the next page
+listed again meanwhile; one that began on a running listing gives out a name once it is decided and waits for the next page
 when it has caught up. It never ends before the listing did.
 """
 
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cachefs.errors import OriginFailed, Unreachable, Unsupported
+from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
+from cachefs.base.ledger import about
 from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
 from cachefs.fs.keys import name_in
 from cachefs.fs.listing import AHEAD
 from cachefs.fs.tree import Directory, inode_of
-from cachefs.ledger import about
 
 if TYPE_CHECKING:
-    from cachefs.fs.beliefs import Beliefs
+    from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
     from cachefs.fs.rows import Row
     from cachefs.fs.tree import Tree
@@ -47,10 +47,10 @@ class DirectoryHandle:
 
 class DirectoryReader:
     def __init__(
-        self, tree: Tree, beliefs: Beliefs, lister: Lister, clock: Callable[[], float], shape: Shape
+        self, tree: Tree, freshness: Freshness, lister: Lister, clock: Callable[[], float], shape: Shape
     ) -> None:
         self._tree = tree
-        self._beliefs = beliefs
+        self._freshness = freshness
         self._lister = lister
         self._clock = clock
         self._shape = shape
@@ -88,10 +88,10 @@ class DirectoryReader:
         return handle.chunk[:limit] if more else []
 
     def _begin(self, directory: Directory) -> int:
-        """The generation that a reader who begins now may believe; its listing is under way if it is not complete."""
+        """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
         now = self._clock()
-        horizon = self._beliefs.horizon(now, now)
-        whole = self._beliefs.whole(directory)
+        horizon = self._freshness.horizon(directory, now, now)
+        whole = self._freshness.whole(directory)
         if whole is not None and whole[1] >= horizon:
             return whole[0]
         if directory.complete and directory.origin is not None and directory.origin.serves_stale:
@@ -130,8 +130,12 @@ class DirectoryReader:
         directory, generation = handle.directory, handle.generation
         rows = [(mark, row) for mark, row in rows if row.generation >= generation]
         files = [mark for mark, _ in rows if not mark.endswith(b"/")]
-        twins = self._tree.twins(directory, files)
-        hidden = {f for f, twin in zip(files, twins, strict=True) if twin and twin.generation >= generation}
+        as_directories = self._tree.as_directories(directory, files)
+        hidden = {
+            f
+            for f, dir_row in zip(files, as_directories, strict=True)
+            if dir_row and dir_row.generation >= generation
+        }
         now = self._clock()
         entries: list[Entry] = []
         for mark, row in rows:
@@ -140,10 +144,10 @@ class DirectoryReader:
             name = name_in(mark)
             ino = inode_of(directory, name, row)
             ttl = 0.0
-            if row.known and not self._beliefs.is_doubted(ino):
-                cover = self._beliefs.coverage(directory, name)
+            if row.known and not self._freshness.is_doubted(ino):
+                cover = self._freshness.coverage(directory, name)
                 if cover is not None and row.generation >= cover[0]:
-                    ttl = max(0.0, min(cover[1] + self._beliefs.ttl - now, FOREVER))
+                    ttl = max(0.0, min(cover[1] + directory.ttls.ttl - now, FOREVER))
             attributes = self._shape(ino, mark.endswith(b"/"), row)
             entries.append(Entry(name, attributes, ino & LOW_MASK, ttl))
         return entries

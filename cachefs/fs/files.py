@@ -6,10 +6,11 @@ is shown under another number, an *alias*, made for that version alone. When the
 name is shown under its own number again, and the first open tells the kernel to drop the pages it has of it.
 
 Another law is the kernel's own: all handles that are open under one number are served in one way, either from its page
-cache or from a file of ours that it was lent (`Backing`; all of them share that one). So the first handle decides.
+cache or from a backing file of ours (`Backing`; all of them share that one). So the first handle decides.
 
-What is written here is a version, too, from its first change to the moment when the store has it (`cachefs.fs.overlay`): all
-handles under the number turn to it together. A file that is lent cannot turn, so who wants to write it gets an alias.
+What is written here is a version, too, from its first change to the moment when the store has it
+(`cachefs.fs.local_changes`): all handles under the number turn to it together. A file in passthrough cannot turn, so a
+process that wants to write it gets an alias.
 
 A file that was moved keeps its number as long as the mount lives, since the kernel goes on using it: the number of its new
 path is shown as that one.
@@ -24,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
-from cachefs.errors import NotFound, ObjectChanged
+from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.fs.inodes import FIRST_ALIAS, alias_of, next_alias
 
 if TYPE_CHECKING:
-    from cachefs.fs.overlay import Node
+    from cachefs.base.names import ObjectId
+    from cachefs.fs.local_changes import Node
     from cachefs.fs.reader import Backing, Reader
-    from cachefs.names import ObjectId
     from cachefs.origin import Origin
 
 CHANGES_REMEMBERED = 65_536
@@ -45,23 +46,23 @@ NOT_OPENED = float("inf")
 
 ALIASES_REMEMBERED = 16_384
 """Aliases, about 300 bytes each. Guessed: more than the files that change while they are open. Beyond it the oldest are
-looked up anew; a handle that is still open under one can be read, but not looked at (fstat)."""
+looked up again; a handle that is still open under one can be read, but not looked at (fstat)."""
 
 
 NUMBERS_KEPT = 16_384
-"""Moved files that keep their numbers, about 200 bytes each. Guessed; beyond it the oldest are looked up anew."""
+"""Moved files that keep their numbers, about 200 bytes each. Guessed; beyond it the oldest are looked up again."""
 
 NOWHERE = 0
 """Where a number leads that was kept for a file which is gone. No path has it."""
 
 LARGE = 4 << 20
-"""Opens of larger files are always told: each costs more than the telling. Borrowed from what is fetched in one GET."""
+"""Opens of larger files are always reported: each costs more than the report. Borrowed from what is fetched in one GET."""
 
-LendHook = Callable[[Any], bool]
+PassthroughHook = Callable[[Any], bool]
 """Tells the kernel of a file that it may read by itself; whether it took it."""
 
 OpenHook = Callable[[int, int, "Origin", "ObjectId", bool], None]
-"""(ino, pid, origin, object, lent): a file was opened; lent says that it is whole, and read by the kernel itself. Never
+"""(ino, pid, origin, object, passthrough): a file was opened; passthrough says that the kernel reads it itself. Never
 raises."""
 
 
@@ -73,8 +74,9 @@ class _EveryFile:
 EVERY_FILE: Container[bytes] = _EveryFile()
 
 
-DRAFT = -1
-"""The size of a handle that reads a draft: so every read of it looks like one behind the end, and others pay nothing."""
+DIRTY_FILE = -1
+"""The size of a handle that reads a dirty file: so every read of it looks like one behind the end, and others pay
+nothing."""
 
 
 class FileHandle:
@@ -115,8 +117,9 @@ class FileHandle:
 
 class OpenFiles:
     def __init__(self, reader: Reader, clock: Callable[[], float], moved: dict[int, int]) -> None:
-        self.on_lend: LendHook | None = None
-        # Who wants to hear of opens; and the digests of small lent files, the fast path, whose opens are worth a call.
+        self.on_passthrough: PassthroughHook | None = None
+        # The hook that hears of opens; and the digests of small files in passthrough, the fast path, whose opens are worth a
+        # call.
         self.on_open: OpenHook | None = None
         self.awaited: Container[bytes] = frozenset()
         self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
@@ -130,7 +133,7 @@ class OpenFiles:
         self._changed: dict[int, float] = {}  # until when an open makes the kernel drop its pages
         self._moved = moved  # number that the kernel uses → number of the path
         self._owns: dict[int, int] = {}  # the other way round
-        self._apart: set[int] = set()  # open, and no number for anybody else: lent, or removed
+        self._apart: set[int] = set()  # open, and not to be opened again: in passthrough, or removed
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -161,9 +164,9 @@ class OpenFiles:
             if others is None:
                 if stable not in self._under_alias:
                     return own
-                # The one who reads a draft leads to it, and nobody else does.
-                draft = self._open_alias(stable, etag, size)
-                return draft.ino if draft is not None and draft.size == DRAFT else own
+                # Only a reader of a dirty file leads to it.
+                dirty_file = self._open_alias(stable, etag, size)
+                return dirty_file.ino if dirty_file is not None and dirty_file.size == DIRTY_FILE else own
             held = others[0].object
             if held.etag == etag and held.size == size and own not in self._apart:
                 return own
@@ -247,7 +250,7 @@ class OpenFiles:
         self, ino: int, origin: Origin, obj: ObjectId, pid: int, *, writes: bool = False
     ) -> tuple[int, bool, int]:
         """A handle, whether pages the kernel has of this inode are of this version, and the kernel's number of the file it
-        is to read instead of asking (0: none). What is opened for writing is not lent.
+        is to read instead of asking (0: none). What is opened for writing is not read in passthrough.
 
         Pages cannot be older than the mount, and every change since is noted, so "not noted" means they are. Raises
         `ObjectChanged` when handles of another version are open under this number."""
@@ -257,12 +260,12 @@ class OpenFiles:
             raise ObjectChanged(f"{obj.key} is open in an older version: look it up again")
         if writes and others is not None and others[0].backing is not None:
             self._apart.add(ino)
-            raise ObjectChanged(f"{obj.key} is lent to the kernel: look it up again to write it")
+            raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
         keep = not self._changed or self._keep(ino)
         opened = self._reader.open(origin, obj)
         backing = None
-        if self.on_lend is not None and not writes and not (self._apart and self._is_apart(ino)):
-            backing = self._lend(opened) if others is None else self._lend_again(others[0])
+        if self.on_passthrough is not None and not writes and not (self._apart and self._is_apart(ino)):
+            backing = self._open_backing(opened) if others is None else self._reopen_backing(others[0])
         stable = self.stable(ino) if self._moved or ino >= FIRST_ALIAS else ino
         fh = self._add(FileHandle(ino, stable, obj, opened, pid, backing), others)
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
@@ -271,23 +274,23 @@ class OpenFiles:
 
     def decides(self, ino: int) -> bool:
         """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
-        return self.on_lend is not None and ino not in self._by_ino
+        return self.on_passthrough is not None and ino not in self._by_ino
 
     def _is_apart(self, ino: int) -> bool:
         return self.own(self.stable(ino)) in self._apart
 
-    def open_draft(self, ino: int, version: ObjectId, pid: int) -> tuple[int, bool, int]:
-        """A handle of what is being written here, which the overlay attaches."""
+    def open_dirty_file(self, ino: int, version: ObjectId, pid: int) -> tuple[int, bool, int]:
+        """A handle of what is being written here, which `LocalChanges` attaches."""
         others = self._by_ino.get(ino)
         if others is not None and others[0].object != version:
             raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
         keep = self._keep(ino)
-        backing = None if others is None else self.lent(others)
+        backing = None if others is None else self.backing_of(others)
         fh = self._add(FileHandle(ino, self.stable(ino), version, None, pid, backing), others)
         return fh, keep, 0 if backing is None else backing.id
 
     @staticmethod
-    def lent(handles: list[FileHandle]) -> Backing | None:
+    def backing_of(handles: list[FileHandle]) -> Backing | None:
         """The file that the kernel has for these."""
         return next((handle.backing for handle in handles if handle.backing is not None), None)
 
@@ -324,23 +327,23 @@ class OpenFiles:
             self._aliases[ino] = (self._aliases[ino][0], version.etag, version.size)
         for handle in self._by_ino.get(ino, ()):
             handle.object = version
-            if reopen is not None and handle.backing is None and handle.size != DRAFT:
+            if reopen is not None and handle.backing is None and handle.size != DIRTY_FILE:
                 handle.former = (*handle.former, handle.opened)
                 handle.opened = self._reader.open(reopen, version)
 
-    def _lend(self, opened: Any) -> Backing | None:
-        backing = self._reader.lend_now(opened)
+    def _open_backing(self, opened: Any) -> Backing | None:
+        backing = self._reader.open_backing(opened)
         if backing is None or backing.id:
             return backing
-        assert self.on_lend is not None
-        if self.on_lend(backing):
+        assert self.on_passthrough is not None
+        if self.on_passthrough(backing):
             return backing
-        self._reader.give_back(backing)
+        self._reader.release_backing(backing)
         return None
 
-    def _lend_again(self, other: FileHandle) -> Backing | None:
+    def _reopen_backing(self, other: FileHandle) -> Backing | None:
         if other.backing is not None:
-            self._reader.lend_again(other.backing)
+            self._reader.reopen_backing(other.backing)
         return other.backing
 
     def get(self, fh: int) -> FileHandle:
@@ -373,8 +376,8 @@ class OpenFiles:
         _remove(self._by_ino, handle.ino, handle)
         if handle.ino >= FIRST_ALIAS:
             _remove(self._under_alias, handle.stable, handle)
-        if handle.backing is not None and handle.size != DRAFT:
-            self._reader.give_back(handle.backing)
+        if handle.backing is not None and handle.size != DIRTY_FILE:
+            self._reader.release_backing(handle.backing)
         if handle.opened is not None:
             self._reader.close(handle.opened)
         for opened in handle.former:

@@ -1,7 +1,7 @@
-"""The filesystem as the kernel's front asks for it.
+"""The filesystem as a FUSE backend calls it.
 
 `*_now` are the synchronous forms of what is usually known: they return None (or leave a read to `read`) when one would
-have to wait. Everything else is delegation: names to `looking`, directories to `directories`, bytes to the `Reader`.
+have to wait. Everything else is delegation: names to `lookup`, directories to `directories`, bytes to the `Reader`.
 
 Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
 given out. So `forget` has nothing to do, and nothing can leak. The exception are aliases (`files`): few, and bounded.
@@ -13,32 +13,33 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
+from functools import partial
 from typing import Any
 
 import trio
 
-from cachefs.database import Database
-from cachefs.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
+from cachefs.base.database import Database
+from cachefs.base.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.fs import xattrs
 from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attributes, Entry, Options, Space
-from cachefs.fs.beliefs import BURST_S, Beliefs
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
-from cachefs.fs.files import DRAFT, FileHandle, LendHook, OpenFiles, OpenHook
+from cachefs.fs.files import DIRTY_FILE, FileHandle, OpenFiles, OpenHook, PassthroughHook
+from cachefs.fs.freshness import Freshness
 from cachefs.fs.inodes import FIRST_ALIAS, ROOT
 from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in
 from cachefs.fs.listing import Lister
-from cachefs.fs.looking import Looker
+from cachefs.fs.lookup import Looker
 from cachefs.fs.reader import Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import PINNED, Row
-from cachefs.fs.survey import Survey, object_of
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
-from cachefs.fs.writer import Draft, Writer
+from cachefs.fs.tree_queries import TreeQueries, object_of
+from cachefs.fs.writer import DirtyFile, Writer
 from cachefs.fs.writes import Writes
 from cachefs.fs.writing import Writing
 from cachefs.fs.xattrs import NoAttribute
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
 from cachefs.origin import Origin
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
@@ -77,35 +78,32 @@ class FileSystem(Writes):
         wall = clock or time.time
         self._clock = clock = clock or clock_of(database)
         self._reader = reader
-        self._tree = Tree(database, volumes, clock)
-        ttl = float("inf") if options.immutable else options.metadata_ttl
-        # Strict, every name of a path walk comes by: what the walk was told a moment ago need not be asked again.
-        self._strict = options.revalidate_at_open and not ttl
-        self._beliefs = Beliefs(
-            self._tree, clock, ttl, options.negative_ttl, BURST_S if self._strict else 0.0
-        )
-        self._lister = Lister(self._tree, self._beliefs, metrics, clock, self._changed)
-        self._looker = Looker(self._tree, self._beliefs, self._lister, metrics, clock, self._changed)
-        self._directories = DirectoryReader(self._tree, self._beliefs, self._lister, clock, self._shape)
+        self._tree = Tree(database, volumes, clock, options.ttls)
+        self._freshness = Freshness(self._tree, clock)
+        self._lister = Lister(self._tree, self._freshness, metrics, clock, self._changed)
+        self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
+        self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, clock, self._tree.moved)
-        self.survey = Survey(self._tree, self._beliefs, self._looker, self._directories, self._locate)
-        known = (self._tree, self._beliefs, self._lister, clock)
+        self.tree_queries = TreeQueries(
+            self._tree, self._freshness, self._looker, self._directories, self._locate
+        )
+        known = (self._tree, self._freshness, self._lister, clock)
         self._refreshing = Refreshing(*known, self._forget_warm, self._tell, lambda: self.told())
         self._writing = None
         if writer is not None:
-            parts = (self._tree, self._beliefs, self._looker, self._lister, self._files)
+            parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
             self._writing = Writing(*parts, writer, options, clock, wall, self._forget_warm)
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
-        # What lately opened files are, and until when that is believed. Dropped whole on any news.
+        # What lately opened files are, and until when that is fresh. Dropped whole on any news.
         self._warm: dict[int, tuple[float, Origin, ObjectId]] = {}
         self._file_mode = stat.S_IFREG | options.file_mode
         self._dir_mode = stat.S_IFDIR | options.dir_mode
 
-    def lend_to(self, kernel: LendHook) -> None:
+    def enable_passthrough(self, kernel: PassthroughHook) -> None:
         """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""
-        self._files.on_lend = kernel
-        self._reader.lends = True
+        self._files.on_passthrough = kernel
+        self._reader.passthrough = True
 
     def never_opened(self) -> None:
         """The kernel opens files without asking: whatever changes is shown under another number from then on."""
@@ -114,7 +112,7 @@ class FileSystem(Writes):
     def watch_opens(
         self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()
     ) -> tuple[OpenHook | None, Container[bytes]]:
-        """From now on `hook` hears of every open but those of small files that were lent, which are the fast path; of these,
+        """From now on `hook` hears of every open but those of small files in passthrough, which are the fast path; of these,
         of those whose digest is in `awaited` (`EVERY_FILE`: of all). One hook at a time: returns the one before."""
         before = self._files.on_open, self._files.awaited
         self._files.on_open, self._files.awaited = hook, awaited
@@ -143,8 +141,8 @@ class FileSystem(Writes):
         directory, mark = self._locate(ino)
         name = name_in(mark)
         found = self._looker.now(directory, name)
-        if found is None and self._strict:
-            found = self._beliefs.recent(directory, name) or self._opened(directory, name, ino)
+        if found is None and directory.ttls.strict:
+            found = self._freshness.recent(directory, name) or self._opened(directory, name, ino)
         return None if found is None else self._known(ino, found)
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
@@ -169,12 +167,12 @@ class FileSystem(Writes):
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
         directory = self._directory(parent)
         found = self._looker.now(directory, name)
-        if self._strict:
+        if directory.ttls.strict:
             # A listing that has just shown a file will do, but then its open has to ask: what the last walk was told is old.
             if found is None:
-                found = self._beliefs.recent(directory, name, answers=False)
+                found = self._freshness.recent(directory, name, answers=False)
             if isinstance(found, Found) and not found.is_dir:
-                self._beliefs.end_burst(found.ino)
+                self._freshness.end_burst(found.ino)
         if found is None:
             return None
         if not isinstance(found, Found):
@@ -187,7 +185,7 @@ class FileSystem(Writes):
         if found is not None:
             return found
         at = self._tree.directory(parent)
-        return self._answer(await self._looker.look(at, name, share=not self._strict), at, name)
+        return self._answer(await self._looker.look(at, name, share=not at.ttls.strict), at, name)
 
     def forget(self, ino: int, nlookup: int) -> None:
         """Nothing to do: see above."""
@@ -289,31 +287,45 @@ class FileSystem(Writes):
             return None
         if ino == ROOT:
             raise IsADirectory("the root is a directory")
-        if self._options.revalidate_at_open:
-            return self._open_answered(ino, pid) if self._strict else None
         warm = self._warm.get(ino)
         if warm is not None and warm[0] > self._clock():
             return self._files.open(ino, warm[1], warm[2], pid)
         directory, mark = self._locate(ino)
+        if self._writing is not None and self._writing.is_going(directory, mark):
+            return None
+        if directory.ttls.revalidate:
+            return self._open_answered(directory, mark, ino, pid) if directory.ttls.strict else None
         found = self._looker.now(directory, name_in(mark))
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
-    def _open_answered(self, ino: int, pid: int) -> Opened | None:
+    def _open_answered(self, directory: Directory, mark: bytes, ino: int, pid: int) -> Opened | None:
         """A handle, when the walk that led here has just asked for this very object."""
-        directory, mark = self._locate(ino)
-        found = self._beliefs.recent(directory, name_in(mark), listings=False)
+        found = self._freshness.recent(directory, name_in(mark), listings=False)
         return None if found is None else self._open(directory, mark, ino, found, pid)
 
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (arriving := self._arriving(ino, flags)) is not None:
             await self._reader.arrival(arriving, pid)
+        if self._writing is None or ino == ROOT:
+            return await self._open_late(ino, flags, pid)
+        if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
+            return await self._open_late(ino, flags, pid)
+        # Of a name that is being removed or replaced, what comes after that is opened, or found to be missing.
+        change = partial(self._open_late, ino, flags, pid)
+        return await self._writing.claimed(lambda: [self._place_of(ino)], change)
+
+    def _place_of(self, ino: int) -> tuple[Directory, bytes]:
+        directory, mark = self._locate(ino)
+        return directory, name_in(mark)
+
+    async def _open_late(self, ino: int, flags: int, pid: int, *_: object) -> Opened:
         opened = self._open_now(ino, flags, pid)
         if opened is not None:
             return opened
         directory, mark = self._locate(ino)
         name = name_in(mark)
         before = self._tree.row(directory, name)
-        if self._options.revalidate_at_open and not mark.endswith(b"/"):
+        if directory.ttls.revalidate and not mark.endswith(b"/"):
             found = await self._looker.ask(directory, name, share=False)
         else:
             found = await self._looker.look(directory, name)
@@ -328,7 +340,7 @@ class FileSystem(Writes):
         if flags & _WRITING or not self._files.decides(ino):
             return None
         warm = self._warm.get(ino)
-        obj = warm[2] if warm is not None else self.survey.version(ino)
+        obj = warm[2] if warm is not None else self.tree_queries.version(ino)
         return obj if obj is not None and self._reader.arrives(obj) else None
 
     def _open(self, directory: Directory, mark: bytes, ino: int, found: Found | float, pid: int) -> Opened:
@@ -344,7 +356,8 @@ class FileSystem(Writes):
         opened = self._files.open(ino, directory.origin, obj, pid)
         if len(self._warm) >= WARM_OPENS:
             self._warm.clear()
-        self._warm[ino] = (found.until, directory.origin, obj)
+        if not directory.ttls.revalidate:
+            self._warm[ino] = (found.until, directory.origin, obj)
         return opened
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
@@ -352,7 +365,7 @@ class FileSystem(Writes):
         handle = self._files.get(fh)
         count = min(size, handle.size - offset)
         if count <= 0:
-            return b"" if handle.size != DRAFT else self._draft(handle).read_now(offset, size)
+            return b"" if handle.size != DIRTY_FILE else self._dirty_file(handle).read_now(offset, size)
         if handle.superseded:
             raise self._lost(handle)
         try:
@@ -365,7 +378,7 @@ class FileSystem(Writes):
         handle = self._files.get(fh)
         count = min(size, handle.size - offset)
         if count <= 0:
-            return b"" if handle.size != DRAFT else await self._draft(handle).read(offset, size)
+            return b"" if handle.size != DIRTY_FILE else await self._dirty_file(handle).read(offset, size)
         if handle.superseded:
             raise self._lost(handle)
         opened = handle.opened
@@ -379,11 +392,11 @@ class FileSystem(Writes):
             raise self._lost(handle)
         return data
 
-    def _draft(self, handle: FileHandle) -> Draft:
+    def _dirty_file(self, handle: FileHandle) -> DirtyFile:
         if handle.superseded:
             raise self._lost(handle)
-        assert handle.node is not None and handle.node.draft is not None
-        return handle.node.draft
+        assert handle.node is not None and handle.node.dirty_file is not None
+        return handle.node.dirty_file
 
     def release(self, fh: int) -> None:
         """Never raises, never waits. The last one who wrote a file begins its upload, if nothing else did."""
@@ -393,14 +406,14 @@ class FileSystem(Writes):
             self._writing.release(fh)
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
-        """The version a handle reads is gone: nothing known of the inode is believed, until somebody has looked."""
+        """The version a handle reads is gone: nothing known of the inode is used until it was looked up again."""
         if not handle.counted:
             handle.counted = True
             self._metrics.objects_changed += 1
         if not handle.superseded:
             handle.superseded = True
             self._warm.clear()
-            self._beliefs.doubt(handle.stable)
+            self._freshness.doubt(handle.stable)
             self._files.note_change(handle.stable)
             self._invalidate(handle.stable)
         return ObjectChanged(f"{handle.object.key} was replaced or removed while it was open")
@@ -426,7 +439,7 @@ class FileSystem(Writes):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
         if is_dir:
             directory = self._tree.directory(ino)
-            return xattrs.of_directory(directory, self._beliefs.whole(directory), name)
+            return xattrs.of_directory(directory, self._freshness.whole(directory), name)
         directory, mark = self._locate(ino)
         found = await self._looker.look(directory, name_in(mark))
         found = self._check(ino, found)

@@ -1,9 +1,9 @@
 """Listing a directory, once, for everybody who wants to know.
 
 Idea: per directory at most one listing pages on, as a task of its own that no reader's cancellation touches. Each page
-is written down and then announced; whoever waits looks at the tree again. How far it goes is a matter of demand: a
+is written down and then announced; its waiters look at the tree again. How far it goes is a matter of demand: a
 reader of the directory keeps it ahead of itself, a lookup pays for ten pages and for twice as many each time it
-misses. A listing that nobody wants any more rests where it is and is resumed from there.
+misses. A listing without a reader rests where it is and is resumed from there.
 
 A generation is one listing from its first page to its last. Rows carry the generation that last showed them, so after the
 last page those of earlier ones are what has vanished; they are swept in bounded transactions.
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from cachefs.database import Put
-from cachefs.errors import CachefsError, NotFound, OriginFailed
-from cachefs.fs.beliefs import Beliefs
+from cachefs.base.database import Put
+from cachefs.base.errors import CachefsError, NotFound, OriginFailed
+from cachefs.base.metrics import Metrics
+from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import mark_of_directory, name_in, read_page
 from cachefs.fs.pages import erase, number_written, sweep, write_names
 from cachefs.fs.rows import encode
 from cachefs.fs.tree import Directory, Tree
-from cachefs.metrics import Metrics
 from cachefs.origin.protocol import ListPage, ObjectInfo
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ ChangeHook = Callable[[Directory, int, bytes], None]
 """(directory, ino, name): it is not what it was."""
 
 
-class Turn:
+class Ticket:
     """The landing of one page, as an event with an outcome."""
 
     __slots__ = ("_event", "_failure")
@@ -104,7 +104,7 @@ class Listing:
         self.failures = 0
         self.running = False
         self.scope = trio.CancelScope()
-        self.turn = Turn()
+        self.turn = Ticket()
 
     def covers(self, name: bytes) -> bool:
         """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""
@@ -115,7 +115,7 @@ class Listing:
         return self.covers(name_in(mark))
 
     def next_turn(self, failure: CachefsError | None = None) -> None:
-        turn, self.turn = self.turn, Turn()
+        turn, self.turn = self.turn, Ticket()
         turn.end(failure)
 
 
@@ -125,13 +125,13 @@ class Lister:
     def __init__(
         self,
         tree: Tree,
-        beliefs: Beliefs,
+        freshness: Freshness,
         metrics: Metrics,
         clock: Callable[[], float],
         on_change: ChangeHook,
     ) -> None:
         self._tree = tree
-        self._beliefs = beliefs
+        self._freshness = freshness
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
@@ -144,7 +144,7 @@ class Lister:
         """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
         listing = directory.listing
         if listing is not None:
-            if self._beliefs.in_force(directory, listing.epoch) and (
+            if self._freshness.in_force(directory, listing.epoch) and (
                 listing.running or not listing.pages or listing.landed_at >= horizon
             ):
                 return listing
@@ -163,7 +163,7 @@ class Lister:
             listing.running = True
             listing.scope = trio.CancelScope()
             self._running.add(listing)
-            context = copy_context()  # whoever asks first is the one that it is for
+            context = copy_context()  # the first request is the one that it is for
             trio.lowlevel.spawn_system_task(
                 self._run, directory, listing, name="cachefs listing", context=context
             )
@@ -174,7 +174,7 @@ class Lister:
         self.allow(directory, listing, AHEAD << min(listing.misses - 1, MAX_DOUBLINGS))
 
     def cancel(self, directory: Directory) -> None:
-        """Stop and forget the listing; whoever waits for it looks again."""
+        """Stop and forget the listing; its waiters look again."""
         listing, directory.listing = directory.listing, None
         if listing is not None:
             listing.scope.cancel()
@@ -203,7 +203,7 @@ class Lister:
             except CachefsError as exc:
                 failure = exc
             except Exception as exc:
-                log.exception("listing %s failed in a way nobody foresaw", directory.prefix)
+                log.exception("listing %s failed unexpectedly", directory.prefix)
                 failure = OriginFailed(f"listing {directory.prefix!r}: {exc}")
         listing.running = False
         self._running.discard(listing)
@@ -252,9 +252,9 @@ class Lister:
             )
             now = self._clock()
             self._count_hidden(directory, listing, page, written.conflicts)
-            self._beliefs.note_page(written.inos, asked_at)
+            self._freshness.note_page(written.inos, asked_at)
             if page.entries:
-                self._beliefs.note_below(directory)
+                self._freshness.note_below(directory)
             listing.token, listing.landed_at = listed.next_token, now
             listing.pages += 1
             listing.names += len(page.entries) + len(page.hidden) + (page.marker is not None)
@@ -266,7 +266,7 @@ class Lister:
                 directory.listed_at, directory.hidden = now, listing.hidden
                 directory.listing = None
                 if not listing.names and not directory.is_top:
-                    self._beliefs.doubt(directory.ino)  # nothing is left in it: it may be gone itself
+                    self._freshness.doubt(directory.ino)  # nothing is left in it: it may be gone itself
         for ino, name in written.changed:
             self._on_change(directory, ino, name)
         if done and current:
@@ -294,7 +294,7 @@ class Lister:
         if not listing.ordered or listing.position is None or page.first is None:
             return
         if page.first < listing.position:
-            # What was given out in that belief may lack names: an error is the only honest end of it.
+            # What was given out until now may lack names: only an error tells the reader so.
             assert directory.origin is not None
             self._disordered.add(directory.origin.source)
             directory.listing = None
@@ -308,7 +308,7 @@ class Lister:
     ) -> list[tuple[bytes, ObjectInfo | None]]:
         """The entries of a page without those names of which this node knows better: what is being written here, and what
         was changed after the page was asked for. The first page shows the directories which have nothing but that."""
-        held, tree = self._beliefs.held, self._tree
+        held, tree = self._freshness.held, self._tree
         if not held and tree.changes == changes:
             return page.entries
         entries = [
@@ -319,7 +319,7 @@ class Lister:
         ]
         if first:
             shown = {mark for mark, _ in entries}
-            kept = {mark_of_directory(name) for name in self._beliefs.kept_in(directory)}
+            kept = {mark_of_directory(name) for name in self._freshness.kept_in(directory)}
             entries += [(mark, None) for mark in sorted(kept - shown)]
         return entries
 
@@ -353,7 +353,12 @@ class Lister:
         while after is not None and directory.complete == generation:
             async with self._tree.writing:
                 after, gone = await trio.to_thread.run_sync(
-                    sweep, self._tree.database, directory, generation, after, self._beliefs.kept_in(directory)
+                    sweep,
+                    self._tree.database,
+                    directory,
+                    generation,
+                    after,
+                    self._freshness.kept_in(directory),
                 )
             for ino, mark in gone:
                 self._on_change(directory, ino, name_in(mark))

@@ -15,22 +15,22 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.errors import CachefsError, NotEmpty, NotFound
-from cachefs.fs.drafts import check_key
-from cachefs.fs.overlay import Node, is_below
-from cachefs.fs.survey import object_of
+from cachefs.base.errors import CachefsError, NotEmpty, NotFound
+from cachefs.fs.dirty_files import check_key
+from cachefs.fs.local_changes import Node, is_below
 from cachefs.fs.tree import Directory, Found, Tree
-from cachefs.origin.writes import each
+from cachefs.fs.tree_queries import object_of
+from cachefs.origin import each
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from cachefs.base.names import ObjectId
     from cachefs.fs.files import OpenFiles
-    from cachefs.fs.kept import Kept
     from cachefs.fs.listing import Lister
-    from cachefs.fs.overlay import Overlay
+    from cachefs.fs.local_changes import LocalChanges
+    from cachefs.fs.overrides import Overrides
     from cachefs.fs.writer import Writer
-    from cachefs.names import ObjectId
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
@@ -44,20 +44,26 @@ Place = tuple[Directory, bytes]
 
 class Moving:
     def __init__(
-        self, tree: Tree, lister: Lister, files: OpenFiles, overlay: Overlay, kept: Kept, writer: Writer
+        self,
+        tree: Tree,
+        lister: Lister,
+        files: OpenFiles,
+        local_changes: LocalChanges,
+        kept: Overrides,
+        writer: Writer,
     ) -> None:
         self._tree = tree
         self._lister = lister
         self._files = files
-        self._overlay = overlay
+        self._local_changes = local_changes
         self._kept = kept
         self._writer = writer
 
     # -- a file ------------------------------------------------------------------------------------
 
     async def file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
-        node = self._overlay.at(*place)
-        replaced = self._overlay.at(*to)
+        node = self._local_changes.at(*place)
+        replaced = self._local_changes.at(*to)
         base = there.row.etag if there is not None and there.row.known else None
         async with AsyncExitStack() as locks:
             for one in (replaced, node):
@@ -69,7 +75,7 @@ class Moving:
                 await self._node(node, found, to, base, replaced)
 
     async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
-        """A file that nobody writes."""
+        """A file that no process writes."""
         origin, key = _key(place)
         info: ObjectInfo | None = None
 
@@ -88,7 +94,7 @@ class Moving:
         if replaced is None:
             await work()
         else:
-            await self._overlay.remove(replaced, replaced=True, instead=work)
+            await self._local_changes.remove(replaced, replaced=True, instead=work)
 
     async def _node(
         self,
@@ -100,50 +106,50 @@ class Moving:
         *,
         upload: bool = True,
     ) -> None:
-        """A file that somebody has open, or that the store does not have."""
+        """A file that a process has open, or that the origin does not have."""
         place = node.directory, node.name
         origin, key = _key(place)
-        if node.draft is None:
+        if node.dirty_file is None:
             await self._stored(place, found, to, replaced)
             return
-        draft, over = node.draft, None if replaced is None else replaced.draft
+        dirty_file, over = node.dirty_file, None if replaced is None else replaced.dirty_file
         left = False
 
         async def rename() -> None:
             nonlocal base, left
             base = base if over is None else over.base
-            left = await self._writer.rename(draft, *_key(to), base=base, over=over, upload=upload)
+            left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, upload=upload)
 
-        with self._overlay.moving(node):
+        with self._local_changes.moving(node):
             try:
                 await self._instead(replaced, rename)
             except BaseException:
-                self._overlay.look_again(to[0])  # what was asked for may have come about
+                self._local_changes.look_again(to[0])  # what was asked for may have come about
                 raise
-            clean = draft.committed is not None
+            clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
             node.beneath = node.stored and not clean
             if node.held:
-                await self._overlay.rehold(node, *to)
+                await self._local_changes.rehold(node, *to)
             else:
-                assert draft.committed is not None
-                await self._moved(place, found, to, draft.committed)
-                await self._overlay.gone(*place, moved=True)
+                assert dirty_file.committed is not None
+                await self._moved(place, found, to, dirty_file.committed)
+                await self._local_changes.gone(*place, moved=True)
             if left:
                 try:
                     await self._delete(origin, key, place)
                 except BaseException:
-                    self._overlay.look_again(place[0])
+                    self._local_changes.look_again(place[0])
                     raise
 
     async def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
-        """Write down that a version is at another path: under its number, with what was set of it, for those who read it."""
+        """Write down that a version is at another path: under its number, with what was set of it, for its readers."""
         files, stable, row = self._files, found.ino, found.row
-        node = self._overlay.at(*place)
+        node = self._local_changes.at(*place)
         shown = files.shown(stable, row.etag, row.size) if node is None else node.ino
         numbers = {shown, files.own(stable)} if files.fits(files.own(stable), row.etag, row.size) else {shown}
-        ino = await self._overlay.is_file(*to, info)
-        self._overlay.moved(place, to, stable, ino)
+        ino = await self._local_changes.is_file(*to, info)
+        self._local_changes.moved(place, to, stable, ino)
         origin = _key(to)[0]
         for number in numbers:
             files.turn(number, info.version(origin.source), reopen=origin)
@@ -151,7 +157,7 @@ class Moving:
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
         await origin.delete(key)
-        await self._overlay.gone(*place, moved=True)
+        await self._local_changes.gone(*place, moved=True)
 
     # -- a directory -------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class Moving:
         origin, source = _key(place)
         prefix, new = source + "/", _key(to)[1] + "/"
         inside = self._tree.directory(found.ino)
-        local = {node.key for node in self._overlay.below(inside) if node.draft is not None}
+        local = {node.key for node in self._local_changes.below(inside) if node.dirty_file is not None}
         objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
         there = {new} if known else {info.key for info in await keys_below(origin, new)}
         if there - {new}:
@@ -174,19 +180,19 @@ class Moving:
         moved: Directory | None = None
         try:
             await copies.make(objects)
-            moved = await self._overlay.directory(*to)
-            self._overlay.look_again(moved)
-            went = await self._nodes(inside, moved)
+            moved = await self._local_changes.directory(*to)
+            self._local_changes.look_again(moved)
+            went = await self._nodes(inside, moved, copies.made)
             for key in local - went:
                 with suppress(NotFound):
                     objects.append(await origin.head(key))
                     await copies.make(objects[-1:])
         except BaseException:
             with trio.CancelScope(shield=True):
-                stays = moved is not None and await self._back(moved, inside)
+                stays = moved is not None and await self._back(moved, inside, copies.undone)
                 await copies.undo(objects, there)
                 if not known and not stays:
-                    await self._overlay.gone(*to)
+                    await self._local_changes.gone(*to)
                 await self._writer.note(note, None)
             raise
         with trio.CancelScope(shield=True):
@@ -198,11 +204,11 @@ class Moving:
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
                 raise error
 
-    async def _nodes(self, inside: Directory, moved: Directory) -> set[str]:
-        """What is written or open below goes along, one by one. Returns the keys that need nothing more: what the store got
-        and nobody had open any more meanwhile is an object like the others."""
+    async def _nodes(self, inside: Directory, moved: Directory, copies: Mapping[str, ObjectInfo]) -> set[str]:
+        """What is written or open below goes along, one by one; `copies` are the objects there by their keys here. Returns
+        the keys that need nothing more: what the store got and was closed meanwhile is an object like the others."""
         went: set[str] = set()
-        for node in self._overlay.below(inside):
+        for node in self._local_changes.below(inside):
             key = node.key
             async with node.lock:
                 if node.removed:
@@ -210,38 +216,43 @@ class Moving:
                     continue
                 above = moved
                 for name in _path(node.directory, inside):
-                    above = await self._overlay.directory(above, name)
-                row = self._tree.row(node.directory, node.name)
-                if node.draft is None or row is None:
-                    continue  # only open: it begins anew when it is looked up
+                    above = await self._local_changes.directory(above, name)
+                row, to = self._tree.row(node.directory, node.name), (above, node.name)
+                if row is None:
+                    continue
                 found = Found(node.stable, False, row, 0.0)
-                await self._node(node, found, (above, node.name), None, upload=False)
-                went.add(key)
+                if node.dirty_file is not None:
+                    await self._node(node, found, to, None, upload=False)
+                    went.add(key)
+                elif key in copies:
+                    await self._moved((node.directory, node.name), found, to, copies[key])
+                else:
+                    node.removed = True
         return went
 
-    async def _back(self, moved: Directory, inside: Directory) -> bool:
+    async def _back(self, moved: Directory, inside: Directory, copies: Mapping[str, ObjectInfo]) -> bool:
         """What has gone along comes back, as far as the store lets it. Returns whether something stays."""
         try:
-            await self._nodes(moved, inside)
+            await self._nodes(moved, inside, copies)
         except CachefsError as exc:
             log.warning("what was written below %s stays there: %s", moved.prefix, exc)
-        return any(node.draft is not None for node in self._overlay.below(moved))
+        return any(node.dirty_file is not None for node in self._local_changes.below(moved))
 
     async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
         inside = self._tree.directory(found.ino)
-        self._overlay.moved(place, to, found.ino, moved.ino)
+        self._local_changes.moved(place, to, found.ino, moved.ino)
         self._kept.put(moved.ino, "", self._kept.get(found.ino, ""))
-        await self._overlay.gone(*place, moved=True)
+        await self._local_changes.gone(*place, moved=True)
         for directory in self._tree.in_use():
             if directory is not inside and is_below(directory, inside):
                 self._lister.cancel(directory)
                 self._tree.drop(directory)
         await self._lister.erase(found.ino)
-        self._overlay.look_again(moved)
+        self._local_changes.look_again(moved)
 
     async def recover(self, origins: Sequence[Origin]) -> None:
-        """Finish the renames of directories that a daemon died in: forward, copies first. Nobody is there to be told of an
-        error; what fails is tried again at the next start."""
+        """Finish the renames of directories that a daemon died in: forward, copies first. No caller is there to be told of
+        an error; what fails is tried again at the next start."""
         for name, row in self._writer.notes().items():
             origin = next((o for o in origins if _is_of(o, row)), None)
             if origin is None:
@@ -254,13 +265,13 @@ class Moving:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
 
     async def _finish(self, origin: Origin, prefix: str, new: str) -> None:
-        for draft in self._writer.pending():
-            if draft.origin is origin and draft.key.startswith(prefix):
-                key = new + draft.key.removeprefix(prefix)
-                await self._writer.rename(draft, origin, key, base=None, upload=False)
+        for dirty_file in self._writer.pending():
+            if dirty_file.origin is origin and dirty_file.key.startswith(prefix):
+                key = new + dirty_file.key.removeprefix(prefix)
+                await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
         # What is under the new name already is of this rename, or newer: the new name was free.
         there = {info.key for info in await keys_below(origin, new)}
-        there |= {draft.key for draft in self._writer.pending() if draft.origin is origin}
+        there |= {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
         objects = await keys_below(origin, prefix)
 
         copies = _Copies(origin, prefix, new, self._writer.moved)
@@ -277,6 +288,16 @@ class _Copies:
     ) -> None:
         self._origin, self._prefix, self._new, self._moved = origin, prefix, new, moved
         self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
+
+    @property
+    def made(self) -> dict[str, ObjectInfo]:
+        """The copies, by the keys of the originals."""
+        return {info.key: made for info, made in self._made}
+
+    @property
+    def undone(self) -> dict[str, ObjectInfo]:
+        """The originals, by the keys of their copies."""
+        return {made.key: info for info, made in self._made}
 
     def to(self, info: ObjectInfo) -> str:
         return self._new + info.key.removeprefix(self._prefix)

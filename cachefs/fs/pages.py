@@ -1,6 +1,6 @@
 """Writing down what an origin said: a page of a listing, one answer, the end of names that are gone.
 
-Each function is one transaction and runs in a worker thread while its caller holds `Tree.writing`, so nobody else writes
+Each function is one transaction and runs in a worker thread while its caller holds `Tree.writing`, so no other task writes
 in between; what it finds out besides is returned, for the trio thread to act on.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachefs.database import Database, Put
+from cachefs.base.database import Database, Put
 from cachefs.fs.inodes import join, low_of, next_low, next_number, number_of
 from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.rows import PINNED, Row, decode, encode, generation_of
@@ -47,24 +47,30 @@ def write_names(
     puts: list[Put] = list(extra)
     names = [name_in(mark) for mark, _ in entries]
     before = database.get_many("names", [directory.key + mark for mark, _ in entries])
-    twins = database.get_many(
+    as_directories = database.get_many(
         "names",
         [
             directory.key + (name if info is None else name + b"/")
             for name, (_, info) in zip(names, entries, strict=True)
         ],
     )
-    unknown = [name for name, old, twin in zip(names, before, twins, strict=True) if not old and not twin]
+    unknown = [
+        name
+        for name, old, dir_row in zip(names, before, as_directories, strict=True)
+        if not old and not dir_row
+    ]
     lows = _allocate(database, directory, unknown, reserved)
     files_here: set[bytes] = set()
-    for (mark, info), name, old_data, twin_data in zip(entries, names, before, twins, strict=True):
+    for (mark, info), name, old_data, directory_data in zip(
+        entries, names, before, as_directories, strict=True
+    ):
         old = decode(old_data) if old_data else None
-        twin = decode(twin_data) if twin_data else None
-        hint = old or twin
+        dir_row = decode(directory_data) if directory_data else None
+        hint = old or dir_row
         low = hint.low if hint else lows[name]
         if info is None:
             row = Row(generation, old.mtime_ns if old else 0, 0, "", low)
-            if name in files_here or (twin and twin.generation == generation):
+            if name in files_here or (dir_row and dir_row.generation == generation):
                 written.conflicts += 1
         else:
             files_here.add(name)
@@ -74,13 +80,13 @@ def write_names(
                 row = Row(generation, info.mtime_ns, old.size, old.etag, low, False)
             else:
                 row = Row(generation, info.mtime_ns, 0, "", low, False)
-            if twin and twin.generation == generation:
+            if dir_row and dir_row.generation == generation:
                 written.conflicts += 1
         ino = inode_of(directory, name, row)
         written.inos.append(ino)
-        if old is None and (info is None or twin is None):
+        if old is None and (info is None or dir_row is None):
             puts.append(("inodes", inode_key(ino), mark))
-            if twin is not None:
+            if dir_row is not None:
                 written.changed.append((ino, name))
         if old is not None and (old.known or old.etag) and (old.size, old.etag) != (row.size, row.etag):
             written.changed.append((ino, name))
@@ -169,7 +175,7 @@ def pin(
     reserved: Container[int],
 ) -> tuple[int, Row]:
     """A file is being written under this name: its number, and its row, which no listing changes or sweeps until it is
-    written anew."""
+    written again."""
     as_dir, as_file = database.get_many(
         "names", (directory.key + mark_of_directory(name), directory.key + name)
     )
@@ -210,9 +216,9 @@ def sweep(
             continue
         ino = inode_of(directory, name, decode(data))
         other = name if mark.endswith(b"/") else mark_of_directory(name)
-        twin = database.get("names", directory.key + other)
+        dir_row = database.get("names", directory.key + other)
         puts.append(("names", key, None))
-        if twin is None or (other == name and generation_of(twin) < generation):
+        if dir_row is None or (other == name and generation_of(dir_row) < generation):
             puts.append(("inodes", inode_key(ino), None))
             gone.append((ino, mark))
         elif other == name:  # the directory is gone and a file of its name takes its place

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from cachefs.names import ObjectId
+    from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Backing(Protocol):
-    """A whole file of the cache, lent to the kernel. `id` is the kernel's name for it, 0 until it has one."""
+    """A whole file of the cache, registered with the kernel. `id` is the kernel's name for it, 0 until it has one."""
 
     id: int
     fd: int
@@ -22,11 +22,11 @@ class Backing(Protocol):
 
 
 class Reader(Protocol):
-    """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `lends` says that
-    files are lent, and worth making ready for it; `flights` are transfers under way."""
+    """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `passthrough` says that
+    files are opened in passthrough, and worth making ready for it; `in_flight_fetches` are transfers under way."""
 
-    lends: bool
-    flights: int
+    passthrough: bool
+    in_flight_fetches: int
 
     def open(self, origin: Origin, obj: ObjectId) -> Any:
         """Begin reading one version. Cheap, no I/O."""
@@ -49,13 +49,13 @@ class Reader(Protocol):
     async def arrival(self, obj: ObjectId, pid: int) -> None:
         """Return in that moment, or when it has passed. Raises nothing."""
 
-    def lend_now(self, opened: Any) -> Backing | None:
-        """The version's file, when all of it is here, and right. Given back with `give_back`."""
+    def open_backing(self, opened: Any) -> Backing | None:
+        """The version's file, when all of it is here, and right. Given back with `release_backing`."""
 
-    def lend_again(self, backing: Any) -> None:
-        """One more user of a file that is lent."""
+    def reopen_backing(self, backing: Any) -> None:
+        """One more user of a file in passthrough."""
 
-    def give_back(self, backing: Any) -> None:
+    def release_backing(self, backing: Any) -> None:
         """One user less. Never raises."""
 
     def cached_bytes(self, obj: ObjectId) -> int:

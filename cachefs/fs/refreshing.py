@@ -1,7 +1,7 @@
-"""Looking again: what is known of a path, and of everything below it, is not believed any more.
+"""Looking again: what is known of a path, and of everything below it, is not used any more.
 
 It makes no request. One number says that nothing from before counts, however much lies below (`Tree.refresh`); the kernel
-has to be told the names right below, which take what is under them along: those that are there, and those that it believes
+has to be told the names right below, which take what is under them along: those that are there, and those that it has as
 missing, of which nothing else here knows.
 """
 
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from cachefs.errors import NameTooLong, NotFound
+from cachefs.base.errors import NameTooLong, NotFound
 from cachefs.fs.keys import MAX_NAME, name_in, nameable
-from cachefs.fs.survey import components
 from cachefs.fs.tree import Directory, inode_of
+from cachefs.fs.tree_queries import components
 
 if TYPE_CHECKING:
-    from cachefs.fs.beliefs import Beliefs
+    from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
     from cachefs.fs.tree import Tree
 
 MOST_ABSENT = 65_536
-"""Names that the kernel may believe missing at a time, about 200 bytes each; it asks for others whenever it needs them.
+"""Names that the kernel may have as missing at a time, about 200 bytes each; it asks for others whenever it needs them.
 Guessed: more than a program tries on its way to what it imports."""
 
 
@@ -34,7 +34,7 @@ class Refreshing:
     def __init__(
         self,
         tree: Tree,
-        beliefs: Beliefs,
+        freshness: Freshness,
         lister: Lister,
         clock: Callable[[], float],
         forget: Callable[[], None],
@@ -42,17 +42,17 @@ class Refreshing:
         told: Callable[[], Awaitable[None]],
     ) -> None:
         self._tree = tree
-        self._beliefs = beliefs
+        self._freshness = freshness
         self._lister = lister
         self._clock = clock
         self._forget = forget
         self._tell = tell
         self._told = told
-        self._absent: dict[tuple[int, bytes], float] = {}  # until when the kernel believes it
+        self._absent: dict[tuple[int, bytes], float] = {}  # until when the kernel has it
         self.ever = False  # listings that the kernel keeps may be out of date
 
     def absent(self, directory: Directory, name: bytes, seconds: float) -> float:
-        """For how many seconds, of so many, the kernel may believe that there is no such name."""
+        """For how many seconds, of so many, the kernel may keep that there is no such name."""
         if not seconds:
             return 0.0
         place, now = (directory.ino, name), self._clock()
@@ -81,8 +81,8 @@ class Refreshing:
                 elif as_file is not None:
                     await self.name(directory, name, inode_of(directory, name, as_file))
                 else:
-                    # Not known: what may be believed is its absence, and that hangs on the listing here.
-                    self._beliefs.forget_answers()
+                    # Not known: what may be known is its absence, and that hangs on the listing here.
+                    self._freshness.forget_answers()
                     await self._disbelieve(directory)
                     self._tell(directory, 0, name)
                 return
@@ -93,14 +93,14 @@ class Refreshing:
         """What the mark leads to, a file or a directory of this number."""
         self._forget()
         if directory.origin is not None:
-            self._beliefs.doubt(ino)
+            self._freshness.doubt(ino)
         if mark.endswith(b"/"):
             await self.directory(self._tree.directory(ino))
         else:
             self._tell(directory, ino, mark)
 
     async def directory(self, directory: Directory) -> None:
-        self._beliefs.forget_answers()
+        self._freshness.forget_answers()
         await self._disbelieve(directory)
         for place in [place for place in self._absent if place[0] == directory.ino]:
             del self._absent[place]

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     `generation` is the listing of its directory that last showed it. `low` is the lower part of the inode number where
     that is not simply the hash of the name. Not `known`: the listing did not tell size and etag; they are those of the
-    version that was known before, if any was. Nor is a draft known. Directories have size 0 and no etag."""
+    version that was known before, if any was. Nor is a dirty file known. Directories have size 0 and no etag."""
 
     generation: int
     mtime_ns: int

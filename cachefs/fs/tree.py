@@ -6,7 +6,7 @@ for directories in use, and exactly one for each.
 
 Tables: ``names`` directory number + mark → row; ``inodes`` inode number → mark (the directory is part of the number);
 ``directories`` number → state of its listing; ``state`` whatever concerns all; ``local`` the keys of `names` that are being
-written here; ``kept`` what was set here of files and directories (`cachefs.fs.kept`).
+written here; ``kept`` what was set here of files and directories (`cachefs.fs.overrides`).
 
 A file row beside a directory row of the same name is hidden: the directory wins, and owns the inode number.
 
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from cachefs.clock import Machine, SteadyClock
-from cachefs.database import Database, Put
-from cachefs.errors import ConfigError, NotADirectory, NotFound
+from cachefs.base.clock import Machine, SteadyClock
+from cachefs.base.database import Database, Put
+from cachefs.base.errors import ConfigError, NotADirectory, NotFound
+from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import LOW_BITS, ROOT, join, low_of, next_number, number_of
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
 from cachefs.fs.rows import PINNED, Row, decode, encode
@@ -63,6 +64,7 @@ class Volume:
 
     name: str
     origin: Origin
+    ttls: Ttls | None = None  # None: as the mount's
 
 
 class Found(NamedTuple):
@@ -98,12 +100,21 @@ class Directory:
         "refreshed",
         "stale_asks",
         "stale_since",
+        "ttls",
         "warned",
     )
 
     def __init__(
-        self, ino: int, number: int, parent: Directory | None, mark: bytes, origin: Origin | None, prefix: str
+        self,
+        ino: int,
+        number: int,
+        parent: Directory | None,
+        mark: bytes,
+        origin: Origin | None,
+        prefix: str,
+        ttls: Ttls,
     ) -> None:
+        self.ttls = ttls
         self.ino = ino
         self.number = number
         self.key = number.to_bytes(4, "big")
@@ -115,7 +126,7 @@ class Directory:
         self.complete = 0  # that of the last listing that reached the end; 0: none did
         self.listed_at = 0.0
         self.listed_epoch = 0
-        self.refreshed = 0  # the epoch in which somebody asked to look again at everything below
+        self.refreshed = 0  # the epoch in which a refresh of everything below was requested
         self.hidden = 0
         self.listing: Listing | None = None
         self.marked = False  # whether it is known that the store has a marker of it
@@ -168,21 +179,29 @@ class Tree:
     """What is known of all names. Opening it forgets everything that was learnt from other volumes, and makes everything
     unknown if some of it was learnt later than now: then nothing says how old the rest is."""
 
-    def __init__(self, database: Database, volumes: Sequence[Volume], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        volumes: Sequence[Volume],
+        clock: Callable[[], float],
+        ttls: Ttls | None = None,
+    ) -> None:
+        self._ttls = ttls or Ttls()
         self.database = database
         self.writing = trio.Lock()
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._by_number: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._kept: dict[int, Directory] = {}
-        self._volumes: dict[bytes, Origin] = {}
+        self._volumes: dict[bytes, tuple[Origin, Ttls]] = {}
         self.changes = 0  # made here so far
         self._changed: dict[tuple[int, bytes], int] = {}
         self.moved: dict[int, int] = {}  # number whose name was moved away → number of the path it is at now
         same_volumes = self._check_fingerprint(volumes)
-        self._forget_drafts()
+        self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
-        self.root = Directory(ROOT, 0, None, b"", only, _prefix_of(only) if only else "")
+        ttls = (only and volumes[0].ttls) or self._ttls
+        self.root = Directory(ROOT, 0, None, b"", only, _prefix_of(only) if only else "", ttls)
         if state := database.get("directories", self.root.key):
             self.root.load(state)
         if only is None:
@@ -206,7 +225,7 @@ class Tree:
             self.database.write([("state", _FINGERPRINT, fingerprint), ("state", _CLOCK, clock)], everything)
         return known == fingerprint
 
-    def _forget_drafts(self) -> None:
+    def _forget_dirty_files(self) -> None:
         """What was being written when the last daemon died: what is at the store under these names is not known."""
         while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
             puts: list[Put] = []
@@ -232,7 +251,7 @@ class Tree:
             name = volume.name.encode()
             if not nameable(name) or name in self._volumes:
                 raise ConfigError(f"{volume.name!r} cannot be the name of a source: give it another name")
-            self._volumes[name] = volume.origin
+            self._volumes[name] = volume.origin, volume.ttls or self._ttls
             mark = mark_of_directory(name)
             low = low_of(name)
             puts += [("names", root.key + mark, row), ("inodes", inode_key(join(0, low)), mark)]
@@ -291,11 +310,11 @@ class Tree:
                 break
             number = next_number(number)
         if parent.origin is None:
-            origin = self._volumes[name_in(mark)]
-            directory = Directory(ino, number, parent, mark, origin, _prefix_of(origin))
+            origin, ttls = self._volumes[name_in(mark)]
+            directory = Directory(ino, number, parent, mark, origin, _prefix_of(origin), ttls)
         else:
             prefix = parent.prefix + mark.decode("utf-8")
-            directory = Directory(ino, number, parent, mark, parent.origin, prefix)
+            directory = Directory(ino, number, parent, mark, parent.origin, prefix, parent.ttls)
         if state is not None:
             directory.load(state)
         self._by_ino[ino] = self._by_number[number] = self._kept[number] = directory
@@ -317,7 +336,7 @@ class Tree:
         return self._by_number.get(number)
 
     def epoch_needed(self, directory: Directory) -> int:
-        """The epoch since which a listing of `directory` may have begun to be believed."""
+        """The epoch since which a listing of `directory` may have begun to be used."""
         if directory.epoch_seen != self.epoch:
             needed, above = 0, directory
             while above is not None:
@@ -327,7 +346,7 @@ class Tree:
         return directory.epoch_needed
 
     def refresh(self, directory: Directory) -> list[Put]:
-        """From now on nothing known about `directory` and below is believed. Returns the rows that make it last."""
+        """From now on nothing known about `directory` and below is used. Returns the rows that make it last."""
         self.epoch += 1
         directory.refreshed = self.epoch
         return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
@@ -378,7 +397,7 @@ class Tree:
         )
         return [(key[4:], decode(data)) for key, data in rows]
 
-    def twins(self, directory: Directory, names: Sequence[bytes]) -> list[Row | None]:
+    def as_directories(self, directory: Directory, names: Sequence[bytes]) -> list[Row | None]:
         """What is written about these names as directories."""
         rows = self.database.get_many("names", [directory.key + name + b"/" for name in names])
         return [None if data is None else decode(data) for data in rows]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cachefs.fs.reader import Backing, Buffer
 
 if TYPE_CHECKING:
-    from cachefs.names import ObjectId
+    from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
 
-class Draft(Protocol):
+class DirtyFile(Protocol):
     """The new content of one file on its way to the store. `dirty` says that it holds something the store does not have;
     `committed` is the store's version with exactly this content, None while dirty. `attrs` is what was given to `begin`."""
 
@@ -39,21 +39,21 @@ class Draft(Protocol):
 
     @property
     def conflicts(self) -> bool:
-        """Whether its last upload was refused, because what the store has under its name is somebody else's."""
+        """Whether its last upload was refused, because what the store has under its name is another client's object."""
         ...
 
     @property
     def attrs(self) -> dict[str, Any]: ...
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
-        """The bytes, clipped to the draft; None when `read` has to be awaited."""
+        """The bytes, clipped to the dirty file; None when `read` has to be awaited."""
 
     async def read(self, offset: int, size: int) -> Buffer: ...
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises `NoRoom` when there is no place for it on the disk."""
 
     def look(self) -> bool:
-        """Whether those it is lent to have changed it since the last look. `size` and `mtime_ns` are right after it."""
+        """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
         ...
 
     async def truncate(self, size: int) -> None: ...
@@ -61,17 +61,18 @@ class Draft(Protocol):
 
 
 class Writer(Protocol):
-    """Drafts. Who reads or writes one has it open (`open`, `release`); the last release of a dirty one begins its upload.
-    Uploads are tasks of their own: cancelling who waits does not cancel them."""
+    """Dirty files. A reader or writer of one has it open (`open`, `release`); the last release of a dirty one begins its
+    upload. Uploads are tasks of their own: cancelling a waiter does not cancel them."""
 
     on_committed: Callable[[Any, ObjectInfo], None]
-    """Called in the trio thread when the store has a draft as it is, before those wake who wait for it."""
+    """Called in the trio thread when the store has a dirty file as it is, before those wake who wait for it."""
 
     on_settling: Callable[[Any], bool]
-    """Called before a draft is settled, which is put off while this says False: a name still shows it."""
+    """Called before a dirty file is settled, which is put off while this says False: a name still shows it."""
 
     on_settled: Callable[[Any], None]
-    """Called when a draft that nobody has open is the cache's or the store's alone, and not to be opened any more."""
+    """Called when a dirty file that no handle has open is the cache's or the store's alone, and not to be opened any
+    more."""
 
     async def begin(
         self,
@@ -83,29 +84,29 @@ class Writer(Protocol):
         mtime_ns: int,
         attrs: dict[str, Any],
     ) -> Any:
-        """A new draft that is to replace `base`, with its first `upto` bytes (None: all), or a new file. Raises
+        """A new dirty file that is to replace `base`, with its first `upto` bytes (None: all), or a new file. Raises
         `ObjectChanged` when the store has `base` no more."""
 
-    def open(self, draft: Any) -> None: ...
-    def release(self, draft: Any) -> None:
+    def open(self, dirty_file: Any) -> None: ...
+    def release(self, dirty_file: Any) -> None:
         """Never raises, never waits."""
 
     on_changed: Callable[[Any], None]
-    """Called when a lent draft is found to have been written."""
+    """Called when a dirty file in passthrough is found to have been written."""
 
-    async def lend(self, draft: Any) -> Backing | None:
-        """The file of a draft, for one of its users whom the kernel lets write it by himself until `returned`; None: he has
-        to tell. The same one until the last user has gone."""
+    async def open_backing(self, dirty_file: Any) -> Backing | None:
+        """The backing file of a dirty file, for one user that writes it in passthrough until `returned`; None: no
+        passthrough. The same one until the last user has gone."""
 
-    def returned(self, draft: Any) -> None:
+    def returned(self, dirty_file: Any) -> None:
         """Never raises, never waits."""
 
-    async def commit(self, draft: Any) -> None:
-        """What close(2) and fsync(2) promise. Raises why it cannot be kept; the draft stays."""
+    async def commit(self, dirty_file: Any) -> None:
+        """What close(2) and fsync(2) promise. Raises why it cannot be kept; the dirty file stays."""
 
     async def rename(
         self,
-        draft: Any,
+        dirty_file: Any,
         origin: Origin,
         key: str,
         *,
@@ -113,18 +114,18 @@ class Writer(Protocol):
         over: Any = None,
         upload: bool = True,
     ) -> bool:
-        """Its content goes to another key, where it is to replace the version `base`, or the draft `over` that is being
+        """Its content goes to another key, where it is to replace the version `base`, or the dirty file `over` that is being
         discarded. What the store has of it is there, too, when this returns, copied or, unless `upload` is not wanted,
         replaced by what it holds; when the store has all of it, `on_committed` was called. When this raises, it has its old
         name. Returns whether something of it is left under the old key, for the caller to delete."""
         ...
 
     async def discard(
-        self, draft: Any, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
+        self, dirty_file: Any, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
     ) -> None:
         """Nothing of it is uploaded any more; it can be read and written until its last handle is closed. Unless the name
         was `replaced` by another, nothing that its uploads made is left at the store. `instead` takes the name away while
-        nothing of it is under way; when that raises, the draft is as it was."""
+        nothing of it is under way; when that raises, the dirty file is as it was."""
 
     def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied the version `old`, which goes now: `new` has the same bytes."""
@@ -137,5 +138,5 @@ class Writer(Protocol):
         ...
 
     def pending(self) -> list[Any]:
-        """All drafts that hold something the store does not have."""
+        """All dirty files that hold something the store does not have."""
         ...

@@ -1,13 +1,14 @@
-"""The half of `FileSystem` that changes something, as the kernel's front asks for it; what is behind it is in `writing`.
+"""The half of `FileSystem` that changes something, as a FUSE backend calls it; what is behind it is in `writing`.
 
 Where nothing can be written, all of it raises `ReadOnly`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from cachefs.errors import ReadOnly
+from cachefs.base.errors import ReadOnly
 
 if TYPE_CHECKING:
     from cachefs.fs.attributes import Attributes
@@ -47,7 +48,12 @@ class Writes:
         self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[Attributes, float, Opened]:
         """A new file and a handle of it; without O_EXCL the one that is there will do. Raises `AlreadyExists`."""
-        ino, opened = await self._write.create(self._directory(parent), name, flags, mode, pid, uid, gid)
+        writing = self._write
+
+        async def create(directory: Directory, name: bytes) -> tuple[int, Opened]:
+            return await writing.create(directory, name, flags, mode, pid, uid, gid)
+
+        ino, opened = await self._claimed((parent, name), create)
         try:
             attributes, ttl = self.attributes_now(ino) or await self.getattr(ino)
         except BaseException:
@@ -59,12 +65,17 @@ class Writes:
         self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A new, empty file at the store. `NotPermitted` for anything but a regular file."""
-        ino = await self._write.mknod(self._directory(parent), name, mode, pid, uid, gid)
+        writing = self._write
+
+        async def make(directory: Directory, name: bytes) -> int:
+            return await writing.mknod(directory, name, mode, pid, uid, gid)
+
+        ino = await self._claimed((parent, name), make)
         return self.attributes_now(ino) or await self.getattr(ino)
 
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
         """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
-        returns. Where O_APPEND writes to is what the kernel says: it knows the size, and nobody else writes here."""
+        returns. Where O_APPEND writes to is what the kernel says: it knows the size, and no other node writes here."""
         return await self._write.write(fh, offset, data)
 
     async def flush(self, fh: int) -> None:
@@ -105,21 +116,33 @@ class Writes:
         self, parent: int, name: bytes, mode: int, uid: int, gid: int
     ) -> tuple[Attributes, float]:
         """A marker at the store, so that all see it. Raises `AlreadyExists`."""
-        directory = self._directory(parent)
-        found = await self._write.mkdir(directory, name, mode, uid, gid)
-        attributes, ttl = self._answer(found, directory, name)
+        writing = self._write
+
+        async def make(directory: Directory, name: bytes) -> tuple[Attributes | None, float]:
+            found = await writing.mkdir(directory, name, mode, uid, gid)
+            return self._answer(found, directory, name)
+
+        attributes, ttl = await self._claimed((parent, name), make)
         assert attributes is not None
         return attributes, ttl
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """Who has it open goes on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
-        await self._write.unlink(self._directory(parent), name)
+        await self._claimed((parent, name), self._write.unlink)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         """Raises `NotFound`, `NotADirectory`, `NotEmpty` (by a fresh listing)."""
-        await self._write.rmdir(self._directory(parent), name)
+        await self._claimed((parent, name), self._write.rmdir, trees=True)
 
     async def rename(self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int) -> None:
         """Replaces a file, or an empty directory by a directory. `flags` as in renameat2: of them, RENAME_NOREPLACE is
         known. Raises `CrossDevice` between two sources."""
-        await self._write.rename(self._directory(parent), name, self._directory(newparent), newname, flags)
+        rename = partial(self._write.rename, flags=flags)
+        await self._claimed((parent, name), (newparent, newname), rename, trees=True)
+
+    async def _claimed(self, *arguments: Any, trees: bool = False) -> Any:
+        """Make a change (the last argument) at names, given as (number of the directory, name)."""
+        *names, change = arguments
+        return await self._write.claimed(
+            lambda: [(self._directory(parent), name) for parent, name in names], change, trees=trees
+        )

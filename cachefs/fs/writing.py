@@ -1,38 +1,43 @@
-"""Writing, put together: drafts, names, and what is kept of attributes, over one overlay.
+"""Writing, put together: dirty files, names, and what is kept of attributes, over the local changes.
 
-What does not ask for a name's content is here: which node an inode number means, what is shown of it, and who may.
+What does not ask for a name's content is here: which node an inode number means, what is shown of it, and who may. Callers
+of `create`, `mknod`, `mkdir`, `unlink`, `rmdir`, `rename` and `open` have claimed the names (`claimed`).
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from cachefs.errors import AlreadyExists, IsADirectory, NotFound, NotPermitted, ObjectChanged
+from cachefs.base.errors import AlreadyExists, IsADirectory, NotFound, NotPermitted, ObjectChanged
 from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes
 from cachefs.fs.changing import Changing
-from cachefs.fs.drafts import Drafts, Opened, check_name, writable
+from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name, writable
 from cachefs.fs.inodes import ROOT
-from cachefs.fs.kept import Kept
 from cachefs.fs.keys import name_in
-from cachefs.fs.overlay import Node, Overlay
-from cachefs.fs.survey import object_of
+from cachefs.fs.local_changes import LocalChanges, Node
+from cachefs.fs.name_locks import Name, NameLocks
+from cachefs.fs.overrides import Overrides
 from cachefs.fs.tree import Directory, Found, Tree
+from cachefs.fs.tree_queries import object_of
 
 if TYPE_CHECKING:
     from cachefs.fs.attributes import Options
-    from cachefs.fs.beliefs import Beliefs
     from cachefs.fs.files import OpenFiles
+    from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
-    from cachefs.fs.looking import Looker
+    from cachefs.fs.lookup import Looker
     from cachefs.fs.rows import Row
     from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
 __all__ = ["Opened", "Writing"]
+
+T = TypeVar("T")
 
 
 class Writing:
@@ -42,7 +47,7 @@ class Writing:
     def __init__(
         self,
         tree: Tree,
-        beliefs: Beliefs,
+        freshness: Freshness,
         looker: Looker,
         lister: Lister,
         files: OpenFiles,
@@ -57,18 +62,36 @@ class Writing:
         self._files = files
         self._options = options
         self._forget = forget
-        self._kept = Kept(tree.database)
-        self._overlay = Overlay(tree, beliefs, lister, files, writer, clock, wall)
-        self._overlay.on_change = forget
-        self._overlay.on_stored = self._stored
-        self._drafts = Drafts(self._overlay, self._kept, files, writer, wall)
-        self._names = Changing(tree, looker, lister, files, self._overlay, self._kept, writer)
+        self._kept = Overrides(tree.database)
+        self._local_changes = LocalChanges(tree, freshness, lister, files, writer, clock, wall)
+        self._local_changes.on_change = forget
+        self._local_changes.on_stored = self._stored
+        self.locks = NameLocks()
+        self._dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
+        self._names = Changing(tree, looker, lister, files, self._local_changes, self._kept, writer)
         # For the fast paths: each is one call.
-        self.release = self._drafts.release
-        self.write = self._drafts.write
-        self.flush, self.fsync = self._drafts.flush, self._drafts.fsync
-        self.fallocate = self._drafts.allocate
+        self.release = self._dirty_files.release
+        self.write = self._dirty_files.write
+        self.flush, self.fsync = self._dirty_files.flush, self._dirty_files.fsync
+        self.fallocate = self._dirty_files.allocate
         self.unlink, self.rmdir, self.rename = self._names.unlink, self._names.rmdir, self._names.rename
+
+    async def claimed(
+        self,
+        places: Callable[[], Sequence[Name]],
+        change: Callable[..., Awaitable[T]],
+        *,
+        trees: bool = False,
+    ) -> T:
+        """Make a change of names while no other runs at them, nor, with `trees`, below them.
+
+        `places` says where the names are; it is asked again once they are claimed, because a file or a directory may have
+        been moved meanwhile. `change` is given them one by one."""
+        while True:
+            names = places()
+            async with self.locks.claimed(*names, trees=trees):
+                if names == places():
+                    return await change(*(part for name in names for part in name))
 
     # -- what is shown -----------------------------------------------------------------------------
 
@@ -76,27 +99,32 @@ class Writing:
         """Of what the store has; `ino` is the number it is shown under."""
         stable = self._files.stable(ino)
         kept = self._kept.get(stable, row.etag) if self._kept.any else _NOTHING
-        if is_dir and (changed := self._overlay.times.get(stable)) is not None:
+        if is_dir and (changed := self._local_changes.times.get(stable)) is not None:
             kept = {**kept, "mtime_ns": changed}
         return self._shape(ino, is_dir, row.size, row.mtime_ns, kept)
 
     def attributes(self, row: Row) -> Attributes:
-        """Of what is being written: a row of the overlay."""
-        return self._of_node(self._overlay.of_row(row))
+        """Of what is being written: a held row."""
+        return self._of_node(self._local_changes.of_row(row))
 
     def orphan(self, ino: int) -> tuple[Attributes, float] | None:
         """Of what has no name any more, and is still open."""
-        node = self._overlay.nodes.get(ino)
-        if node is None or not node.removed or node.draft is None:
+        node = self._local_changes.nodes.get(ino)
+        if node is None or not node.removed or node.dirty_file is None:
             return None
         return self._of_node(node), 0.0
 
     def _of_node(self, node: Node) -> Attributes:
-        draft = node.draft
-        assert draft is not None
-        draft.look()
+        dirty_file = node.dirty_file
+        assert dirty_file is not None
+        dirty_file.look()
         return self._shape(
-            self._overlay.number(node), False, draft.size, draft.mtime_ns, node.attrs, int(not node.removed)
+            self._local_changes.number(node),
+            False,
+            dirty_file.size,
+            dirty_file.mtime_ns,
+            node.attrs,
+            int(not node.removed),
         )
 
     def _shape(
@@ -126,7 +154,7 @@ class Writing:
         return {name: value for name, value in wanted.items() if value != shown[name]}
 
     def _stored(self, node: Node, info: ObjectInfo) -> None:
-        """The store has a draft: what was set of it is kept of this version."""
+        """The store has a dirty file: what was set of it is kept of this version."""
         self._kept.put(node.stable, info.etag, node.attrs)
 
     async def keep(
@@ -140,24 +168,27 @@ class Writing:
             "mtime_ns": mtime_ns,
         }
         news = {name: value for name, value in given.items() if value is not None}
-        node = self._overlay.nodes.get(ino)
+        node = self._local_changes.nodes.get(ino)
         if node is not None and (node.held or node.removed):
-            if node.draft is not None:
-                node.draft.look()  # a later one would take what is set now for older than the change
+            if node.dirty_file is not None:
+                node.dirty_file.look()  # a later one would take what is set now for older than the change
             node.attrs.update(news)
             return
         stable, etag = ROOT, ""
         if ino != ROOT:
             directory, mark = self._locate(ino)
-            node = self._overlay.held.get((directory.number, mark))
-            if node is not None:
-                node.attrs.update(news)
-                return
+            node = self._local_changes.at(directory, name_in(mark))
+            if node is not None and not node.removed:
+                node.attrs.update(
+                    news
+                )  # also of one that is only open: its first change would bring the old ones back
+                if node.held:
+                    return
             row = self._tree.row(directory, mark)
             stable, etag = self._files.stable(ino), "" if row is None else row.etag
         self._kept.put(stable, etag, self._kept.get(stable, etag) | news)
         if mtime_ns is not None:
-            self._overlay.times.pop(stable, None)
+            self._local_changes.times.pop(stable, None)
 
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         try:
@@ -183,8 +214,8 @@ class Writing:
                 raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
             ino = self._shown(found)
             return ino, await self.open(directory, name, ino, found, flags | os.O_RDWR, pid)
-        node = await self._drafts.create(directory, name, self._attrs(False, mode, uid, gid))
-        opened = await self._drafts.open_writer(node, pid)
+        node = await self._dirty_files.create(directory, name, self._attrs(False, mode, uid, gid))
+        opened = await self._dirty_files.open_writer(node, pid)
         return node.ino, opened
 
     async def mknod(self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int) -> int:
@@ -192,7 +223,7 @@ class Writing:
             raise NotPermitted("an object store has no devices, sockets or pipes")
         ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
         try:
-            await self._drafts.flush(opened[0])
+            await self._dirty_files.flush(opened[0])
         finally:
             self.release(opened[0])
         return ino
@@ -200,48 +231,58 @@ class Writing:
     async def open(
         self, directory: Directory, mark: bytes, ino: int, found: Found, flags: int, pid: int
     ) -> Opened:
-        """A handle to write what was found."""
+        """A handle to write what was found. The caller has claimed the name."""
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         self._forget()
         obj = object_of(directory, mark, found.row)
-        return await self._drafts.open(directory, name_in(mark), ino, obj, flags, pid)
+        return await self._dirty_files.open(directory, name_in(mark), ino, obj, flags, pid)
 
     def open_reader(self, directory: Directory, mark: bytes, ino: int, row: Row, pid: int) -> Opened | None:
         """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
         if not row.known:
-            node = self._overlay.held.get((directory.number, mark))
+            node = self._local_changes.held.get((directory.number, mark))
         else:
-            node = self._overlay.fresh(directory, mark, row)
-        return None if node is None else self._drafts.open_reader(node, ino, pid)
+            node = self._local_changes.fresh(directory, mark, row)
+        return None if node is None else self._dirty_files.open_reader(node, ino, pid)
 
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
         if fh is not None and self._files.get(fh).writes:
-            await self._drafts.truncate_open(fh, size)
+            await self._dirty_files.truncate_open(fh, size)
             return
-        node = self._overlay.nodes.get(ino)
-        if node is not None and node.removed and node.draft is not None:
-            await node.draft.truncate(size)
+        node = self._local_changes.nodes.get(ino)
+        if node is not None and node.removed and node.dirty_file is not None:
+            await node.dirty_file.truncate(size)
             return
+        await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
+
+    def _place_of(self, ino: int) -> Name:
         directory, mark = self._locate(ino)
-        name = name_in(mark)
+        return directory, name_in(mark)
+
+    async def _truncate(self, ino: int, size: int, directory: Directory, name: bytes) -> None:
         found = await self._looker.look(directory, name)
         if not isinstance(found, Found) or self._shown(found) != ino:
             raise ObjectChanged(f"inode {ino} is another version by now")
         if found.is_dir:
-            raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
+            raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
         self._forget()
         obj = object_of(directory, name, found.row)
         if found.row.known and obj.size == size:
             return
-        await self._drafts.truncate(directory, name, ino, obj, size)
+        await self._dirty_files.truncate(directory, name, ino, obj, size)
 
     def _shown(self, found: Found) -> int:
         if found.is_dir:
             return self._files.own(found.ino)
         if not found.row.known:
-            return self._overlay.number(self._overlay.of_row(found.row))
+            return self._local_changes.number(self._local_changes.of_row(found.row))
         return self._files.shown(found.ino, found.row.etag, found.row.size)
+
+    def is_going(self, directory: Directory, mark: bytes) -> bool:
+        """True while the name shows a file that is being removed or replaced."""
+        node = self._local_changes.at(directory, name_in(mark))
+        return node is not None and node.removed
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -249,8 +290,7 @@ class Writing:
         writable(directory)
         check_name(directory, name)
         found = await self._names.mkdir(directory, name)
-        attrs = self._attrs(True, mode, uid, gid)
-        self._kept.put(found.ino, "", attrs)
+        self._kept.put(found.ino, "", self._attrs(True, mode, uid, gid))
         return found
 
     async def recover(self) -> None:
@@ -258,7 +298,7 @@ class Writing:
             # What was under way when an earlier daemon died may have reached the store, and is in no row here.
             self._tree.database.write(self._tree.refresh(self._tree.root))
         await self._names.recover([top.origin for top in self._tree.tops() if top.origin is not None])
-        await self._drafts.recover(self._place)
+        await self._dirty_files.recover(self._place)
 
     async def _place(self, origin: Origin, key: str) -> tuple[Directory, bytes]:
         """The directory of a key, written down where it is not known, and its name."""
@@ -267,7 +307,7 @@ class Writing:
                 directory = top
                 *above, last = key[len(top.prefix) :].encode().split(b"/")
                 for name in above:
-                    directory = await self._overlay.directory(directory, name)
+                    directory = await self._local_changes.directory(directory, name)
                 return directory, last
         raise NotFound(f"{key} is not below what is mounted")
 

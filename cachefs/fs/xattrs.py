@@ -9,12 +9,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from cachefs.errors import NotFound
+from cachefs.base.errors import NotFound
 
 if TYPE_CHECKING:
+    from cachefs.base.names import ObjectId
     from cachefs.fs.reader import Reader
     from cachefs.fs.tree import Directory
-    from cachefs.names import ObjectId
 
 REFRESH = b"user.cachefs.refresh"
 ETAG = b"user.cachefs.etag"

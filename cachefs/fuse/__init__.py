@@ -1,9 +1,6 @@
-"""The fronts: how the kernel speaks to the filesystem.
+"""The FUSE backends, through which the kernel calls the filesystem.
 
-Idea: a handler is a few lines that call `fs` and turn its answer into the kernel's structures; what the filesystem does
-is decided below. Whatever a handler raises becomes an errno by one total table. Every wait has the operation's deadline.
-
-Two fronts serve the same `FileSystem` (`fronts.py` chooses): `pyfuse3_front.py`, the only file that knows pyfuse3, runs
-anywhere; `kernel_front.py` speaks the protocol itself (`protocol.py`: its tables, `device.py`: the connection) and so can
-lend files to the kernel. `tuning.py` sets what only root can set from outside of FUSE.
-"""
+`operations.py` has what each request does over `FileSystem`; a backend only unpacks requests and packs answers. Two backends
+share it, and `backends.py` chooses one: `native_backend.py` speaks the protocol itself (`protocol.py`: its tables,
+`device.py`: the connection) and so can register backing files; `pyfuse3_backend.py` runs everywhere. Every exception becomes
+an errno by one total table (`errno_table.py`), and every wait that may end early has a deadline."""

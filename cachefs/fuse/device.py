@@ -1,7 +1,7 @@
-"""/dev/fuse: making a connection, and what passes over it. No request is understood here but the first (INIT).
+"""/dev/fuse: making a connection, and reading and writing its messages. Of the requests only INIT is understood here.
 
-The mount is made detached (fsopen, fsmount), shakes hands, and tries what it was made for; only then is it attached to the
-tree. So a kernel that cannot do it is found out before anybody sees a mount.
+A mount is made detached (fsopen, fsmount), negotiated, and tried for passthrough. Only then is it attached to the tree, so a
+kernel that lacks something is found out before any process sees a mount.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from cachefs.errors import MountError
-from cachefs.fuse import passed, protocol
+from cachefs.base.errors import MountError
+from cachefs.base.linux import libc, mount_at
+from cachefs.fuse import connection, protocol
+from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND
 from cachefs.fuse.protocol import Init
-from cachefs.mountinfo import mount_at
 
 REQUEST_BYTES = 128 << 10
 """Longest request of a mount that cannot be written: an extended attribute of 64 KiB and its name. Derived."""
@@ -26,17 +27,14 @@ REQUEST_BYTES = 128 << 10
 MAX_WRITE = 1 << 20
 """Largest write: as large as a read (`MAX_PAGES`)."""
 
-BUFFERS_KEPT = 8
-"""Buffers of requests (`MAX_WRITE` and a bit) that wait for the next write. Guessed: writers that write at once."""
-
-MAX_BACKGROUND, CONGESTION = 128, 96
-"""Read-aheads in flight; above the second the kernel sends no more. Guessed, and three quarters as the kernel does."""
+MOST_KEPT = 8
+"""Buffers (of `MAX_WRITE` and a bit) that writes may keep; further writes are copied. Guessed: writers at the same time."""
 
 MAX_PAGES = 256
 """Largest read: 1 MiB, what `fs.fuse.max_pages_limit` allows by default. Measured: more is not faster."""
 
 HANDSHAKE_S = 5.0
-"""Guessed: the kernel sends INIT at once."""
+"""How long the kernel may take to send INIT. Guessed: it does so at once."""
 
 WANTED = (
     Init.ASYNC_READ
@@ -51,40 +49,34 @@ WANTED = (
 )
 
 WANTED_TO_WRITE = WANTED | Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
-"""Without the second the kernel asks for an extended attribute (security.capability) at each write. That programs lose their
-set-uid bit is as good as done: the mount does not know set-uid."""
+"""Without HANDLE_KILLPRIV_V2 the kernel reads an extended attribute (security.capability) before each write. With it, the
+filesystem has to clear set-uid bits at writes; there are none on this mount (nosuid)."""
 
-_FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = (
-    430,
-    431,
-    432,
-    429,
-)  # the same wherever Python and FUSE are likely to be met
+# System call numbers, the same on all architectures but Alpha.
+_FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = 430, 431, 432, 429
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _CLOEXEC, _RDONLY, _NOSUID, _NODEV = 1, 1, 2, 4
 _FROM_FD, _AT_FDCWD = 4, -100
-_MNT_FORCE, _MNT_DETACH = 1, 2
 
-_ASK_AGAIN = (errno.EINTR, errno.ENOENT, errno.ENOMEM)
-"""A request was interrupted before we had it, or the kernel had no memory for it and has failed it already."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_READ_AGAIN = (errno.EINTR, errno.ENOENT, errno.ENOMEM)
+"""The request was interrupted before it was read, or the kernel had no memory for it and has failed it already."""
 
 
 class Negotiated(NamedTuple):
-    """What both sides can do. `minor` is the protocol's; `passthrough` whether files can be lent."""
+    """What both sides can do. `minor` is the protocol version's."""
 
     minor: int
     flags: Init
 
     @property
     def passthrough(self) -> bool:
+        """Whether the kernel can read backing files by itself."""
         return bool(self.flags & Init.PASSTHROUGH)
 
 
 def negotiate(request: bytes, stack_depth: int, *, writable: bool = False) -> tuple[bytes, Negotiated | None]:
-    """The answer to INIT, and what was agreed; nothing was when the kernel is to ask again in our version (7). Raises
-    `MountError` for a kernel that is too old. `stack_depth` is how many filesystems a lent file may lie on."""
+    """The answer to INIT, and what was agreed; None if the kernel has to send INIT again in version 7. `stack_depth` is the
+    number of stacked filesystems that a backing file may lie on. Raises `MountError` for a kernel that is too old."""
     try:
         _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(request)
         if opcode != protocol.Op.INIT:
@@ -112,27 +104,27 @@ def negotiate(request: bytes, stack_depth: int, *, writable: bool = False) -> tu
 
 
 class Device:
-    """One connection. `fd` is its end of it; tests give a socket that keeps records apart."""
+    """One connection. `fd` is a descriptor of /dev/fuse; tests use a sequential packet socket."""
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
         self.fd = fd
         self._writable = writable
         self._request_bytes = REQUEST_BYTES + (MAX_WRITE if writable else 0)
-        self.kept = 0  # buffers that requests are in which are not finished
-        self._spare: list[bytearray] = []
+        self.kept = 0  # buffers of requests that are not finished
+        self._spare: list[bytearray] = []  # buffers to use again
         self._use(bytearray(self._request_bytes))
         self._mount = -1
         self._attached: Path | None = None
-        self.number = ""  # major:minor of the mount; "" where the kernel does not say
+        self.number = ""  # "major:minor" of the mount; "" where the kernel does not report it
         self._gone = False
 
-    # -- coming and going --------------------------------------------------------------------------
+    # -- mounting and unmounting -------------------------------------------------------------------
 
     @classmethod
     def connect(
         cls, name: str, *, allow_other: bool, stack_depth: int, writable: bool = False
     ) -> tuple[Device, Negotiated]:
-        """A detached mount whose handshake is done. OSError or `MountError` where that cannot be."""
+        """Make a detached mount and negotiate. Raises OSError or `MountError`."""
         device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), writable=writable)
         try:
             device._make(name, allow_other)
@@ -143,9 +135,9 @@ class Device:
 
     @classmethod
     def take(cls, fd: int, *, stack_depth: int, writable: bool = False) -> tuple[Device, Negotiated]:
-        """The same over a descriptor that somebody else has mounted, and will unmount."""
+        """The same over a descriptor that another process has mounted, and will unmount."""
         device = cls(fd, writable=writable)
-        device.number = passed.connection(fd)
+        device.number = connection.device_of(fd)
         try:
             os.set_blocking(fd, False)
             return device, device._shake_hands(stack_depth)
@@ -165,8 +157,8 @@ class Device:
                 "group_id": str(os.getgid()),
             }.items():
                 _call(_FSCONFIG, context, _SET_STRING, key.encode(), value.encode(), 0)
-            # Read-only is really meant: a superblock that could be written has each read through a lent file forget the
-            # inode's times, and each fstat then asks us. Measured: 1.75 times as many small files a second.
+            # In a writable superblock each passthrough read invalidates the inode's times, and the next fstat is a
+            # GETATTR. Measured: a read-only superblock serves 1.75 times as many small files a second.
             flags = ["default_permissions", *(["allow_other"] if allow_other else [])]
             for flag in flags if self._writable else ["ro", *flags]:
                 _call(_FSCONFIG, context, _SET_FLAG, flag.encode(), None, 0)
@@ -193,48 +185,50 @@ class Device:
                 return agreed
 
     def attach(self, mountpoint: Path) -> None:
-        """From here on everybody sees it."""
+        """Make the mount visible at `mountpoint`."""
         _call(_MOVE_MOUNT, self._mount, b"", _AT_FDCWD, os.fsencode(mountpoint), _FROM_FD)
         self._attached = mountpoint
-        os.close(self._mount)  # a descriptor of a mount is a user of it, too
+        os.close(self._mount)  # it would keep the mount busy
         self._mount = -1
-        mount = mount_at(mountpoint)  # fstat would ask us, who are here
+        mount = mount_at(mountpoint)  # fstat would send a request that this thread cannot answer now
         self.number = mount.device if mount is not None else ""
 
     def close(self, *, unmount: bool = True) -> None:
-        """Unmount what was attached, also while it is in use, and end the connection; requests that wait get ECONNABORTED.
-        Without `unmount` the dead mount stays where it is."""
+        """Unmount if attached, even while in use, and end the connection; requests that wait fail with ECONNABORTED. Without
+        `unmount` the dead mount stays where it is."""
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None and unmount:
             mount = mount_at(mountpoint)
             ours = mount is not None and mount.device == self.number
             if self._ended():
-                # Its number may be another mount's by now. One that is dead is ours: it was aborted, and is in the way.
+                # Another mount may have this number by now. A dead one is ours: it was aborted.
                 if ours and _is_dead(mountpoint):
-                    _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)
+                    connection.unmount(mountpoint, DETACH)
             elif ours or not self.number:
-                # By force: a notification of ours may wait for a lock whose holder waits for us, and a descriptor that
-                # a thread is writing to does not end the connection when it is closed.
-                _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
+                # By force: a notification may be waiting for a lock whose holder waits for an answer, and closing a
+                # descriptor that a thread is writing to does not end the connection.
+                connection.unmount(mountpoint, FORCE | DETACH)
             else:
-                abort(self.number)  # unmounted lazily, and still in use
+                connection.abort(self.number)  # unmounted lazily, and still in use
         elif self.number and self.fd >= 0 and not self._ended():
-            abort(self.number)  # a copy of the descriptor may be left somewhere, and nobody reads from it
+            connection.abort(
+                self.number
+            )  # another process may have a copy of the descriptor, and not read from it
         fds, self._mount, self.fd = (self._mount, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
     def _ended(self) -> bool:
-        """Whether the kernel has ended the connection, read of already or not."""
+        """Whether the kernel has ended the connection, whether or not `read` has returned None."""
         asked = select.poll()
         asked.register(self.fd, 0)
         return self._gone or bool(asked.poll(0))
 
-    # -- what passes -------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def read(self) -> memoryview | None:
-        """The next request, valid until the next call; empty when none waits, None when the mount is gone."""
+        """The next request, valid until the next call. Empty when none waits, None when the mount is gone."""
         while True:
             try:
                 return self._view[: os.readv(self.fd, self._buffers)]
@@ -244,12 +238,12 @@ class Device:
                 if exc.errno in (errno.ENODEV, errno.ECONNABORTED):
                     self._gone = True
                     return None
-                if exc.errno not in _ASK_AGAIN:
+                if exc.errno not in _READ_AGAIN:
                     raise
 
     def keep(self) -> bytearray:
-        """The request that was read last stays valid until what this returns is given back. Cheaper than a copy: the pages
-        of a buffer that is used again are there already."""
+        """Keep the last request valid until the returned buffer is given back. Cheaper than a copy, because buffers are used
+        again and their pages are mapped already."""
         kept = self._buffer
         self.kept += 1
         self._use(self._spare.pop() if self._spare else bytearray(self._request_bytes))
@@ -257,8 +251,7 @@ class Device:
 
     def give_back(self, kept: bytearray) -> None:
         self.kept -= 1
-        if len(self._spare) < BUFFERS_KEPT:
-            self._spare.append(kept)
+        self._spare.append(kept)
 
     def _use(self, buffer: bytearray) -> None:
         self._buffer = buffer
@@ -266,7 +259,7 @@ class Device:
         self._buffers = [buffer]
 
     def write(self, *parts: bytes | bytearray | memoryview) -> bool:
-        """A reply. False when nobody waits for it any more."""
+        """Send a reply. False when the request was given up, or the mount is gone."""
         try:
             if len(parts) == 1:
                 os.write(self.fd, parts[0])
@@ -279,55 +272,38 @@ class Device:
         return True
 
     def notify(self, code: int, body: bytes) -> None:
-        """Tell the kernel something. It may have to wait for readers of the inode: from a worker thread only."""
+        """Send a notification. The kernel may wait for readers of the inode meanwhile: from a worker thread only."""
         self.write(protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), code, 0) + body)
 
-    # -- files the kernel reads by itself ----------------------------------------------------------
+    # -- backing files -----------------------------------------------------------------------------
 
-    def lend(self, fd: int) -> int:
-        """The kernel's number (from 1 up) for a file, which it holds until `take_back`. OSError when it does not want
-        it."""
+    def register(self, fd: int) -> int:
+        """Register a backing file. Returns its backing id (from 1 up), which holds the file until `unregister`. Raises
+        OSError when the kernel refuses it."""
         number: int = fcntl.ioctl(
             self.fd, protocol.BACKING_OPEN, bytearray(protocol.BACKING_MAP.pack(fd, 0, 0)), True
         )
         return number
 
-    def take_back(self, number: int) -> None:
+    def unregister(self, number: int) -> None:
         if self.fd < 0:
-            return  # it was closed, and all its numbers went with it
+            return  # the connection was closed, and all its backing ids with it
         try:
             fcntl.ioctl(self.fd, protocol.BACKING_CLOSE, struct.pack("=I", number))
         except OSError:
-            pass  # the connection is gone, and all its numbers with it
-
-
-def abort(number: str) -> None:
-    """End the connection "major:minor", whoever waits for it. Only while it lives: numbers are given again."""
-    try:
-        Path("/sys/fs/fuse/connections", number.partition(":")[2], "abort").write_text("1\n")
-    except OSError:
-        pass  # nobody uses it any more
-
-
-def end(mountpoint: Path, number: str) -> None:
-    """End the connection "major:minor", and unmount it if it is still mounted there: both at once, which only root may."""
-    mount = mount_at(mountpoint)
-    if mount is None or mount.device != number:
-        abort(number)
-    else:
-        _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
+            pass  # the connection has ended, and all its backing ids with it
 
 
 def _is_dead(mountpoint: Path) -> bool:
     try:
-        os.statvfs(mountpoint)  # which the kernel never answers by itself
+        os.statvfs(mountpoint)  # the kernel never answers STATFS from a cache
     except OSError as exc:
         return exc.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:
-    done: int = _libc.syscall(
+    done: int = libc.syscall(
         ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
     )
     if done < 0:

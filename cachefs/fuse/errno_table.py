@@ -1,7 +1,7 @@
 """Exception → errno and log level: one total table.
 
-Expected absences are DEBUG, what a user can cause is INFO, what an operator should see is WARNING, and anything not in
-the table is our bug: EIO, a traceback, and the daemon lives.
+Absences are DEBUG, what a user can cause is INFO, and what an operator should see is WARNING. An exception that is not in
+the table is a bug of cachefs: the request fails with EIO, the log has the traceback, and the daemon goes on.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import logging
 
 import trio
 
-from cachefs import errors
+from cachefs.base import errors
+from cachefs.base.logs import Repeats
+from cachefs.base.metrics import Metrics
 from cachefs.fs import NoAttribute
-from cachefs.logs import Repeats
-from cachefs.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How much longer than the origin's own deadline an operation may take before it is cut off. Guessed."""
+"""How much longer than the origin's deadline a request may take before it fails. Guessed."""
 
 OURS = b"user.cachefs."
+"""Names of extended attributes of this filesystem begin so."""
 
 TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.NotFound: (errno.ENOENT, logging.DEBUG),
@@ -45,8 +46,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.Throttled: (errno.EIO, logging.WARNING),
     errors.Transient: (errno.EIO, logging.WARNING),
     errors.OriginFailed: (errno.EIO, logging.WARNING),
-    errors.Unreachable: (errno.EIO, logging.DEBUG),  # that the store is out is said once
-    errors.DeadlineExceeded: (errno.EIO, logging.WARNING),
+    errors.Unreachable: (errno.EIO, logging.DEBUG),  # the outage itself is logged once
     errors.NoRoom: (errno.ENOSPC, logging.WARNING),
     errors.CacheInUse: (errno.EIO, logging.ERROR),
     errors.CacheUnusable: (errno.EIO, logging.ERROR),
@@ -59,7 +59,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
 
 
 def errno_of(exc: BaseException) -> tuple[int, int]:
-    """(errno, log level) for an exception; the nearest class in the table counts."""
+    """(errno, log level) for an exception, by its nearest class in the table."""
     for kind in type(exc).__mro__:
         if kind in TABLE:
             return TABLE[kind]
@@ -67,7 +67,7 @@ def errno_of(exc: BaseException) -> tuple[int, int]:
 
 
 def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, repeats: Repeats) -> int:
-    """The errno that answers an operation which failed so; logged (the same kind of failure once a minute) and counted."""
+    """The errno that answers a failed operation. The failure is counted and logged, each kind of failure once a minute."""
     number, level = errno_of(exc)
     left_out: int | None = 0
     if level > logging.DEBUG:
@@ -86,11 +86,11 @@ def tell(operation: str, exc: Exception, metrics: Metrics, deadline_s: float, re
 
 
 def is_expected(exc: BaseException) -> bool:
-    """Whether the table knows it (else a traceback is worth its lines)."""
+    """Whether the exception is in the table. The log has a traceback of others."""
     return any(kind in TABLE for kind in type(exc).__mro__)
 
 
 def errno_of_foreign(name: bytes) -> int:
-    """For an extended attribute that is not ours. ls asks for two of every name, but for none once it has heard that
-    there are no such things here."""
+    """The errno for an extended attribute that is not ours. ls reads two attributes of each name, but none any more after
+    an EOPNOTSUPP."""
     return errno.ENODATA if name.startswith(b"user.") else errno.EOPNOTSUPP

@@ -1,7 +1,8 @@
-"""Telling the kernel what it keeps and should not: in a thread, for the kernel may make whoever tells it wait.
+"""Notifications for the kernel: the inodes and names that it has to drop from its caches.
 
-What is to be told is a set in the order it came: ten processes that refresh one directory tell of its names once. Who
-refreshes waits until the kernel knows (`told`), so that a look after that is a fresh one.
+A thread sends them, because the kernel may block the sender. They are an ordered set: when ten processes refresh one
+directory, the kernel is told of each name once. A refresh waits until the kernel has taken them (`told`), so that the next
+lookup is a fresh one.
 """
 
 from __future__ import annotations
@@ -15,57 +16,57 @@ import trio
 log = logging.getLogger(__name__)
 
 Notice = tuple[int, int, bytes]
-"""(inode, parent, name), as in `fs.InvalidateHook`."""
+"""(inode, parent, name): drop the pages and attributes of this inode (0: of none), and this name (b"": none)."""
 
 MOST_WAITING = 65_536
-"""Changes that the kernel has yet to be told of, about 250 bytes each. Beyond it the oldest is left to the kernel's own
-TTL; a refresh waits for every thousand, so only changes that listings come across can get there. Guessed."""
+"""Notices that wait, about 250 bytes each. Beyond it the oldest is dropped, and the kernel's own TTL has to do. A refresh
+waits after each thousand, so only changes that listings find can be so many. Guessed."""
 
 AT_ONCE = 64
-"""Told by a thread before it comes back: 5 ms (75 µs each, measured)."""
+"""Notices that a thread sends before it returns: 5 ms. Measured: 75 µs each."""
 
 TOLD_WITHIN_S = 5.0
-"""How long a refresh waits for a kernel that does not take its notices: it may hold a lock while it waits for the store.
-Guessed."""
+"""How long a refresh waits for a kernel that does not take its notices: a request may hold a lock in the kernel while it
+waits for the origin. Guessed."""
 
 
 class Notices:
-    """`invalidate` tells the kernel of one change; blocking, called from worker threads."""
+    """`invalidate` sends one notice. It blocks, and is called in worker threads."""
 
     def __init__(self, invalidate: Callable[[int, int, bytes], None]) -> None:
         self._invalidate = invalidate
         self._waiting: dict[Notice, None] = {}
         self._came = trio.Event()
-        self._turns = trio.lowlevel.ParkingLot()
-        self._taken = self._finished = 0  # changes, since the beginning
+        self._refreshing = trio.lowlevel.ParkingLot()
+        self._taken = self._finished = 0  # notices, since the beginning
         self._idle = trio.Event()
         self._idle.set()
-        self._lost = 0
+        self._dropped = False
 
     def tell(self, inode: int, parent: int, name: bytes) -> None:
-        """Soon. Never waits."""
+        """Have it sent soon. Never waits."""
         self._waiting[inode, parent, name] = None
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[next(iter(self._waiting))]
-            if not self._lost:
+            if not self._dropped:
                 log.warning(
                     "more changes than the kernel can be told of: it may show some as they were, for its TTL"
                 )
-            self._lost += 1
+            self._dropped = True
             self._taken += 1
             self._finished += 1
         self._came.set()
 
     async def told(self) -> None:
-        """Until the kernel knows everything that `tell` was given so far."""
-        came = self._taken + len(self._waiting)  # first come, first told
+        """Wait until the kernel has taken all that `tell` was given so far."""
+        came = self._taken + len(self._waiting)  # they are sent in order
         with trio.move_on_after(TOLD_WITHIN_S):
             while self._finished < came:
-                await self._turns.park()
+                await self._refreshing.park()
         await trio.lowlevel.checkpoint()
 
     async def run(self) -> None:
-        """Until cancelled; then `quiet` says when the last thread is back."""
+        """Send notices until cancelled. A thread may then still be sending; `quiet` waits for it."""
         token = trio.lowlevel.current_trio_token()
         while True:
             await self._came.wait()
@@ -83,7 +84,7 @@ class Notices:
                 raise
             await trio.to_thread.run_sync(self._send, batch, token, idle, abandon_on_cancel=True)
             self._finished += len(batch)
-            self._turns.unpark_all()
+            self._refreshing.unpark_all()
 
     def _send(self, batch: Iterable[Notice], token: trio.lowlevel.TrioToken, idle: trio.Event) -> None:
         try:
@@ -93,5 +94,5 @@ class Notices:
             token.run_sync_soon(idle.set)
 
     async def quiet(self) -> None:
-        """Until no thread is telling anything."""
+        """Wait until no thread is sending."""
         await self._idle.wait()

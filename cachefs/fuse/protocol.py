@@ -1,19 +1,22 @@
-"""The FUSE wire protocol as tables: what the kernel sends on /dev/fuse and what it wants back.
+"""The FUSE wire protocol as tables, and what the filesystem answers packed accordingly.
 
-Source: include/uapi/linux/fuse.h, protocol 7.31 to 7.45. Integers are in the machine's own order. A request is an
-`IN_HEADER` and its arguments, a reply an `OUT_HEADER` and its body; replies that are sent often have one structure for both.
+Source: include/uapi/linux/fuse.h, protocol 7.31 to 7.45. Integers are in the machine's byte order. A request is an
+`IN_HEADER` and its arguments, a reply an `OUT_HEADER` and its body; a reply of fixed length has one structure for both.
 """
 
 from __future__ import annotations
 
+import stat
 from enum import IntEnum, IntFlag
 from struct import Struct
 
+from cachefs.fs import Attributes, Entry
+
 MAJOR, MINOR = 7, 45
-"""What we speak. A kernel that speaks less is answered in its own terms, down to `OLDEST`."""
+"""The version spoken here. A kernel with an older one is answered in that version, down to `OLDEST`."""
 
 OLDEST = 31
-"""Linux 5.4: all structures below have their present length since then."""
+"""Linux 5.4: all structures below have had their present length since then."""
 
 IN_HEADER = Struct("=IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, extensions, padding
 OUT_HEADER = Struct("=IiQ")  # len, -errno, unique
@@ -62,7 +65,7 @@ class Op(IntEnum):
 
 
 class Init(IntFlag):
-    """Capabilities. The upper half travels in a word of its own (`flags2`), announced by INIT_EXT."""
+    """Capabilities. The upper half travels in a separate word (`flags2`), announced by INIT_EXT."""
 
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
@@ -79,7 +82,7 @@ class Init(IntFlag):
 
 
 class Setattr(IntFlag):
-    """What of a SETATTR counts."""
+    """The fields of a SETATTR that are to be set."""
 
     MODE = 1 << 0
     UID = 1 << 1
@@ -110,7 +113,7 @@ READ_IN = Struct("=QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags,
 RELEASE_IN = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
 GETXATTR_IN = Struct("=II")  # size, padding; then the name
 SETXATTR_IN = Struct("=II")  # size, flags; then the name and the value
-INTERRUPT_IN = Struct("=Q")  # unique of the request that is not wanted any more
+INTERRUPT_IN = Struct("=Q")  # unique of the request whose calling process has a signal
 CREATE_IN = Struct("=IIII")  # flags, mode (the umask is taken off), umask, open_flags; then the name
 MKNOD_IN = Struct("=IIII")  # mode, rdev, umask, padding; then the name
 MKDIR_IN = Struct("=II")  # mode, umask; then the name
@@ -147,7 +150,7 @@ STATFS_REPLY = Struct("=IiQ" + "QQQQQIIII24x")
 DIRENT = Struct("=QQII")  # ino, offset, length of the name, type; then the name, padded to 8 bytes
 DIRENTPLUS = Struct("=" + ENTRY + "QQII")
 
-# -- what we tell the kernel without being asked (OUT_HEADER with unique 0 and the code as its error) ---
+# -- notifications, sent without a request (OUT_HEADER with unique 0 and the code as its error) -----
 
 NOTIFY_INVAL_INODE, NOTIFY_INVAL_ENTRY = 2, 3
 INVAL_INODE = Struct("=qqq")  # ino, offset, length (0: all)
@@ -158,3 +161,79 @@ INVAL_ENTRY = Struct("=QII")  # parent, length of the name, flags; then the name
 BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct fuse_backing_map)
 BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, uint32)
 BACKING_MAP = Struct("=iIQ")  # fd, flags, padding
+
+# -- packing and unpacking -------------------------------------------------------------------------
+
+NO_ATTRIBUTES = (0,) * 16
+_U64 = (1 << 64) - 1  # times before 1970 are negative
+
+
+class Malformed(ValueError):
+    """A request that no kernel sends."""
+
+
+def attr(attributes: Attributes) -> tuple[int, ...]:
+    """The fields of `ATTR`."""
+    seconds, nanoseconds = divmod(attributes.mtime_ns, 1_000_000_000)
+    seconds &= _U64
+    size, mode = attributes.size, attributes.mode
+    block_size = 1 << 20 if stat.S_ISREG(mode) else 4096
+    return (
+        *(attributes.ino, size, -(-size // 512), seconds, seconds, seconds),
+        *(nanoseconds, nanoseconds, nanoseconds),
+        *(mode, attributes.nlink, attributes.uid, attributes.gid, 0, block_size, 0),
+    )
+
+
+def duration(seconds: float) -> tuple[int, int]:
+    """Whole seconds, and the nanoseconds beyond them."""
+    return divmod(int(seconds * 1e9), 10**9)
+
+
+def entry(attributes: Attributes, ttl: float, least: float = 0.0) -> tuple[int, ...]:
+    """The fields of `ENTRY`. The kernel may keep the name for `ttl` seconds; the attributes as long, and at least for
+    `least` seconds."""
+    seconds, nanoseconds = divmod(int(ttl * 1e9), 10**9)
+    if ttl >= least:
+        return (attributes.ino, 0, seconds, seconds, nanoseconds, nanoseconds, *attr(attributes))
+    least_seconds, least_nanoseconds = duration(least)
+    return (
+        *(attributes.ino, 0, seconds, least_seconds, nanoseconds, least_nanoseconds),
+        *attr(attributes),
+    )
+
+
+def dirent(shown: Entry) -> bytes:
+    attributes, name = shown.attributes, shown.name
+    head = DIRENT.pack(attributes.ino, shown.next_offset, len(name), attributes.mode >> 12)
+    return head + name.ljust(-(-len(name) // 8) * 8, b"\0")
+
+
+def direntplus(shown: Entry) -> bytes:
+    attributes, name = shown.attributes, shown.name
+    head = DIRENTPLUS.pack(
+        *entry(attributes, shown.ttl), attributes.ino, shown.next_offset, len(name), attributes.mode >> 12
+    )
+    return head + name.ljust(-(-len(name) // 8) * 8, b"\0")
+
+
+def signed(number: int) -> int:
+    """The signed value of 64 bits."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def name_of(body: memoryview) -> bytes:
+    """The name that arguments end with. Raises `Malformed`."""
+    name, nul, _ = bytes(body).partition(b"\0")
+    if not nul or not name:
+        raise Malformed("a name without an end")
+    return name
+
+
+def names_of(body: memoryview) -> tuple[bytes, bytes]:
+    """Both names of a rename, the old and the new one. Raises `Malformed`."""
+    old, _, rest = bytes(body).partition(b"\0")
+    new, nul, _ = rest.partition(b"\0")
+    if not old or not new or not nul:
+        raise Malformed("a rename without two names")
+    return old, new

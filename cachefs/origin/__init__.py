@@ -1,23 +1,29 @@
 """The origin: an object store seen from trio.
 
-Idea: a *client* (obstore, fsspec) is a blocking, thread-safe object that makes one attempt per call and knows
-one vendor; `Origin` wraps it with everything that is the same for all of them: worker threads, the
-concurrency limiter, retries with jitter, resuming a broken body where it stopped, deadlines, the download
-limit, and counting. The rooms above only ever see `Origin`.
+A *client* (obstore, fsspec, a directory) is a blocking, thread-safe object that makes one attempt per call and knows one
+vendor. `Origin` adds what is the same for all: worker threads, the concurrency limiter, retries with jitter, resumption of a
+broken body, deadlines, the limits on bytes a second, and counting. Other rooms see only `Origin`.
 
-Writing (`Origin.put`, `begin_upload`, `copy`, `delete`) is whole or not at all: a key shows the old version until the new
-one is complete.
-
-Invariants: a read is conditional on the etag, so bytes of two versions never mix; every call ends within its
-deadline; foreign exceptions do not leave this room.
+A write (`Origin.put`, `begin_upload`, `copy`, `delete`) is whole or not at all: a key shows the old version until the new
+one is complete. A read is conditional on the etag, so bytes of two versions never mix. Every call ends within its
+deadline. Exceptions of libraries do not leave this room.
 """
 
-from cachefs.origin.gate import Turn
-from cachefs.origin.origin import Origin
-from cachefs.origin.protocol import Client, ListPage, ObjectInfo, Sink
+from cachefs.origin.gate import Ticket
+from cachefs.origin.origin import Origin, each, new_token
+from cachefs.origin.protocol import (
+    Client,
+    FileRange,
+    InMemory,
+    Limits,
+    ListPage,
+    ObjectInfo,
+    Part,
+    Sink,
+    Source,
+)
 from cachefs.origin.registry import open_origin
 from cachefs.origin.uploads import Upload
-from cachefs.origin.writing import FileRange, InMemory, Limits, Part, Pending, Source
 
 __all__ = [
     "Client",
@@ -28,10 +34,11 @@ __all__ = [
     "ObjectInfo",
     "Origin",
     "Part",
-    "Pending",
     "Sink",
     "Source",
-    "Turn",
+    "Ticket",
     "Upload",
+    "each",
+    "new_token",
     "open_origin",
 ]

@@ -1,27 +1,223 @@
-"""Where an Azure container is, and both ways into it."""
+"""Azure Blob Storage: credentials, where a container is, listing, writing block blobs, and the client.
+
+A part is a *block*, which waits beside the blob under an id until a list of ids is put; then those blocks are the blob.
+Azure has no uploads as such: an upload here is a random word that its blocks' ids begin with, and its parts are the
+blocks that show it. So beginning and aborting send no request (Azure removes blocks a week after the last of them, unless
+a list names them), and of two uploads of one blob the first to be completed discards the other's blocks, which then is
+`NoSuchUpload`.
+
+Credentials come from the environment (connection string, key, SAS), else from azure-identity's chain.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from xml.etree.ElementTree import Element
 
-from cachefs.errors import ConfigError
-from cachefs.origin.azure_writing import ContainerWriter
-from cachefs.origin.credentials.azure import AzureCredentials, settings
-from cachefs.origin.listing.azure import ContainerLister
-from cachefs.origin.listing.http import Fetcher
+from cachefs.base.errors import (
+    ConfigError,
+    NotFound,
+    OriginFailed,
+    PermissionDenied,
+    Transient,
+)
+from cachefs.origin.conditions import HONOURED
+from cachefs.origin.http import (
+    ANY_TYPE,
+    Request,
+    SignedHttp,
+    Transport,
+    child,
+    http_date_ns,
+    quoted,
+    written,
+    xml,
+)
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
-from cachefs.origin.signed import SignedReader
+from cachefs.origin.protocol import (
+    MIB,
+    TIB,
+    Body,
+    Limits,
+    ListPage,
+    ObjectInfo,
+    Part,
+    Preconditions,
+    Writer,
+    Written,
+    conflicts,
+)
+from cachefs.origin.replies import one_line
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+LIMITS = Limits(5000 * MIB, 190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
+"""As documented for block blobs, except for the largest: 190 TiB would need the largest blocks from the beginning, and
+growing ones reach 150. Keys have 1,024 characters; counting bytes instead is stricter."""
+
+TOKEN_HEADER = "x-ms-meta-cachefs_token"
+"""Azure's names of metadata have no hyphens."""
+
+STORAGE_SCOPE = "https://storage.azure.com/.default"
+API_VERSION = "2021-12-02"
+"""The first that marks names which XML cannot carry (`Encoded="true"`) in use everywhere by now."""
+
+SIGNED_HEADERS = (
+    "Content-Encoding",
+    "Content-Language",
+    "Content-Length",
+    "Content-MD5",
+    "Content-Type",
+    "Date",
+    "If-Modified-Since",
+    "If-Match",
+    "If-None-Match",
+    "If-Unmodified-Since",
+    "Range",
+)
+"""In the order of the text that is signed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What authorises requests: exactly one of key, SAS and token is set, or none when anonymous."""
+
+    key: str = field(default="", repr=False)
+    sas: str = field(default="", repr=False)
+    token: str = field(default="", repr=False)
+    expires_at: datetime | None = None
+
+
+def settings() -> dict[str, str]:
+    """What the environment sets of AccountName, AccountKey, SharedAccessSignature, BlobEndpoint, EndpointSuffix."""
+    found: dict[str, str] = {}
+    for part in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";"):
+        name, _, value = part.partition("=")
+        if value:
+            found[name.strip()] = value.strip()
+    for name, variables in {
+        "AccountName": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
+        "AccountKey": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"),
+        "SharedAccessSignature": ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"),
+        "BlobEndpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    }.items():
+        for variable in variables:
+            if name not in found and os.environ.get(variable):
+                found[name] = os.environ[variable]
+    return found
+
+
+class AzureCredentials:
+    """Credentials of one mount for one account. Thread-safe."""
+
+    def __init__(self, account: str, anonymous: bool) -> None:
+        self.account = account
+        self.anonymous = anonymous
+        self._lock = threading.Lock()
+        self._identity: Any = None
+        self._renewed_at = float("-inf")
+
+    def current(self) -> Proof:
+        """What authorises requests now. azure-identity renews tokens before they expire."""
+        if self.anonymous:
+            return Proof()
+        said = settings()
+        # The key of a connection string belongs to the account that the string names.
+        if said.get("AccountName", self.account) == self.account:
+            if "AccountKey" in said:
+                return Proof(key=said["AccountKey"])
+            if "SharedAccessSignature" in said:
+                return Proof(sas=said["SharedAccessSignature"].lstrip("?"))
+        return self._token()
+
+    def renew(self, since: float) -> bool:
+        """Get a new token at the next request. Environment variables of a process do not change."""
+        with self._lock:
+            if self._identity is not None and self._renewed_at <= since:
+                self._identity, self._renewed_at = None, time.monotonic()
+            return self._renewed_at > since
+
+    @property
+    def advice(self) -> str:
+        if self.anonymous:
+            return "the mount is --anonymous; a private container needs credentials"
+        return (
+            "check AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or "
+            "AZURE_STORAGE_SAS_TOKEN, or the identity's role Storage Blob Data Reader (Contributor, to write)"
+        )
+
+    def sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+        """The URL to use for a request of `url`, and its headers together with those that authorise it."""
+        date = format_datetime(datetime.now(UTC), usegmt=True)
+        headers = {**headers, "x-ms-date": date, "x-ms-version": API_VERSION}
+        proof = self.current()
+        if proof.sas:
+            return f"{url}{'&' if '?' in url else '?'}{proof.sas}", headers
+        if proof.token:
+            headers["Authorization"] = f"Bearer {proof.token}"
+        elif proof.key:
+            signature = _shared_key(self.account, proof.key, method, url, headers)
+            headers["Authorization"] = f"SharedKey {self.account}:{signature}"
+        return url, headers
+
+    def _token(self) -> Proof:
+        try:
+            from azure.core.exceptions import AzureError
+            from azure.identity import DefaultAzureCredential
+        except ImportError as exc:
+            raise PermissionDenied(f"no Azure credentials: {self.advice}") from exc
+        with self._lock:
+            try:
+                if self._identity is None:
+                    # Its warnings tell in twenty lines what the error below tells in one.
+                    logging.getLogger("azure.identity").setLevel(logging.ERROR)
+                    self._identity = DefaultAzureCredential()
+                token = self._identity.get_token(STORAGE_SCOPE)
+            except (AzureError, ValueError) as exc:
+                reason = one_line(str(exc))
+                raise PermissionDenied(f"no Azure credentials: {self.advice} ({reason})") from exc
+        return Proof(token=token.token, expires_at=datetime.fromtimestamp(token.expires_on, UTC))
+
+
+def _shared_key(account: str, key: str, method: str, url: str, headers: Mapping[str, str]) -> str:
+    """The signature of a request, by Azure's "Authorize with Shared Key". It does not cover the body."""
+    parts = urlsplit(url)
+    shown = {name: value for name, value in headers.items() if (name, value) != ("Content-Length", "0")}
+    usual = "".join(f"{shown.get(name, '')}\n" for name in SIGNED_HEADERS)
+    named = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
+    resource = f"/{account}{parts.path}"
+    for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True)):
+        resource += f"\n{unquote(name).lower()}:{value}"
+    text = f"{method}\n{usual}{named}{resource}"
+    try:
+        secret = base64.b64decode(key, validate=True)
+    except binascii.Error as exc:
+        raise ConfigError("the Azure account key is not base64: copy it whole, with its trailing =") from exc
+    return base64.b64encode(hmac.new(secret, text.encode(), hashlib.sha256).digest()).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container, its account, and the URL of that account."""
+    """A container. `endpoint` is the URL of its account; an emulator's ends in the account's name."""
 
     container: str
     account: str
     endpoint: str
+    credentials: AzureCredentials
 
     @property
     def label(self) -> str:
@@ -29,15 +225,48 @@ class Container:
 
     @property
     def source(self) -> str:
-        """The store's identity."""
+        """The origin's identity."""
         usual = self.endpoint == f"https://{self.account}.blob.core.windows.net"
         return self.label if usual else f"{self.label}@{self.endpoint}"
 
+    def url(self) -> str:
+        return f"{self.endpoint}/{self.container}"
 
-def account_and_endpoint(authority: str, endpoint_url: str | None) -> Container:
-    """The place named by `container` or `container@account[.dfs.core.windows.net]`.
+    def url_for_azure(self, key: str) -> str:
+        """The URL of a blob that Azure itself is to read. It has the rights of the request that names it, except that a SAS
+        is part of the URL."""
+        sas = self.credentials.current().sas
+        return f"{self.url()}/{quote(key)}" + (f"?{sas}" if sas else "")
 
-    The endpoint's URL is that of the account: an emulator's ends in the account's name."""
+    def sign(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
+    ) -> tuple[str, Mapping[str, str]]:
+        return self.credentials.sign(method, url, headers)
+
+    def open_store(self, stall_s: float) -> ObjectStore:
+        from obstore.store import AzureStore
+
+        access: dict[str, Any] = {"credential_provider": self._provide}
+        return AzureStore(
+            self.container,
+            account_name=self.account,
+            endpoint=self.endpoint,
+            client_options=client_options(stall_s),
+            retry_config=retry_config(),
+            **({"skip_signature": True} if self.credentials.anonymous else access),
+        )
+
+    def _provide(self) -> dict[str, Any]:
+        proof = self.credentials.current()
+        if proof.key:
+            return {"access_key": proof.key, "expires_at": None}
+        if proof.sas:
+            return {"sas_token": proof.sas, "expires_at": None}
+        return {"token": proof.token, "expires_at": proof.expires_at}
+
+
+def container_of(authority: str, endpoint_url: str | None, anonymous: bool) -> Container:
+    """The container that `container` or `container@account[.dfs.core.windows.net]` names."""
     said = settings()
     container, _, host = authority.partition("@")
     account = host.partition(".")[0] or said.get("AccountName", "")
@@ -52,70 +281,146 @@ def account_and_endpoint(authority: str, endpoint_url: str | None) -> Container:
         suffix = host.partition(".")[2].removeprefix("dfs.").removeprefix("blob.")
     own = said.get("BlobEndpoint") if said.get("AccountName", account) == account else None
     endpoint = endpoint_url or own or f"https://{account}.blob.{suffix}"
-    return Container(container, account, endpoint.rstrip("/"))
+    return Container(container, account, endpoint.rstrip("/"), AzureCredentials(account, anonymous))
 
 
-def azure_client(
-    authority: str, *, endpoint_url: str | None, anonymous: bool, stall_s: float
-) -> tuple[ObstoreClient, str]:
-    """The client, and its store's identity."""
-    place = account_and_endpoint(authority, endpoint_url)
-    credentials = AzureCredentials(place.account, anonymous)
-    fetcher = Fetcher(stall_s)
-    url = f"{place.endpoint}/{place.container}"
-    lister = ContainerLister(
-        url,
-        lambda url: credentials.sign("GET", url, {}),
-        fetcher,
-        label=place.label,
-        advice=lambda: credentials.advice,
-    )
-    signed = SignedReader(
-        lambda: url, credentials.sign, fetcher, label=place.label, advice=lambda: credentials.advice
-    )
+class AzureObjects(Writer):
+    """Listing and writing of one container: `Lister` and `Writer`."""
 
-    def source_url(key: str) -> str:
-        """Azure reads it as whoever asks it to, except that a SAS is part of a URL."""
-        sas = credentials.current().sas
-        return f"{url}/{quote(key)}" + (f"?{sas}" if sas else "")
+    limits = LIMITS
+    conditions = HONOURED
 
-    writer = ContainerWriter(
-        lambda: url,
-        lambda method, url, headers, body: credentials.sign(method, url, headers),
-        fetcher,
-        label=place.label,
-        advice=lambda: credentials.advice,
-        source_url=source_url,
-    )
+    def __init__(self, http: SignedHttp, place: Container) -> None:
+        self._http, self._place = http, place
 
-    def provide() -> dict[str, Any]:
-        proof = credentials.current()
-        if proof.key:
-            return {"access_key": proof.key, "expires_at": None}
-        if proof.sas:
-            return {"sas_token": proof.sas, "expires_at": None}
-        return {"token": proof.token, "expires_at": proof.expires_at}
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        parameters = {
+            "restype": "container",
+            "comp": "list",
+            "delimiter": "/",
+            "maxresults": str(limit),
+            "prefix": prefix or None,
+            "marker": token,
+        }
+        reply = self._http.ask(Request("GET", parameters=parameters, about=prefix))
+        try:
+            return parse_page(reply.body)
+        except ValueError as exc:
+            raise OriginFailed(f"{self._http.name(prefix)}: the listing is not Azure's XML: {exc}") from exc
 
-    def open_store() -> Any:
-        from obstore.store import AzureStore
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
+        headers = {"x-ms-blob-type": "BlockBlob", **_kept(preconditions)}
+        with conflicts(preconditions):
+            return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
 
-        access: dict[str, Any] = {"skip_signature": True} if anonymous else {"credential_provider": provide}
-        return AzureStore(
-            place.container,
-            account_name=place.account,
-            endpoint=place.endpoint,
-            client_options=client_options(stall_s),
-            retry_config=retry_config(),
-            **access,
-        )
+    def copy(self, key: str, to: str, etag: str | None) -> Written:
+        condition = {} if etag is None else {"x-ms-source-if-match": etag}
+        headers = {"x-ms-copy-source": self._place.url_for_azure(key), **condition}
+        reply = self._http.ask(Request("PUT", to, headers=headers, slow=True, about=key))
+        if (
+            reply.headers.get("x-ms-copy-status") == "pending"
+        ):  # within an account, a copy ends before its reply
+            raise Transient(f"{self._http.name(to)}: Azure is still copying")
+        return written(reply)
 
-    client = ObstoreClient(
-        open_store,
-        lister,
-        signed=signed,
-        writer=writer,
-        label=place.label,
-        credentials=credentials,
-        close=fetcher.close,
-    )
-    return client, place.source
+    def delete(self, key: str) -> None:
+        self._http.delete(key)
+
+    def look(self, key: str) -> tuple[ObjectInfo, str]:
+        info, headers = self._http.head(key)
+        return info, headers.get(TOKEN_HEADER, "")
+
+    # Multipart uploads.
+
+    def begin(self, key: str, preconditions: Preconditions) -> str:
+        return preconditions.token
+
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
+        name = block_id(upload, number)
+        self._http.ask(Request("PUT", key, {"comp": "block", "blockid": name}, body=body))
+        return name
+
+    def parts(self, key: str, upload: str) -> dict[int, Part]:
+        try:
+            reply = self._http.ask(Request("GET", key, {"comp": "blocklist", "blocklisttype": "uncommitted"}))
+        except NotFound:
+            return {}  # neither a blob nor a block of one
+        found = {}
+        for node in self._http.document(reply, key).iter("Block"):
+            name = node.findtext("Name", "")
+            number = number_of(upload, name)
+            if number is not None:
+                found[number] = Part(name, int(node.findtext("Size", "0")))
+        return found
+
+    def complete(
+        self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
+    ) -> Written:
+        # Only uncommitted blocks: after an attempt that succeeded, this one fails, and the token tells.
+        rows = "".join(f"<Uncommitted>{name}</Uncommitted>" for _, name in sorted(parts.items()))
+        body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{rows}</BlockList>'.encode()
+        headers = {**_kept(preconditions), "Content-Type": "application/xml"}
+        with conflicts(preconditions):
+            request = Request("PUT", key, {"comp": "blocklist"}, headers, body, slow=True)
+            return written(self._http.ask(request))
+
+    def abort(self, key: str, upload: str) -> None:
+        """Nothing to do: the blocks expire."""
+
+
+def _kept(preconditions: Preconditions) -> dict[str, str]:
+    """Headers that the origin keeps with the blob, and the conditions."""
+    kept = {"x-ms-blob-content-type": preconditions.content_type or ANY_TYPE}
+    if preconditions.token:
+        kept[TOKEN_HEADER] = preconditions.token
+    if preconditions.if_match is not None:
+        kept["If-Match"] = preconditions.if_match
+    if preconditions.if_absent:
+        kept["If-None-Match"] = "*"
+    return kept
+
+
+def parse_page(body: bytes) -> ListPage:
+    """An EnumerationResults; `ValueError` when it is none."""
+    page = xml(body)
+    objects = []
+    for blob in page.iter("Blob"):
+        about = blob.find("Properties")
+        if about is None:
+            raise ValueError("a Blob without Properties")
+        # With a hierarchical namespace, a directory is listed twice: as a prefix, and as an empty blob.
+        if about.findtext("ResourceType") != "directory":
+            size, modified = int(child(about, "Content-Length")), http_date_ns(child(about, "Last-Modified"))
+            objects.append(ObjectInfo(_name(blob), size, modified, quoted(child(about, "Etag"))))
+    prefixes = [_name(prefix) for prefix in page.iter("BlobPrefix")]
+    if page.tag != "EnumerationResults":
+        raise ValueError("no EnumerationResults in it")
+    return ListPage(objects, prefixes, page.findtext("NextMarker") or None)
+
+
+def _name(node: Element) -> str:
+    """The name of a blob or prefix. Azure encodes the names that XML cannot carry."""
+    name = node.find("Name")
+    if name is None:
+        raise ValueError(f"a {node.tag} without a Name")
+    return unquote(name.text or "") if name.get("Encoded") == "true" else name.text or ""
+
+
+def block_id(upload: str, number: int) -> str:
+    """The id of a part's block. All ids of a blob must have one length."""
+    return base64.b64encode(f"{upload}-{number:05d}".encode()).decode()
+
+
+def number_of(upload: str, name: str) -> int | None:
+    """The number of the part that the block `name` is; None when it belongs to another upload."""
+    try:
+        word, _, number = base64.b64decode(name).decode("ascii", "replace").rpartition("-")
+    except binascii.Error:
+        return None
+    return int(number) if word == upload and number.isdecimal() else None
+
+
+def azure_client(place: Container, stall_s: float) -> ObstoreClient:
+    http = SignedHttp(place, Transport(stall_s))
+    objects = AzureObjects(http, place)
+    return ObstoreClient(place, http.transport, lister=objects, writer=objects, http=http)

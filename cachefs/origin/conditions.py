@@ -1,11 +1,11 @@
-"""Which conditions of writes a store has been seen to honour: a pure record, for the lifetime of a mount.
+"""Which conditions of writes a store honours: a pure record, for the lifetime of a mount.
 
 Stores that speak S3 differ here. A store that ignores a condition answers as if the condition had held, so its success
 proves nothing. Seen on Ceph's RADOS Gateway 16.2: both kinds of copy ignore `x-amz-copy-source-if-match`, completing an
 upload ignores `If-Match` and `If-None-Match`, and a PUT takes an etag in `If-Match` only without its quotes.
 
-`cachefs.origin.probing` finds out, with requests that must fail, and `cachefs.origin.writes` looks at the objects itself
-where a condition is not honoured.
+`cachefs.origin.probing` finds out by requests that must fail; `cachefs.origin.outcomes` compares the objects itself where a
+condition is not honoured.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ class Condition(StrEnum):
 
 @dataclass(slots=True)
 class Conditions:
-    """What one store does with each condition. `trusted`: it honours all of them, by its vendor's documentation, and is
-    not probed. `bare_etags`: its `If-Match` wants etags without quotes."""
+    """What one origin does with each condition. `trusted`: the vendor documents that it honours all of them, so none is
+    probed. `bare_etags`: its `If-Match` takes etags without quotes."""
 
     trusted: bool = False
     bare_etags: bool = False
     _seen: dict[Condition, bool] = field(default_factory=dict)
 
     def honours(self, condition: Condition) -> bool | None:
-        """None while it has not been probed."""
+        """None while the condition has not been probed."""
         return True if self.trusted else self._seen.get(condition)
 
     def saw(self, condition: Condition, honoured: bool) -> None:
+        """Record the result of a probe."""
         self._seen[condition] = honoured
 
     def ignored(self) -> list[str]:
-        """The conditions that the store does not honour, by their names."""
+        """Names of the conditions that the origin does not honour."""
         return [condition.value for condition, honoured in self._seen.items() if not honoured]
 
     def as_sent(self, etag: str) -> str:
-        """An etag as this store's `If-Match` wants it."""
+        """The etag in the form that this origin's `If-Match` takes."""
         return etag.strip('"') if self.bare_etags else etag
 
 
 HONOURED = Conditions(trusted=True)
-"""Of stores that are known: AWS, Google, Azure, a directory of this machine."""
+"""Of AWS, Google, Azure and a directory of this machine."""
 
 
 def of_endpoint(endpoint_url: str | None) -> Conditions:
-    """Of an S3 store: AWS documents all conditions, any other endpoint is probed."""
+    """Of an S3 endpoint: AWS documents all conditions, any other endpoint is probed."""
     host = (endpoint_url or "").partition("://")[2].partition("/")[0].partition(":")[0].lower()
     amazon = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
     return HONOURED if endpoint_url is None or amazon else Conditions()

@@ -1,9 +1,9 @@
-"""Any store that fsspec knows, through its synchronous face.
+"""Any store that fsspec knows, through its synchronous interface.
 
-fsspec promises neither conditional reads nor pages. Here is what works for every filesystem: a listing is one
-page (as much memory as the directory is long), and a read asks for the version before and after it fetches
-the bytes, and passes them on only if it was the same both times. `cachefs.origin.fsspec_stores` does better
-for S3 and Azure.
+fsspec promises neither pages nor conditional reads, conditions of writes, or parts. What works for every filesystem: a
+listing is one page (memory grows with the directory); a read asks for the version before and after it fetches the bytes, and
+passes them on only if both are the wanted one; a file of any size is written from its beginning to its end, and discarded
+after an error where the filesystem can. `cachefs.origin.fsspec_stores` does better for S3 and Azure.
 
 fsspec's own listing cache never expires and its instances are shared; both are switched off.
 """
@@ -11,10 +11,11 @@ fsspec's own listing cache never expires and its instances are shared; both are 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     CachefsError,
     ConfigError,
     NotFound,
@@ -24,21 +25,34 @@ from cachefs.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.fsspec_writing import FilesystemWriter
-from cachefs.origin.listing.http import quoted
-from cachefs.origin.obstore_client import made_up
-from cachefs.origin.opened import Opened
-from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.origin.conditions import HONOURED
+from cachefs.origin.credentials import Opened
+from cachefs.origin.http import quoted
+from cachefs.origin.protocol import (
+    UNLIMITED,
+    Body,
+    Limits,
+    ListPage,
+    ObjectInfo,
+    Preconditions,
+    Writer,
+    Written,
+    made_up,
+)
 from cachefs.origin.replies import one_line, refusal
-from cachefs.origin.writing import Writer
+
+LIMITS = Limits(UNLIMITED, UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
+
+AT_ONCE = 1 << 20
+"""A file up to this many bytes is handed over as one piece of memory, which most filesystems write in one request.
+Guessed."""
 
 NO_CACHES = {"use_listings_cache": False, "skip_instance_cache": True}
 ENVIRONMENT = "check the credentials in the environment or in fsspec's own configuration"
 
 
 class FsspecClient:
-    """The tree below `root` (a path as the filesystem wants it, without its scheme). Keys are relative to
-    it."""
+    """The tree below `root` (a path in the filesystem's form, without its scheme). Keys are relative to it."""
 
     can_list = True
 
@@ -51,14 +65,14 @@ class FsspecClient:
         advice: Callable[[], str] = lambda: ENVIRONMENT,
         credentials: Callable[[], object] = lambda: None,
     ) -> None:
-        self.writer: Writer = FilesystemWriter(self)
+        self.writer: Writer = Filesystem(self)
         self._root = root
         self._label = label
         self._advice = advice
         self._filesystem = Opened(open_filesystem, credentials)
 
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        """All of the directory, whatever the limit: fsspec has nothing smaller."""
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        """The whole directory, whatever the limit: fsspec has nothing smaller."""
         here = self.path(prefix).rstrip("/")
         try:
             entries = self.opened().ls(here, detail=True)
@@ -68,7 +82,7 @@ class FsspecClient:
         for entry in entries:
             name = entry["name"].rstrip("/")
             key = prefix + name.rpartition("/")[2]
-            if name == here or (start_after and key <= start_after):
+            if name == here:
                 continue  # some filesystems list a directory's own marker in it
             if entry["type"] == "directory":
                 prefixes.append(key + "/")
@@ -100,7 +114,7 @@ class FsspecClient:
         yield data
 
     def renew(self, since: float) -> bool:
-        """The next request opens the filesystem anew; whether with other credentials, only the store can tell."""
+        """Open the filesystem again at the next request; only the origin can tell whether the credentials changed."""
         self._filesystem.forget(since)
         return True
 
@@ -121,15 +135,92 @@ class FsspecClient:
 
     def _same_version(self, key: str, wanted: str, found: str) -> None:
         if found != wanted:
-            raise ObjectChanged(f"{self._label}/{key}: the object changed at the store")
+            raise ObjectChanged(f"{self._label}/{key}: the object changed at the origin")
 
     def translated(self, exc: BaseException, key: str) -> CachefsError:
         return in_our_words(exc, f"{self._label}/{key}", self._advice())
 
 
+class Filesystem(Writer):
+    """Writing to any filesystem. Conditions are compared here, or refused."""
+
+    limits = LIMITS
+    conditions = HONOURED
+
+    def __init__(self, client: FsspecClient) -> None:
+        self._client = client
+
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
+        if preconditions.conditional:
+            raise Unsupported(f"{key}: fsspec promises no conditional writes")
+        path = self._client.path(key)
+        try:
+            filesystem = self._client.opened()
+            if key.endswith("/") and not body.size:
+                filesystem.makedirs(path, exist_ok=True)
+                return Written("directory", 0)  # filesystems tell no version of a directory
+            data = b"".join(body.chunks()) if body.size <= AT_ONCE else None
+            try:
+                self._write(filesystem, path, body, data)
+            except FileNotFoundError:  # some filesystems want a directory before its files
+                filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._write(filesystem, path, body, data)
+        except Exception as exc:
+            raise self._client.translated(exc, key) from exc
+        return Written()
+
+    def copy(self, key: str, to: str, etag: str | None) -> Written:
+        if etag is not None and self._client.head(key).etag != etag:
+            raise ObjectChanged(f"{key}: the object changed at the origin")
+        source, target = self._client.path(key), self._client.path(to)
+        try:
+            filesystem = self._client.opened()
+            try:
+                filesystem.cp_file(source, target)
+            except FileNotFoundError:
+                filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+                filesystem.cp_file(source, target)
+        except Exception as exc:
+            raise self._client.translated(exc, key) from exc
+        return Written()
+
+    def delete(self, key: str) -> None:
+        try:
+            filesystem = self._client.opened()
+            if not key.endswith("/"):
+                filesystem.rm_file(self._client.path(key))
+            else:
+                with suppress(OSError):  # it has other keys in it
+                    filesystem.rmdir(self._client.path(key).rstrip("/"))
+        except Exception as exc:
+            error = self._client.translated(exc, key)
+            if not isinstance(error, NotFound):
+                raise error from exc
+
+    def look(self, key: str) -> tuple[ObjectInfo, str]:
+        return self._client.head(key), ""
+
+    @staticmethod
+    def _write(filesystem: Any, path: str, body: Body, data: bytes | None) -> None:
+        if data is not None:
+            filesystem.pipe_file(path, data)
+            return
+        file = filesystem.open(path, "wb", autocommit=False)
+        try:
+            for chunk in body.chunks():
+                file.write(chunk)
+            file.close()
+            if hasattr(file, "commit"):
+                file.commit()
+        except BaseException:
+            with suppress(Exception):  # the first error tells more
+                file.discard()
+            raise
+
+
 def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
-    """What an fsspec filesystem raised, in our words. Their exceptions share no base, but most carry the HTTP
-    status somewhere: it is looked for before the type says anything."""
+    """The error of ours for an exception of a filesystem. These exceptions share no base, but most carry an HTTP status
+    somewhere, which tells more than the type."""
     if isinstance(exc, CachefsError):
         return exc
     cause: BaseException | None = exc
@@ -154,8 +245,7 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
         return PermissionDenied(f"{line}; {advice}")
     if isinstance(exc, NotImplementedError | ValueError | TypeError):
         return Unsupported(line)
-    # Connections, timeouts (fsspec's and asyncio's own), broken bodies. Every library has its own names for
-    # these.
+    # Connections, timeouts (fsspec's and asyncio's own), broken bodies: each library has its own names.
     if isinstance(exc, OSError | EOFError) or any(
         word in name
         for word in ("Timeout", "Connect", "Client", "Service", "Incomplete", "Payload", "Response")
@@ -165,7 +255,7 @@ def in_our_words(exc: BaseException, what: str, advice: str) -> CachefsError:
 
 
 class _Told(NamedTuple):
-    """What an exception knows of the origin's reply."""
+    """What an exception carries of the origin's reply."""
 
     status: int
     code: str
@@ -174,22 +264,22 @@ class _Told(NamedTuple):
 
 
 def _text(value: object) -> str:
-    """As text; "" for what libraries put where there is no message."""
+    """The value as text; "" for what libraries put in place of a missing message."""
     text = "" if value is None else str(value)
     return "" if text in ("None", "(None) None") else text
 
 
 def _http_status(exc: BaseException) -> _Told | None:
-    """What an exception of botocore, azure-core, aiohttp or gcsfs knows."""
+    """What an exception of botocore, azure-core, aiohttp or gcsfs carries; None when there is no status."""
     response = getattr(exc, "response", None)
     if isinstance(response, dict) and "Error" in response:
         error = response["Error"]
         metadata = response.get("ResponseMetadata", {})
         code, date = _text(error.get("Code")), _text(metadata.get("HTTPHeaders", {}).get("date"))
-        # A HEAD has no body; botocore then says the status where the code would be.
+        # A HEAD's reply has no body; botocore then puts the status in place of the code.
         said = "" if code.isdigit() else code, _text(error.get("Message")), date
         return _Told(int(metadata.get("HTTPStatusCode", 0)), *said)
-    # `code` is gcsfs's; elsewhere it may be anything (aiohttp says 400 for a body that breaks).
+    # Only gcsfs's `code` is a status; aiohttp's is 400 for a body that breaks.
     for name in ("code",) if type(exc).__name__ == "HttpError" else ("status_code", "status"):
         status = getattr(exc, name, None)
         if isinstance(status, int) and 300 <= status < 600:
@@ -201,7 +291,7 @@ def _http_status(exc: BaseException) -> _Told | None:
 
 
 def _mtime_ns(entry: dict[str, Any]) -> int:
-    """The time of an entry, under whichever name and type a filesystem has it; 0 when it has none."""
+    """The time of an entry, whose name and type differ between filesystems; 0 when there is none."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "modified", "modify", "created"):
         value = entry.get(name)
         if isinstance(value, str):
@@ -213,12 +303,12 @@ def _mtime_ns(entry: dict[str, Any]) -> int:
             aware = value if value.tzinfo else value.replace(tzinfo=UTC)
             return int(aware.timestamp()) * 1_000_000_000 + aware.microsecond * 1000
         if isinstance(value, int | float):
-            return round(value * 1_000_000) * 1000  # as exact as a float of today is
+            return round(value * 1_000_000) * 1000  # a float of today is exact to a microsecond
     return 0
 
 
 def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
-    """The client of a URL of any scheme that fsspec knows, and its store's identity."""
+    """The client of a URL of any scheme that fsspec knows, and the origin's identity."""
     import fsspec
 
     try:
@@ -231,8 +321,7 @@ def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
         ) from exc
 
     def open_filesystem() -> Any:
-        # What the URL itself says, such as a host; credentials come from the environment or fsspec's config
-        # files.
+        # The URL gives options such as the host; credentials come from the environment or fsspec's config files.
         options = kind._get_kwargs_from_urls(url)
         return fsspec.filesystem(scheme, **{**options, **NO_CACHES})
 

@@ -1,47 +1,89 @@
-"""A directory of this machine as a store.
+"""A directory of this machine as an origin.
 
-Not through obstore, although it can: obstore follows symbolic links out of the directory and refuses names
-with control characters. `os` calls are all it takes. Symbolic links are followed where they end inside the
-root and do not lead back to a directory on their own way; others, and whatever is neither file nor directory,
-are not there.
+Not through obstore, although it can: obstore follows symbolic links out of the directory and refuses names with control
+characters. Symbolic links are followed where they end inside the root and do not lead back to a directory on their own path;
+other links, and everything that is neither file nor directory, are left out.
 
-A directory `d` is the empty object `d/`, its marker: so an empty one is there, and who lists what is below a
-prefix to copy or delete all of it comes by the directories, too.
+A directory `d` is the empty object `d/`, its marker. So an empty directory exists, and a listing of all keys below a prefix,
+to copy or delete them, has the directories in it.
+
+A written file appears under its name when it is whole and on disk: it is written beside its place under a hidden name,
+synced, renamed, and the directory is synced. Parts of an upload are files of their own, in a hidden directory at the
+root; the kernel puts them together (`copy_file_range`, which shares blocks where the file system can). Only here is a
+condition on a version (`if_match`) not one step with the write: a file that another process replaces between the
+comparison and the rename is lost. `if_absent` is one step (a hard link).
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import shutil
 import stat
 from bisect import bisect_right
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cachefs.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Transient
-from cachefs.origin.local_writing import HIDDEN, LocalWriter, version_of
-from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.base.durable import sync_directory
+from cachefs.base.errors import (
+    Conflict,
+    IsADirectory,
+    NoSuchUpload,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    Transient,
+    Unsupported,
+)
+from cachefs.origin.conditions import HONOURED
+from cachefs.origin.protocol import (
+    GIB,
+    UNLIMITED,
+    Body,
+    Limits,
+    ListPage,
+    ObjectInfo,
+    Part,
+    Preconditions,
+    Writer,
+    Written,
+)
+
+LIMITS = Limits(
+    UNLIMITED, UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED
+)
+"""A file system has limits of its own, and tells them by failing."""
 
 CHUNK = 1 << 20
+HIDDEN = ".cachefs-"
+"""Our own names begin with it; listings leave them out."""
+
+UPLOADS = f"{HIDDEN}uploads"
+TOKEN = "user.cachefs-stamp"
 
 
-class LocalClient:
-    """The tree below `root`. Keys are paths relative to it; bytes that are no UTF-8 are surrogates, as in
-    `os`."""
+class LocalClient(Writer):
+    """The tree below `root`: listing, reading and writing. Keys are paths relative to it; bytes that are no UTF-8 are
+    surrogates, as in `os`."""
 
     can_list = True
+    limits = LIMITS
+    conditions = HONOURED
 
     def __init__(self, root: str) -> None:
         self.root = os.path.realpath(root)
-        self.writer = LocalWriter(self)
-        # The sorted names of the directory that is being paged through, so that each page is not a scan.
+        self.writer: Writer = self
+        self._uploads = Path(self.root) / UPLOADS
+        # (prefix, sorted names) of the directory that is being paged through, so that a page does not scan it again.
         self._names: tuple[str, list[str]] = ("", [])
 
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        with self.translated(prefix):
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        with self._translated(prefix):
             names = self._sorted_names(prefix, fresh=token is None)
-            after = token if token is not None else start_after
-            first = bisect_right(names, _order(after[len(prefix) :]), key=_order) if after else 0
+            first = bisect_right(names, _order(token[len(prefix) :]), key=_order) if token else 0
             page = names[first : first + limit]
             more = first + limit < len(names)
             objects: list[ObjectInfo] = []
@@ -50,7 +92,7 @@ class LocalClient:
                     try:
                         objects.append(self.head(prefix + name))
                     except NotFound:
-                        continue  # gone since the scan
+                        continue  # removed since the scan
             return ListPage(
                 objects,
                 [prefix + name for name in page if name.endswith("/")],
@@ -58,20 +100,19 @@ class LocalClient:
             )
 
     def head(self, key: str) -> ObjectInfo:
-        with self.translated(key):
-            return _info(key, Path(self.inside(key)).stat())
+        with self._translated(key):
+            return _info(key, Path(self._inside(key)).stat())
 
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        with self.translated(key):
-            fd = os.open(self.inside(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with self._translated(key):
+            fd = os.open(self._inside(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 _info(key, os.fstat(fd))  # a regular file, or not there
                 while start < stop:
                     data = os.pread(fd, min(CHUNK, stop - start), start)
-                    # A local file changes in place; a chunk counts only if the version is the same after
-                    # reading it.
+                    # A local file changes in place: a chunk counts only if the version is the same after reading it.
                     if _info(key, os.fstat(fd)).etag != etag or not data:
                         raise ObjectChanged(f"{self._name(key)}: the file changed")
                     yield data
@@ -85,10 +126,133 @@ class LocalClient:
     def close(self) -> None:
         self._names = ("", [])
 
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
+        with self._translated(key):
+            if key.endswith("/"):
+                if body.size:
+                    raise Unsupported(f"{key}: a directory holds no bytes")
+                return self._make_directory(key)
+
+            def write(fd: int) -> None:
+                for chunk in body.chunks():
+                    _write_all(fd, chunk)
+
+            return self._place(key, write, preconditions)
+
+    def copy(self, key: str, to: str, etag: str | None) -> Written:
+        if key.endswith("/"):  # a directory has no version: its files come and go
+            with self._translated(key):
+                self.head(key)
+                return self._make_directory(to)
+        with self._translated(key), open(self._inside(key), "rb") as source:
+            before = self.head(key)
+            if etag not in (None, before.etag):
+                raise ObjectChanged(f"{key}: the file changed")
+            made = self._place(to, lambda fd: _copy(source.fileno(), fd), Preconditions())
+            if self.head(key) != before:
+                raise ObjectChanged(f"{key}: the file changed while it was copied")
+            return made
+
+    def delete(self, key: str) -> None:
+        with suppress(NotFound), self._translated(key):
+            path = self._path(key)
+            if not key.endswith("/"):
+                os.unlink(path)
+            elif not os.listdir(path):  # other keys keep a directory, as in an object store
+                try:
+                    (os.unlink if os.path.islink(path) else os.rmdir)(path)
+                except OSError as exc:
+                    if exc.errno != errno.ENOTEMPTY:
+                        raise
+            sync_directory(Path(path).parent)
+
+    def look(self, key: str) -> tuple[ObjectInfo, str]:
+        with self._translated(key):
+            info, token = self.head(key), b""
+            with suppress(OSError):
+                token = os.getxattr(self._inside(key), TOKEN)
+            return info, token.decode("ascii", "replace")
+
+    # Multipart uploads.
+
+    def begin(self, key: str, preconditions: Preconditions) -> str:
+        with self._translated(key):
+            name = secrets.token_hex(8)
+            while not (self._uploads / name).is_dir():
+                with suppress(FileNotFoundError):  # the end of another upload has just removed the parent
+                    os.makedirs(self._uploads / name)
+            (self._uploads / name / "key").write_bytes(os.fsencode(key))
+            return name
+
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
+        with self._translated(key), self._within(key, upload) as folder:
+            fresh = folder / f"{HIDDEN}{secrets.token_hex(8)}"
+            with _new_file(str(fresh)) as fd:
+                for chunk in body.chunks():
+                    _write_all(fd, chunk)
+                os.fsync(fd)
+            os.replace(fresh, folder / f"{number:06d}")
+            return version_of(os.stat(folder / f"{number:06d}"))
+
+    def parts(self, key: str, upload: str) -> dict[int, Part]:
+        with self._translated(key), self._within(key, upload) as folder:
+            found = {}
+            for path in folder.iterdir():
+                if path.name.isdecimal():
+                    about = path.stat()
+                    found[int(path.name)] = Part(version_of(about), about.st_size)
+            return found
+
+    def complete(
+        self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
+    ) -> Written:
+        there = self.parts(key, upload)
+        for number, etag in parts.items():
+            if number not in there or there[number].etag != etag:
+                raise OriginFailed(f"{key}: part {number} of the upload is not the one that was sent")
+
+        def assemble(fd: int) -> None:
+            with self._within(key, upload) as folder:
+                for number in sorted(parts):
+                    with open(folder / f"{number:06d}", "rb") as part:
+                        _copy(part.fileno(), fd)
+
+        with self._translated(key):
+            made = self._place(key, assemble, preconditions)
+            with suppress(OSError):  # the object exists; an abort may remove the rest
+                self._clear(upload)
+            return made
+
+    def abort(self, key: str, upload: str) -> None:
+        with suppress(NoSuchUpload), self._translated(key), self._within(key, upload):
+            self._clear(upload)
+
+    def _clear(self, upload: str) -> None:
+        # Renamed first: a part of an abandoned request may still be written under the old name.
+        gone = self._uploads / secrets.token_hex(8)
+        os.rename(self._uploads / upload, gone)
+        shutil.rmtree(gone)
+        with suppress(OSError):
+            os.rmdir(self._uploads)  # unless there are others
+
+    @contextmanager
+    def _within(self, key: str, upload: str) -> Iterator[Path]:
+        """The directory of an upload. A file missing there means that the upload is gone."""
+        folder = self._uploads / upload
+        gone = NoSuchUpload(f"{key}: no such upload")
+        try:
+            if "/" in upload or os.fsdecode((folder / "key").read_bytes()) != key:
+                raise gone
+            yield folder
+        except FileNotFoundError as exc:
+            raise gone from exc
+
+    # Paths and files.
+
     def _name(self, key: str) -> str:
         return f"{self.root}/{key}"
 
-    def inside(self, key: str) -> str:
+    def _inside(self, key: str) -> str:
         """The real path of a key, which is inside the root."""
         parts = key.removesuffix("/").split("/") if key else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -99,15 +263,15 @@ class LocalClient:
         return real
 
     def _sorted_names(self, prefix: str, fresh: bool) -> list[str]:
-        """Names in a directory, directories with a slash behind, in the order of a store's keys; "" is its own marker, which
-        the root has not."""
+        """Names in a directory, in the order of a store's keys; directories end in a slash. "" is the marker of the
+        directory itself, which the root does not have."""
         if not fresh and self._names[0] == prefix:
             return self._names[1]
         names = [""] if prefix else []
-        with os.scandir(self.inside(prefix)) as entries:
+        with os.scandir(self._inside(prefix)) as entries:
             for entry in entries:
                 if entry.name.startswith(HIDDEN):
-                    continue  # a file that is being written
+                    continue  # a file being written
                 if entry.is_symlink():
                     names.extend(self._linked(prefix, entry.name))
                 elif entry.is_dir(follow_symlinks=False):
@@ -119,22 +283,22 @@ class LocalClient:
         return names
 
     def _linked(self, prefix: str, name: str) -> list[str]:
-        """The name a symbolic link has in its directory, or nothing when it is not to be seen."""
+        """The name of a symbolic link in its directory (with a slash if it leads to a directory); [] when it is left out."""
         try:
-            target = self.inside(prefix + name)
+            target = self._inside(prefix + name)
             mode = Path(target).stat().st_mode
         except (OSError, NotFound):
             return []
         if stat.S_ISREG(mode):
             return [name]
-        way = {self.root}
+        above = {self.root}
         parts = prefix.split("/")[:-1]
         for depth in range(len(parts)):
-            way.add(self.inside("/".join(parts[: depth + 1])))
-        return [name + "/"] if stat.S_ISDIR(mode) and target not in way else []
+            above.add(self._inside("/".join(parts[: depth + 1])))
+        return [name + "/"] if stat.S_ISDIR(mode) and target not in above else []
 
     @contextmanager
-    def translated(self, key: str) -> Iterator[None]:
+    def _translated(self, key: str) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as exc:
@@ -149,9 +313,110 @@ class LocalClient:
         except OSError as exc:
             raise OriginFailed(f"{self._name(key)}: {exc.strerror}") from exc
 
+    def _place(self, key: str, fill: Callable[[int], None], preconditions: Preconditions) -> Written:
+        """Make a file of the bytes that `fill` writes; on return it is at `key` and on disk."""
+        path = self._path(key, make=True)
+        if os.path.isdir(path):
+            raise IsADirectory(f"{key}: is a directory")
+        folder = os.path.dirname(path)
+        fresh = f"{folder}/{HIDDEN}{secrets.token_hex(8)}"
+        with _new_file(fresh) as fd:
+            fill(fd)
+            if preconditions.token:
+                with suppress(OSError):  # a file system without such attributes
+                    os.setxattr(fd, TOKEN, preconditions.token.encode())
+            os.fsync(fd)
+            written = os.fstat(fd)
+            if preconditions.if_match is not None and self._etag(key) != preconditions.if_match:
+                raise Conflict(f"{key}: the file changed; nothing was written")
+            if preconditions.if_absent:
+                try:
+                    os.link(fresh, path)
+                except FileExistsError as exc:
+                    raise Conflict(f"{key}: there is such a file; nothing was written") from exc
+                os.unlink(fresh)
+            else:
+                os.replace(fresh, path)
+            placed = os.fstat(fd)  # linking and renaming set the ctime, which is part of the version
+        sync_directory(Path(folder))
+        # If the file was changed in place since, our version is gone, and no other has the name of `written`.
+        same = (placed.st_mtime_ns, placed.st_size) == (written.st_mtime_ns, written.st_size)
+        return Written(version_of(placed if same else written), written.st_mtime_ns)
+
+    def _make_directory(self, key: str) -> Written:
+        path = self._path(key, make=True)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+            sync_directory(Path(path).parent)
+        about = os.stat(path)
+        return Written(version_of(about), about.st_mtime_ns)
+
+    def _etag(self, key: str) -> str:
+        try:
+            return self.head(key).etag
+        except NotFound:
+            return ""
+
+    def _path(self, key: str, make: bool = False) -> str:
+        """The path of an existing or new file. `make`: make the directories above it."""
+        parts = key.removesuffix("/").split("/")
+        if any(part in ("", ".", "..") or "\0" in part or part.startswith(HIDDEN) for part in parts):
+            raise Unsupported(f"{key!r} is no name of a file")
+        folder = self.root
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            try:
+                folder = self._inside(above)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with suppress(FileExistsError):
+                    os.mkdir(f"{folder}/{parts[depth - 1]}")
+                    sync_directory(Path(folder))
+                folder = self._inside(above)
+        return f"{folder}/{parts[-1]}"
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    """A descriptor of a new file, which an exception removes."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _copy(source: int, to: int) -> None:
+    """Copy from the position of `source` to its end, to the position of `to`."""
+    try:
+        while os.copy_file_range(source, to, GIB):
+            pass
+    except OSError as exc:
+        if exc.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        while data := os.read(source, 1 << 20):
+            _write_all(to, data)
+
+
+def version_of(about: os.stat_result) -> str:
+    """The etag of a file. Programs set mtime back (`touch -r`, `cp -p`, `rsync -t`), but not ctime. The price: chmod, a new
+    hard link and everything else that sets ctime makes a new version of the same bytes."""
+    return f'"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_ctime_ns:x}-{about.st_size:x}"'
+
 
 def local_client(path: str) -> tuple[LocalClient, str]:
-    """The client, and its store's identity."""
+    """The client, and the origin's identity."""
     if not Path(path).is_dir():
         raise NotFound(f"{path}: no such directory")
     client = LocalClient(path)

@@ -1,96 +1,87 @@
 """Bytes through obstore: S3, Azure, Google and plain HTTP behind one library written in Rust.
 
-Its synchronous calls release the interpreter and run in our worker threads. Its own retries are off: a 503
-must reach the limiter, and a broken body is resumed where it broke, not started again. What it cannot do is
-done elsewhere: listing (see `cachefs.origin.listing`), reading the keys it cannot name (see
-`cachefs.origin.signed`), and writing (see `cachefs.origin.http_writing`).
+Its synchronous calls release the interpreter and run in worker threads. Its own retries are off: a 503 must reach the
+limiter, and a broken body is resumed where it broke. Listing and writing go over `cachefs.origin.http`.
+
+obstore takes a key for a path: it refuses control characters and empty segments, and reads `lead` when `/lead` is asked for.
+Object stores have no such notions, and their listings show these keys. They are rare, so they are read over
+`cachefs.origin.http`, too: bytes and errors are the same, CPU per gigabyte is higher.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import obstore
 from obstore import exceptions as failures
 
-from cachefs.errors import CachefsError, NotFound, ObjectChanged, PermissionDenied, Transient, Unsupported
-from cachefs.origin.listing.http import CONNECT_S, authorities, quoted, seconds_ns
-from cachefs.origin.opened import Opened
-from cachefs.origin.protocol import Lister, ListPage, ObjectInfo
+from cachefs.base.errors import (
+    CachefsError,
+    NotFound,
+    ObjectChanged,
+    PermissionDenied,
+    Transient,
+    Unsupported,
+)
+from cachefs.origin.credentials import Credentials, Opened
+from cachefs.origin.http import CONNECT_S, SignedHttp, Transport, authorities, quoted, seconds_ns
+from cachefs.origin.protocol import Lister, ObjectInfo, Writer, made_up
 from cachefs.origin.replies import one_line, refusal
-from cachefs.origin.signed import SignedReader, expressible
-from cachefs.origin.writing import Writer
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 AT_ONCE = 256 << 10
-"""Up to here a range is taken as one buffer, without a copy into Python's bytes; above, it is streamed so that the
-first reader can be woken early. Guessed: 256 KiB is 1 ms at 2 Gbit/s."""
+"""A range up to this many bytes is taken as one buffer, without a copy into Python's bytes. A larger one is streamed, so
+that its first reader can be woken early. Guessed: 256 KiB is 1 ms at 2 Gbit/s."""
 
 CHUNK = 128 << 10
-"""The least that one streamed chunk has. Measured over loopback, 16 MiB ranges: 0.25 CPU seconds a GB at 64 and 128
-KiB, 0.29 at 256, 0.48 at 1024 (larger ones are put together from smaller by copying)."""
+"""The least bytes of one streamed chunk. Measured over loopback, 16 MiB ranges: 0.25 CPU seconds a GB at 64 and 128 KiB,
+0.29 at 256, 0.48 at 1024 (obstore copies smaller chunks together)."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class Credentials(Protocol):
-    """What a client needs of a vendor's credentials: to fail clearly before the request does, to tell others
-    from the same (`current` is a value), and to look again."""
+def expressible(key: str) -> bool:
+    """True if obstore's idea of a path can hold `key` as it is."""
+    return not (_CONTROL.search(key) or any(segment in ("", ".", "..") for segment in key.split("/")))
 
-    def current(self) -> object: ...
-    def renew(self, since: float) -> bool: ...
+
+class ObstorePlace(Protocol):
+    """A bucket, container or host that obstore reads. `label` and `credentials` as for `cachefs.origin.http.Place`."""
+
     @property
-    def advice(self) -> str: ...
-
-
-class Nobody:
-    """No credentials, for stores that want none."""
-
-    advice = "the server wants credentials, and this kind of source has none"
-
-    def current(self) -> object:
-        return None
-
-    def renew(self, since: float) -> bool:
-        return False
+    def label(self) -> str: ...
+    @property
+    def credentials(self) -> Credentials: ...
+    def open_store(self, stall_s: float) -> ObjectStore: ...
 
 
 class ObstoreClient:
-    """One store: `lister` lists, `signed` reads the keys that obstore cannot name, `writer` writes, obstore does the rest.
-    `conditional` is whether the store honours If-Match; where it does not, the reply's own version is all there is
-    to compare."""
+    """One origin: obstore reads, `lister` lists, `writer` writes, `http` reads the keys that obstore cannot name."""
 
     def __init__(
         self,
-        open_store: Callable[[], ObjectStore],
-        lister: Lister | None,
+        place: ObstorePlace,
+        transport: Transport,
         *,
-        label: str,
-        signed: SignedReader | None = None,
+        lister: Lister,
         writer: Writer | None = None,
-        credentials: Credentials | None = None,
-        conditional: bool = True,
-        close: Callable[[], None] = lambda: None,
+        http: SignedHttp | None = None,
     ) -> None:
-        self.can_list = lister is not None
+        self.can_list = True
         self.writer = writer
-        self._lister, self._signed, self._label = lister, signed, label
-        self._credentials = credentials or Nobody()
-        self._conditional = conditional
-        self._close = close
-        self._store = Opened(open_store, self._credentials.current)
-
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        if self._lister is None:
-            raise Unsupported(f"{self._label}: this store cannot be listed")
-        return self._lister.list_page(prefix, token, start_after, limit)
+        self.list_page = lister.list_page
+        self._transport, self._http = transport, http
+        self._label, self._credentials = place.label, place.credentials
+        self._store = Opened(lambda: place.open_store(transport.stall_s), place.credentials.current)
 
     def head(self, key: str) -> ObjectInfo:
-        if self._signed is not None and not expressible(key):
-            return self._signed.head(key)
+        if self._http is not None and not expressible(key):
+            return self._http.head(key)[0]
         try:
             meta = obstore.head(self._store.get(), key)
         except Exception as exc:
@@ -100,11 +91,11 @@ class ObstoreClient:
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        if self._signed is not None and not expressible(key):
-            yield from self._signed.read(key, etag, start, stop, whole)
+        if self._http is not None and not expressible(key):
+            yield from self._http.read(key, etag, start, stop, whole)
             return
         options: dict[str, Any] = {}
-        if self._conditional and not _is_made_up(etag) and not etag.startswith("W/"):
+        if not _is_made_up(etag) and not etag.startswith("W/"):
             options["if_match"] = etag
         if not whole:
             options["range"] = (start, stop)
@@ -118,7 +109,7 @@ class ObstoreClient:
         self._same_version(key, etag, reply.meta)
         if reply.range != (start, stop):
             raise Transient(
-                f"{self._label}/{key}: asked for bytes {start} to {stop}, the store sent {reply.range}"
+                f"{self._label}/{key}: asked for bytes {start} to {stop}, the origin sent {reply.range}"
             )
         yield from self._body(reply, key, stop - start)
 
@@ -127,7 +118,7 @@ class ObstoreClient:
 
     def close(self) -> None:
         self._store.forget()
-        self._close()
+        self._transport.close()
 
     def _body(
         self, reply: obstore.GetResult, key: str, size: int
@@ -145,8 +136,7 @@ class ObstoreClient:
     def _read_without_range(
         self, key: str, etag: str, start: int, stop: int
     ) -> Generator[memoryview | bytes, None, None]:
-        """Servers that answer a range with the whole (Python's http.server): read over what was not asked
-        for."""
+        """For servers that answer a range with the whole object (Python's http.server): skip the other bytes."""
         try:
             reply = obstore.get(self._store.get(), key)
         except Exception as exc:
@@ -162,10 +152,9 @@ class ObstoreClient:
                 return
 
     def _same_version(self, key: str, etag: str, meta: Any) -> None:
-        # Also where the store should have compared: one that ignores If-Match must not slip another version
-        # in.
+        # Compared although If-Match was sent: some stores ignore it.
         if _info(key, meta).etag != etag:
-            raise ObjectChanged(f"{self._label}/{key}: the object changed at the store")
+            raise ObjectChanged(f"{self._label}/{key}: the object changed at the origin")
 
     def _translated(self, exc: Exception, key: str) -> CachefsError:
         what = f"{self._label}/{key}"
@@ -178,19 +167,18 @@ class ObstoreClient:
         if isinstance(exc, FileNotFoundError):
             return NotFound(f"{what}: no such object")
         if isinstance(exc, failures.PreconditionError):
-            return ObjectChanged(f"{what}: the object changed at the store")
+            return ObjectChanged(f"{what}: the object changed at the origin")
         if isinstance(exc, failures.PermissionDeniedError | failures.UnauthenticatedError):
             return PermissionDenied(one_line(f"{what}: {text}; {self._credentials.advice}"))
         if isinstance(exc, ValueError | failures.InvalidPathError):
             return Unsupported(one_line(f"{what}: {text}"))
-        # Connections refused or reset, timeouts, broken bodies. The reason is at the bottom of obstore's
-        # dump.
+        # Connections refused or reset, timeouts, broken bodies. obstore's text tells the reason last.
         reasons = re.findall(r'(?:message|error): "([^"]*)"', text)
         return Transient(one_line(f"{what}: {reasons[-1] if reasons else _timeout(text) or text}"))
 
 
 def client_options(stall_s: float) -> Any:
-    """Connections that end when the store is silent for `stall_s`; no limit on a body that keeps coming."""
+    """Connections that end when the origin is silent for `stall_s`; a body that keeps coming may take a day."""
     options: dict[str, Any] = {
         "allow_http": True,
         "connect_timeout": timedelta(seconds=CONNECT_S),
@@ -212,14 +200,9 @@ def _info(key: str, meta: Any) -> ObjectInfo:
     return ObjectInfo(key, size, mtime_ns, etag)
 
 
-def made_up(mtime_ns: int, size: int) -> str:
-    """The etag of an object in a store that has none."""
-    return f"mtime-{mtime_ns}-{size}"
-
-
 def _is_made_up(etag: str) -> bool:
     return etag.startswith("mtime-")
 
 
 def _timeout(text: str) -> str:
-    return "the store stayed silent for too long" if "TimedOut" in text or "kind: Timeout" in text else ""
+    return "the origin stayed silent for too long" if "TimedOut" in text or "kind: Timeout" in text else ""

@@ -1,11 +1,11 @@
-"""A store that does not answer at all: noticing it, asking it no more meanwhile, and noticing that it is back.
+"""A circuit breaker for a store that does not answer at all.
 
-Idea: a store that refuses (403, 404, 503) answers; one that is out hangs, or breaks every connection. Requests only raise a
-suspicion, by how long nothing was heard while something was asked; what decides is a *probe*, one small LIST of our own
-that waits in no queue. So a key that fails for ever, or a request that takes a minute, is no outage. While the store
-is out, it is probed every second, one at a time, and the first sign of life ends it, whoever has it.
+A store that refuses (403, 404, 503) answers; one that is out hangs, or breaks every connection. Requests only raise a
+suspicion, by the time in which nothing was heard while a request waited. A *probe* decides: one small LIST that waits in
+no queue. So a key that always fails, or a request that takes a minute, is no outage. While the origin is out, it is
+probed every second, one probe at a time, and any reply, to a probe or to a request, ends the outage.
 
-`Outage` is the policy and knows no clock; `Reach` has the clock, the probe, and the requests that hang or wait.
+`Outage` is the policy and has no clock; `Breaker` has the clock, the probe, and the requests that hang or wait.
 """
 
 from __future__ import annotations
@@ -13,55 +13,56 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import trio
 
-from cachefs.errors import CachefsError, Throttled, Transient, Unreachable
-from cachefs.metrics import Metrics
-from cachefs.names import OnOutage
+from cachefs.base.errors import CachefsError, Throttled, Transient, Unreachable
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import OnOutage
 
 log = logging.getLogger(__name__)
 
 SILENT_S = 5.0
-"""Nothing heard for so long while something is asked is suspicious. Guessed: stores answer in well under a second, and what
-takes longer costs one probe."""
+"""Seconds of silence that are suspicious while a request waits, and that a probe may take. Guessed: stores answer in well
+under a second, and a slower reply costs one probe."""
 
 FAILING_S, FAILURES = 2.0, 3
-"""The same when that many attempts in a row broke. Derived: repeated with `Backoff`, a request is given up after 3.1 s at
-the earliest, and should still hear that the store is out."""
+"""That many failed attempts in a row, in at least that many seconds, are suspicious, too. Derived: with `Backoff`, a request
+fails for good after 3.1 s at the earliest, and is to be told by then that the origin is out."""
 
-LOOK_EVERY_S = 0.5
-"""How often one looks whether there is reason for suspicion. Derived: so that 3.1 s are enough."""
-
-PROBE_EVERY_S = 1.0
-PROBE_S = 5.0
-"""How long a probe may take. Guessed, like `SILENT_S`."""
+LOOK_EVERY_S, PROBE_EVERY_S = 0.5, 1.0
+"""Seconds between two looks for a suspicion, and between two probes. Derived: 3.1 s suffice for two failures and a look."""
 
 LEAST_PROBE_S = 1.0
-"""However short the deadline is: a busy machine is no outage. Guessed."""
+"""A probe may take that long however short the deadline is: a busy machine is no outage. Guessed."""
 
 PROBERS = 16
 """Threads of probes, abandoned ones included. Derived: a client's own timeout ends each after 10 s, one in 6 s is begun."""
 
 
-class BrokenOff(Unreachable):
-    """An attempt under way was left to itself. Its thread may wake up yet: what it was given is not to be used again."""
+class Interrupted(Unreachable):
+    """An attempt was left because the origin was found to be out. Its thread may wake up later, so its transfer must not be
+    used again."""
 
 
+@dataclass(slots=True)
 class Outage:
-    """What was asked and heard of one store. Times are seconds of any one clock."""
+    """What was asked and heard of one origin. Times are seconds of any one clock. `since`: the origin is out, and nothing
+    was heard from then on. `replies` counts, so that a probe can tell whether anything was heard meanwhile."""
 
-    def __init__(self, silent_s: float = SILENT_S, failing_s: float = FAILING_S) -> None:
-        self._silent_s, self._failing_s = silent_s, failing_s
-        self._waiting = self._failures = 0
-        self._quiet_since: float | None = None
-        self._probed_since: float | None = None  # of which silence the probe under way is
-        self.since: float | None = None  # out, and nothing heard from then on
+    silent_s: float = SILENT_S
+    failing_s: float = FAILING_S
+    since: float | None = None
+    replies: int = 0
+    _waiting: int = 0
+    _failures: int = 0
+    _quiet_since: float | None = None
 
     @property
     def idle(self) -> bool:
-        """Nothing is asked, and nothing was asked in vain."""
+        """True if no request waits, none has failed since the last reply, and the origin is not out."""
         return not self._waiting and not self._failures and self.since is None
 
     def asked(self, now: float) -> None:
@@ -70,48 +71,43 @@ class Outage:
             self._quiet_since = now
 
     def ended(self) -> None:
-        """One that was asked waits no more, for whatever reason."""
+        """A request waits no longer, for any reason."""
         self._waiting -= 1
         if not self._waiting and not self._failures:
             self._quiet_since = None
 
     def failed(self) -> None:
-        """An attempt broke: no reply, or one that says that something before the store is at a loss (5xx)."""
+        """An attempt got no reply, or a 5xx, which a proxy sends too."""
         self._failures += 1
 
     def heard(self, now: float) -> float | None:
-        """A reply, or bytes of one. For how long it was out, if this is the end of an outage."""
+        """A reply came, or bytes of one. Returns the seconds of the outage that this ends, if there was one."""
         since, self.since = self.since, None
+        self.replies += 1
         self._failures = 0
-        self._probed_since = None
         self._quiet_since = now if self._waiting else None
         return None if since is None else now - since
 
-    def suspicious(self, now: float) -> bool:
-        """Whether to probe."""
+    def suspicious(self, now: float) -> float | None:
+        """The beginning of the silence, if it is suspicious."""
         if self._quiet_since is None:
-            return False
+            return None
         quiet_s = now - self._quiet_since
-        if self._failures >= FAILURES and quiet_s >= self._failing_s:
-            return True
-        return self._waiting > 0 and quiet_s >= self._silent_s
+        failing = self._failures >= FAILURES and quiet_s >= self.failing_s
+        silent = self._waiting > 0 and quiet_s >= self.silent_s
+        return self._quiet_since if failing or silent else None
 
-    def probing(self) -> None:
-        """A probe begins, because of what is suspicious now: whoever was silent that long need not be asked any more when it
-        ends."""
-        self._probed_since = self._quiet_since
-
-    def probed_in_vain(self) -> bool:
-        """True when it is out from now on. Not if it was heard while the probe was under way."""
-        if self.since is None and self._probed_since is not None:
-            self.since = self._probed_since
-            return True
-        return False
+    def probed_in_vain(self, quiet_since: float, replies: int) -> bool:
+        """A probe that began with these values got no reply. True when the origin is out from now on."""
+        if self.since is not None or self.replies != replies:
+            return False
+        self.since = quiet_since
+        return True
 
 
-class Reach:
-    """Whether one store can be reached, for its requests. `probe` blocks; `deadline_s` is that of requests, and being out is
-    found within it."""
+class Breaker:
+    """Whether one origin can be reached. `probe` blocks; `deadline_s` is the requests' deadline, and an outage is found
+    within it."""
 
     def __init__(
         self, name: str, probe: Callable[[], object], how: OnOutage, deadline_s: float, metrics: Metrics
@@ -121,7 +117,7 @@ class Reach:
         self._probe = probe
         self._metrics = metrics
         self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
-        self._probe_s = min(PROBE_S, max(LEAST_PROBE_S, deadline_s / 3))
+        self._probe_s = min(SILENT_S, max(LEAST_PROBE_S, deadline_s / 3))
         self._probers = trio.CapacityLimiter(PROBERS)
         self._hanging: set[trio.CancelScope] = set()
         self._back = trio.Event()
@@ -134,11 +130,11 @@ class Reach:
 
     @property
     def serves_stale(self) -> bool:
-        """Whether what was known last is to be believed now, however old."""
-        return self.how.stale and self._outage.since is not None
+        """True while the origin is out and cached metadata of any age is served."""
+        return self.how.stale and self.is_out
 
     def heard(self) -> None:
-        """Any sign of life."""
+        """A reply came, or bytes of one."""
         outage_s = self._outage.heard(trio.current_time())
         if outage_s is not None:
             log.warning("%s answers again, after %.0f s", self._name, outage_s)
@@ -153,7 +149,7 @@ class Reach:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Around an attempt that is answered at once by a healthy store: silence is suspicious."""
+        """Around an attempt that a healthy store answers at once: its silence is suspicious."""
         self._outage.asked(trio.current_time())
         self._watch()
         try:
@@ -162,9 +158,9 @@ class Reach:
             self._outage.ended()
 
     @contextmanager
-    def broken_off(self) -> Iterator[None]:
-        """Around an attempt that does not go on when the store is found to be out: leaves the block early, then. Look at
-        `is_out` behind it."""
+    def interruptible(self) -> Iterator[None]:
+        """Around an attempt that ends when the origin is found to be out. The block is left without an exception then; the
+        caller looks at `is_out`."""
         with trio.CancelScope() as scope:
             self._hanging.add(scope)
             try:
@@ -173,8 +169,8 @@ class Reach:
                 self._hanging.discard(scope)
 
     async def admit(self, what: str, until: float) -> None:
-        """Return when the store may be asked; at `until`, a time of trio's, it must have come back. Raises `Unreachable`."""
-        if self.is_out and until > trio.current_time():
+        """Return when a request may be sent; raises `Unreachable` if the origin is still out at `until` (trio's clock)."""
+        if self.is_out:
             with trio.move_on_at(until):
                 await self._back.wait()
         if self.is_out:
@@ -182,7 +178,7 @@ class Reach:
             raise Unreachable(f"{what}: {self.complaint()}")
 
     def complaint(self) -> str:
-        """One line for people while the store is out, else ""."""
+        """One line for the user while the origin is out, else ""."""
         since = self._outage.since
         if since is None:
             return ""
@@ -206,45 +202,51 @@ class Reach:
             trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
 
     async def _run(self, scope: trio.CancelScope) -> None:
-        """As long as there is something to wait for."""
+        """Look for a suspicion and probe, until nothing waits, failed or is out."""
         try:
             with scope:
                 while not self._outage.idle:
                     await trio.sleep(min(PROBE_EVERY_S if self.is_out else LOOK_EVERY_S, self._probe_s / 4))
-                    if self.is_out or self._outage.suspicious(trio.current_time()):
-                        await self._ask()
-        except Exception:  # of a system task, it would end the process
+                    quiet_since = self._outage.suspicious(trio.current_time())
+                    if self.is_out or quiet_since is not None:
+                        await self._decide(quiet_since or 0.0)
+        except Exception:  # in a system task, it would end the process
             log.exception("watching %s failed", self._name)
         finally:
             self._watching = None
 
-    async def _ask(self) -> None:
+    async def _decide(self, quiet_since: float) -> None:
+        """Probe once, and open or close the circuit accordingly."""
         self._metrics.origin_list += 1
-        self._outage.probing()
+        replies = self._outage.replies
+        if await self._answers():
+            self.heard()
+        elif self._outage.probed_in_vain(quiet_since, replies):
+            self._metrics.origin_outages += 1
+            log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
+            for scope in list(self._hanging):
+                scope.cancel()
+
+    async def _answers(self) -> bool:
         with trio.move_on_after(self._probe_s):
             try:
                 await trio.to_thread.run_sync(self._probe, abandon_on_cancel=True, limiter=self._probers)
             except Transient as exc:
                 if not isinstance(exc, Throttled):
                     self._last_error = str(exc)
-                    return self._in_vain()
+                    return False
             except CachefsError:
                 pass  # a refusal is an answer
             except Exception:
-                log.debug("a probe of %s failed strangely", self._name, exc_info=True)
-            return self.heard()
-        self._in_vain()
-
-    def _in_vain(self) -> None:
-        if self._outage.probed_in_vain():
-            self._metrics.origin_outages += 1
-            log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
-            for scope in list(self._hanging):
-                scope.cancel()
+                log.debug(
+                    "a probe of %s raised what its client should have translated", self._name, exc_info=True
+                )
+            return True
+        return False
 
 
 _MEANS = {
-    "serve-stale": "what is known of it is believed until it answers",
-    "eio": "nothing is asked of it until it answers",
+    "serve-stale": "cached names and attributes of any age are served until it answers",
+    "eio": "requests for it fail until it answers",
     "wait": "requests wait for it",
 }

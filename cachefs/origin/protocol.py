@@ -1,25 +1,60 @@
-"""What the rest of the daemon asks of an object store, and what a vendor client has to offer for it."""
+"""What the daemon needs of an object store, and what a vendor's client offers for it.
+
+A client makes one blocking attempt per call. A small object is written by one request. A large one is a *multipart upload*:
+numbered parts, in any order and several at a time, that become the object when the upload is completed; until then the key
+shows its old version.
+
+The reply to a write can get lost. The repeated request may then be refused because the first one succeeded. So a write that
+must happen once carries an *idempotency token*, a random word in the object's metadata: an object that shows the token was
+written by this daemon.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from cachefs.errors import Throttled, Transient
-from cachefs.names import ObjectId
+from cachefs.base.errors import (
+    CachefsError,
+    Conflict,
+    NoSuchUpload,
+    NotFound,
+    ObjectChanged,
+    Throttled,
+    Transient,
+    Unsupported,
+)
+from cachefs.base.names import ObjectId
+from cachefs.origin.conditions import Conditions
 
-if TYPE_CHECKING:
-    from cachefs.origin.writing import Writer
+MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
+
+FIRST_PART = 8 * MIB
+"""Borrowed: the vendors' own tools begin with it."""
+
+SHARE = 1250
+"""A part is this share of the bytes before it. Derived: parts that grow so from 8 MiB make 9,100 of 5 TiB (S3 takes 10,000),
+and none exceeds S3's 5 GiB; the first 10 GiB go in parts of 8 MiB."""
+
+UNLIMITED = 1 << 62
+
+NO_PARTS = "this origin knows no multipart uploads"
+
+PATIENCE = 12
+"""Deadlines and silences, as a multiple of the usual, for work that the origin does before it replies (copying, completing
+an upload). Guessed: S3 documents minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One object as a LIST page or a HEAD shows it.
 
-    `key` is the store's full key (prefix included). `etag` is what If-Match wants, quotes included where the
-    store quotes; a store without etags gets one made of mtime and size. `size` is in bytes, -1 when a listing
-    does not tell (plain HTTP index pages): then only a HEAD knows. `mtime_ns` is nanoseconds since the epoch.
+    `key` is the origin's full key, with the mount's prefix. `etag` is the value for If-Match, with quotes where the origin
+    quotes; a store without etags gets one made of mtime and size. `size` is in bytes, -1 where a listing does not tell it
+    (plain HTTP index pages). `mtime_ns` is nanoseconds since the epoch.
     """
 
     key: str
@@ -28,19 +63,22 @@ class ObjectInfo:
     etag: str
 
     def version(self, source: str) -> ObjectId:
-        """What it is here, as an object of that store."""
+        """The name of this version in the cache; `source` is the origin's identity."""
         return ObjectId(source, self.key, self.etag, self.size)
+
+
+def made_up(mtime_ns: int, size: int) -> str:
+    """The etag of an object in a store that has none."""
+    return f"mtime-{mtime_ns}-{size}"
 
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """One page of a delimited listing, in the store's order (for S3, GCS and Azure: by UTF-8 bytes of the
-    key).
+    """One page of a delimited listing, in the origin's order (for S3, GCS and Azure: by UTF-8 bytes of the key).
 
-    `objects` are the keys directly below the prefix (directory markers included, exactly as the store has
-    them); `prefixes` are the common prefixes, each ending in "/". `next_token` continues; None means this was
-    the last page. `ordered` tells whether pages come in byte order, so that a page's last key says what is
-    already known.
+    `objects` are the keys directly below the prefix, directory markers included; `prefixes` are the common prefixes, each
+    ending in "/". `next_token` continues the listing; None on the last page. `ordered`: pages come in byte order, so the
+    last key of a page tells how far the listing is known.
     """
 
     objects: list[ObjectInfo]
@@ -49,8 +87,107 @@ class ListPage:
     ordered: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a store takes, in bytes. `most_parts` is 0 where there are no multipart uploads; `batch` is the number of keys
+    that one deletion may name, 0 where it is one. `directories`: directories are real and must be empty to be deleted.
+    `longest_key` is in bytes of UTF-8."""
+
+    largest_put: int
+    largest_copy: int
+    least_part: int
+    largest_part: int
+    most_parts: int
+    largest_object: int
+    batch: int = 0
+    directories: bool = False
+    longest_key: int = 1024
+
+    def part_size(self, sent: int) -> int:
+        """Size of the next part after `sent` bytes, for an object of unknown size. Parts grow with the object, so that the
+        largest possible object needs at most `most_parts`."""
+        grown = -(-sent // (SHARE * MIB)) * MIB
+        return min(max(FIRST_PART, self.least_part, grown), self.largest_part)
+
+
+class Source(Protocol):
+    """The bytes of a write. A worker thread reads them, one call at a time for one write; a repeated attempt reads them
+    again, so they must not change until the write has returned."""
+
+    def read(self, at: int, count: int) -> bytes:
+        """Bytes [at, at + count); fewer only at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """The bytes of an open file from `offset` on. The caller keeps `fd` open until the write has returned or raised."""
+
+    fd: int
+    offset: int = 0
+
+    def read(self, at: int, count: int) -> bytes:
+        return os.pread(self.fd, count, self.offset + at)
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Bytes in memory."""
+
+    data: bytes
+
+    def read(self, at: int, count: int) -> bytes:
+        return self.data[at : at + count]
+
+
+class Body(Protocol):
+    """The bytes of one request, as a client sees them. `size` is in bytes."""
+
+    size: int
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes from the first on, counted and paced by the upload limit."""
+
+    def look(self) -> Iterator[bytes]:
+        """The same bytes for a digest, neither counted nor paced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preconditions:
+    """Conditions and metadata of a write: replace only the version `if_match`; write only where there is no object
+    (`if_absent`); content type; idempotency token ("": none)."""
+
+    content_type: str | None = None
+    if_match: str | None = None
+    if_absent: bool = False
+    token: str = ""
+
+    @property
+    def conditional(self) -> bool:
+        return self.if_absent or self.if_match is not None
+
+    def unconditional(self) -> Preconditions:
+        """The same write without its conditions."""
+        return Preconditions(self.content_type, token=self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the reply to a write told of the new version; "" and None for what it did not tell."""
+
+    etag: str = ""
+    mtime_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part as the origin has it. `etag` is the value that completing takes; `size` is in bytes."""
+
+    etag: str
+    size: int
+
+
 class AskedToWait(Throttled):
-    """Throttled, and the reply said for how long (Retry-After)."""
+    """Throttled, and the reply told for how many `seconds` (Retry-After)."""
 
     def __init__(self, text: str, seconds: float) -> None:
         super().__init__(text)
@@ -58,54 +195,123 @@ class AskedToWait(Throttled):
 
 
 class CompletionInProgress(Transient):
-    """An upload is being completed already. Ceph's RADOS Gateway says so of one that is gone, too."""
+    """Another request is completing the upload. Ceph's RADOS Gateway says so of an upload that is gone, too."""
+
+
+@contextmanager
+def conflicts(preconditions: Preconditions) -> Iterator[None]:
+    """Turn the refusal of a conditional write into `Conflict`."""
+    try:
+        yield
+    except ObjectChanged as exc:
+        raise Conflict(f"{exc}; nothing was written") from exc
+    except NotFound as exc:
+        if preconditions.if_match is None:
+            raise
+        raise Conflict(f"{exc}; nothing was written") from exc
+
+
+@contextmanager
+def of_an_upload() -> Iterator[None]:
+    """Turn `NotFound` into `NoSuchUpload`, for a request that names an upload and no other object: Ceph's RADOS Gateway
+    answers NoSuchKey for an upload that is gone."""
+    try:
+        yield
+    except NotFound as exc:
+        raise NoSuchUpload(str(exc)) from exc
 
 
 class Sink(Protocol):
-    """Where bytes of one range go. Called from a worker thread, in order, never concurrently for one read."""
+    """Where the bytes of one range go. Called from a worker thread, in order, one call at a time for one read."""
 
     def write(self, data: memoryview | bytes) -> None:
-        """Take the next bytes of the range. May raise to stop the transfer (the reader is gone)."""
+        """Take the next bytes of the range. May raise to stop the transfer."""
 
 
 class Lister(Protocol):
-    """The listing half of a client, where one library lists and another reads."""
+    """The listing of a store."""
 
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage: ...
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage: ...
 
 
-class Client(Protocol):
-    """One vendor's store, blocking and thread-safe; each call is one attempt and raises only
-    `cachefs.errors`.
+class Writer(Protocol):
+    """The writing of a store: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
 
-    `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported` are what callers
-    expect.
+    `Conflict` when a precondition does not hold, `NoSuchUpload` when an upload is gone; other errors as for reading.
+    Methods that `limits` rule out raise `Unsupported`: vendors inherit them."""
+
+    limits: Limits
+    conditions: Conditions
+
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> Written: ...
+    def copy(self, key: str, to: str, etag: str | None) -> Written:
+        """`etag`: only this version; `ObjectChanged` when it is another."""
+
+    def delete(self, key: str) -> None:
+        """The key has no object afterwards; a missing object is no error."""
+
+    def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
+        """Delete at most `limits.batch` objects. Returns the keys that remain, each with the reason."""
+        raise Unsupported("one deletion names one object")
+
+    def look(self, key: str) -> tuple[ObjectInfo, str]:
+        """The current object and its idempotency token ("": none)."""
+
+    def begin(self, key: str, preconditions: Preconditions) -> str:
+        """The id of a new upload."""
+        raise Unsupported(NO_PARTS)
+
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
+        """The etag of the part."""
+        raise Unsupported(NO_PARTS)
+
+    def copy_part(
+        self, key: str, upload: str, number: int, source: str, etag: str, start: int, stop: int
+    ) -> str:
+        """Copy bytes [start, stop) of the version `etag` of `source`. Returns the etag of the part."""
+        raise Unsupported("an object of any size is copied by one request")
+
+    def parts(self, key: str, upload: str) -> dict[int, Part]:
+        """The parts that the origin has, by number."""
+        raise Unsupported(NO_PARTS)
+
+    def complete(
+        self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
+    ) -> Written:
+        """Make the object of `parts` (number → etag)."""
+        raise Unsupported(NO_PARTS)
+
+    def abort(self, key: str, upload: str) -> None:
+        """The upload is gone afterwards; a missing upload is no error."""
+        raise Unsupported(NO_PARTS)
+
+
+class Client(Lister, Protocol):
+    """One vendor's store: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
+
+    Callers expect `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported`.
     """
 
     can_list: bool
 
     @property
     def writer(self) -> Writer | None:
-        """The half that writes; None where nothing can be written."""
+        """None where nothing can be written."""
 
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
-        """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"),
-        delimiter "/".
-
-        `start_after`: only names after this full key (best effort: a client that cannot may ignore it)."""
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"), delimiter "/"."""
 
     def head(self, key: str) -> ObjectInfo: ...
 
     def read(
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
-        """Bytes [start, stop) of the version `etag`, in chunks as they arrive. `whole` says the range is the
-        whole object, so no Range header is needed. A store whose reply shows another version raises
-        `ObjectChanged`; one that cannot do conditional reads compares the etag of the reply (or of a HEAD)
-        itself."""
+        """Bytes [start, stop) of the version `etag`, in chunks as they arrive. `whole`: the range is the whole object, so
+        no Range header is needed. `ObjectChanged` when the reply shows another version; where a store has no conditional
+        reads, the client compares the etag of the reply (or of a HEAD)."""
 
     def renew(self, since: float) -> bool:
-        """Forget cached credentials and look again (files, environment, metadata). True when those in use now differ
-        from those at `since` (time.monotonic()), so that a request refused then is worth repeating at once."""
+        """Forget cached credentials and read them again (files, environment, metadata service). True when the credentials
+        now differ from those in use at `since` (time.monotonic()), so that a refused request is worth repeating at once."""
 
     def close(self) -> None: ...

@@ -1,22 +1,19 @@
-"""From a URL to an `Origin`: which client serves which scheme, and what is wrong with a URL that none
-does."""
+"""Open an `Origin` from a URL: choose the client by scheme, and explain a URL that no client serves."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from cachefs.errors import ConfigError
-from cachefs.metrics import Metrics
-from cachefs.names import ERRORS, OnOutage
+from cachefs.base.errors import ConfigError
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ERRORS, OnOutage
+from cachefs.origin.attempts import DEFAULT, Attempts, Backoff
 from cachefs.origin.origin import Origin
 from cachefs.origin.protocol import Client
-from cachefs.origin.retry import DEFAULT, Backoff
 
 CLIENTS = ("auto", "obstore", "fsspec")
 STALL_S = 10.0
-"""How long a store may stay silent within a reply before the attempt is given up. Guessed: ten times what a
-busy store takes to its first byte."""
+"""Seconds that a store may stay silent within a reply. Guessed: ten times the time to the first byte of a busy store."""
 
 
 def open_origin(
@@ -27,6 +24,8 @@ def open_origin(
     region: str | None = None,
     profile: str | None = None,
     anonymous: bool = False,
+    requester_pays: bool = False,
+    sse_kms_key: str | None = None,
     concurrency: int = 64,
     download_limit: int = 0,
     upload_limit: int = 0,
@@ -36,63 +35,73 @@ def open_origin(
     backoff: Backoff = DEFAULT,
     metrics: Metrics,
 ) -> Origin:
-    """The origin behind `url`. Nothing is asked of the store yet; `Origin.check` does that.
+    """The origin at `url`. Sends no request; `Origin.check` does.
 
-    Raises `ConfigError`, with one line that says what to change, for a URL or client that cannot be
-    served."""
+    Raises `ConfigError`, with one line that tells what to change, for a URL or client that cannot be served."""
     if client not in CLIENTS:
         raise ConfigError(f"unknown client {client!r}; use one of {', '.join(CLIENTS)}")
     if endpoint_url and not re.match(r"https?://[^/]", endpoint_url):
         raise ConfigError(f"the endpoint {endpoint_url!r} must begin with http:// or https://")
     scheme, place = split_url(url)
-    made: tuple[Client, str]
-    prefix = ""
+    made: Client
+    source, prefix = "", ""
+    if (requester_pays or sse_kms_key) and (scheme not in ("s3", "s3a") or client == "fsspec"):
+        name = "--requester-pays" if requester_pays else "--sse-kms-key"
+        raise ConfigError(f"{name} is for s3:// with obstore, not for {url} with --client {client}")
     if scheme in ("s3", "s3a"):
-        bucket, prefix = split_bucket(url, place)
-        access: dict[str, Any] = {"region": region, "profile": profile}
-        access |= {"endpoint_url": endpoint_url, "anonymous": anonymous, "stall_s": stall_s}
+        from cachefs.origin.s3 import AwsCredentials, Bucket, s3_client
+
+        name, prefix = split_bucket(url, place)
+        bucket = Bucket(
+            name,
+            endpoint_url,
+            region,
+            AwsCredentials(profile, anonymous),
+            requester_pays=requester_pays,
+            sse_kms_key=sse_kms_key,
+        )
+        source = bucket.source
         if client == "fsspec":
-            from cachefs.origin.fsspec_stores import s3fs_client
+            from cachefs.origin.fsspec_stores import S3fsClient
 
-            made = s3fs_client(bucket, **access)
+            made = S3fsClient(bucket, stall_s)
         else:
-            from cachefs.origin.s3 import s3_client
-
-            made = s3_client(bucket, **access)
+            made = s3_client(bucket, stall_s)
     elif scheme in ("az", "azure", "abfs", "abfss"):
-        container, prefix = split_bucket(url, place)
-        access = {"endpoint_url": endpoint_url, "anonymous": anonymous, "stall_s": stall_s}
+        from cachefs.origin.azure import azure_client, container_of
+
+        name, prefix = split_bucket(url, place)
+        container = container_of(name, endpoint_url, anonymous)
+        source = container.source
         if client == "fsspec":
-            from cachefs.origin.fsspec_stores import adlfs_client
+            from cachefs.origin.fsspec_stores import AdlfsClient
 
-            made = adlfs_client(container, **access)
+            made = AdlfsClient(container, stall_s)
         else:
-            from cachefs.origin.azure import azure_client
-
-            made = azure_client(container, **access)
+            made = azure_client(container, stall_s)
     elif scheme in ("gs", "gcs") and client != "fsspec":
-        from cachefs.origin.google import google_client
+        from cachefs.origin import google
 
-        bucket, prefix = split_bucket(url, place)
-        made = google_client(bucket, endpoint_url=endpoint_url, anonymous=anonymous, stall_s=stall_s)
+        name, prefix = split_bucket(url, place)
+        google_bucket = google.Bucket(name, endpoint_url, anonymous)
+        made, source = google.google_client(google_bucket, stall_s), google_bucket.source
     elif scheme in ("http", "https") and client != "fsspec":
         from cachefs.origin.web import web_client
 
-        found, host, prefix = web_client(url, stall_s=stall_s)
-        made = (found, host)
+        made, source, prefix = web_client(url, stall_s=stall_s)
     elif scheme == "file" and client != "fsspec":
         from cachefs.origin.local import local_client
 
-        made = local_client(place)
+        made, source = local_client(place)
     elif client == "obstore":
         raise ConfigError(f"obstore knows no {scheme}://; use --client fsspec")
     else:
         from cachefs.origin.fsspec_client import any_filesystem
 
-        made = any_filesystem(url, scheme)
-    return Origin(
-        made[0],
-        source=made[1],
+        made, source = any_filesystem(url, scheme)
+    attempts = Attempts(
+        made,
+        source=source,
         prefix=prefix,
         concurrency=concurrency,
         download_limit=download_limit,
@@ -102,10 +111,11 @@ def open_origin(
         backoff=backoff,
         metrics=metrics,
     )
+    return Origin(attempts)
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """(scheme, what follows `://`); a plain absolute path is scheme `file`."""
+    """(scheme, the rest after `://`); a plain absolute path has the scheme `file`."""
     if url.startswith("/"):
         return "file", url
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", url, re.DOTALL)

@@ -1,9 +1,7 @@
-"""What a store's refusal means, in our words: one table for every HTTP store and every library in front of
-it.
+"""Translate a store's refusal into an error of ours: one table for every HTTP store and every library in front of it.
 
-The text that comes out is one line a user can act on. It is put together from the status, the store's own
-error code and message, never from a URL (signatures travel in those) and never from a library's multi-line
-dump.
+The message is one line that a user can act on. It is made of the status, the origin's error code and message, and never of
+a URL (which may carry a signature) or a library's dump of several lines.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import time
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     CachefsError,
     NoSuchUpload,
     NotFound,
@@ -48,10 +46,18 @@ BAD_CREDENTIALS = {
 CLOCK_IS_OFF = {"RequestTimeTooSkewed", "RequestExpired"}
 BUSY = {"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "ThrottlingException"}
 BROKEN = {
-    *("RequestTimeout", "InternalError", "OperationTimedOut", "IncompleteBody"),
-    # What was sent did not arrive as it was, or somebody else is just writing there.
-    *("BadDigest", "XAmzContentSHA256Mismatch", "Md5Mismatch"),
-    *("OperationAborted", "ConditionalRequestConflict", "PendingCopyOperation"),
+    "RequestTimeout",
+    "InternalError",
+    "OperationTimedOut",
+    "IncompleteBody",
+    # The body was damaged on its way.
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+    "Md5Mismatch",
+    # Another request is writing to the key.
+    "OperationAborted",
+    "ConditionalRequestConflict",
+    "PendingCopyOperation",
 }
 NO_UPLOAD = {"NoSuchUpload", "InvalidBlockList"}
 OCCUPIED = {"BlobAlreadyExists"}
@@ -68,13 +74,13 @@ def refusal(
     retry_after: str | None = None,
     date: str | None = None,
 ) -> CachefsError:
-    """The error for an HTTP reply that is not a success. `what` names the object; `advice` says what to
-    change when the store does not accept who we are; `body` is searched for the code and message when they
-    are not given. `date` is the reply's header: the origin's clock."""
+    """The error for an HTTP reply that is not a success. `what` names the object; `advice` tells what to change when the
+    store does not accept the credentials; `body` (XML, JSON, or a library's text with one of them in it) is searched for
+    the code and message when they are not given. `date` is the reply's header, the origin's clock."""
     code = code or _tag("Code", body)
     message = message or _tag("Message", body)
     told = f"{status} {code}".strip() + (f" ({message})" if message else "")
-    line = one_line(f"{what}: the store answered {told}")
+    line = one_line(f"{what}: the origin answered {told}")
     if code in NO_STORE:
         return NotFound(
             one_line(f"{what}: no such bucket or container ({told}); check its name and the endpoint")
@@ -82,7 +88,7 @@ def refusal(
     if code in NO_UPLOAD:
         return NoSuchUpload(line)
     if code in OCCUPIED:
-        return ObjectChanged(f"{what}: there is such an object at the store")
+        return ObjectChanged(f"{what}: there is such an object at the origin")
     if code in BUSY or status in (429, 503):
         seconds = _seconds(retry_after)
         return Throttled(line) if seconds is None else AskedToWait(line, seconds)
@@ -92,16 +98,15 @@ def refusal(
         return Transient(line)
     if code in CLOCK_IS_OFF:
         return PermissionDenied(f"{line}; {_clock(date or _tag('ServerTime', body))}")
-    # A HEAD's reply has no body to tell more; what a 400 means there is, on S3, an expired token or a wrong
-    # region.
+    # A HEAD's reply has no body. On S3, a 400 without one means an expired token or a wrong region.
     if code in BAD_CREDENTIALS or status in (401, 403) or (status == 400 and not code):
         return PermissionDenied(one_line(f"{line}; {advice}"))
     if status == 404:
         return NotFound(line)
     if status in (412, 416):
-        return ObjectChanged(f"{what}: the object changed at the store")
+        return ObjectChanged(f"{what}: the object changed at the origin")
     if status in (301, 302, 307, 308):
-        return OriginFailed(f"{line}: the store lives elsewhere; set --region or --endpoint-url")
+        return OriginFailed(f"{line}: the origin lives elsewhere; set --region or --endpoint-url")
     if status in (405, 501):
         return Unsupported(line)
     return OriginFailed(line)
@@ -123,7 +128,7 @@ def _tag(name: str, body: str) -> str:
 
 
 def _clock(origin_time: str) -> str:
-    """What is wrong with this machine's clock, by the origin's (an HTTP or ISO date; "" where it is not known)."""
+    """How far this machine's clock is off, by the origin's time (an HTTP or ISO date; "" where it is unknown)."""
     try:
         when = (
             datetime.fromisoformat(origin_time)
@@ -140,4 +145,4 @@ def _seconds(retry_after: str | None) -> float | None:
     try:
         return float(retry_after) if retry_after else None
     except ValueError:
-        return None  # an HTTP date: our own backoff is as good
+        return None  # an HTTP date: the backoff serves as well

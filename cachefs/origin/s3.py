@@ -1,34 +1,205 @@
-"""Where an S3 bucket is, and both ways into it: signed LISTs, and an obstore for the bytes."""
+"""Amazon S3 and stores that speak it: credentials, where a bucket is, listing, writing, and the client.
+
+Google's XML interface has the same listings and multipart uploads; `Dialect` names the differences. Google's writes are
+conditional on a number, the generation, and not on the etag: the generation of an etag is looked up first, and the origin
+compares it at the moment of writing.
+
+Credentials come from botocore's own chain: environment, profiles, web identity, container, instance metadata. botocore asks
+the metadata service only when nothing earlier in the chain answers, and refreshes what expires. Of botocore only the session
+and the signer are used (8 MB); its S3 client would cost another 15 MB and 44 ms of CPU a LIST page (measured; 3 ms here).
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
-from collections.abc import Mapping
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote_plus
+from xml.etree.ElementTree import Element
+from xml.sax.saxutils import escape
 
-from cachefs.errors import PermissionDenied
-from cachefs.origin import conditions
-from cachefs.origin.credentials.aws import AwsCredentials
-from cachefs.origin.listing.http import Fetcher, Reply
-from cachefs.origin.listing.s3 import BucketLister
+from cachefs.base.errors import (
+    CachefsError,
+    ConfigError,
+    Conflict,
+    NoSuchUpload,
+    OriginFailed,
+    PermissionDenied,
+)
+from cachefs.origin.conditions import Conditions, of_endpoint
+from cachefs.origin.http import (
+    ANY_TYPE,
+    Reply,
+    Request,
+    SignedHttp,
+    Transport,
+    child,
+    quoted,
+    seconds_ns,
+    written,
+    xml,
+)
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
-from cachefs.origin.s3_writing import AMAZON, BucketWriter
-from cachefs.origin.signed import SignedReader
-from cachefs.origin.writing import Body
+from cachefs.origin.protocol import (
+    GIB,
+    MIB,
+    TIB,
+    Body,
+    Limits,
+    ListPage,
+    ObjectInfo,
+    Part,
+    Preconditions,
+    Writer,
+    Written,
+    conflicts,
+    of_an_upload,
+)
+from cachefs.origin.replies import one_line, refusal
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+LIMITS = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
+"""As documented for AWS, where an object may be larger by now; other S3 stores kept to this. Keys have 1,024 bytes."""
+
+FORBIDDEN = {"AccessDenied": 403}
+"""Status of an error code that stands inside a successful reply."""
+
+WHERE = {
+    "env": "the environment (AWS_ACCESS_KEY_ID)",
+    "shared-credentials-file": "the shared credentials file",
+    "config-file": "the AWS config file",
+    "iam-role": "the instance's role",
+    "container-role": "the container's role",
+}
+
+UNSEEN = object()
+"""No credentials were looked for yet, as opposed to none found."""
+
+
+class AwsCredentials:
+    """Credentials of one mount. Thread-safe."""
+
+    def __init__(self, profile: str | None, anonymous: bool) -> None:
+        self.anonymous = anonymous
+        self._profile = profile
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._found: Any = None
+        self._last: Any = UNSEEN
+        self._changed_at = self._read_at = float("-inf")
+        if profile is not None and not anonymous and profile not in self.session().available_profiles:
+            known = ", ".join(self.session().available_profiles) or "none"
+            raise ConfigError(f"no AWS profile {profile!r}; the config files have: {known}")
+
+    def session(self) -> Any:
+        """The botocore session, which knows the config files."""
+        import botocore.session
+
+        session = self._session
+        if session is None:
+            session = self._session = botocore.session.Session(profile=self._profile)
+        return session
+
+    def setting(self, name: str) -> str | None:
+        """A setting of the profile, such as `region` or `endpoint_url`."""
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            value = self.session().get_scoped_config().get(name)
+        except BotoCoreError:  # the environment names an unknown profile: `current` reports it
+            return None
+        return value if isinstance(value, str) else None
+
+    def current(self) -> Any:
+        """Frozen credentials (access_key, secret_key, token) as they are now; None when anonymous."""
+        if self.anonymous:
+            return None
+        with self._lock:
+            return self._look()
+
+    def renew(self, since: float) -> bool:
+        """Read environment and files again, unless the credentials changed after `since` or another request has read them
+        since the caller's was refused. True when the credentials in use now differ from those at `since`."""
+        if self.anonymous:
+            return False
+        refused_at = time.monotonic()
+        with self._lock:
+            if self._changed_at <= since and self._read_at < refused_at:
+                self._read_at = time.monotonic()
+                self._session = self._found = None
+                try:
+                    self._look()
+                except PermissionDenied:
+                    return False
+            return self._changed_at > since
+
+    def _look(self) -> Any:
+        from botocore.exceptions import BotoCoreError
+
+        frozen = None
+        try:
+            if self._found is None:
+                self._found = self.session().get_credentials()
+            frozen = self._found and self._found.get_frozen_credentials()
+        except BotoCoreError as exc:
+            raise PermissionDenied(one_line(f"AWS credentials cannot be had: {exc}")) from exc
+        finally:
+            if frozen != self._last:
+                if self._last is not UNSEEN:  # the first credentials are no change
+                    self._changed_at = time.monotonic()
+                self._last = frozen
+        if frozen is None:
+            raise PermissionDenied(
+                "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a --profile, "
+                "or use --anonymous for a public bucket"
+            )
+        return frozen
+
+    @property
+    def advice(self) -> str:
+        """What to change when the origin refuses these credentials."""
+        if self.anonymous:
+            return "the mount is --anonymous; a private bucket needs credentials"
+        rights = "s3:ListBucket and s3:GetObject (to write, s3:PutObject and s3:DeleteObject)"
+        method = getattr(self._found, "method", None)
+        if method is None:
+            return f"renew the credentials, or grant them {rights}"
+        where = WHERE.get(str(method), str(method))
+        if method in ("shared-credentials-file", "config-file"):
+            where += f" (profile {self._profile or os.environ.get('AWS_PROFILE', 'default')})"
+        return f"credentials came from {where}: renew them, or grant them {rights}"
+
 
 class Bucket:
-    """Bucket, endpoint and region. Without an endpoint it is AWS, and the region may be learnt from AWS's
-    replies."""
+    """A bucket: name, endpoint, region, signatures. Without an endpoint it is on AWS, whose replies may tell its region."""
 
     def __init__(
-        self, name: str, endpoint_url: str | None, region: str | None, credentials: AwsCredentials
+        self,
+        name: str,
+        endpoint_url: str | None,
+        region: str | None,
+        credentials: AwsCredentials,
+        *,
+        requester_pays: bool = False,
+        sse_kms_key: str | None = None,
     ) -> None:
         self.name = name
+        self.label = f"s3://{name}"
+        self._always = {"x-amz-request-payer": "requester"} if requester_pays else {}
+        self._for_new = {}
+        if sse_kms_key:
+            self._for_new["x-amz-server-side-encryption"] = "aws:kms"
+            self._for_new["x-amz-server-side-encryption-aws-kms-key-id"] = sse_kms_key
         self.credentials = credentials
         environ = os.environ.get
         self.endpoint_url = (
@@ -40,16 +211,15 @@ class Bucket:
         self.region = (
             region or environ("AWS_REGION") or environ("AWS_DEFAULT_REGION") or credentials.setting("region")
         ) or "us-east-1"
-        # A dot in a bucket's name breaks the wildcard certificate of virtual hosts, so those use the path.
+        # A dot in a bucket's name breaks the wildcard certificate of virtual hosts, so such a name goes into the path.
         self.virtual_host = not self.endpoint_url and "." not in name
 
     @property
     def source(self) -> str:
-        """The store's identity."""
-        return f"s3://{self.name}" + (f"@{self.endpoint_url.rstrip('/')}" if self.endpoint_url else "")
+        """The origin's identity."""
+        return self.label + (f"@{self.endpoint_url.rstrip('/')}" if self.endpoint_url else "")
 
     def url(self) -> str:
-        """The URL that a key is appended to after a slash."""
         if self.endpoint_url:
             return f"{self.endpoint_url.rstrip('/')}/{self.name}"
         domain = "amazonaws.com.cn" if self.region.startswith("cn-") else "amazonaws.com"
@@ -58,49 +228,43 @@ class Bucket:
         return f"https://s3.{self.region}.{domain}/{self.name}"
 
     def moved(self, reply: Reply) -> bool:
-        """Learn the region from a reply that names another one (301, 307 and 400 do, on AWS)."""
+        """Learn the region from a reply that names another one (301, 307 and 400 do, on AWS). True when it did."""
         region = reply.headers.get("x-amz-bucket-region")
         if not region or region == self.region or self.endpoint_url:
             return False
         self.region = region
         return True
 
-    def sign(self, url: str, method: str = "GET") -> dict[str, str]:
-        credentials = self.credentials.current()
-        if credentials is None:
-            return {}
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-
-        request = AWSRequest(method, url)
-        S3SigV4Auth(credentials, "s3", self.region).add_auth(request)
-        return dict(request.headers.items())
-
-    def sign_body(
+    def sign(
         self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
     ) -> tuple[str, Mapping[str, str]]:
-        """The same for a request with headers of its own and a body. Over TLS, which keeps bytes as they are, the body is
-        not read for a digest; without it, the store compares."""
+        """As `Place.sign`. A file is read for a digest, which the origin compares, only without TLS: TLS protects the bytes
+        already."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
 
+        # S3 takes the headers of encryption where an object begins, and refuses them for parts and completions.
+        query = url.partition("?")[2]
+        begins = (method == "PUT" and "uploadId" not in query) or (
+            method == "POST" and query.startswith("uploads")
+        )
+        headers = {**headers, **self._always, **(self._for_new if begins else {})}
         credentials = self.credentials.current()
         if credentials is None:
             return url, headers
-
-        class Signer(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
-            def payload(self, request: Any) -> str:
-                if isinstance(body, bytes):
-                    return hashlib.sha256(body).hexdigest()
-                if url.startswith("https:"):
-                    return "UNSIGNED-PAYLOAD"
-                digest = hashlib.sha256()
-                for piece in body.look():
-                    digest.update(piece)
-                return digest.hexdigest()
-
+        if isinstance(body, bytes):
+            payload = hashlib.sha256(body).hexdigest()
+        elif url.startswith("https:"):
+            payload = "UNSIGNED-PAYLOAD"
+        else:
+            digest = hashlib.sha256()
+            for piece in body.look():
+                digest.update(piece)
+            payload = digest.hexdigest()
         request = AWSRequest(method, url, dict(headers))
-        Signer(credentials, "s3", self.region).add_auth(request)
+        signer = S3SigV4Auth(credentials, "s3", self.region)
+        signer.payload = lambda request: payload  # its own wants the whole body in memory
+        signer.add_auth(request)
         return url, dict(request.headers.items())
 
     def open_store(self, stall_s: float) -> ObjectStore:
@@ -118,19 +282,18 @@ class Bucket:
             self.name,
             region=self.region,
             virtual_hosted_style_request=self.virtual_host,
+            request_payer=bool(self._always),
             client_options=client_options(stall_s),
             retry_config=retry_config(),
             **settings,
         )
 
     def _provide(self) -> dict[str, Any]:
-        from datetime import UTC, datetime, timedelta
-
         found = self.credentials.current()
         if found is None:  # cannot be: an anonymous store has no provider
             raise PermissionDenied("no credentials")
-        # botocore refreshes what is about to expire each time it is asked, so obstore shall ask now and then.
-        # It asks again five minutes before the end of what it was told.
+        # obstore asks again five minutes before `expires_at`. botocore refreshes expiring credentials each time it is
+        # asked, so obstore shall ask every five minutes.
         return {
             "access_key_id": found.access_key,
             "secret_access_key": found.secret_key,
@@ -139,48 +302,206 @@ class Bucket:
         }
 
 
-def s3_client(
-    name: str,
-    *,
-    endpoint_url: str | None,
-    region: str | None,
-    profile: str | None,
-    anonymous: bool,
-    stall_s: float,
-) -> tuple[ObstoreClient, str]:
-    """The client, and its store's identity."""
-    credentials = AwsCredentials(profile, anonymous)
-    bucket = Bucket(name, endpoint_url, region, credentials)
-    fetcher = Fetcher(stall_s)
-    label = f"s3://{name}"
-    lister = BucketLister(
-        bucket.url,
-        bucket.sign,
-        fetcher,
-        label=label,
-        advice=lambda: credentials.advice,
-        moved=bucket.moved,
-    )
-    signed = SignedReader(
-        bucket.url,
-        lambda method, url, headers: (url, {**headers, **bucket.sign(url, method)}),
-        fetcher,
-        label=label,
-        advice=lambda: credentials.advice,
-    )
-    writer = BucketWriter(
-        *(name, AMAZON, bucket.url, bucket.sign_body, fetcher),
-        label=label,
-        advice=lambda: credentials.advice,
-        conditions=conditions.of_endpoint(bucket.endpoint_url),
-    )
-    client = ObstoreClient(
-        lambda: bucket.open_store(stall_s),
-        lister,
-        signed=signed,
-        writer=writer,
-        label=label,
-        credentials=credentials,
-        close=fetcher.close,
-    )
-    return client, bucket.source
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`vendor` begins the names of the vendor's own headers; `generations`: conditions are on generations."""
+
+    vendor: str
+    generations: bool
+    limits: Limits
+
+
+AMAZON = Dialect("x-amz-", False, LIMITS)
+
+
+class S3Objects(Writer):
+    """Listing and writing of one bucket: `Lister` and `Writer`."""
+
+    def __init__(self, http: SignedHttp, name: str, dialect: Dialect, conditions: Conditions) -> None:
+        self.limits, self.conditions = dialect.limits, conditions
+        self._http, self._bucket, self._dialect = http, name, dialect
+        self._token_header = f"{dialect.vendor}meta-cachefs-stamp"
+
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        parameters = {
+            "list-type": "2",
+            "delimiter": "/",
+            "encoding-type": "url",  # or control characters in keys would make the XML invalid
+            "max-keys": str(limit),
+            "prefix": prefix,
+            "continuation-token": token,
+        }
+        request = Request("GET", parameters=parameters, about=prefix)
+        reply, place = self._http.exchange(request), self._http.place
+        if reply.status != 200 and isinstance(place, Bucket) and place.moved(reply):
+            reply = self._http.exchange(request)
+        self._http.checked(request, reply)
+        try:
+            return parse_page(reply.body)
+        except ValueError as exc:
+            raise OriginFailed(
+                f"{self._http.name(prefix)}: the origin's listing is not S3's XML: {exc}"
+            ) from exc
+
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
+        with conflicts(preconditions):
+            headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
+            return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
+
+    def copy(self, key: str, to: str, etag: str | None) -> Written:
+        reply = self._http.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))
+        return Written(_etag(self._http.document(reply, key)))
+
+    def delete(self, key: str) -> None:
+        self._http.delete(key)
+
+    def delete_many(self, keys: Sequence[str]) -> dict[str, CachefsError]:
+        named = [key for key in keys if plain(key)]
+        left: dict[str, CachefsError] = {}
+        for key in set(keys).difference(named):
+            try:
+                self.delete(key)
+            except CachefsError as exc:
+                left[key] = exc
+        if not named:
+            return left
+        objects = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in named)
+        body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
+        digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        headers = {"Content-MD5": digest, "Content-Type": "application/xml"}
+        reply = self._http.ask(Request("POST", "", {"delete": ""}, headers, body))
+        for node in self._http.document(reply, "").iter("Error"):
+            key, code = node.findtext("Key", ""), node.findtext("Code", "")
+            if code != "NoSuchKey":
+                left[key] = refusal(
+                    FORBIDDEN.get(code, reply.status),
+                    what=self._http.name(key),
+                    code=code,
+                    message=node.findtext("Message", ""),
+                    advice=self._http.place.credentials.advice,
+                )
+        return left
+
+    def look(self, key: str) -> tuple[ObjectInfo, str]:
+        info, headers = self._http.head(key)
+        return info, headers.get(self._token_header, "")
+
+    # Multipart uploads.
+
+    def begin(self, key: str, preconditions: Preconditions) -> str:
+        reply = self._http.ask(Request("POST", key, {"uploads": ""}, self._kept(preconditions)))
+        name = self._http.document(reply, key).findtext("UploadId")
+        if not name:
+            raise OriginFailed(f"{self._http.name(key)}: the origin's new upload has no id")
+        return name
+
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
+        parameters = {"uploadId": upload, "partNumber": str(number)}
+        with of_an_upload():
+            reply = self._http.ask(Request("PUT", key, parameters, body=body))
+        return quoted(reply.headers.get("etag", ""))
+
+    def copy_part(
+        self, key: str, upload: str, number: int, source: str, etag: str, start: int, stop: int
+    ) -> str:
+        headers = {
+            **self._source(source, etag),
+            f"{self._dialect.vendor}copy-source-range": f"bytes={start}-{stop - 1}",
+        }
+        parameters = {"uploadId": upload, "partNumber": str(number)}
+        reply = self._http.ask(Request("PUT", key, parameters, headers, slow=True, about=source))
+        return _etag(self._http.document(reply, key))
+
+    def parts(self, key: str, upload: str) -> dict[int, Part]:
+        found: dict[int, Part] = {}
+        marker: str | None = None
+        while True:
+            with of_an_upload():
+                reply = self._http.ask(
+                    Request("GET", key, {"uploadId": upload, "part-number-marker": marker})
+                )
+            page = self._http.document(reply, key)
+            for node in page.iter("Part"):
+                part = Part(_etag(node), int(node.findtext("Size", "0")))
+                found[int(node.findtext("PartNumber", "0"))] = part
+            following = page.findtext("NextPartNumberMarker")
+            if page.findtext("IsTruncated") != "true" or following == marker:
+                return found
+            marker = following
+
+    def complete(
+        self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
+    ) -> Written:
+        rows = "".join(
+            f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag></Part>"
+            for number, etag in sorted(parts.items())
+        )
+        body = f"<CompleteMultipartUpload>{rows}</CompleteMultipartUpload>".encode()
+        with of_an_upload(), conflicts(preconditions):
+            headers = {"Content-Type": "application/xml", **self._conditions(key, preconditions)}
+            reply = self._http.ask(Request("POST", key, {"uploadId": upload}, headers, body, slow=True))
+            return Written(_etag(self._http.document(reply, key)))
+
+    def abort(self, key: str, upload: str) -> None:
+        with suppress(NoSuchUpload), of_an_upload():
+            self._http.ask(Request("DELETE", key, {"uploadId": upload}))
+
+    # Headers.
+
+    def _kept(self, preconditions: Preconditions) -> dict[str, str]:
+        """Headers that the origin keeps with the object."""
+        token = {self._token_header: preconditions.token} if preconditions.token else {}
+        return {"Content-Type": preconditions.content_type or ANY_TYPE, **token}
+
+    def _conditions(self, key: str, preconditions: Preconditions) -> dict[str, str]:
+        wanted = preconditions.if_match
+        if not self._dialect.generations:
+            match = {} if wanted is None else {"If-Match": self.conditions.as_sent(wanted)}
+            return match | ({"If-None-Match": "*"} if preconditions.if_absent else {})
+        if wanted is not None:
+            info, headers = self._http.head(key)
+            if info.etag != wanted:
+                raise Conflict(
+                    f"{self._http.name(key)}: the object changed at the origin; nothing was written"
+                )
+            return {"x-goog-if-generation-match": headers.get("x-goog-generation", "")}
+        return {"x-goog-if-generation-match": "0"} if preconditions.if_absent else {}
+
+    def _source(self, key: str, etag: str | None) -> dict[str, str]:
+        """Headers that name the object to copy, and its version."""
+        name = f"{self._dialect.vendor}copy-source"
+        condition = {} if etag is None else {f"{name}-if-match": etag}
+        return {name: f"/{self._bucket}/{quote(key)}", **condition}
+
+
+def parse_page(body: bytes) -> ListPage:
+    """A ListBucketResult; `ValueError` when it is none."""
+    page = xml(body)
+    truncated = child(page, "IsTruncated") == "true"
+    decode = unquote_plus if page.findtext("EncodingType") == "url" else str
+    objects = [
+        ObjectInfo(
+            decode(child(node, "Key")),
+            int(child(node, "Size")),
+            seconds_ns(datetime.fromisoformat(child(node, "LastModified"))),
+            quoted(node.findtext("ETag", "")),
+        )
+        for node in page.iterfind("Contents")
+    ]
+    prefixes = [decode(child(node, "Prefix")) for node in page.iterfind("CommonPrefixes")]
+    return ListPage(objects, prefixes, child(page, "NextContinuationToken") if truncated else None)
+
+
+def plain(key: str) -> bool:
+    """True if XML can carry the key."""
+    return not re.search("[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]", key)
+
+
+def _etag(node: Element) -> str:
+    return quoted(node.findtext("ETag", "").strip())
+
+
+def s3_client(bucket: Bucket, stall_s: float) -> ObstoreClient:
+    http = SignedHttp(bucket, Transport(stall_s))
+    objects = S3Objects(http, bucket.name, AMAZON, of_endpoint(bucket.endpoint_url))
+    return ObstoreClient(bucket, http.transport, lister=objects, writer=objects, http=http)

@@ -1,10 +1,10 @@
-"""One transfer on its way: the bytes of one range, from a client's chunks into a sink or from a file into a client's
-request, across as many attempts as it takes.
+"""One transfer: the bytes of one range, from a client's chunks into a sink or from a source into a client's request,
+across all its attempts.
 
-It is touched by two parties: a worker thread (`attempt`) and the trio task that waits for it. The flags below
-need no lock: each has one writer, and the interpreter shows their order to both sides. `_busy` is raised
-*before* `_closed` is looked at, and `_closed` is set before `_busy` is looked at, so either the thread sees
-that it is over or the task sees that a write (or a read of the file) is running.
+Two parties touch it: a worker thread (`attempt`) and the trio task that waits for it. The flags below need no lock: each
+has one writer, and the interpreter shows their order to both sides. The thread sets `_busy` *before* it reads `_closed`;
+the task sets `_closed` before it reads `_busy`. So either the thread sees that the transfer is closed, or the task sees
+that a write (or a read of the source) is running.
 """
 
 from __future__ import annotations
@@ -12,41 +12,40 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 import trio
 
-from cachefs.errors import OriginFailed, Transient
-from cachefs.ledger import Account
-from cachefs.origin.bucket import RateLimit
-from cachefs.origin.gate import Gate, Turn
-from cachefs.origin.protocol import Client, Sink
-from cachefs.origin.writing import Source
+from cachefs.base.errors import OriginFailed, Transient
+from cachefs.base.ledger import Account
+from cachefs.origin.gate import Gate, Ticket
+from cachefs.origin.protocol import Sink, Source
+from cachefs.origin.rates import RateLimit
 
 T = TypeVar("T")
 
 PROGRESS_S = 1.0
-"""How often a running transfer reports that it is alive, to push its deadline back. Derived: a call into trio
-costs about 0.1 ms, so once a second is free, and a deadline is many seconds."""
+"""Seconds between two reports of a running transfer, which push its deadline back. Derived: a call into trio costs about 0.1
+ms, so once a second is free, and a deadline is many seconds."""
 
 CHUNK = 128 << 10
-"""As much is read from a file and handed to a connection at once. Derived: a new connection waits as long for a chunk to
-be taken as for being made (5 s), and at this size that is 25 kB/s."""
+"""Bytes that are read from a source and handed to a connection at once. Derived: a connection waits as long for a chunk
+to be taken as for being made (5 s), which at this size is 25 kB/s."""
 
 
 class Transfer:
-    """What both directions share. `position` is how many bytes went by, `counted` and `accounts` are its owner's.
+    """What both directions share. `position` counts bytes that went by; `counted` and `accounts` belong to `Attempts`.
     `on_progress` is called on the trio thread, about once a second, while bytes go by."""
 
     counter = ""
-    """The metric that counts its bytes."""
+    """The metric that counts the bytes."""
 
     def __init__(
         self,
         deadline_s: float,
         limit: RateLimit | None,
-        turn: Turn,
+        turn: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
         self.position = self.counted = 0
@@ -62,32 +61,32 @@ class Transfer:
     # On the trio side.
 
     def begin(self, scope: trio.CancelScope) -> None:
-        """Before an attempt: the scope whose deadline progress pushes back."""
+        """Called before each attempt. Progress pushes the deadline of `scope` back."""
         self._scope = scope
         self._reported = time.monotonic()
 
     @property
     def _token(self) -> trio.lowlevel.TrioToken | None:
-        """Which trio to call, from a thread that it did not start."""
+        """The trio run to call into; None in a thread that trio started, which knows it."""
         return None
 
-    async def enter(self, gate: Gate, turn: Turn) -> None:
-        """Wait for a slot."""
+    async def enter(self, gate: Gate, turn: Ticket) -> None:
+        """Wait for a slot of the gate."""
         await gate.enter(turn)
 
     @property
     def gained(self) -> bool:
-        """Whether the last attempt brought something that the next one need not repeat."""
+        """True if the last attempt brought bytes that the next one need not repeat."""
         return False
 
     @property
     def received(self) -> int:
-        """Bytes that the last attempt brought from the store."""
+        """Bytes that the last attempt brought from the origin."""
         return 0
 
     async def close(self) -> None:
-        """No write after this, nor a read of the file. One that is running now is waited for: its buffer (its
-        descriptor) must not change hands under it."""
+        """After this, neither the sink is written to nor the source read. A call that is running now is waited for: the
+        caller may reuse its buffer (its descriptor) next."""
         self._closed = True
         while self._busy:
             with trio.CancelScope(shield=True):
@@ -96,7 +95,7 @@ class Transfer:
     # On the worker thread's side.
 
     def _pace(self, size: int) -> None:
-        """Before `size` bytes go by."""
+        """Called before `size` bytes go by."""
         if self._limit is not None:
             trio.from_thread.run(self._pay, self._limit, size, trio_token=self._token)
         else:
@@ -107,8 +106,8 @@ class Transfer:
             trio.from_thread.run_sync(self._alive, trio_token=self._token)
 
     async def _pay(self, limit: RateLimit, size: int) -> None:
-        """On the trio thread: wait until the limit lets these bytes pass. That wait is ours and not the store's, so the
-        deadline stands still meanwhile."""
+        """On the trio thread: wait until the limit lets these bytes pass. The origin did not cause this wait, so the
+        deadline is suspended."""
         if self._scope is not None and not self._closed:
             self._scope.deadline = math.inf
         try:
@@ -117,7 +116,7 @@ class Transfer:
             self._alive()
 
     def _alive(self) -> None:
-        """On the trio thread: bytes went by, so the deadline starts anew."""
+        """On the trio thread: bytes went by, so the deadline starts again."""
         if self._scope is not None and not self._closed:
             self._scope.deadline = trio.current_time() + self._deadline_s
             self._on_progress(self)
@@ -125,30 +124,26 @@ class Transfer:
 
 
 class Receiving(Transfer):
-    """Bytes [start, stop) of one version into a sink. `position` is the next byte to deliver, `sink_error` what the sink
-    raised."""
+    """Bytes [start, stop) of one version into a sink. `fetch` gives the chunks from a position on. `position` is the next
+    byte to deliver, `sink_error` the exception that the sink raised."""
 
     counter = "origin_bytes"
 
     def __init__(
         self,
-        client: Client,
-        key: str,
-        etag: str,
+        fetch: Callable[[int], Generator[memoryview | bytes, None, None]],
         start: int,
         stop: int,
         sink: Sink,
-        whole: bool,
         deadline_s: float,
         limit: RateLimit | None,
-        turn: Turn,
+        turn: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
         super().__init__(deadline_s, limit, turn, on_progress)
         self.position = self.counted = self._began_at = start
         self.sink_error: Exception | None = None
-        self._client, self._key, self._etag = client, key, etag
-        self._start, self._stop, self._sink, self._whole = start, stop, sink, whole
+        self._fetch, self._stop, self._sink = fetch, stop, sink
 
     def begin(self, scope: trio.CancelScope) -> None:
         super().begin(scope)
@@ -163,10 +158,8 @@ class Receiving(Transfer):
         return self.position - self._began_at
 
     def attempt(self) -> None:
-        """Ask for what is still missing, and deliver it. Returns early when the sink raised or the reader is
-        gone."""
-        whole = self._whole and self.position == self._start
-        chunks = self._client.read(self._key, self._etag, self.position, self._stop, whole)
+        """Fetch the missing bytes and deliver them. Returns early when the sink raised or the transfer is closed."""
+        chunks = self._fetch(self.position)
         try:
             for chunk in chunks:
                 if not self._deliver(chunk):
@@ -179,7 +172,7 @@ class Receiving(Transfer):
     def _deliver(self, chunk: memoryview | bytes) -> bool:
         size = len(chunk)
         if size > self._stop - self.position:
-            raise Transient("the store sent more bytes than were asked for")
+            raise Transient("the origin sent more bytes than were asked for")
         self._pace(size)
         self._busy = True
         try:
@@ -196,8 +189,8 @@ class Receiving(Transfer):
 
 
 class Sending(Transfer):
-    """The first `size` bytes of a source into a request; each attempt begins anew. `source_error` is what the source
-    raised, or that it ended early."""
+    """The first `size` bytes of a source into a request (`Body`); each attempt starts at the first byte. `source_error`
+    is the exception that the source raised, or that it ended early."""
 
     counter = "origin_bytes_sent"
 
@@ -207,7 +200,7 @@ class Sending(Transfer):
         size: int,
         deadline_s: float,
         limit: RateLimit | None,
-        turn: Turn,
+        turn: Ticket,
         on_progress: Callable[[Transfer], None],
     ) -> None:
         super().__init__(deadline_s, limit, turn, on_progress)
@@ -221,9 +214,9 @@ class Sending(Transfer):
     def _token(self) -> trio.lowlevel.TrioToken | None:
         return None if threading.get_ident() == self._thread else self._trio
 
-    async def enter(self, gate: Gate, turn: Turn) -> None:
-        """Wait for a slot. Whoever writes a file has more parts than there are slots, so that this takes long is not the
-        store's fault, and the deadline stands still."""
+    async def enter(self, gate: Gate, turn: Ticket) -> None:
+        """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin
+        does not cause that wait."""
         scope = self._scope
         assert scope is not None
         left, scope.deadline = scope.deadline - trio.current_time(), math.inf
@@ -231,8 +224,8 @@ class Sending(Transfer):
         scope.deadline = trio.current_time() + left
 
     def attempt(self, send: Callable[[], T]) -> T | None:
-        """What `send` gives; None when the source failed or whoever asked is gone, in whatever way a library puts
-        that. Libraries may read the body in threads of their own."""
+        """The result of `send`; None when the source failed or the transfer is closed, whatever a library raises then.
+        Libraries may read the body in threads of their own."""
         self._thread = threading.get_ident()
         try:
             return send()
@@ -272,4 +265,4 @@ class Sending(Transfer):
 
 
 class Abandoned(Exception):
-    """No more bytes of this request will come. No OSError, which libraries take for a broken connection."""
+    """No more bytes of this request will come. Not an OSError, which libraries take for a broken connection."""

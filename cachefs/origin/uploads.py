@@ -1,62 +1,77 @@
-"""A multipart upload on its way, as the rooms above see it."""
+"""Multipart uploads, as the rest of the daemon sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cachefs.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed, Unsupported
-from cachefs.origin.attempts import PATIENCE
-from cachefs.origin.gate import Turn
-from cachefs.origin.protocol import CompletionInProgress, ObjectInfo
-from cachefs.origin.writing import FileRange, Part, Source, Terms, Written
-
-if TYPE_CHECKING:
-    from cachefs.origin.writes import Writes
+from cachefs.base.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed, Unsupported
+from cachefs.origin.attempts import Attempts
+from cachefs.origin.gate import Ticket
+from cachefs.origin.outcomes import Outcomes
+from cachefs.origin.protocol import (
+    PATIENCE,
+    CompletionInProgress,
+    FileRange,
+    ObjectInfo,
+    Part,
+    Preconditions,
+    Source,
+    Written,
+)
 
 
 class Upload:
-    """One object being written in parts. `known` are the parts that the store has, by number from 1 on.
+    """One object being written in parts. `known` are the parts that the origin has, by number from 1 on.
 
-    Parts may be sent in any order and several at once; the gate bounds how many are in flight. A number sent again
-    replaces what was sent before under it. The object is its parts in the order of their numbers."""
+    Parts may be sent in any order and several at once; the gate bounds how many are in flight. A number that is sent again
+    replaces its part. The object is its parts in the order of their numbers."""
 
-    def __init__(self, origin: Writes, key: str, name: str, terms: Terms, known: dict[int, Part]) -> None:
+    def __init__(
+        self,
+        attempts: Attempts,
+        outcomes: Outcomes,
+        key: str,
+        name: str,
+        preconditions: Preconditions,
+        known: dict[int, Part],
+    ) -> None:
         self.key, self.id, self.known = key, name, known
-        self._origin, self._terms = origin, terms
+        self._attempts, self._outcomes, self._preconditions = attempts, outcomes, preconditions
         self._perhaps_complete = False
 
     @classmethod
-    def of_state(cls, origin: Writes, key: str, state: Mapping[str, Any]) -> Upload:
-        terms = Terms(state.get("content_type"), stamp=state.get("stamp", ""))
+    def of_state(cls, attempts: Attempts, outcomes: Outcomes, key: str, state: Mapping[str, Any]) -> Upload:
+        preconditions = Preconditions(state.get("content_type"), token=state.get("stamp", ""))
         known = {int(number): Part(etag, size) for number, (etag, size) in state.get("parts", {}).items()}
-        upload = cls(origin, key, state["id"], terms, known)
-        upload._perhaps_complete = True  # nobody knows how far the process came that took it
+        upload = cls(attempts, outcomes, key, state["id"], preconditions, known)
+        upload._perhaps_complete = True  # the process that took the state may have completed it
         return upload
 
     def state(self) -> dict[str, Any]:
-        """What `Origin.resume_upload` needs, as JSON can hold it. Parts that landed after it was taken are found by
-        `parts`."""
+        """What `Origin.resume_upload` takes, of JSON's types. `parts` finds parts that were written after it was taken."""
         return {
             "id": self.id,
-            "stamp": self._terms.stamp,
-            "content_type": self._terms.content_type,
+            "stamp": self._preconditions.token,
+            "content_type": self._preconditions.content_type,
             "parts": {str(number): [part.etag, part.size] for number, part in self.known.items()},
         }
 
-    async def part(self, number: int, fd: int, offset: int, length: int, *, turn: Turn | None = None) -> str:
-        """Send bytes [offset, offset + length) of an open file as part `number`; returns its etag. `fd` stays open, and
-        the bytes stay the same, until this has returned or raised; a repeated attempt reads them again.
+    async def part(
+        self, number: int, fd: int, offset: int, length: int, *, turn: Ticket | None = None
+    ) -> str:
+        """Send bytes [offset, offset + length) of an open file as part `number`; returns its etag. The caller keeps `fd`
+        open and the bytes unchanged until this has returned or raised: a repeated attempt reads them again.
 
-        All parts but the last have at least `limits.least_part`. `NoSuchUpload` when the upload is gone."""
+        All parts but the last have at least `limits.least_part` bytes. `NoSuchUpload` when the upload is gone."""
         return await self.part_from(number, FileRange(fd, offset), length, turn=turn)
 
-    async def part_from(self, number: int, source: Source, length: int, *, turn: Turn | None = None) -> str:
+    async def part_from(self, number: int, source: Source, length: int, *, turn: Ticket | None = None) -> str:
         """The same from any source."""
-        origin, writer = self._origin, self._origin.writer
+        writer = self._attempts.writer
         self._within_limits(number, length)
-        etag = await origin.send(
+        etag = await self._attempts.send(
             lambda body: writer.put_part(self.key, self.id, number, body),
             source,
             length,
@@ -69,10 +84,10 @@ class Upload:
         return etag
 
     async def copy_part(self, number: int, key: str, etag: str, start: int, stop: int) -> str:
-        """Bytes [start, stop) of the version `etag` of another object as part `number`, copied at the store."""
-        origin, writer = self._origin, self._origin.writer
+        """Bytes [start, stop) of the version `etag` of another object as part `number`, copied at the origin."""
+        writer = self._attempts.writer
         self._within_limits(number, stop - start)
-        found = await origin.call(
+        found = await self._attempts.call(
             lambda: writer.copy_part(self.key, self.id, number, key, etag, start, stop),
             f"copying part {number} of {self._what}",
             "origin_put_part",
@@ -83,9 +98,9 @@ class Upload:
         return found
 
     async def parts(self) -> dict[int, Part]:
-        """The parts that the store has now, which become `known`. `NoSuchUpload` when the upload is gone."""
-        writer = self._origin.writer
-        self.known = await self._origin.call(
+        """The parts that the origin has now; they become `known`. `NoSuchUpload` when the upload is gone."""
+        writer = self._attempts.writer
+        self.known = await self._attempts.call(
             lambda: writer.parts(self.key, self.id),
             f"looking up parts of {self._what}",
             "origin_upload",
@@ -101,67 +116,69 @@ class Upload:
         if_absent: bool = False,
         settle: bool = True,
     ) -> ObjectInfo:
-        """Make the object of `parts` (number → etag; all that are known by default), replacing what is there.
+        """Make the object of `parts` (number → etag; default: all that are known), replacing the object at the key.
 
-        Repeating this is harmless, even by another process after a crash: once it has succeeded, it returns the object,
-        as long as nobody has replaced it. `settle` as for `Origin.put`. `NoSuchUpload` when the upload is gone and the
-        object is not ours; `Conflict` when the condition does not hold, and then the upload is still there."""
-        origin, writer = self._origin, self._origin.writer
+        Repeating this is harmless, even by another process after a crash: after a success it returns the object, until
+        another client replaces it. `settle` as for `Origin.put`. `NoSuchUpload` when the upload is gone and the object is
+        not ours; `Conflict` when the condition does not hold, and then the upload remains."""
+        attempts, outcomes, writer = self._attempts, self._outcomes, self._attempts.writer
         if parts is None:
             parts = {number: part.etag for number, part in self.known.items()}
         if not parts:
             raise OriginFailed(f"{self._what}: an upload without parts cannot be completed")
         given = {number: parts[number] for number in sorted(parts)}
-        terms = Terms(self._terms.content_type, if_match, if_absent, self._terms.stamp)
+        preconditions = Preconditions(
+            self._preconditions.content_type, if_match, if_absent, self._preconditions.token
+        )
         size = None
         if given.keys() <= self.known.keys():
             size = sum(self.known[number].size for number in given)
 
         def attempt() -> Written:
-            if self._perhaps_complete and terms.stamp:
+            if self._perhaps_complete and preconditions.token:
                 with suppress(NotFound):
                     info, shown = writer.look(self.key)
-                    if shown == terms.stamp:
+                    if shown == preconditions.token:
                         return Written(info.etag, info.mtime_ns)
             self._perhaps_complete = True
             try:
                 return writer.complete(self.key, self.id, given, sent)
             except CompletionInProgress:
-                writer.parts(self.key, self.id)  # NoSuchUpload: it is not in progress, but gone
+                writer.parts(self.key, self.id)  # NoSuchUpload: not in progress, but gone
                 raise
 
         try:
-            sent = await origin.held(self.key, terms, origin.probes.completes)
-            written = await origin.call(
+            sent = await outcomes.to_send(self.key, preconditions, outcomes.probes.completes)
+            written = await attempts.call(
                 attempt,
                 f"completing {self._what}",
                 "origin_upload",
                 self.key,
                 patience=PATIENCE,
             )
-        except (NoSuchUpload, Conflict) as exc:  # an attempt that was given up may have got through meanwhile
-            return await origin.ours(self.key, terms.stamp, size, exc)
-        if not written.etag and terms.stamp:
-            replaced = ObjectChanged(f"{origin.name(self.key)}: was replaced as soon as it was written")
-            return await origin.ours(self.key, terms.stamp, size, replaced)
+        except (NoSuchUpload, Conflict) as exc:  # an abandoned attempt may have succeeded meanwhile
+            return await outcomes.ours(self.key, preconditions.token, size, exc)
+        if not written.etag and preconditions.token:
+            replaced = ObjectChanged(f"{attempts.name(self.key)}: was replaced as soon as it was written")
+            return await outcomes.ours(self.key, preconditions.token, size, replaced)
         if size is None:
-            size = (await origin.head(self.key)).size
-        return await origin.settled(self.key, size, written, untimed=not settle)
+            size = (await outcomes.head(self.key)).size
+        return await outcomes.settled(self.key, size, written, untimed=not settle)
 
     async def abort(self) -> None:
-        """Give the upload up; that it is gone already is fine. A part that is just being sent may land afterwards, so
-        no `part` shall be under way. Azure knows no such request: its blocks go a week after the last of them came."""
-        writer = self._origin.writer
-        await self._origin.call(
+        """Discard the upload; a missing upload is no error. No `part` may be in flight: it could be written afterwards.
+        Azure has no such request and discards blocks a week after the last of them."""
+        writer = self._attempts.writer
+        await self._attempts.call(
             lambda: writer.abort(self.key, self.id), f"aborting {self._what}", "origin_upload", self.key
         )
 
     @property
     def _what(self) -> str:
-        return f"the upload of {self._origin.name(self.key)}"
+        return f"the upload of {self._attempts.name(self.key)}"
 
     def _within_limits(self, number: int, length: int) -> None:
-        limits = self._origin.limits
+        limits = self._attempts.writer.limits
         if not 1 <= number <= limits.most_parts:
             raise Unsupported(f"{self._what}: part {number} is not within 1 and {limits.most_parts}")
         if length > limits.largest_part:

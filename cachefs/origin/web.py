@@ -1,19 +1,93 @@
-"""A web server as a store: index pages list, plain GETs read. Versions are etags, or mtime and size without
-them."""
+"""A web server as an origin: index pages list, plain GETs read.
+
+Versions are etags, or mtime and size without them. Python's http.server, nginx, Apache and Caddy write index pages; the
+links of a page that lead one step down are its names. They tell names only: sizes and times come from a HEAD per name,
+when they are needed. Keys are paths on the host, without the leading slash, percent-decoded.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from cachefs.errors import ConfigError
-from cachefs.origin.listing.html import IndexLister
-from cachefs.origin.listing.http import Fetcher
+from cachefs.base.errors import ConfigError, Unsupported
+from cachefs.origin.credentials import NoCredentials
+from cachefs.origin.http import Transport
 from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.origin.replies import refusal
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+
+class Host:
+    """A web server; `label` is its URL."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.credentials = label, NoCredentials()
+
+    def open_store(self, stall_s: float) -> ObjectStore:
+        from obstore.store import HTTPStore
+
+        return HTTPStore(self.label, client_options=client_options(stall_s), retry_config=retry_config())
+
+
+class IndexLister:
+    """Index pages of a host. A page is read whole and cut into pages by name."""
+
+    def __init__(self, host: Host, transport: Transport) -> None:
+        self._host, self._transport = host, transport
+
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        url = f"{self._host.label}/{quote(prefix, errors='surrogateescape')}"
+        reply = self._transport.request("GET", url, {"Accept": "text/html"})
+        if reply.status == 403:  # nginx and Apache, for a directory without an index
+            raise Unsupported(f"{url}: the server shows no index of it; names can be opened but not listed")
+        if reply.status != 200:
+            raise refusal(reply.status, what=url, retry_after=reply.headers.get("retry-after"))
+        if "html" not in reply.headers.get("content-type", ""):
+            raise Unsupported(f"{url}: no index page there; names can be opened but not listed")
+        names = names_in(reply.body.decode("utf-8", "replace"), url)
+        if token:
+            names = [name for name in names if prefix + name > token]
+        page = names[:limit]
+        objects = [ObjectInfo(prefix + name, -1, 0, "") for name in page if not name.endswith("/")]
+        prefixes = [prefix + name for name in page if name.endswith("/")]
+        return ListPage(objects, prefixes, prefix + page[-1] if len(names) > limit else None)
+
+
+def names_in(page: str, url: str) -> list[str]:
+    """Names one level below `url` that the page links to, directories with their slash, in order."""
+    links = _Links()
+    links.feed(page)
+    here = urlsplit(url)
+    found = set()
+    for link in links.found:
+        there = urlsplit(urljoin(url, link))
+        below = there.path.removeprefix(here.path)
+        if there.netloc != here.netloc or there.query or below == there.path:
+            continue
+        name = unquote(below, errors="surrogateescape")
+        # One step: a name, or a name and its slash. A percent-encoded slash cannot be part of a path.
+        if name.strip("/") and "/" not in name[:-1] and below.count("/") == name.count("/"):
+            found.add(name)
+    return sorted(found)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.found += [value for name, value in attrs if name == "href" and value]
 
 
 def web_client(url: str, *, stall_s: float) -> tuple[ObstoreClient, str, str]:
-    """The client, its store's identity, and the key prefix of `url`."""
+    """The client, the origin's identity, and the key prefix of `url`."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ConfigError(f"{url!r} names no host")
@@ -23,21 +97,11 @@ def web_client(url: str, *, stall_s: float) -> tuple[ObstoreClient, str, str]:
         )
     if "@" in parts.netloc:
         raise ConfigError(
-            f"{parts.hostname}: credentials do not belong in a URL; everybody on this host could see them"
+            f"{parts.hostname}: credentials do not belong in a URL; every user of this host could see them"
         )
-    host = f"{parts.scheme}://{parts.netloc}"
-    fetcher = Fetcher(stall_s)
-
-    def open_store() -> Any:
-        from obstore.store import HTTPStore
-
-        return HTTPStore(host, client_options=client_options(stall_s), retry_config=retry_config())
-
+    host, transport = Host(f"{parts.scheme}://{parts.netloc}"), Transport(stall_s)
+    client = ObstoreClient(host, transport, lister=IndexLister(host, transport))
     prefix = unquote(parts.path.lstrip("/"), errors="surrogateescape")
     if prefix and not prefix.endswith("/"):
         prefix += "/"
-    return (
-        ObstoreClient(open_store, IndexLister(host, fetcher), label=host, close=fetcher.close),
-        host,
-        prefix,
-    )
+    return client, host.label, prefix

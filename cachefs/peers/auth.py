@@ -1,18 +1,18 @@
-"""Who may ask, and whom to believe: a shared key, or certificates, or both.
+"""Authentication of nodes: a shared key, or certificates, or both.
 
 **Shared key.** Every request carries an HMAC-SHA256 over its method, target, Host, time and a nonce. A nonce is a random
-session of the sender with this receiver, followed by a counter, so that remembering what was seen is one number and a
-window of bits per sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is good for
-`WINDOW_S` around the receiver's clock, once. A restart forgets what was seen: until `WINDOW_S` later, an old request could
-be played again, and its answer would tell the listener what it has heard before.
+session of the sender with this receiver, followed by a counter, so the receiver remembers one number and a window of bits
+per sender, whatever the rate (the anti-replay window of IPsec, RFC 4303). A request is valid for `WINDOW_S` around the
+receiver's clock, once. A restart forgets what was seen: until `WINDOW_S` later, an old request could be replayed, and its
+answer would tell an eavesdropper what it has heard before.
 
-Replies are *sealed*: an HMAC over the request's nonce, the status, the length and, but for blocks, the body. In a body of
-blocks each checksum is followed by an HMAC over nonce, block and checksum, so a block is known to come from a node with
-the key, and to answer this request, before any reader sees it. That keeps out strangers, mixed-up replies and old ones. It
-does not keep out somebody who changes bytes on the way *and* computes others with the same xxh3_64, which is not a
-cryptographic hash; and everything can be overheard. Where the network itself is not trusted, use certificates.
+Replies carry a MAC: over the request's nonce, the status, the length and, but for blocks, the body. In a body of blocks each
+checksum is followed by a MAC over nonce, block and checksum, so a block is known to come from a node with the key, and to
+answer this request, before any reader sees it. That keeps out strangers, mixed-up replies and old ones. It does not keep out
+an attacker on the path who changes bytes *and* finds others with the same xxh3_64, which is not a cryptographic hash; and
+everything can be overheard. Where the network itself is not trusted, use certificates.
 
-**Certificates.** TLS 1.2 or later, both sides show one. Whoever has a certificate from the CA is a peer: names are not
+**Certificates.** TLS 1.2 or later, both sides show one. Every holder of a certificate from the CA is a peer: names are not
 compared, because nodes come and go under addresses that no certificate lists. So the CA must be the cluster's own.
 """
 
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cachefs.errors import CachefsError, ConfigError
-from cachefs.peers.wire import SEAL_BYTES
+from cachefs.base.errors import CachefsError, ConfigError
+from cachefs.peers.wire import MAC_BYTES
 
 WINDOW_S = 30.0
-"""How far clocks may differ, and how long a request may be under way. Guessed: nodes of a cluster keep time by NTP."""
+"""How far clocks may differ, transfer time included: nodes of a cluster keep time by NTP."""
 
 REORDERED_AT_MOST = 1024
 """Requests of one sender that may overtake an earlier one. Derived: more than it may have in flight."""
@@ -50,7 +50,7 @@ NONCE_BYTES = SESSION_BYTES + 8
 
 
 class Unauthorized(CachefsError):
-    """The request is not from a peer, or not now, or not for the first time."""
+    """The request is not from a peer, or is too old, or a replay."""
 
 
 class Key:
@@ -67,31 +67,31 @@ class Key:
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """HMAC-SHA256 over a label and parts, each with its length, so that no two lists of parts look the same."""
         text = b"".join([len(part).to_bytes(4, "big") + part for part in (label, *parts)])
-        seal = self._keyed.copy()  # measured: a third less than with the key anew
-        seal.update(text)
-        return seal.digest()
+        mac = self._keyed.copy()  # measured: a third less than from the key
+        mac.update(text)
+        return mac.digest()
 
     def request_mac(self, method: str, target: str, host: str, when: str, nonce: bytes) -> bytes:
         return self.mac(b"request", method.encode(), target.encode(), host.encode(), when.encode(), nonce)
 
 
-class Seals(NamedTuple):
-    """Of the answer to one request. Both sides make them; who receives compares."""
+class Macs(NamedTuple):
+    """The MACs of the reply to one request. Both sides compute them; the client compares."""
 
     key: Key
     nonce: bytes
 
     def reply(self, status: int, length: int, body: bytes) -> str:
-        """For the header of a reply; `body` is empty for blocks, which have seals of their own."""
+        """For the header of a reply; `body` is empty for blocks, which have MACs of their own."""
         return self.key.mac(b"reply", self.nonce, b"%d" % status, b"%d" % length, body).hex()
 
     def block(self, block: int, checksum: bytes) -> bytes:
-        """`SEAL_BYTES` that follow a block's checksum."""
-        return self.key.mac(b"block", self.nonce, b"%d" % block, checksum)[:SEAL_BYTES]
+        """`MAC_BYTES` that follow a block's checksum."""
+        return self.key.mac(b"block", self.nonce, b"%d" % block, checksum)[:MAC_BYTES]
 
 
 def read_key(path: Path) -> Key:
-    """From a file; white space around it does not count. Raises `ConfigError`."""
+    """The key in a file, without white space around it. Raises `ConfigError`."""
     try:
         with open(path, "rb") as file:
             secret = file.read(MAX_KEY_BYTES + 1).strip()
@@ -103,15 +103,15 @@ def read_key(path: Path) -> Key:
 
 
 class Signed(NamedTuple):
-    """`authorization` is the header's value; the reply will carry `seals`."""
+    """`authorization` is the header's value; the reply will carry `macs`."""
 
     authorization: str
-    seals: Seals
+    macs: Macs
 
 
 class Signer:
-    """Signs what one process asks. Each host has a session of its own: what is asked of the others meanwhile must not move
-    the window of the one that is late."""
+    """Signs the requests of one process. Each server has a session of its own: requests to other servers must not move the
+    window of a server that is late."""
 
     def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
         self.key = key
@@ -126,10 +126,10 @@ class Signer:
         nonce = session + next(counter).to_bytes(8, "big")
         when = str(int(self._clock()))
         mac = self.key.request_mac(method, target, host, when, nonce)
-        return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Seals(self.key, nonce))
+        return Signed(f"{SCHEME} {when} {nonce.hex()} {mac.hex()}", Macs(self.key, nonce))
 
     def forget(self, host: str) -> None:
-        """A member that left."""
+        """A member left."""
         self._sessions.pop(host, None)
 
 
@@ -158,15 +158,15 @@ _WINDOW_BITS = (1 << REORDERED_AT_MOST) - 1
 
 
 class Verifier:
-    """Checks what one server is asked."""
+    """Checks the requests to one server."""
 
     def __init__(self, key: Key, *, clock: Callable[[], float] = time.time) -> None:
         self.key = key
         self._clock = clock
         self._sessions: dict[bytes, _Session] = {}
 
-    def verify(self, method: str, target: str, host: str, authorization: str) -> Seals:
-        """The seals of its answer. Raises `Unauthorized`; only a request with a good MAC leaves anything in memory."""
+    def verify(self, method: str, target: str, host: str, authorization: str) -> Macs:
+        """The MACs of the reply. Raises `Unauthorized`; only a request with a good MAC uses memory."""
         try:
             scheme, when, nonce_hex, mac_hex = authorization.split(" ")
             sent_at = int(when)
@@ -182,9 +182,9 @@ class Verifier:
             raise Unauthorized(f"the request's time is {sent_at - now:+.0f} s off: set the clocks")
         session = self._session(nonce[:SESSION_BYTES], now)
         if not session.take(int.from_bytes(nonce[SESSION_BYTES:], "big")):
-            raise Unauthorized("the request was played before")
+            raise Unauthorized("the request is a replay")
         session.until = max(session.until, sent_at + WINDOW_S)
-        return Seals(self.key, nonce)
+        return Macs(self.key, nonce)
 
     def _session(self, name: bytes, now: float) -> _Session:
         session = self._sessions.get(name)
@@ -203,7 +203,7 @@ def server_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
 
 
 def client_tls(certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
-    """For asking: shows our certificate, and takes any server's of `ca`. Raises `ConfigError`."""
+    """For requests: shows our certificate, and accepts any server's of `ca`. Raises `ConfigError`."""
     return _tls(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
 
 
@@ -216,9 +216,9 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
     try:
         context.load_verify_locations(ca)
         named = f"certificate {certificate}"
-        ssl.SSLContext(side).load_verify_locations(certificate)  # alone, so that what fails then is the key
+        ssl.SSLContext(side).load_verify_locations(certificate)  # alone, so that a later failure is the key's
         named = f"key {key}"
-        context.load_cert_chain(certificate, key, password="")  # nobody is there to be asked for one
+        context.load_cert_chain(certificate, key, password="")  # never prompt for one
     except (OSError, ssl.SSLError) as exc:
         said = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or str(exc)
         raise ConfigError(f"cannot use the peers' {named}: {said.lower().replace('_', ' ')}") from exc
@@ -226,8 +226,8 @@ def _tls(side: int, certificate: Path, key: Path, ca: Path) -> ssl.SSLContext:
 
 
 def distrust(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Why a node with the same files would not believe this one, by a handshake with ourselves; empty when it would. An
-    expired certificate is one that can be used, and that nobody takes."""
+    """Why a node with the same files would refuse this one, by a TLS handshake with itself; empty when it would not. An
+    expired certificate, for one, can be loaded, and every peer refuses it."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     for end in ends * 3:
@@ -243,25 +243,25 @@ def distrust(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
 
 
 def check_listen(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
-    """Raises `ConfigError` for a place that strangers can reach when nothing would keep them out."""
+    """Raises `ConfigError` for an address that other machines reach, without a key or certificates."""
     if key is None and tls is None and not is_loopback(host):
         raise ConfigError(
-            f"peers would listen on {host or 'every address'} for anybody: "
+            f"peers would listen on {host or 'every address'} for any client: "
             "give them a key or certificates, or listen on 127.0.0.1"
         )
 
 
-def check_believed(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
-    """Raises `ConfigError` for a place where strangers could answer and nothing would tell. (What a name means is only known
-    when it is asked; `client` looks again.)"""
+def check_fresh(host: str, key: Key | None, tls: ssl.SSLContext | None) -> None:
+    """Raises `ConfigError` for a server on another machine, without a key or certificates. (A name is only resolved at the
+    connection; `client` checks again.)"""
     if key is None and tls is None and not is_loopback(host):
         raise ConfigError(
-            f"anybody could answer in the place of {host}: give --peer-key-file or certificates, as the other nodes have"
+            f"any machine could answer in the place of {host}: give --peer-key-file or certificates, as the other nodes have"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine is reached there, as far as the name itself tells."""
+    """True if the host surely is this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:

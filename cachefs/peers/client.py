@@ -1,11 +1,9 @@
-"""Asking the other nodes.
+"""Requests to the other nodes.
 
-Connections are kept and used again, a bounded number to each peer. The request and the head of the reply are the trio
-task's; what a body costs is in `receiving`.
-
-When a deadline strikes or the task is cancelled, the connection is shut down under the thread, which ends at once, and the
-sink is not called any more when the task goes on. Nothing is repeated here but for a connection that had died while it was
-idle: what to do without the peer is for the caller to decide.
+Connections are kept and reused, a bounded number to each peer. When a deadline strikes or the task is cancelled, the
+connection is shut down under a thread that receives from it, the thread ends at once, and the sink is not called any more
+when the task continues. Nothing is retried here except on a connection that had died while it was idle: the caller decides
+what to do without the peer.
 """
 
 from __future__ import annotations
@@ -16,72 +14,80 @@ import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import trio
 
-from cachefs.metrics import Metrics
-from cachefs.peers.auth import Seals, Signer, is_loopback
-from cachefs.peers.connection import WORKING, Connection, Steps
-from cachefs.peers.heads import Head
-from cachefs.peers.pace import Pace
-from cachefs.peers.protocol import PeerFailed, Sink
-from cachefs.peers.receiving import Delivery, Receiver, drive, ready, small_body
-from cachefs.peers.stats import PeerTable
+from cachefs.base.http1 import Reply
+from cachefs.base.metrics import Metrics
+from cachefs.peers.auth import Macs, Signer, is_loopback
+from cachefs.peers.connection import ALIVE, Connection, Delivery, Receiver, Steps, drive, ready, small_body
+from cachefs.peers.health import Pace, PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
     BRING,
+    HANDSHAKE,
     HAVE,
-    HELLO,
+    KIND_OF,
     Address,
     BlockRequest,
-    Hello,
+    Handshake,
     Malformed,
+    PeerFailed,
+    Sink,
     parse_bitmap,
 )
 
 T = TypeVar("T")
-Receive: TypeAlias = Callable[[Connection, Head, Seals | None], Awaitable[T]]
+Receive: TypeAlias = Callable[[Connection, Reply, Macs | None], Awaitable[T]]
 
 CONNECT_S = 0.25
 """Borrowed: within a cluster a handshake takes a millisecond; a lost SYN is sent again after a second, which is too late."""
 
 TOTAL_S = 60.0
-"""For a whole request, without the time that its bytes may take. Guessed."""
+"""For a whole request, without the time that its bytes may take: as long as a slow origin may need for the first of them."""
 
 SILENCE_S = 3.0
-"""After the first sign of life. Derived: three times what a server lets pass between two (`wire.WORKING_EVERY_S`)."""
+"""After the first sign of life. Derived: three times `wire.WORKING_EVERY_S`."""
 
 CONNECTIONS_PER_PEER = 16
-"""Requests to one peer at once. Guessed: an extent each fills a 100 Gbit/s link, and as many may wait for the store."""
+"""Requests to one peer at once: with an extent each they fill a 100 Gbit/s link."""
 
 IDLE_S = 30.0
 """How long a connection is kept unused. Derived: half of what a server allows (`Limits.idle_s`)."""
 
 RESOLVERS = 4
-"""Threads that may hang in a resolver, apart from the daemon's others: who finds none in time does without the peer."""
+"""Threads that may hang in a resolver, apart from the daemon's others; a request that gets none in time fails."""
 
 ANY_PACE = Pace()
-"""Of a caller that does not know its origin."""
+"""For a caller that does not know its origin."""
 
 MAX_IDLE = 256
-"""Connections kept unused, to all peers: descriptors are what a thousand peers would use up."""
+"""Connections kept unused, to all peers: a thousand peers would use up the descriptors."""
+
+
+class Deadlines(NamedTuple):
+    """In seconds: for the first sign of life, for the head of the reply while more of them come, for everything."""
+
+    first_s: float
+    working_s: float
+    total_s: float
 
 
 class _Stale(Exception):
-    """A kept connection was dead before it said anything."""
+    """A kept connection was closed before a byte of the reply."""
 
 
 class _Peer:
-    """What is kept of one address."""
+    """Connections to one address."""
 
     def __init__(self) -> None:
         self.room = trio.Semaphore(CONNECTIONS_PER_PEER)
-        self.where: list[str] = []  # its IP addresses; none before they were looked up, and after it failed
-        self.idle: deque[tuple[float, Connection]] = deque()  # by when they were used last
+        self.where: list[str] = []  # its IP addresses; none before the lookup, and after a failure
+        self.idle: deque[tuple[float, Connection]] = deque()  # by time of last use
 
     async def enter(self) -> None:
-        """Wait for room; where there is some, without giving up the turn."""
+        """Wait for room; if there is some, without a checkpoint."""
         try:
             self.room.acquire_nowait()
         except trio.WouldBlock:
@@ -91,7 +97,7 @@ class _Peer:
         return bool(self.idle) or self.room.value < CONNECTIONS_PER_PEER
 
     def take(self, now: float) -> Connection | None:
-        """The connection used last, if it was not too long ago and is still good."""
+        """The connection used last, if it is still usable."""
         while self.idle:
             since, connection = self.idle.pop()
             if now - since < IDLE_S and connection.quiet():
@@ -132,26 +138,24 @@ class Client:
         request: BlockRequest,
         sink: Sink,
         *,
-        connect_s: float = CONNECT_S,
         deadline_s: float,
         working_s: float = TOTAL_S,
         total_s: float | None = None,
         sink_waits: bool = True,
         pace: Pace = ANY_PACE,
     ) -> float:
-        """Deliver all bytes of `request` to `sink.write`, in order, a whole and checked block at a time. Returns the
-        seconds from asking to the first sign of life (what latency is judged by), for which `deadline_s` is. The reply may
-        take `working_s`, if the peer goes on saying that it comes; after it, silence may last `SILENCE_S`, and the bytes may
-        come as slowly as `pace` allows.
+        """Deliver all bytes of `request` to `sink.write_block`, in order, a whole and checked block at a time. Returns the
+        seconds from the request to the first sign of life, which must come within `deadline_s`. The reply may take
+        `working_s`, if the peer keeps sending signs of life; after it, silence may last `SILENCE_S`, and the bytes may come
+        as slowly as `pace` allows.
 
-        Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised
-        unchanged. `sink_waits=False` says that its `write` never waits for a disk: then little is written on the trio
-        thread."""
+        Once this has returned or raised, the sink is not and will not be called. What the sink raises is raised unchanged.
+        With `sink_waits=False` the sink never waits for a disk, and small bodies are written on the trio thread."""
         delivery = Delivery(sink)
 
-        async def receive(connection: Connection, head: Head, seals: Seals | None) -> None:
+        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> None:
             await self._receiver.blocks(
-                *(connection, head, request, seals, delivery),
+                *(connection, head, request, macs, delivery),
                 silence_s=max(SILENCE_S, deadline_s),
                 sink_waits=sink_waits,
                 pace=pace,
@@ -160,9 +164,8 @@ class Client:
         if total_s is None:
             total_s = TOTAL_S + pace.allowed_s(request.stop - request.start)
         try:
-            head_s, _ = await self._ask(
-                address, BLOCKS, request, receive, connect_s, deadline_s, total_s, working_s
-            )
+            deadlines = Deadlines(deadline_s, working_s, total_s)
+            head_s, _ = await self._ask(address, BLOCKS, request, receive, deadlines)
         except PeerFailed as exc:
             exc.delivered = delivery.bytes
             raise
@@ -174,43 +177,35 @@ class Client:
     async def bring(
         self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0, working_s: float = TOTAL_S
     ) -> float:
-        """Return when the peer has the blocks of `request`, which it may take `working_s` for: the seconds to the first sign
-        of life."""
+        """Have the peer fetch the blocks of `request`, for which it may take `working_s`. Returns the seconds to the first
+        sign of life."""
 
-        async def receive(connection: Connection, head: Head, seals: Seals | None) -> None:
-            await small_body(connection, head, seals, deadline_s)
+        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> None:
+            await small_body(connection, head, macs, deadline_s)
 
-        head_s, _ = await self._ask(
-            *(address, BRING, request, receive, CONNECT_S, deadline_s, working_s + 2 * deadline_s, working_s)
-        )
+        deadlines = Deadlines(deadline_s, working_s, working_s + 2 * deadline_s)
+        head_s, _ = await self._ask(address, BRING, request, receive, deadlines)
         return head_s
 
-    async def hello(
-        self, address: Address, *, connect_s: float = CONNECT_S, deadline_s: float = 2.0
-    ) -> Hello:
-        """Who listens there."""
+    async def handshake(self, address: Address, *, deadline_s: float = 2.0) -> Handshake:
+        """The handshake of the node at this address."""
 
-        async def receive(connection: Connection, head: Head, seals: Seals | None) -> Hello:
-            return Hello.parse(await small_body(connection, head, seals, deadline_s))
+        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> Handshake:
+            return Handshake.parse(await small_body(connection, head, macs, deadline_s))
 
-        _, said = await self._ask(address, HELLO, None, receive, connect_s, deadline_s, 2 * deadline_s)
+        deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
+        _, said = await self._ask(address, HANDSHAKE, None, receive, deadlines)
         return said
 
-    async def have(
-        self,
-        address: Address,
-        request: BlockRequest,
-        *,
-        connect_s: float = CONNECT_S,
-        deadline_s: float = 2.0,
-    ) -> list[bool]:
-        """Of each block of the request whether the peer holds it (at most `wire.MAX_HAVE_BLOCKS`, over any extents)."""
+    async def have(self, address: Address, request: BlockRequest, *, deadline_s: float = 2.0) -> list[bool]:
+        """For each block of the request (at most `wire.MAX_HAVE_BLOCKS`, over any extents), whether the peer holds it."""
 
-        async def receive(connection: Connection, head: Head, seals: Seals | None) -> list[bool]:
-            body = await small_body(connection, head, seals, deadline_s)
+        async def receive(connection: Connection, head: Reply, macs: Macs | None) -> list[bool]:
+            body = await small_body(connection, head, macs, deadline_s)
             return parse_bitmap(body, request.stop_block - request.start_block)
 
-        _, held = await self._ask(address, HAVE, request, receive, connect_s, deadline_s, 2 * deadline_s)
+        deadlines = Deadlines(deadline_s, 0.0, 2 * deadline_s)
+        _, held = await self._ask(address, HAVE, request, receive, deadlines)
         return held
 
     def host_of(self, address: Address) -> str:
@@ -219,7 +214,7 @@ class Client:
         return peer.where[0] if peer is not None and peer.where else address.host
 
     def forget(self, address: Address) -> None:
-        """A member that left: its connections and counters go."""
+        """A member left: close its connections, drop its counters."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.drop_idle()
@@ -228,12 +223,10 @@ class Client:
             self._signer.forget(str(address))
 
     def close(self) -> None:
-        """Close what is idle. Requests under way are their tasks' to cancel."""
+        """Close idle connections. Requests in flight end with their tasks."""
         for peer in self._peers.values():
             peer.drop_idle()
         self._peers.clear()
-
-    # One request.
 
     async def _ask(
         self,
@@ -241,12 +234,9 @@ class Client:
         path: str,
         request: BlockRequest | None,
         receive: Receive[T],
-        connect_s: float,
-        deadline_s: float,
-        total_s: float,
-        working_s: float = 0.0,
+        deadlines: Deadlines,
     ) -> tuple[float, T]:
-        """(seconds to the first sign of life, what `receive` makes of the body) of a reply with status 200."""
+        """(seconds to the first sign of life, result of `receive`) of a reply with status 200."""
         stats = self._stats.of(str(address))
         if request is not None:
             stats.requests += 1
@@ -254,30 +244,28 @@ class Client:
         peer = self._peers.setdefault(address, _Peer())
         try:
             target = path if request is None else request.target(path)
-            with trio.move_on_after(total_s):
+            with trio.move_on_after(deadlines.total_s):
                 await peer.enter()
                 try:
                     kept = peer.take(trio.current_time())
                     if kept is not None:
                         try:
-                            return await self._exchange(
-                                kept, address, peer, target, receive, deadline_s, working_s
-                            )
+                            return await self._exchange(kept, peer, target, receive, deadlines)
                         except _Stale:
-                            peer.drop_idle()  # it died while it was idle, and the others probably with it
-                    fresh = await self._connect(address, peer, connect_s, deadline_s)
-                    return await self._exchange(fresh, address, peer, target, receive, deadline_s, working_s)
+                            peer.drop_idle()  # the other idle ones have probably died with it
+                    fresh = await self._connect(address, peer, deadlines.first_s)
+                    return await self._exchange(fresh, peer, target, receive, deadlines)
                 finally:
                     peer.room.release()
-            failed = PeerFailed("timeout", f"{address} did not deliver within {total_s:g} s")
+            failed = PeerFailed("timeout", f"{address} did not deliver within {deadlines.total_s:g} s")
         except PeerFailed as exc:
             failed = exc
-        except Malformed as exc:  # what it said, or what we would have had to say
+        except Malformed as exc:  # the reply, or a name that is too long for a request
             failed = PeerFailed("refused", f"{address}: {exc}")
         finally:
             if not peer.in_use() and self._peers.get(address) is peer:
                 del self._peers[address]
-        if request is not None:  # nobody is missed for not introducing itself: it may not have started yet
+        if request is not None:  # not for a handshake: the node may not have started yet
             stats.failures[failed.kind] += 1
             self._metrics.peer_failures += 1
         raise failed
@@ -285,22 +273,21 @@ class Client:
     async def _exchange(
         self,
         connection: Connection,
-        address: Address,
         peer: _Peer,
         target: str,
         receive: Receive[T],
-        deadline_s: float,
-        working_s: float,
+        deadlines: Deadlines,
     ) -> tuple[float, T]:
-        """Owns the connection: it is kept when the reply was received to its end, and closed otherwise."""
+        """Takes over the connection: it is kept when the reply was received to its end, and closed otherwise."""
+        address = connection.address
         signed = self._signer.sign("GET", target, str(address)) if self._signer else None
-        seals = signed.seals if signed else None
+        macs = signed.macs if signed else None
         whole = False
-        head: Head | None = None
+        head: Reply | None = None
         try:
             try:
                 steps = connection.ask(target, signed.authorization if signed else None)
-                head, head_s = await _head(connection, steps, deadline_s, working_s)
+                head, head_s = await _head(connection, steps, deadlines)
             except PeerFailed as exc:
                 if exc.kind == "reset" and connection.used:
                     raise _Stale from exc
@@ -309,29 +296,27 @@ class Client:
             stats.answered += 1
             stats.first_byte_s += head_s
             if head.status == 200:
-                result = await receive(connection, head, seals)
+                result = await receive(connection, head, macs)
                 whole = True
                 return head_s, result
-            text = (await small_body(connection, head, seals, deadline_s)).decode("utf-8", "replace")
+            text = (await small_body(connection, head, macs, deadlines.first_s)).decode("utf-8", "replace")
             whole = True
             said = "".join(char for char in text if char.isprintable())
-            raise head.failure(f"{address}: {said[:200] or head.status}")
+            raise PeerFailed(KIND_OF.get(head.status, "refused"), f"{address}: {said[:200] or head.status}")
         finally:
-            if whole and head is not None and not head.close:
+            if whole and head is not None and not head.last:
                 connection.used = True
                 self._keep(address, peer, connection)
             else:
                 connection.close()
 
-    async def _connect(
-        self, address: Address, peer: _Peer, connect_s: float, deadline_s: float
-    ) -> Connection:
+    async def _connect(self, address: Address, peer: _Peer, deadline_s: float) -> Connection:
         try:
-            with trio.fail_after(connect_s):
+            with trio.fail_after(CONNECT_S):
                 peer.where = peer.where or await self._resolve(address.host)
                 sock = await self._reach(address, peer)
         except (OSError, UnicodeError, trio.TooSlowError) as exc:
-            peer.where = []  # perhaps the name has another address now
+            peer.where = []  # the name may have another address now
             said = (
                 "no answer" if isinstance(exc, trio.TooSlowError) else getattr(exc, "strerror", None) or exc
             )
@@ -355,12 +340,12 @@ class Client:
         return list(dict.fromkeys(str(where[0]) for *_, where in found))
 
     async def _reach(self, address: Address, peer: _Peer) -> trio.socket.SocketType:
-        """A connection to the first of its IP addresses that takes one; that is the only one from then on."""
+        """A connection to the first of its IP addresses that accepts one; later requests use that address alone."""
         failure = OSError("it has no address")
         for ip in peer.where:
             if self._signer is None and self._tls is None and not is_loopback(ip):
                 raise PeerFailed(
-                    "refused", f"{address}: without a key or certificates, only this machine is believed"
+                    "refused", f"{address}: without a key or certificates, only this machine is trusted"
                 )
             family = trio.socket.AF_INET6 if ":" in ip else trio.socket.AF_INET
             sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
@@ -378,7 +363,7 @@ class Client:
         raise failure
 
     def _keep(self, address: Address, peer: _Peer, connection: Connection) -> None:
-        if self._peers.get(address) is not peer:  # forgotten meanwhile
+        if self._peers.get(address) is not peer:  # the member has left meanwhile
             connection.close()
             return
         peer.idle.append((trio.current_time(), connection))
@@ -392,10 +377,9 @@ class Client:
             oldest.idle.popleft()[1].close()
 
 
-async def _head(
-    connection: Connection, steps: Steps[Head], deadline_s: float, working_s: float
-) -> tuple[Head, float]:
-    """The head of the reply, and the seconds to the first sign of life. Each renews the deadline, up to `working_s`."""
+async def _head(connection: Connection, steps: Steps[Reply], deadlines: Deadlines) -> tuple[Reply, float]:
+    """(head of the reply, seconds to the first sign of life). Each sign of life renews the deadline, up to `working_s`."""
+    deadline_s, working_s, _ = deadlines
     begun = trio.current_time()
     first_s: float | None = None
     with trio.move_on_after(deadline_s) as scope:
@@ -403,13 +387,13 @@ async def _head(
             try:
                 step = next(steps)
             except StopIteration as end:
-                head: Head = end.value
+                head: Reply = end.value
                 return head, trio.current_time() - begun if first_s is None else first_s
-            if step != WORKING:
+            if step != ALIVE:
                 await ready(connection, step)
                 continue
             now = trio.current_time()
             first_s = now - begun if first_s is None else first_s
             scope.deadline = min(now + max(SILENCE_S, deadline_s), begun + max(working_s, deadline_s))
-            await trio.lowlevel.checkpoint()  # however many of them come
+            await trio.lowlevel.checkpoint()  # a peer could send any number of them
     raise connection.silent()

@@ -1,13 +1,13 @@
-"""Whom to ask for an extent, and what came of it.
+"""Which members to ask for an extent, and what their answers say about them.
 
 The members of an extent, in the ring's order, are its owner, then (with replicas) those that keep a copy of what they read,
-then its heirs. Who misses something walks that order: where it meets itself it fetches from the store, for it is the owner,
-or all before it are believed dead. Members that are left alone for now are passed over. At most `ASKED` are asked, then the
-store. The request says how far the asker has come (its rank), so a node fetches for others only what is its own in its own
-view, or what it is the heir of in the asker's. So when an owner dies, its extents come from the store once more, and not
-once for each reader; and where views differ, the worst is one more request.
+then its successors. A node that misses a block walks that order: where it meets itself it fetches from the origin, since it
+is the owner, or all before it are dead. It passes over members that may not be tried now. It asks at most `ASKED` members,
+then the origin. The request carries the member's place in this order (its rank), so a node fetches for others only what it
+owns in its own view, or what it is the successor of in the client's. So when an owner dies, the origin serves its extents
+once more, and not once for each reader; where views differ, the worst is one more request.
 
-A node never asks another one in order to answer: one hop, and no circles.
+A node never sends a request to another one in order to answer: one hop, and no circles.
 """
 
 from __future__ import annotations
@@ -20,49 +20,47 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
+from cachefs.base.tasks import contained
 from cachefs.peers.client import TOTAL_S, Client
-from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health
+from cachefs.peers.health import DEAD_AFTER, LONGEST_DEADLINE_S, Health, Pace, PeerTable
 from cachefs.peers.membership import REFUSED, UNKNOWN, Member, Membership
-from cachefs.peers.pace import Pace
-from cachefs.peers.protocol import PeerFailed, Sink
-from cachefs.peers.stats import PeerTable
-from cachefs.peers.wire import Address, BlockRequest, Kind
-from cachefs.tasks import contained
+from cachefs.peers.wire import Address, BlockRequest, Kind, PeerFailed, Sink
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ASKED = 2
-"""Members asked for one range before the store. Guessed: with two that fail, something is wrong with more than a node."""
+"""Members asked for one range before the origin: when two fail, more than one node is wrong."""
 
 HASTE = ASKED + 1
-"""A peer that says that it works may do so for this part of a reader's time, so that the store is asked within it, too: the
-peer may be cut off from the store, and we are not."""
+"""A peer that sends signs of life may take this part of a reader's time, so that the rest suffices for the origin: the peer
+may be cut off from the origin, and this node is not."""
 
-HEIRS = 2
-"""Members behind the replicas that may stand in. Derived from `ASKED`: the owner and its heir may both be gone."""
+SUCCESSORS = 2
+"""Members behind the replicas that stand in for dead ones. Derived from `ASKED`: the owner and its successor may both be
+gone."""
 
-GREETED_AT_ONCE = 64
-"""As `listed.ASKED_AT_ONCE`."""
+PROBES_AT_ONCE = 64
+"""Handshakes in flight."""
 
 ANSWERS: Collection[Kind] = ("not_here", "busy", "changed")
-"""Of a peer that is well."""
+"""From a peer that is well."""
 
 TELLING: Collection[Kind] = ("refused", "corrupt")
-"""What does not mend by itself: another key or clock, a broken memory."""
+"""What needs a person: another key or clock, a broken memory."""
 
 
 class Asked(NamedTuple):
-    """A member to be asked, and its place among those of the extent."""
+    """A member to ask, and its place among those of the extent."""
 
     member: Member
     rank: int
 
 
 class Cluster:
-    """This node among the members. `replicas` of them keep an extent; `serves` says whether this node is one of them;
+    """This node among the members. `replicas` members keep an extent; `serves` is False for a node without a share;
     `deadline_s` is how long a reader waits in all. On the trio thread only."""
 
     def __init__(
@@ -87,23 +85,20 @@ class Cluster:
         self.block_size = block_size
         self._deadline_s = deadline_s
         self.patience_s = deadline_s / HASTE
-        """How long a reader waits for a peer that works, and in the queue in front of it."""
+        """How long a reader waits for a peer that sends signs of life, queue included."""
         self._now = clock
         self._health: dict[str, Health] = {}
         self._reached: dict[str, Address] = {}
         self._known: dict[str, Member] = {}
         membership.on_change = self.changed
 
-    # -- whose it is -------------------------------------------------------------------------------
+    # -- ownership -------------------------------------------------------------------------------
 
     def candidates(self, digest: bytes, extent: int) -> Iterator[Asked]:
-        """Whom to ask, one after the other; then the store. Whoever takes one from here asks it: for a member that
-        failed it is the one trial."""
+        """The members to ask, one after the other; after them the origin. The caller asks each that it takes: for a member
+        that failed this is the one trial."""
         asked = 0
-        members, own = (
-            self.membership.members,
-            self.membership.own,
-        )  # of now, whoever comes and goes meanwhile
+        members, own = self.membership.members, self.membership.own  # of now, though they change meanwhile
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or asked == ASKED:
                 return
@@ -112,23 +107,23 @@ class Cluster:
                 yield Asked(members[name], rank)
 
     def owner(self, digest: bytes, extent: int) -> Member | None:
-        """Whose the extent is; None when it is this node's, or nobody's."""
+        """The owner of the extent; None when it is this node, or there are no members."""
         names = self._owners(digest, extent)
         return self.membership.members[names[0]] if names and names[0] not in self.membership.own else None
 
     def keeps(self, digest: bytes, extent: int) -> bool:
-        """Whether this node keeps what it has of the extent: as one of its owners, or as the heir of those that are dead. A
-        node that serves nobody has no part of the ring, and keeps what it likes."""
+        """True if this node protects its blocks of the extent: as one of its owners, or as the successor of dead ones. A
+        node that serves no blocks protects all."""
         owners = self._owners(digest, extent)
         return not self.serves or not owners or self._stands(owners, self.replicas)
 
     def may_fetch(self, digest: bytes, extent: int, rank: int) -> bool:
-        """Whether to fetch it for somebody who believes that this node has that rank: it has in our view, or would have
-        without those that we find dead (whoever asks may not know them at all)."""
+        """True if this node should fetch the extent for a client in whose view it has that rank: it has that rank in this
+        node's view too, or would without the members that are dead (which the client may not know)."""
         return self._stands(self._owners(digest, extent), max(self.replicas, rank + 1))
 
     def _stands(self, owners: Collection[str], count: int) -> bool:
-        """Whether this node is among the first `count` that are not dead."""
+        """True if this node is among the first `count` that are not dead."""
         alive = 0
         for name in owners:
             if name in self.membership.own:
@@ -139,17 +134,17 @@ class Cluster:
         return False
 
     def keepers(self, digest: bytes, extent: int) -> Iterator[Asked]:
-        """Those who are to keep it, in the ring's order, and behind them who stands in: this node among them, of the others
-        those that may be asked. As with `candidates`, whoever takes one asks it."""
+        """The replicas of the extent in the ring's order, and behind them its successors: this node, and of the others those
+        that may be tried. As with `candidates`, the caller asks each that it takes."""
         members, own = self.membership.members, self.membership.own
         for rank, name in enumerate(self._owners(digest, extent)):
             if name in own or self._of(name).may_try(self._now()):
                 yield Asked(members[name], rank)
 
     def _owners(self, digest: bytes, extent: int) -> tuple[str, ...]:
-        return self.membership.ring.owners(digest, extent, self.replicas + HEIRS)
+        return self.membership.ring.owners(digest, extent, self.replicas + SUCCESSORS)
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------
 
     async def read(
         self,
@@ -179,15 +174,15 @@ class Cluster:
         )
 
     def lied(self, member: Member) -> None:
-        """It is asked for nothing more, until it or this node starts again: its successors stand in."""
+        """Send it no more requests until it or this node restarts; its successors stand in."""
         self._of(member.name).lying = True
 
     def failed_since(self, asked: Asked, moment: float) -> bool:
-        """Whether it has failed for somebody from that moment (of trio's clock) on."""
+        """True if a request to it has failed at or after that moment (of trio's clock)."""
         return self._of(asked.member.name).failed_since(moment)
 
     async def bring(self, asked: Asked, version: ObjectId, start: int, stop: int) -> None:
-        """Have it fetch bytes [start, stop) (of one extent) and keep them. Raises `PeerFailed`."""
+        """Have it fetch and cache bytes [start, stop) of one extent. Raises `PeerFailed`."""
         request = self._request(version, start, stop, asked.rank)
         await self._judged(
             asked.member,
@@ -199,12 +194,14 @@ class Cluster:
         request = self._request(version, start, stop, 0)
         return await self._reach(member, lambda address: self._client.have(address, request))
 
-    async def greet(self) -> list[str]:
-        """Ask all others whether they are there, before much depends on it: those that are not are dead when this returns,
-        so their heirs stand in. Their addresses, and those at which nobody has ever answered."""
+    async def probe(self) -> list[str]:
+        """Request a handshake of all other members. Those that do not answer are dead when this returns, so their successors
+        stand in. Returns their addresses, and listed addresses that have never answered."""
         unknown = (UNKNOWN.state, REFUSED)
-        silent = [str(where) for where, found in self.membership.apart.items() if found.state in unknown]
-        at_once = trio.CapacityLimiter(GREETED_AT_ONCE)
+        silent = [
+            str(where) for where, found in self.membership.incompatible.items() if found.state in unknown
+        ]
+        at_once = trio.CapacityLimiter(PROBES_AT_ONCE)
 
         async def ask(member: Member) -> None:
             health = self._of(member.name)
@@ -212,7 +209,7 @@ class Cluster:
                 for _ in range(DEAD_AFTER):
                     sent_at = self._now()
                     try:
-                        await self._reach(member, self._client.hello)
+                        await self._reach(member, self._client.handshake)
                     except PeerFailed:
                         health.failed(sent_at, self._now())
                     else:
@@ -225,7 +222,7 @@ class Cluster:
         return sorted(silent)
 
     async def _judged(self, member: Member, ask: Callable[[Address], Awaitable[float]]) -> None:
-        """`ask` returns the seconds to the first sign of life. Raises what it raises."""
+        """Run `ask`, which returns the seconds to the first sign of life, and record the outcome. Raises what it raises."""
         health, sent_at = self._of(member.name), self._now()
         try:
             first_s = await self._reach(member, ask)
@@ -237,7 +234,7 @@ class Cluster:
         health.succeeded(first_s)
 
     async def _reach(self, member: Member, ask: Callable[[Address], Awaitable[T]]) -> T:
-        """At its addresses in turn, until somebody answers: the one that did last is the first."""
+        """Try its addresses in turn until one answers, first the one that answered last."""
         usual = self._reached.get(member.name)
         *others, last = sorted(member.addresses, key=lambda address: address != usual)
         for address in others:
@@ -267,10 +264,10 @@ class Cluster:
         now, before = self._now(), health.state
         late = now - sent_at > LONGEST_DEADLINE_S
         if exc.kind == "timeout" or (late and exc.kind in ANSWERS):
-            health.slow(sent_at, now)  # also a no that takes so long: perhaps it has lost the store
+            health.slow(sent_at, now)  # also a refusal that takes so long: it may have lost the origin
         elif exc.kind in ANSWERS:
             health.succeeded(now - sent_at)
-        elif not (exc.kind == "reset" and exc.delivered):  # that may be a pause; the next request will tell
+        elif not (exc.kind == "reset" and exc.delivered):  # that may be a pause
             health.failed(sent_at, now)
         if health.state == "dead" != before:
             level = logging.WARNING if exc.kind in TELLING else logging.INFO
@@ -280,12 +277,12 @@ class Cluster:
         found = self._health.get(name)
         if found is None:
             found = Health(self._rng)
-            if name in self.membership.members:  # and has not left since it was asked
+            if name in self.membership.members:  # it may have left during the request
                 self._health[name] = found
         return found
 
     def changed(self) -> None:
-        """Others are members now, or are elsewhere: what was known of those that left, or began anew, is forgotten."""
+        """The members have changed: forget what is known of those that left or restarted."""
         members = self.membership.members
         for name, known in self._known.items():
             now = members.get(name)
@@ -297,11 +294,11 @@ class Cluster:
             self._client.forget(address)
         self._known = dict(members)
 
-    # -- to be looked at ---------------------------------------------------------------------------
+    # -- status ---------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
-        """The members, in the order of their addresses; `share` is of the ring. What they took from us is counted by host,
-        so several daemons of one machine have one count."""
+        """The members, by address; `share` is of the ring. `bytes_out` is counted by host, so several daemons of one machine
+        have one count."""
         members = self.membership.members
         total = sum(member.weight for member in members.values()) or 1.0
         table = self.stats.as_dict()

@@ -1,53 +1,75 @@
-"""Members that register in etcd.
+"""Members that register in etcd, and a client of etcd's v3 gateway (JSON over HTTP/1.1).
 
-A node's key is `prefix/group/host:port` and holds its hello, so a member is known with its first sighting. Where two keys
-tell of one node (it is back under another address, and its old lease still runs), the one written last holds. The key hangs
-on a lease of 10 s: a node that dies is gone ten seconds later, one that stops revokes it. All nodes read the prefix once
-and then watch it from that revision on, so nothing between is missed.
+A node's key is `prefix/group/host:port` and holds its handshake. Where two keys carry one node id (the node is back under
+another address, and its old lease still runs), the key written last counts. The key hangs on a lease of 10 s: the key of a
+node that died is deleted ten seconds later, a node that stops revokes its lease. At every poll a node renews its lease and
+asks for the number of keys and the newest revision among them; only when these have changed does it read the keys.
 
-What can fail, and what then: without etcd, members stay as they are, and peers' health decides. A lease that was lost
-(etcd or this node away for too long) is noticed at its renewal, and the node registers anew; so is a key that somebody
-deleted. A watch is opened again every minute from the last revision seen, because a stream may be dead without
-a sign; when that revision is compacted, or is of another cluster's life, everything is read again.
+Without etcd, members stay as they are, and peers' health decides. A lost lease is noticed at its renewal, and a deleted or
+overwritten key at the next poll: the node registers again.
+
+Four calls are needed, and the gateway answers them without gRPC, protobuf or a client library (the maintained ones for
+Python bring asyncio or threads). In its JSON, bytes are base64, 64-bit numbers are strings, and zeros are left out.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import socket
+import ssl
 from base64 import b64decode, b64encode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
+import h11
 import trio
 
-from cachefs.errors import CachefsError
-from cachefs.peers.etcd_gateway import BROKEN, NOT_FOUND, EtcdRefused, EtcdUnavailable, Gateway, Message
-from cachefs.peers.membership import Report, Sighting
-from cachefs.peers.places import parse_address
-from cachefs.peers.wire import Address, Hello
+from cachefs.base.errors import CachefsError, Transient
+from cachefs.peers.membership import Sighting
+from cachefs.peers.settings import Endpoint, parse_address
+from cachefs.peers.wire import Address, Handshake
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 10
-"""How long a dead node stays a member. etcd's own shortest is about twice its election timeout, 2 s; peers notice sooner."""
+"""How long a dead node stays a member; its peers notice sooner. etcd's own minimum is about twice its election timeout, 2 s.
+Derived: five renewals fit into it."""
 
-WATCH_S = 60.0
-"""The longest that a watch which died silently goes unnoticed. Guessed."""
+ATTEMPT_S = 2.0
+"""For one endpoint to answer. Derived: three of them may hang, and a lease is still renewed in time."""
 
-AGAIN_S = (0.5, 3.0)
-"""Between attempts that failed: doubling from the first to the second, which is a third of a lease: so that most leases are
-renewed in time when etcd comes back. Derived."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""One reply. Derived: 10,000 members take 6 MiB."""
 
-WATCH, REGISTER = "watch members in etcd", "register in etcd"
-"""What may fail, the worse first."""
+RECEIVE_BYTES = 64 << 10
 
-READ_PAGE = 1000
-"""Keys in one reading of the prefix, so that no reply is large."""
+UNAUTHENTICATED = 16
+NOT_FOUND = 5
+_ELSEWHERE = {4, 14}
+"""gRPC codes that another endpoint may not answer with: deadline exceeded, unavailable (which includes "no leader")."""
+
+Message = Mapping[str, Any]
+
+
+class EtcdUnavailable(Transient):
+    """No endpoint answered in time."""
+
+
+class EtcdRefused(CachefsError):
+    """An endpoint answered with an error. `code` is gRPC's."""
+
+    code = 0
+
+
+BROKEN = (OSError, trio.BrokenResourceError, trio.TooSlowError, h11.ProtocolError, ValueError)
+"""What a connection raises (`ssl.SSLError` is an OSError; ValueError: a name that IDNA cannot encode)."""
 
 
 def advertised(listen: Address, toward: Address) -> Address:
-    """Where others reach a node that listens there: for a wildcard, the address from which packets to `toward` leave
-    (nothing is sent). Blocks for the resolver; raises OSError when there is no way."""
+    """Where other nodes reach a node that listens at `listen`: for a wildcard, the source address of packets to `toward`
+    (none is sent). Blocks for the resolver; raises OSError when there is no route."""
     if listen.host not in ("", "0.0.0.0", "::"):
         return listen
     for family, *_, sockaddr in socket.getaddrinfo(*toward, type=socket.SOCK_DGRAM):
@@ -58,212 +80,255 @@ def advertised(listen: Address, toward: Address) -> Address:
 
 
 class Registry:
-    """A source (`membership.Source`), and this node's entry in it. `listen` is where this node listens; None, or a hello
-    without weight, for one that serves nobody and is not registered."""
+    """A source (`membership.Source`), and this node's key. `listen` is where this node listens; with None, or a handshake of
+    weight 0, the node serves no blocks and is not registered."""
 
-    def __init__(
-        self, gateway: Gateway, prefix: str, hello: Hello, listen: Address | None, rng: random.Random
-    ) -> None:
+    def __init__(self, gateway: Gateway, prefix: str, handshake: Handshake, listen: Address | None) -> None:
+        self.trouble = ""
         self._gateway = gateway
-        self._directory = f"{prefix}/{hello.group}/"
-        self._hello = hello
-        self._listen = listen if hello.weight > 0 else None
-        self._rng = rng
-        self._entries: dict[Address, Hello] = {}
-        """In the order in which they were written."""
-        self._troubles: dict[str, str] = {}
-        self._revision = 0
-        """The last one seen; 0: all has to be read."""
+        self._directory = f"{prefix}/{handshake.group}/"
+        self._handshake = handshake
+        self._listen = listen if handshake.weight > 0 else None
+        self._entries: dict[Address, Handshake] | None = None
+        """In the order in which they were written; None before the first reading."""
+        self._state = (0, 0)
+        """Of the keys when they were read: how many, and their newest revision."""
+        self._failures = 0
+        self._address: Address | None = None
+        self._lease = ""
         self._disputed = False
 
-    @property
-    def trouble(self) -> str:
-        return next(iter(self._troubles.values()), "")
-
-    async def run(self, report: Report) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow, report)
-            if self._listen is not None:
-                nursery.start_soon(self._stay_registered, self._listen)
-
-    def heard(self, host: str) -> None:
-        pass  # etcd tells
-
-    # -- being seen --------------------------------------------------------------------------------
-
-    async def _stay_registered(self, listen: Address) -> None:
-        address: Address | None = None
-        lease, placed, failures = "", False, 0
+    async def present(self) -> list[Sighting] | None:
+        doing = "read members"
         try:
-            while True:
-                try:
-                    if address is None:
-                        address = await trio.to_thread.run_sync(
-                            advertised, listen, self._gateway.preferred.address, abandon_on_cancel=True
-                        )
-                    if lease and not await self._renew(lease):
-                        log.info("the lease in etcd is lost: registering %s again", address)
-                        lease = ""
-                    if not lease:
-                        lease, placed = await self._grant(), False
-                    if not placed or not self._sees_itself(address):
-                        await self._place(address, lease)
-                        placed = True
-                    failures = 0
-                    self._troubles.pop(REGISTER, None)
-                    await trio.sleep(LEASE_S / 3)
-                except (EtcdUnavailable, EtcdRefused, OSError) as exc:
-                    if isinstance(exc, EtcdRefused) and exc.code == NOT_FOUND:
-                        lease = ""  # it ran out before the key was placed
-                    failures += 1
-                    self._complain(exc, failures, REGISTER)
-                    await trio.sleep(self._pause(failures))
-        finally:
-            if lease:
-                await self._revoke(lease)
+            await self._read()
+            if self._listen is not None:
+                doing = "register"
+                if await self._stay_registered(self._listen):
+                    await self._read()
+        except (EtcdUnavailable, EtcdRefused, OSError) as exc:
+            self._failures += 1
+            log.log(
+                logging.WARNING if self._failures == 2 else logging.DEBUG, "cannot %s in etcd: %s", doing, exc
+            )
+            # One failure after a success may be an election.
+            if self._failures >= 2 or self._entries is None:
+                self.trouble = f"cannot {doing} in etcd: {exc}"
+        else:
+            self._failures, self.trouble = 0, ""
+        if self._entries is None:
+            return None
+        return [Sighting(address, handshake) for address, handshake in self._entries.items()]
 
-    async def _grant(self) -> str:
-        granted = await self._gateway.call("/v3/lease/grant", {"TTL": LEASE_S})
-        return str(granted.get("ID", ""))
+    def heard(self, host: str) -> bool:
+        return False  # a new node registers
 
-    async def _renew(self, lease: str) -> bool:
-        said = await self._gateway.call("/v3/lease/keepalive", {"ID": lease})
+    async def leave(self) -> None:
+        if not self._lease:
+            return
+        with trio.move_on_after(1.0, shield=True):
+            try:
+                await self._gateway.call("/v3/lease/revoke", {"ID": self._lease})
+            except CachefsError as exc:
+                log.debug("the lease in etcd is left to expire: %s", exc)
+
+    async def _stay_registered(self, listen: Address) -> bool:
+        """Renew the lease, and write the key where it is missing. True if it was written."""
+        if self._address is None:
+            toward = self._gateway.preferred.address
+            self._address = await trio.to_thread.run_sync(advertised, listen, toward, abandon_on_cancel=True)
+        if self._lease and not await self._renew():
+            log.info("the lease in etcd is lost: registering %s again", self._address)
+            self._lease = ""
+        if not self._lease:
+            granted = await self._gateway.call("/v3/lease/grant", {"TTL": LEASE_S})
+            self._lease = str(granted.get("ID", ""))
+        elif self._sees_itself(self._address):
+            return False
+        key, value = f"{self._directory}{self._address}".encode(), self._handshake.pack()
+        put = {"key": _coded(key), "value": _coded(value), "lease": self._lease}
+        try:
+            await self._gateway.call("/v3/kv/put", put)
+        except EtcdRefused as exc:
+            if exc.code == NOT_FOUND:
+                self._lease = ""  # it expired before the key was written
+            raise
+        return True
+
+    async def _renew(self) -> bool:
+        said = await self._gateway.call("/v3/lease/keepalive", {"ID": self._lease})
         return _number(_part(said, "result"), "TTL") > 0
 
-    async def _place(self, address: Address, lease: str) -> None:
-        key, value = f"{self._directory}{address}".encode(), self._hello.pack()
-        await self._gateway.call("/v3/kv/put", {"key": _coded(key), "value": _coded(value), "lease": lease})
-
     def _sees_itself(self, address: Address) -> bool:
-        """Whether the entry is there as far as the watch knows; a doubt costs one more put."""
-        entry = self._entries.get(address)
-        disputed = entry is not None and entry.node != self._hello.node
+        """True if this node's key is there and holds its handshake."""
+        entry = (self._entries or {}).get(address)
+        disputed = entry is not None and entry.node != self._handshake.node
         if disputed and not self._disputed:
             log.warning("another node registers as %s: let each listen on an address of its own", address)
         self._disputed = disputed
-        return entry == self._hello
+        return entry == self._handshake
 
-    async def _revoke(self, lease: str) -> None:
-        with trio.move_on_after(1.0, shield=True):
-            try:
-                await self._gateway.call("/v3/lease/revoke", {"ID": lease})
-            except CachefsError as exc:
-                log.debug("the lease in etcd is left to run out: %s", exc)
-
-    # -- seeing ------------------------------------------------------------------------------------
-
-    async def _follow(self, report: Report) -> None:
-        failures = 0
-        while True:
-            try:
-                if not self._revision:
-                    self._entries, self._revision = await self._read()
-                    self._say(report)
-                with trio.move_on_after(WATCH_S):
-                    await self._watch(report)
-                failures = 0
-            except (EtcdUnavailable, EtcdRefused, *BROKEN) as exc:
-                failures += 1
-                self._complain(exc, failures, WATCH)
-                await trio.sleep(self._pause(failures))
-
-    async def _read(self) -> tuple[dict[Address, Hello], int]:
-        """All entries, and the revision at which they were so."""
-        found: list[Message] = []
-        revision = 0
-        start, stop = self._directory.encode(), self._end()
-        while True:
-            asked = {
-                "key": _coded(start),
-                "range_end": _coded(stop),
-                "limit": READ_PAGE,
-                "revision": revision,
-            }
-            page = await self._gateway.call("/v3/kv/range", asked)
-            # The pages after the first are of its revision.
-            revision = revision or _number(_part(page, "header"), "revision")
-            pairs = _parts(page, "kvs")
-            found += pairs
-            if not page.get("more") or not pairs:
-                entries: dict[Address, Hello] = {}
-                for pair in sorted(found, key=lambda pair: _number(pair, "mod_revision")):
-                    self._enter(entries, pair)
-                return entries, revision
-            start, last = _decoded(pairs[-1], "key") + b"\0", start
-            if start <= last:
-                raise EtcdUnavailable("keys out of order")
-
-    async def _watch(self, report: Report) -> None:
-        """Until the stream breaks, which is raised, as everything that a pause may help. When it cannot be resumed,
-        `_revision` is 0."""
-        create = {
+    async def _read(self) -> None:
+        """Bring the entries up to date."""
+        # The slash plus one is the first key behind all of the directory.
+        everything = {
             "key": _coded(self._directory.encode()),
-            "range_end": _coded(self._end()),
-            "start_revision": self._revision + 1,
+            "range_end": _coded(self._directory[:-1].encode() + b"0"),
+            "sort_target": "MOD",
         }
-        async with self._gateway.stream("/v3/watch", {"create_request": create}) as (first, messages):
-            message: Message | None = first
-            while message is not None:
-                result = _part(message, "result")
-                if result.get("canceled"):
-                    if _number(result, "compact_revision"):
-                        self._revision = 0
-                        raise EtcdUnavailable("what changed since the last revision seen is compacted")
-                    self._gateway.forget_token()
-                    raise EtcdUnavailable(str(result.get("cancel_reason", "the watch was cancelled")))
-                if result.get("created") and _number(_part(result, "header"), "revision") < self._revision:
-                    # It lags behind the one we read from, or lost its data and began anew.
-                    self._revision = 0
-                    raise EtcdUnavailable("this member of etcd knows less than we do")
-                self._troubles.pop(WATCH, None)
-                self._take(_parts(result, "events"), report)
-                message = await messages.next()
-        raise EtcdUnavailable("the watch ended")
-
-    def _take(self, events: list[Message], report: Report) -> None:
-        for event in events:
-            pair = _part(event, "kv")
-            if event.get("type") == "DELETE":
-                self._entries.pop(self._address_of(pair), None)  # type: ignore[arg-type]
-            else:  # a PUT, whose type is zero and so left out
-                self._enter(self._entries, pair)
-            # Of the event, not of the message: its header may be ahead of what it brings.
-            self._revision = max(self._revision, _number(pair, "mod_revision"))
-        if events:
-            self._say(report)
-
-    def _enter(self, entries: dict[Address, Hello], pair: Message) -> None:
-        address = self._address_of(pair)
-        if address is None:
+        newest = await self._gateway.call(
+            "/v3/kv/range", everything | {"sort_order": "DESCEND", "limit": 1, "keys_only": True}
+        )
+        # Each write raises the newest revision, and a deletion without a write lowers the count.
+        if self._entries is not None and _state(newest) == self._state:
             return
-        entries.pop(address, None)
+        page = await self._gateway.call("/v3/kv/range", everything | {"sort_order": "ASCEND"})
+        entries: dict[Address, Handshake] = {}
+        for pair in _parts(page, "kvs"):
+            try:
+                address = parse_address(_decoded(pair, "key").decode().removeprefix(self._directory))
+                entries[address] = Handshake.parse(_decoded(pair, "value"))
+            except (ValueError, CachefsError) as exc:
+                log.debug("not an entry of a node in etcd: %s", exc)
+        self._entries, self._state = entries, _state(page)
+
+
+def _state(page: Message) -> tuple[int, int]:
+    """(number of keys, newest revision among them) of a range."""
+    return _number(page, "count"), max(
+        (_number(pair, "mod_revision") for pair in _parts(page, "kvs")), default=0
+    )
+
+
+class Gateway:
+    """A client of one etcd cluster. An endpoint that does not answer within `ATTEMPT_S` is asked last from then on. `tls` is
+    for https endpoints (default: the system's certificate authorities); with a user, requests carry a token."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        rng: random.Random,
+        *,
+        tls: ssl.SSLContext | None = None,
+        user: str = "",
+        password: str = "",
+        connect: Callable[[str, int], Awaitable[trio.abc.Stream]] = trio.open_tcp_stream,
+    ) -> None:
+        self._endpoints = list(endpoints)
+        rng.shuffle(self._endpoints)  # so that nodes spread over them
+        self._tls = tls
+        self._user = user
+        self._password = password
+        self._token = ""
+        self._connect = connect
+
+    @property
+    def preferred(self) -> Endpoint:
+        """The endpoint that is asked first."""
+        return self._endpoints[0]
+
+    async def call(self, path: str, body: Message) -> Message:
+        """The reply, or the first message of several. Raises `EtcdUnavailable` or `EtcdRefused`."""
+        if self._user and not self._token:
+            await self._authenticate()
         try:
-            entries[address] = Hello.parse(_decoded(pair, "value"))
-        except CachefsError as exc:
-            log.debug("what etcd has for %s is no entry of a node: %s", address, exc)
+            return await self._somewhere(path, body)
+        except EtcdRefused as exc:
+            if not self._user or exc.code != UNAUTHENTICATED:
+                raise
+        await self._authenticate()  # a token expires after minutes
+        return await self._somewhere(path, body)
 
-    def _address_of(self, pair: Message) -> Address | None:
+    async def _authenticate(self) -> None:
+        self._token = ""
+        said = await self._somewhere(
+            "/v3/auth/authenticate", {"name": self._user, "password": self._password}
+        )
+        self._token = str(said.get("token", ""))
+
+    async def _somewhere(self, path: str, body: Message) -> Message:
+        reasons = []
+        for _ in self._endpoints:
+            endpoint = self._endpoints[0]
+            try:
+                with trio.fail_after(ATTEMPT_S):
+                    return await self._ask(endpoint, path, body)
+            except EtcdRefused as exc:
+                if exc.code not in _ELSEWHERE:
+                    raise
+                reasons.append(f"{endpoint}: {exc}")
+            except BROKEN as exc:
+                reasons.append(f"{endpoint}: {_reason(exc)}")
+            self._endpoints.append(self._endpoints.pop(0))
+        raise EtcdUnavailable("etcd does not answer: " + "; ".join(reasons))
+
+    async def _ask(self, endpoint: Endpoint, path: str, body: Message) -> Message:
+        stream = await self._connect(*endpoint.address)
         try:
-            return parse_address(_decoded(pair, "key").decode().removeprefix(self._directory))
-        except ValueError:
-            return None
+            if endpoint.tls:
+                context = self._tls or ssl.create_default_context()
+                stream = trio.SSLStream(
+                    stream, context, server_hostname=endpoint.address.host, https_compatible=True
+                )
+            return await self._exchange(stream, endpoint, path, json.dumps(body).encode())
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(stream)
 
-    def _say(self, report: Report) -> None:
-        report([Sighting(address, hello) for address, hello in self._entries.items()])
+    async def _exchange(self, stream: trio.abc.Stream, endpoint: Endpoint, path: str, body: bytes) -> Message:
+        connection = h11.Connection(h11.CLIENT)
+        headers = [
+            ("Host", str(endpoint.address)),
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            # A member that has lost its leader refuses at once instead of waiting for the next.
+            ("Grpc-Metadata-hasleader", "true"),
+        ]
+        if self._token:
+            headers.append(("Authorization", self._token))
+        request = h11.Request(method="POST", target=path, headers=headers)
+        sent = [connection.send(event) for event in (request, h11.Data(data=body), h11.EndOfMessage())]
+        await stream.send_all(b"".join(part for part in sent if part))
+        status, reply = 0, bytearray()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(bytes(await stream.receive_some(RECEIVE_BYTES)))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                reply += event.data
+                # A streaming call (keepalive) sends a message a line, and may not end.
+                if reply.strip() and b"\n" in event.data:
+                    return _message(reply.split(b"\n", 1)[0], status)
+                if len(reply) > MAX_MESSAGE_BYTES:
+                    raise h11.RemoteProtocolError("a reply without an end")
+            elif isinstance(event, h11.EndOfMessage):
+                return _message(bytes(reply), status)
 
-    def _end(self) -> bytes:
-        """The first key after all of the directory: the slash, plus one."""
-        return self._directory[:-1].encode() + b"0"
 
-    def _complain(self, exc: BaseException, failures: int, what: str) -> None:
-        """Once for each trouble, however long it lasts. One attempt that fails after it went well is none."""
-        log.log(logging.WARNING if failures == 2 else logging.DEBUG, "cannot %s: %s", what, exc)
-        if failures >= 2 or not self._revision:
-            self._troubles[what] = f"cannot {what}: {exc}"
+def _message(line: bytes | bytearray, status: int) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise h11.RemoteProtocolError(f"HTTP {status} without a JSON object")
+    if "error" in message or status != 200:
+        # The three shapes of etcd 3.4 (unary, stream) and 3.6 (no "error" in a unary one).
+        error = message.get("error")
+        details = error if isinstance(error, dict) else message
+        refused = EtcdRefused(str(details.get("message") or error or f"HTTP {status}"))
+        code = details.get("grpc_code", details.get("code", 0))
+        refused.code = code if isinstance(code, int) else 0
+        raise refused
+    return message
 
-    def _pause(self, failures: int) -> float:
-        first, longest = AGAIN_S
-        return min(longest, first * 2.0 ** min(failures - 1, 16)) * self._rng.uniform(0.5, 1.0)
+
+def _reason(exc: BaseException) -> str:
+    if isinstance(exc, trio.TooSlowError):
+        return f"no answer in {ATTEMPT_S:g} s"
+    return str(exc) or str(exc.__cause__ or type(exc).__name__)  # trio's own errors have theirs as a cause
 
 
 def _coded(raw: bytes) -> str:
@@ -271,7 +336,7 @@ def _coded(raw: bytes) -> str:
 
 
 def _decoded(pair: Message, name: str) -> bytes:
-    """Empty for what is no base64."""
+    """Empty for what is not base64."""
     try:
         return b64decode(str(pair.get(name, "")))
     except ValueError:

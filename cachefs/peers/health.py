@@ -1,12 +1,15 @@
-"""Whether a peer is worth asking, and how long to wait for it.
+"""What this node knows of each peer: whether to send it requests, how long to wait for it, and its counters.
 
-A failure makes a peer *suspect*, several in a row make it *dead*; both are left alone for a while that doubles with each
-further failure, and then one request tries it. Any success makes it healthy at once. The two differ only for who looks
-at them: a suspect will mostly be back for the next request. Nobody is removed here: the ring is made of members, and an
-owner that may not be tried is passed over by whoever wanted to read.
+A failure makes a peer *suspect*, several in a row make it *dead*. Both get no requests for a pause that doubles with each
+further failure; then one request tries the peer. Any success makes it healthy at once. The two states differ only in the
+status: a suspect will mostly answer the next request. No member is removed here: the ring is made of members, and a reader
+passes over an owner that may not be tried.
 
-Deadlines come from the peer's own answers. The time to the first byte is kept in a histogram of logarithmic buckets
-that forgets by halving: a peer that was always quick is given up early, one behind a slow link is given its time.
+Deadlines come from the peer's own answers. The time to the first byte is kept in a histogram of logarithmic buckets that
+forgets by halving: a peer that was always quick is given up early, one behind a slow link is given its time.
+
+A peer is there to be faster than the origin. A peer that sends a byte a second is never silent, so `Pace` compares a
+transfer with the origin's rate: slower by `TIMES` is too slow, unless the range would be complete within `FLOOR_S`.
 
 Pure: the clock (any steady one, in seconds) and the random numbers are passed in.
 """
@@ -16,38 +19,60 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
+
+from cachefs.peers.wire import Kind
 
 State = Literal["healthy", "suspect", "dead"]
 
 DEAD_AFTER = 3
-"""Failures in a row. Guessed: the second trial comes within two seconds."""
+"""Failures in a row. Derived: with the pauses below, the second trial comes within two seconds."""
 
 SLOW_IN_A_ROW = 2
-"""Requests, one sent after the other, without an answer in time that count as a failure. Guessed: one pause of a loop or
-disk is none."""
+"""Requests, each sent after the previous one failed, without an answer in time that count as a failure. Derived: a single
+pause of an event loop or a disk is no failure."""
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-"""The usual pair: soon enough to meet a daemon that restarts, seldom enough for a host that is gone."""
+"""The usual pair: soon enough for a daemon that restarts, seldom enough for a host that is gone."""
 
 SHORTEST_DEADLINE_S = 0.25
 LONGEST_DEADLINE_S = 2.0
-"""For the first byte. The upper bound is what a read pays when its peer hangs, before it turns to the store; the lower
-covers a busy event loop, whatever the quantile says. Guessed; with 50 ms, four daemons on two processors gave each other up
-once in 300 requests, and each time the store was asked twice."""
+"""For the first byte. A read pays the upper bound when its peer hangs, before it goes to the origin; the lower bound covers
+a busy event loop. Measured: with 50 ms, four daemons on two processors gave each other up once in 300 requests, and each
+time the origin served the block twice."""
 
 MARGIN = 2.0
-"""Deadline over the 99th percentile. Guessed: one request in a hundred is late by definition, and not for that given up."""
+"""Deadline over the 99th percentile: one request in a hundred takes longer than that, and must not be given up."""
 
 FEWEST = 20
-"""Answers before the histogram is believed. Derived: below that its 95th percentile is the maximum."""
+"""Answers before the histogram sets the deadline. Derived: below that its 95th percentile is the maximum."""
+
+TIMES = 4.0
+"""How many times as long as the origin a peer may take. The rate of a transfer varies by two around its mean, on both sides;
+a transfer that is given up costs the origin a request."""
+
+FLOOR_S = 5.0
+"""Any range may take so long. Derived: longer than `client.SILENCE_S`, so that silence is reported as such; two peers that
+are too slow are given up within the usual `--timeout`."""
+
+ASSUMED_RATE = 4 << 20
+"""Bytes a second of an origin that was not read yet; low, so that a slow link is not taken for a slow peer."""
+
+LOOK_EVERY_S = 0.25
+"""Between two looks at a transfer. Derived: a twentieth of `FLOOR_S`."""
+
+MAX_PEERS = 2048
+"""Rows of counters; the one used least recently is dropped for a further peer. Bounds memory, not members: twice the nodes
+that a ring is tested with, since addresses come and go with their nodes."""
 
 
 class Latencies:
-    """How long answers took lately, in seconds: buckets growing by a quarter, from 0.1 ms to 4 s. When 512 have come
-    (`HALVED_AT`), all counts are halved, so the last few hundred speak."""
+    """How long recent answers took, in seconds: buckets growing by a quarter, from 0.1 ms to 4 s. At `HALVED_AT` answers all
+    counts are halved, so the last few hundred count most."""
 
     SMALLEST_S = 1e-4
     GROWTH = 1.25
@@ -57,7 +82,7 @@ class Latencies:
     def __init__(self) -> None:
         self._counts = [0.0] * self.BUCKETS
         self.total = 0.0
-        """Answers that the histogram stands for."""
+        """Answers in the histogram."""
 
     def add(self, seconds: float) -> None:
         index = math.ceil(math.log(max(seconds, self.SMALLEST_S) / self.SMALLEST_S, self.GROWTH) - 1e-9)
@@ -68,7 +93,7 @@ class Latencies:
             self.total = sum(self._counts)
 
     def quantile(self, share: float) -> float:
-        """The upper edge, in seconds, of the bucket that holds this quantile; at most a quarter too long. 0 without any
+        """The upper edge, in seconds, of the bucket that holds this quantile: at most a quarter too long. 0 without any
         answer."""
         if not self.total:
             return 0.0
@@ -78,14 +103,14 @@ class Latencies:
 
 
 class Health:
-    """What is known of one peer. `now` and `sent_at` are times of one steady clock."""
+    """The state of one peer. `now` and `sent_at` are times of one steady clock."""
 
     def __init__(self, rng: random.Random) -> None:
         self.latencies = Latencies()
         self.failures = 0
         """In a row."""
         self.lying = False
-        """It has sent bytes that are not the origin's. Nothing it does changes that."""
+        """It has sent other bytes than the origin has. This is final."""
         self._slow = 0
         self._slow_at = -math.inf
         self._rng = rng
@@ -101,8 +126,8 @@ class Health:
         return "suspect" if self.failures < DEAD_AFTER else "dead"
 
     def may_try(self, now: float) -> bool:
-        """Whether to send a request. For a peer that failed, True is the permission for one trial: others get False until
-        it has been answered, or for as long as it may take."""
+        """True if the caller may send a request. For a peer that failed, True permits one trial: other callers get False
+        until it was answered, or for as long as it may take."""
         if self.lying:
             return False
         if not self.failures:
@@ -113,17 +138,17 @@ class Health:
         return True
 
     def failed_since(self, moment: float) -> bool:
-        """Whether there was a failure from that moment on."""
+        """True if a request has failed at or after that moment."""
         return self._failed_at >= moment
 
     def succeeded(self, seconds: float) -> None:
-        """An answer's first byte came after `seconds`: healthy, whatever was before."""
+        """An answer's first byte came after `seconds`: the peer is healthy."""
         self.latencies.add(seconds)
         self.failures = self._slow = 0
 
     def failed(self, sent_at: float, now: float) -> None:
-        """No connection, a broken one, or a wrong answer. Requests that were under way at the last failure say nothing
-        new: a hundred readers of one dead peer are one failure."""
+        """No connection, a broken one, or a wrong answer. Requests that were in flight at the last failure count with it: a
+        hundred readers of one dead peer are one failure."""
         if sent_at < self._failed_at:
             return
         self.failures += 1
@@ -133,8 +158,8 @@ class Health:
         self._next_trial = now + ceiling * self._rng.uniform(0.5, 1.0)
 
     def slow(self, sent_at: float, now: float) -> None:
-        """Nothing came within the deadline, and it was given up. It is counted as an answer that took so long at least, so
-        that the deadline of a peer that has become slower grows to what it needs."""
+        """No byte came within the deadline. This counts as an answer that took at least so long, so the deadline of a peer
+        that has become slower grows to what it needs."""
         self.latencies.add(now - sent_at)
         if sent_at >= self._slow_at:
             self._slow += 1
@@ -147,3 +172,78 @@ class Health:
         if self.latencies.total < FEWEST:
             return LONGEST_DEADLINE_S
         return min(LONGEST_DEADLINE_S, max(SHORTEST_DEADLINE_S, MARGIN * self.latencies.quantile(0.99)))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one transfer is compared with: `origin_rate` is the recent rate of one transfer from the origin, in bytes a
+    second (0: not known). `others` transfers from other peers share this node's link. The next block may take `patience_s`:
+    a reader can wait so long for it, and still read from the origin in time."""
+
+    origin_rate: float = 0.0
+    others: int = 0
+    patience_s: float = math.inf
+
+    def allowed_s(self, size: int) -> float:
+        """Seconds that `size` bytes may take."""
+        if not self.origin_rate:
+            return max(FLOOR_S, TIMES * size / ASSUMED_RATE)
+        return max(FLOOR_S, TIMES * (1 + self.others) * size / self.origin_rate)
+
+    def too_slow(self, size: int, received: int, elapsed_s: float, since_last_s: float) -> bool:
+        """True if a transfer of `size` bytes should be given up. At most `received` of them came in `elapsed_s`; a block was
+        complete `since_last_s` ago."""
+        if since_last_s > self.patience_s:
+            return True
+        if elapsed_s < FLOOR_S or received >= size:
+            return False
+        return received <= 0 or elapsed_s * size / received > self.allowed_s(size)
+
+
+@dataclass(slots=True)
+class PeerStats:
+    """Counters of one peer since this daemon started: our requests to it, and its requests to us."""
+
+    requests: int = 0
+    bytes_in: int = 0
+    failures: Counter[Kind] = field(default_factory=Counter)
+    first_byte_s: float = 0.0
+    """Sum over `answered` of the time from sending a request to the reply's head."""
+    answered: int = 0
+    served: int = 0
+    bytes_out: int = 0
+    turned_away: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; `latency_s` is the mean time to the reply's head, 0 before the first."""
+        return {
+            "requests": self.requests,
+            "bytes_in": self.bytes_in,
+            "failures": dict(self.failures),
+            "latency_s": self.first_byte_s / self.answered if self.answered else 0.0,
+            "served": self.served,
+            "bytes_out": self.bytes_out,
+            "turned_away": self.turned_away,
+        }
+
+
+class PeerTable:
+    """Peer → its counters. Peers that we send requests to are keyed by address, clients by host, since their ports vary. On
+    the trio thread only."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, PeerStats] = {}
+
+    def of(self, peer: str) -> PeerStats:
+        row = self._rows.pop(peer) if peer in self._rows else PeerStats()
+        self._rows[peer] = row
+        if len(self._rows) > MAX_PEERS:
+            del self._rows[next(iter(self._rows))]
+        return row
+
+    def forget(self, peer: str) -> None:
+        """A member left."""
+        self._rows.pop(peer, None)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {peer: row.as_dict() for peer, row in self._rows.items()}

@@ -1,14 +1,14 @@
-"""Who is there.
+"""Which nodes are members of this node's ring.
 
-A *source* (a list, a DNS name, etcd) reports addresses and, as far as it knows, who answers there. `Membership` keeps
-those that belong to this node's ring: of the same cache group, with the same sources, and with a share. Nodes may see
-different members for a while, and nothing has to wait for that: an extent then has two owners, or is asked of one who does
-not know it, and in the worst case comes from the store once more.
+Every `POLL_S`, `Membership` asks its *source* (a list, a DNS name, etcd) for the addresses that are present now, with the
+handshake of the node at each as far as it is known, and compares them with the members of before. A member has this node's
+cache group, sources and block size, and a share of the ring. Nodes may see different members for a while, and nothing waits
+for them to agree: an extent then has two owners, or a node is asked for an extent that it does not own, and in the worst
+case the origin serves it once more.
 
-A member's *name* in the ring is its id (`identity`), which belongs to what the node has on disk, wherever it is reached;
-several addresses of one node are one member. So an address where nobody has answered yet is nobody's: it has no place in
-the ring, and the others keep its share. A place under its address would be another one than it will have, and two parts of
-the data would move instead of one.
+A member's *name* in the ring is its id (`node.node_id`), which belongs to the files in its cache directory; several
+addresses of one id are one member. An address without a known id has no place in the ring, and the other members keep its
+share: a place derived from the address would differ from the later one, and two parts of the data would move instead of one.
 """
 
 from __future__ import annotations
@@ -16,20 +16,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import trio
+
 from cachefs.peers.ring import Ring
-from cachefs.peers.wire import MAX_HELLO_TEXT, Address, Hello
+from cachefs.peers.wire import MAX_HANDSHAKE_TEXT, Address, Handshake
 
 log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+"""From the begin of one poll to the next, at most; a fifth less at random, so that nodes spread. Given: what a source knows
+of joins and leaves is seen within 3 s."""
+
+SOON_S = 0.02
+"""Before an early poll, so that one poll serves the handshakes of many nodes that start together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that owns a share of the extents, this one included. `name` is the same on every node; `addresses` are those
-    of its present `life`, one at least."""
+    """A node that owns a share of the extents, this one included. `name` is the same on every node; `addresses` are those of
+    its present `life`, at least one."""
 
     name: str
     addresses: tuple[Address, ...]
@@ -42,22 +52,22 @@ class Member:
         return self.addresses[0]
 
     def __str__(self) -> str:
-        """For people: where it is reached."""
+        """For people: the address."""
         return str(self.address)
 
 
 class Sighting(NamedTuple):
-    """Somebody is listed at this address; who, if that is known yet. `refusal` is why not, where somebody answers who does
-    not trust us, or whom we do not trust."""
+    """An address in the list, and the handshake of the node there, if known. `refusal` is why there is none, where one of
+    the two nodes does not trust the other."""
 
     address: Address
-    hello: Hello | None
+    handshake: Handshake | None
     refusal: str = ""
 
 
-class Apart(NamedTuple):
-    """Somebody listed who is no member: `state` for a table, `why` for a sentence after the address. `wrong`: nobody wants
-    that."""
+class Incompatible(NamedTuple):
+    """Why the node at a listed address is no member: `state` for a table, `why` for a sentence after the address. `wrong`
+    marks what is surely a mistake in the configuration."""
 
     state: str
     why: str
@@ -65,130 +75,161 @@ class Apart(NamedTuple):
 
 
 REFUSED = "refused"
-UNKNOWN = Apart("unknown", "has not answered yet")
-COPIED = Apart("our id", "has this node's id, as after a copy of its cache directory", wrong=True)
-
-Report = Callable[[Iterable[Sighting]], None]
-"""What a source says. Of two sightings of one node, the later is what was heard last."""
+UNKNOWN = Incompatible("unknown", "has not answered yet")
+COPIED = Incompatible("our id", "has this node's id, as after a copy of its cache directory", wrong=True)
 
 
 class Source(Protocol):
-    """Where members are learnt."""
+    """Where addresses of members come from."""
 
     @property
     def trouble(self) -> str:
-        """Why it cannot look now, for people; else empty."""
+        """Why the last poll failed, for people; else empty."""
 
-    async def run(self, report: Report) -> None:
-        """Until cancelled: call `report` with all that is known now, at the start and whenever it changes. What was
-        reported holds until the next time, so a source that cannot look says nothing. Raises nothing of its own."""
+    async def present(self) -> Iterable[Sighting] | None:
+        """All addresses that are listed now; while the list cannot be read, those of before; None before it was read. Of two
+        sightings of one node, the later in the order was heard last. Raises nothing of its own."""
 
-    def heard(self, host: str) -> None:
-        """Somebody at this IP address has asked who we are: it runs, and may be new."""
+    def heard(self, host: str) -> bool:
+        """A node at this IP address has requested our handshake: it runs, and may be new. True if `present` may know more
+        now."""
+
+    async def leave(self) -> None:
+        """This node stops. Takes a second at most, also when cancelled."""
 
 
 def fingerprint(sources: Collection[str], block_size: int) -> str:
-    """Of what two nodes must have in common to share extents: the names of their stores (`ObjectId.source`), in any
-    order, and the size of a block. 32 hexadecimal digits."""
+    """Of what two nodes must have in common to share extents: the names of their origins (`ObjectId.source`), in any order,
+    and the block size. 32 hexadecimal digits."""
     text = json.dumps([sorted(sources), block_size])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def spelled(sources: Collection[str]) -> str:
-    """The names of stores as a hello carries them for people: shortened."""
+    """The names of origins as a handshake carries them for people: shortened."""
     text = ", ".join(sorted(sources)).encode("utf-8", "replace").decode()
-    return text if len(text) <= MAX_HELLO_TEXT else text[: MAX_HELLO_TEXT - 1] + "…"
+    return text if len(text) <= MAX_HANDSHAKE_TEXT else text[: MAX_HANDSHAKE_TEXT - 1] + "…"
 
 
 class Membership:
-    """The members now. On the trio thread only.
+    """The present members. On the trio thread only.
 
-    `hello` is what this node says of itself; with a weight of 0 it owns nothing and only asks others.
-    """
+    `handshake` is this node's own; with a weight of 0 the node owns nothing and only reads from others."""
 
-    def __init__(self, source: Source, hello: Hello, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, source: Source, handshake: Handshake, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self.members: Mapping[str, Member] = {}
         self.ring = Ring({})
         """Of exactly `members`."""
         self.own: frozenset[str] = frozenset()
         """This node's name, if it is a member."""
         self.own_addresses: frozenset[Address] = frozenset()
-        self.apart: Mapping[Address, Apart] = {}
-        """Who is listed and no member."""
+        self.incompatible: Mapping[Address, Incompatible] = {}
+        """Listed addresses without a member."""
         self.version = 0
         """Grows with each change."""
         self.on_change = on_change
         self.source = source
-        self._hello = hello
+        self._handshake = handshake
+        self._wake = trio.Event()
 
     async def run(self) -> None:
-        """Keep them up to date, until cancelled."""
-        await self.source.run(self._report)
+        """Poll the source until cancelled; then leave it."""
+        try:
+            while True:
+                self._wake = trio.Event()
+                next_at = trio.current_time() + POLL_S * random.uniform(0.8, 1.0)
+                sightings = await self.source.present()
+                if sightings is not None:
+                    self._report(sightings)
+                with trio.move_on_at(next_at):
+                    await self._wake.wait()
+                    await trio.sleep(SOON_S)
+        finally:
+            await self.source.leave()
 
-    def become(self, source: Source, hello: Hello) -> None:
-        """Another self, while nothing runs: what is known of the others holds until the next report."""
-        self.source, self._hello = source, hello
+    def heard(self, host: str) -> None:
+        """A node at this IP address has requested our handshake: poll early if it may be new. So nodes that start together
+        know each other as soon as the last of them listens."""
+        if self.source.heard(host):
+            self._wake.set()
+
+    def become(self, source: Source, handshake: Handshake) -> None:
+        """Take another id, while `run` does not run. The other members stay until the next report."""
+        self.source, self._handshake = source, handshake
 
     def _report(self, sightings: Iterable[Sighting]) -> None:
-        me = self._hello
-        last: dict[str, Hello] = {}
+        me = self._handshake
+        last: dict[str, Handshake] = {}
         where: dict[tuple[str, str], list[Address]] = {}
-        apart: dict[Address, Apart] = {}
-        for address, hello, refusal in sightings:
-            if hello is None:
-                apart[address] = (
-                    Apart(REFUSED, f"is not trusted ({refusal})", wrong=True) if refusal else UNKNOWN
+        incompatible: dict[Address, Incompatible] = {}
+        for address, handshake, refusal in sightings:
+            if handshake is None:
+                incompatible[address] = (
+                    Incompatible(REFUSED, f"is not trusted ({refusal})", wrong=True) if refusal else UNKNOWN
                 )
                 continue
-            why = self._apart(hello)
-            if why is None and hello.node == me.node and hello.life != me.life:
+            why = self._mismatch(handshake)
+            if why is None and handshake.node == me.node and handshake.life != me.life:
                 why = COPIED
             if why is not None:
-                apart[address] = why
+                incompatible[address] = why
                 continue
-            last[hello.node] = hello
-            where.setdefault((hello.node, hello.life), []).append(address)
+            last[handshake.node] = handshake
+            where.setdefault((handshake.node, handshake.life), []).append(address)
         members = {
-            name: Member(name, tuple(sorted(where[name, hello.life])), hello.weight, hello.group, hello.life)
-            for name, hello in last.items()
+            name: Member(
+                name,
+                tuple(sorted(where[name, handshake.life])),
+                handshake.weight,
+                handshake.group,
+                handshake.life,
+            )
+            for name, handshake in last.items()
         }
         own = frozenset({me.node} & members.keys())
-        if (members, own, apart) == (self.members, self.own, self.apart):
+        if (members, own, incompatible) == (self.members, self.own, self.incompatible):
             return
-        self._tell(members, own, apart)
+        self._log_changes(members, own, incompatible)
         if {name: m.weight for name, m in members.items()} != self.ring.members:
             self.ring = Ring({name: member.weight for name, member in members.items()})
-        self.members, self.own, self.apart = members, own, apart
+        self.members, self.own, self.incompatible = members, own, incompatible
         self.own_addresses = frozenset(address for name in own for address in members[name].addresses)
         self.version += 1
         self.on_change()
 
-    def _tell(
-        self, members: Mapping[str, Member], own: Collection[str], apart: Mapping[Address, Apart]
+    def _log_changes(
+        self,
+        members: Mapping[str, Member],
+        own: Collection[str],
+        incompatible: Mapping[Address, Incompatible],
     ) -> None:
         for name in members.keys() - self.members.keys():
             log.info("peer %s joined%s", members[name], " (this node)" if name in own else "")
         for name in self.members.keys() - members.keys():
             log.info("peer %s left", self.members[name])
-        for address, found in apart.items():
-            before = self.apart.get(address)
+        for address, found in incompatible.items():
+            before = self.incompatible.get(address)
             if found != UNKNOWN and (before is None or found.state != before.state):
                 level = logging.WARNING if found.wrong else logging.INFO
                 log.log(level, "peer %s %s: nothing is shared with it", address, found.why)
 
-    def _apart(self, hello: Hello) -> Apart | None:
-        """Why it is no member, whoever it is."""
-        me = self._hello
-        if hello.version != me.version:
-            why = f"speaks version {hello.version} of the protocol, this node version {me.version}"
-            return Apart("another version", why, wrong=True)
-        if hello.group != me.group:
-            return Apart("another group", f"is of cache group {hello.group!r}, this node of {me.group!r}")
-        if hello.block_size != me.block_size:
-            why = f"has a --block-size of {hello.block_size} bytes, this node one of {me.block_size}"
-            return Apart("another block size", why, wrong=True)
-        if hello.sources != me.sources:
-            return Apart("other sources", f"shows {hello.shows}, this node {me.shows}", wrong=True)
-        if not hello.weight > 0:
-            return Apart("gives nothing", "gives nothing to others")
+    def _mismatch(self, handshake: Handshake) -> Incompatible | None:
+        """Why a node with this handshake is no member; None if it is one."""
+        me = self._handshake
+        if handshake.version != me.version:
+            why = f"speaks version {handshake.version} of the protocol, this node version {me.version}"
+            return Incompatible("another version", why, wrong=True)
+        if handshake.group != me.group:
+            return Incompatible(
+                "another group", f"is of cache group {handshake.group!r}, this node of {me.group!r}"
+            )
+        if handshake.block_size != me.block_size:
+            why = f"has a --block-size of {handshake.block_size} bytes, this node one of {me.block_size}"
+            return Incompatible("another block size", why, wrong=True)
+        if handshake.sources != me.sources:
+            return Incompatible("other sources", f"shows {handshake.shows}, this node {me.shows}", wrong=True)
+        if not handshake.weight > 0:
+            return Incompatible("gives nothing", "gives nothing to others")
         return None

@@ -1,10 +1,12 @@
-"""This node among the others: what it listens on, whom it knows, what it gives.
+"""This node among its peers: its id, its server, its membership and its client.
 
-It is opened before the mount, so that a port in use is told in a line; it serves once there is something to give; and it
-leaves before the mount goes: no longer listed, no new requests, and a moment for replies under way.
+It is opened before the mount, so that a port in use is reported in one line; it serves once there is something to serve; and
+it leaves before the mount goes: it unregisters, refuses new requests, and finishes the replies in progress.
 
-Its id is kept with the cache (`identity`). Two nodes of one id, because a cache directory was copied, see each other's
-hello: the one whose daemon drew the higher `life` takes a fresh id, and with it another share.
+The node's id is a random word in the cache directory. The ring is made of ids, and a node's cached files are found by its
+place in the ring. So the id is created once with the cache, survives restarts and changes of address, and goes when the
+cache is removed. Two nodes with one id, because a cache directory was copied, see each other's handshake: the one whose
+daemon drew the higher `life` takes a fresh id, and with it another share.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import ssl
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
@@ -20,32 +23,30 @@ from typing import Any
 
 import trio
 
-from cachefs.config import Config
-from cachefs.errors import ConfigError, MountError
-from cachefs.metrics import Metrics
+from cachefs.base import durable
+from cachefs.base.errors import ConfigError, MountError
+from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import contained
+from cachefs.config.config import Config
 from cachefs.peers.auth import Signer, Verifier, check_listen
 from cachefs.peers.client import Client
 from cachefs.peers.cluster import Cluster
-from cachefs.peers.identity import fresh_id, node_id
-from cachefs.peers.listed import Resolver, is_local
+from cachefs.peers.etcd import Gateway, Registry
+from cachefs.peers.health import PeerTable
+from cachefs.peers.listed import Dns, Identify, Listed, Resolver, is_local
 from cachefs.peers.membership import COPIED, Membership, Source, fingerprint, spelled
-from cachefs.peers.opening import open_source
-from cachefs.peers.places import StaticPeers
-from cachefs.peers.protocol import PeerFailed, Shares
 from cachefs.peers.server import Server
-from cachefs.peers.settings import Settings, settings
-from cachefs.peers.stats import PeerTable
-from cachefs.peers.wire import VERSION, Address, Hello
-from cachefs.tasks import contained
+from cachefs.peers.settings import DnsPeers, EtcdPeers, Peers, Settings, StaticPeers, settings
+from cachefs.peers.wire import VERSION, Address, Handshake, PeerFailed, Shares
 
 log = logging.getLogger(__name__)
 
 INTRODUCED_S = 2.0
-"""How long a mount waits until this node knows which member it is: before, it would ask itself. Guessed; a list tells at
-once, etcd after its first replies."""
+"""How long a mount waits until this node knows which member it is; before that, it would send requests to itself. A list is
+known at once, etcd after its first replies."""
 
 DRAIN_S = 1.0
-"""For replies under way at a stop. Guessed: whoever gets no more asks the next."""
+"""For replies in progress at a stop; a client whose reply is broken off goes to the next member."""
 
 RESOLVE_S = 10.0
 
@@ -73,8 +74,8 @@ class PeerNode:
         self._membership_scope, self._server_scope = trio.CancelScope(), trio.CancelScope()
         self._doubted = trio.Event()
         rng = self._rng = random.Random()
-        self._hello = Hello(
-            # Who owns nothing has no place to come back to.
+        self._handshake = Handshake(
+            # A node that serves no blocks has no share to come back to.
             node_id(state_dir) if listen is not None else uuid.uuid4().hex,
             *(VERSION, config.cache_group, fingerprint(sources, config.block_size)),
             weight=config.group_weight if listen is not None else 0.0,
@@ -85,7 +86,7 @@ class PeerNode:
         stats = self._stats = PeerTable()
         signer = Signer(chosen.key) if chosen.key is not None else None
         self._client = Client(signer=signer, tls=chosen.client_tls, stats=stats, metrics=metrics)
-        self._membership = Membership(self._source(), self._hello)
+        self._membership = Membership(self._source(), self._handshake)
         self.cluster = Cluster(
             *(self._membership, self._client, stats, rng),
             block_size=config.block_size,
@@ -96,11 +97,11 @@ class PeerNode:
         self._membership.on_change = self._changed
 
     def _source(self) -> Source:
-        async def identify(host: str, port: int) -> Hello:
-            return await self._client.hello(Address(host, port))
+        async def identify(host: str, port: int) -> Handshake:
+            return await self._client.handshake(Address(host, port))
 
         return open_source(
-            *(self._chosen.peers, self._hello, self._listen, identify, self._rng),
+            *(self._chosen.peers, self._handshake, self._listen, identify, self._rng),
             tls=self._chosen.etcd_tls,
             user=os.environ.get("CACHEFS_ETCD_USER", ""),
             password=os.environ.get("CACHEFS_ETCD_PASSWORD", ""),
@@ -110,8 +111,8 @@ class PeerNode:
     async def open(
         cls, config: Config, sources: Collection[str], metrics: Metrics, state_dir: Path
     ) -> PeerNode | None:
-        """Listens, but answers nobody yet; None without `--peers`. `sources` are the names of the stores shown, `state_dir`
-        is where the cache is. Raises `ConfigError`, and `MountError` when it cannot listen there."""
+        """Listen, without answering yet; None without `--peers`. `sources` are the names of the mounted origins, `state_dir`
+        is the cache directory. Raises `ConfigError`, and `MountError` when it cannot listen."""
         chosen = settings(config)
         if chosen is None:
             return None
@@ -135,17 +136,17 @@ class PeerNode:
         return node
 
     async def start(self, shares: Shares, nursery: trio.Nursery) -> None:
-        """Serve, and get to know the others; returns when this node knows itself, or nobody can tell."""
+        """Serve, and follow the membership. Return when this node is a member, or after `INTRODUCED_S`."""
         chosen = self._chosen
         self._server = Server(
             shares,
-            lambda: self._hello,
+            lambda: self._handshake,
             block_size=self._config.block_size,
             verifier=Verifier(chosen.key) if chosen.key is not None else None,
             tls=chosen.server_tls,
             stats=self._stats,
             metrics=self._metrics,
-            on_hello=lambda host: self._membership.source.heard(host),
+            on_handshake=lambda host: self._membership.heard(host),
         )
         contained(nursery, "serving peers", self._serve, self._server)
         contained(nursery, "following the list of peers", self._follow)
@@ -153,7 +154,9 @@ class PeerNode:
             if self._listeners:
                 await self._introduced.wait()
         if scope.cancelled_caught:
-            log.warning("this node is not among its peers (yet): it asks them, and nobody asks it")
+            log.warning(
+                "this node is not among its peers (yet): it reads from them, and they do not read from it"
+            )
 
     async def _serve(self, server: Server) -> None:
         self._server_scope.shield = True  # until `leave`
@@ -168,23 +171,25 @@ class PeerNode:
                     following.start_soon(self._membership.run)
                     await self._copied()
                     following.cancel_scope.cancel()
-                self._hello = replace(self._hello, node=fresh_id(self._state_dir))
-                self._membership.become(self._source(), self._hello)
+                self._handshake = replace(self._handshake, node=fresh_id(self._state_dir))
+                self._membership.become(self._source(), self._handshake)
 
     async def _copied(self) -> None:
-        """Return when another node has our id, and the right to keep it. Its own word is asked for: a register may still
-        have what we were before."""
+        """Return when another node has our id, and the right to keep it. Checks with a handshake of its own, because etcd
+        may still hold our key of before."""
         while True:
             await self._doubted.wait()
             self._doubted = trio.Event()
-            for address in [address for address, why in self._membership.apart.items() if why == COPIED]:
+            for address in [
+                address for address, why in self._membership.incompatible.items() if why == COPIED
+            ]:
                 try:
-                    said = await self._client.hello(address)
+                    said = await self._client.handshake(address)
                 except PeerFailed:
                     continue
-                if said.node != self._hello.node or said.life == self._hello.life:
+                if said.node != self._handshake.node or said.life == self._handshake.life:
                     continue
-                keeps = self._hello.life < said.life
+                keeps = self._handshake.life < said.life
                 log.warning(
                     "peer %s has this node's id, as after a copy of its cache directory: %s takes another, and its share",
                     *(address, "it" if keeps else "this node"),
@@ -196,18 +201,18 @@ class PeerNode:
         self.cluster.changed()
         if self._membership.own:
             self._introduced.set()
-        if COPIED in self._membership.apart.values():
+        if COPIED in self._membership.incompatible.values():
             self._doubted.set()
         if self._server is not None:
             self._server.names = {str(address) for address in self._membership.own_addresses}
 
     @property
     def warnings(self) -> list[str]:
-        """For status: what is wrong now with this node's certificate, and with how the others are found."""
+        """For the status: what is wrong now with this node's certificate, and with the source of members."""
         return [line for line in (self._chosen.warning, self._membership.source.trouble) if line]
 
     async def leave(self) -> None:
-        """Before the mount goes. Replies under way have a second."""
+        """Before the mount goes. Replies in progress have `DRAIN_S`."""
         self._membership_scope.cancel()
         if self._server is not None:
             with trio.move_on_after(DRAIN_S):
@@ -228,15 +233,15 @@ class PeerNode:
             "replicas": self._config.replicas,
             "trouble": self._membership.source.trouble,
             "members": self.cluster.status(),
-            "apart": [
+            "incompatible": [
                 {"name": str(address), "state": found.state, "why": found.why, "wrong": found.wrong}
-                for address, found in sorted(self._membership.apart.items())
+                for address, found in sorted(self._membership.incompatible.items())
             ],
         }
 
 
 async def _found(peers: StaticPeers) -> Address:
-    """Which of the list is this machine."""
+    """The address of the list that is this machine's."""
     resolver, found = Resolver(), []
     for address in peers.addresses:
         with trio.move_on_after(RESOLVE_S):
@@ -251,3 +256,54 @@ async def _found(peers: StaticPeers) -> Address:
     raise ConfigError(
         f"{said} --peers are this machine: say with --peer-listen where it listens, or add --no-sharing"
     )
+
+
+FILE = "node"
+
+
+def node_id(directory: Path) -> str:
+    """The id in the cache directory; a new one if there is none that can be read."""
+    try:
+        return uuid.UUID((directory / FILE).read_text().strip()).hex
+    except (OSError, ValueError):
+        return fresh_id(directory)
+
+
+def fresh_id(directory: Path) -> str:
+    """Another id, written to the cache directory before it is used. If that fails, it holds for this daemon's life."""
+    made = uuid.uuid4().hex
+    try:
+        durable.write(directory / FILE, f"{made}\n")
+    except OSError as exc:
+        log.warning(
+            "this node's id cannot be kept in %s, so a restart finds another share: %s",
+            directory,
+            exc.strerror,
+        )
+    return made
+
+
+def open_source(
+    peers: Peers,
+    handshake: Handshake,
+    listen: Address | None,
+    identify: Identify,
+    rng: random.Random,
+    *,
+    tls: ssl.SSLContext | None = None,
+    user: str = "",
+    password: str = "",
+) -> Source:
+    """The source of members that `--peers` names; sends nothing yet. `listen` is where this node listens, None if it serves
+    no blocks; `identify` requests a handshake (not needed with etcd). `tls`, `user` and `password` are for etcd."""
+    if isinstance(peers, EtcdPeers):
+        gateway = Gateway(peers.endpoints, rng, tls=tls, user=user, password=password)
+        return Registry(gateway, peers.prefix, handshake, listen)
+    resolver = Resolver()
+    if isinstance(peers, DnsPeers):
+        return Listed(Dns(peers.name, peers.port, resolver, listen), handshake, listen, identify, resolver)
+
+    async def addresses() -> tuple[Address, ...]:
+        return peers.addresses
+
+    return Listed(addresses, handshake, listen, identify, resolver)

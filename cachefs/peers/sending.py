@@ -1,10 +1,10 @@
-"""The server's end of a connection, with and without TLS: bytes in, bytes out, and pieces of files out.
+"""The server's end of a connection, with and without TLS: bytes in, bytes and ranges of files out.
 
-Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A long run
-is a worker thread's, because a disk may have to be waited for, and because at gigabytes a second the event loop would do
-nothing but be woken for the next part. A client that takes nothing is waited for by the trio task, so however many there
-are, they hold no thread. TLS has to read the bytes; and a little block in memory is read, too, so that head, block and check
-are one call (measured: a tenth less of the processors for 100 KB).
+Without TLS a file's bytes never come into this process: `sendfile` moves them from the page cache to the socket. A worker
+thread sends a long run, because it may have to wait for a disk, and because at gigabytes a second the event loop would only
+be woken for the next part. The trio task waits for a client that takes nothing, so such clients hold no thread. TLS has to
+read the bytes; a little block in memory is read, too, so that head, block and check are one call (measured: a tenth less of
+the processors for 100 KB).
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from cachefs.peers.protocol import Piece
+from cachefs.peers.wire import Piece
 
 SLICE = 1 << 20
 """Bytes of one `sendfile`. Derived: about 0.2 ms of copying."""
 
 LITTLE = 128 << 10
-"""Bytes of a block in memory that are read, and held back until more or the end comes. Derived: 10 µs of copying, as long as
-the calls take that it saves."""
+"""Bytes of a block in memory that are read, and sent together with what follows. Derived: 10 µs of copying, as long as the
+calls that it saves."""
 
 PATIENCE_S = 0.02
-"""How long a thread waits for a client to take more. Guessed: a round trip within a cluster, with room."""
+"""How long a thread waits for a client to take more: several round trips within a cluster."""
 
 TURN_S = 0.1
-"""For a thread, before the connection may be given up. Guessed."""
+"""How long a thread sends before the deadlines are looked at again: a fraction of `Limits.stall_s`."""
 
 TLS_SLICE = 256 << 10
-"""Read and encrypted at a time: about 0.2 ms, too."""
+"""Read and encrypted at a time: about 0.2 ms."""
 
 READ_BYTES = 16 << 10
 
 
 class Gone(Exception):
-    """The other side is gone, or the file is not what it was said to be: nothing more can be said here."""
+    """The connection is lost, or the reply cannot be completed: the connection is closed."""
 
 
 class Threads(NamedTuple):
-    """That send what lies in memory, and what lies on a disk, which may hang."""
+    """Threads for bytes in memory, and for bytes on a disk, which may hang."""
 
     memory: trio.CapacityLimiter
     disk: trio.CapacityLimiter
@@ -56,29 +56,28 @@ class Wire(Protocol):
     """One accepted connection. Every method raises `Gone` when the connection is lost."""
 
     file_bytes: int
-    """Of pieces that were taken, so far."""
+    """Bytes of pieces sent so far."""
 
     async def begin(self) -> None:
-        """Before anything else."""
+        """Set up TLS, if it is used. Called first."""
 
     async def receive(self) -> bytes:
-        """Some bytes, b"" when the client has finished."""
+        """Some bytes; b"" when the client has closed its side."""
 
     async def send(self, data: bytes, *, more: bool) -> None:
-        """All of them. `more`: a run follows at once, so they need not go before it."""
+        """Send all of `data`. With `more`, a run follows at once and may go with it."""
 
     async def send_run(self, run: Sequence[Piece | bytes], progressed: Callable[[], None]) -> None:
-        """All of these pieces, and what stands between them; `progressed` is called when some of it was taken, if that took
-        more than a moment."""
+        """Send all of these pieces and bytes. Calls `progressed` when the client has taken some, if it has to wait."""
 
     async def hung_up(self) -> None:
-        """Returns when the client closes the connection; never if it says something instead."""
+        """Return when the client closes the connection; never if it sends something instead."""
 
     def close(self) -> None: ...
 
 
 class _Range:
-    """What is left of a piece."""
+    """The unsent rest of a piece."""
 
     __slots__ = ("at", "fd", "left")
 
@@ -87,9 +86,8 @@ class _Range:
 
 
 class PlainWire:
-    """Over a socket that does not block, owned from here on. What can be done at once is done without giving up the turn
-    (trio's own sockets do so at every call, which doubles what a small reply costs); waiting for the next request is turn
-    enough for the others."""
+    """Over a non-blocking socket, which it takes over. Calls that succeed at once have no checkpoint (trio's own sockets
+    have one in every call, which doubles what a small reply costs); waiting for the next request is checkpoint enough."""
 
     def __init__(self, sock: socket.socket, threads: Threads) -> None:
         self.file_bytes = 0
@@ -142,7 +140,7 @@ class PlainWire:
     async def _flush(self, progressed: Callable[[], None], thread: trio.CapacityLimiter | None) -> None:
         while True:
             if thread is not None:
-                # Not abandoned on cancellation: all descriptors must stay what they are.
+                # Not abandoned on cancellation: the thread uses the descriptors.
                 sent = await trio.to_thread.run_sync(self._push, PATIENCE_S, limiter=thread)
             else:
                 sent = self._push(0.0)
@@ -153,8 +151,8 @@ class PlainWire:
             await trio.lowlevel.wait_writable(self._socket)
 
     def _push(self, patience_s: float) -> int:
-        """Send what is to be sent, until the client takes nothing for so long, or this has lasted a turn. In any thread.
-        Returns how many bytes were taken."""
+        """Send until everything is sent, the client has taken nothing for `patience_s`, or `TURN_S` have passed. In any
+        thread. Returns how many bytes the client has taken."""
         sent, until = 0, time.monotonic() + TURN_S
         while self._out:
             try:
@@ -207,7 +205,7 @@ class PlainWire:
 
 
 class TlsWire:
-    """The same through TLS."""
+    """`Wire` with TLS."""
 
     def __init__(self, sock: socket.socket, threads: Threads, context: ssl.SSLContext) -> None:
         self.file_bytes = 0
@@ -266,11 +264,11 @@ class TlsWire:
         await _closed_by_peer(self._socket)
 
     def close(self) -> None:
-        self._socket.close()  # without TLS's goodbye: lengths say what is whole
+        self._socket.close()  # without TLS's goodbye: a reply has a length
 
 
 def _nothing() -> None:
-    """No matter how long it takes."""
+    """For a reply that has one deadline."""
 
 
 async def _closed_by_peer(sock: socket.socket) -> None:
@@ -281,7 +279,5 @@ async def _closed_by_peer(sock: socket.socket) -> None:
         return await _closed_by_peer(sock)
     except OSError:
         return
-    if (
-        said
-    ):  # a request ahead of its time: it waits, and so does the answer to whether the client is still there
+    if said:  # the next request, ahead of its time: whether the client is there shows when it is read
         await trio.sleep_forever()

@@ -1,9 +1,9 @@
-"""Serving blocks to the other nodes.
+"""The server of blocks for the other nodes.
 
-One task a connection, one request at a time. Whether and from where bytes are served is for `Shares` to say; this module
-sees to it that nobody who can reach the socket makes the daemon fall, wait or hoard: connections and requests are bounded
-in all and for each host, a head has a size and a time, requests have no bodies, and a reply that is not taken is broken
-off. Where keys are used, nothing is looked up before the request's seal was checked.
+One task a connection, one request at a time. `Shares` decides whether and from where bytes are served; this module bounds
+what any client can use: connections and requests are bounded in all and for each host, a head has a size and a deadline,
+requests have no bodies, and a reply that the client does not take is broken off. With a key, nothing is looked up before the
+request's MAC was checked.
 """
 
 from __future__ import annotations
@@ -17,37 +17,42 @@ from typing import Any
 
 import trio
 
-from cachefs.errors import CachefsError, ObjectChanged
-from cachefs.metrics import Metrics
-from cachefs.peers.auth import Seals, Unauthorized, Verifier
-from cachefs.peers.heads import WORKING, Head, NotHttp, Request, RequestReader, spell_reply
-from cachefs.peers.protocol import Busy, NotShared, Piece, Served, Shares
+from cachefs.base.errors import CachefsError, ObjectChanged
+from cachefs.base.http1 import NotHttp, Request, parse_request, spell_reply
+from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import containing
+from cachefs.peers.auth import Macs, Unauthorized, Verifier
+from cachefs.peers.health import PeerTable
 from cachefs.peers.sending import Gone, PlainWire, Threads, TlsWire, Wire
-from cachefs.peers.stats import PeerTable
 from cachefs.peers.wire import (
     BLOCKS,
     BRING,
     CHECKSUM,
+    HANDSHAKE,
     HAVE,
-    HELLO,
+    MAC,
     MAX_HAVE_BLOCKS,
-    MAX_HEADERS,
+    WORKING,
     WORKING_EVERY_S,
     BlockRequest,
-    Hello,
+    Busy,
+    Handshake,
     Malformed,
+    NotShared,
+    Piece,
+    Served,
+    Shares,
     pack_bitmap,
     parse_query,
     parse_target,
 )
-from cachefs.tasks import containing
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server allows. Seconds and counts; guessed where nothing else is said."""
+    """What the server allows, in seconds and counts: far more than a node needs."""
 
     connections: int = 1024
     connections_per_host: int = 128
@@ -57,16 +62,15 @@ class Limits:
     head_s: float = 5.0
     """From a head's first byte to its last, and for a TLS handshake."""
     first_s: float = 5.0
-    """For the first request with a good signature to begin: strangers hold no connection for longer."""
+    """For the first request with a good signature to begin."""
     idle_s: float = 60.0
-    """For a connection between requests; clients close theirs sooner."""
+    """For a connection between requests; our clients close theirs sooner (`client.IDLE_S`)."""
     stall_s: float = 10.0
-    """For a client to take some more of a reply."""
+    """For a client to take more of a reply."""
     reply_s: float = 120.0
-    """For all of a reply, so that an extent is not pinned for ever by somebody who takes it byte by byte."""
+    """For all of a reply: a client that takes it byte by byte must not pin an extent for ever."""
     threads: int = 8
-    """That send what lies in memory, and as many for what lies on a disk."""
-    retry_after_s: int = 1
+    """That send bytes in memory, and as many that send bytes on a disk."""
 
 
 class _Refusal(Exception):
@@ -78,14 +82,14 @@ class _Refusal(Exception):
 
 
 class Server:
-    """Answers on the sockets it is given. `hello` is asked anew each time; `names` are the Host values under which this
-    node is known: a request signed for another node is refused then (empty: not known yet, any is taken). `on_hello` is told
-    the host of whoever has asked who we are."""
+    """Serves on listening sockets. `handshake` is called for each handshake request. `names` are the Host values under which
+    this node is known: a request signed for another one is refused (empty: not known yet, any is accepted). `on_handshake`
+    is called with the host of each client that requests a handshake."""
 
     def __init__(
         self,
         shares: Shares,
-        hello: Callable[[], Hello],
+        handshake: Callable[[], Handshake],
         *,
         block_size: int,
         verifier: Verifier | None = None,
@@ -94,12 +98,12 @@ class Server:
         limits: Limits | None = None,
         stats: PeerTable | None = None,
         metrics: Metrics | None = None,
-        on_hello: Callable[[str], None] = lambda host: None,
+        on_handshake: Callable[[str], None] = lambda host: None,
     ) -> None:
         self.names = names
-        self._on_hello = on_hello
+        self._on_handshake = on_handshake
         self._shares = shares
-        self._hello = hello
+        self._handshake = handshake
         self._block_size = block_size
         self._verifier = verifier
         self._tls = tls
@@ -113,7 +117,7 @@ class Server:
         self._leaving = False
 
     async def serve(self, listeners: Sequence[trio.SocketListener], *, task_status: Any = None) -> None:
-        """Until cancelled. Closes the listeners then."""
+        """Serve until cancelled; then close the listeners."""
         await trio.serve_listeners(
             containing("serving a peer", self._accepted),
             list(listeners),
@@ -121,7 +125,7 @@ class Server:
         )
 
     async def drained(self) -> None:
-        """Turn new requests away, and return when none is under way."""
+        """Turn new requests away, and return when none is in flight."""
         self._leaving = True
         while self._in_flight.total:  # noqa: ASYNC110 - at a stop, and not for long
             await trio.sleep(0.02)
@@ -133,7 +137,7 @@ class Server:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 host = str(sock.getpeername()[0])
-            except OSError:  # gone again
+            except OSError:  # the client has gone
                 return
             if not self._connections.enter(host):
                 self._stats.of(host).turned_away += 1
@@ -162,7 +166,7 @@ class Server:
 
 
 class _Admitted:
-    """A number of what hosts have here at once, bounded in all and for each of them."""
+    """A count of connections or requests, bounded in all and for each host."""
 
     def __init__(self, most: int, most_of_host: int) -> None:
         self.total = 0
@@ -171,7 +175,7 @@ class _Admitted:
         self._of_host: dict[str, int] = {}
 
     def enter(self, host: str) -> bool:
-        """Whether there is room for one more. It is counted then, until it leaves."""
+        """Count one more, until `leave`; False if there is no room."""
         already = self._of_host.get(host, 0)
         if already >= self._most_of_host or self.total >= self._most:
             return False
@@ -187,8 +191,8 @@ class _Admitted:
 
 
 class _Conversation:
-    """Requests and replies on one connection. Whatever is waited for has a deadline, and all of them end the conversation;
-    so one scope has them, one after the other: to enter another for each request is a tenth of what a small one costs."""
+    """Requests and replies on one connection. Every wait has a deadline, and each deadline ends the conversation. So one
+    scope has them, one after the other: another scope for each request is a tenth of what a small request costs."""
 
     def __init__(self, server: Server, wire: Wire, host: str) -> None:
         self._server = server
@@ -199,13 +203,13 @@ class _Conversation:
         self._last = False  # no request follows this one
         self._scope = trio.CancelScope()
         self._streaming = False
-        self._seals: Seals | None = None
+        self._macs: Macs | None = None
 
     async def run(self) -> None:
-        """Until either side has enough. Raises `Gone`."""
+        """Serve until either side ends the conversation. Raises `Gone`."""
         with self._scope:
             while not self._last:
-                self._seals = None
+                self._macs = None
                 try:
                     request = await self._next_request()
                     if request is None:
@@ -217,46 +221,49 @@ class _Conversation:
                     metrics.peer_turned_away += 1
                     await self._reply(exc.status, str(exc).encode("utf-8", "replace")[:512])
         if self._scope.cancelled_caught and self._streaming:
-            raise Gone("it is not done in time, or does not take what it asked for")
+            raise Gone("it is not done in time, or the client does not take it")
 
     def _within(self, seconds: float) -> None:
-        """From now on, what is waited for must come in that time."""
+        """Set the deadline of what is waited for from now on."""
         self._scope.deadline = trio.current_time() + seconds
 
     async def _next_request(self) -> Request | None:
         """None when the client closes the connection. Raises `_Refusal`, `Gone`."""
-        limits, reader, data = self._server._limits, RequestReader(), self._early
-        self._last = True  # unless it turns out to be a whole request, after which another may follow
+        limits, data = self._server._limits, self._early
+        self._last = True  # until a whole request was read
         try:
             self._within(limits.idle_s if self._known else limits.first_s)
-            request = reader.feed(data or await self._wire.receive())
+            data = data or await self._wire.receive()
+            request = parse_request(data)
             if request is None:
                 self._within(limits.head_s)
-                while request is None:
-                    request = reader.feed(await self._wire.receive())
+                while data and request is None:
+                    more = await self._wire.receive()
+                    data = data + more if more else b""
+                    request = parse_request(data)
         except NotHttp as exc:
             raise _Refusal(exc.status, str(exc)) from exc
-        except EOFError:
+        if request is None:
             return None
-        self._early, self._last = reader.rest, request.last
+        if request.body:
+            raise _Refusal(400, "requests have no body here")
+        self._early, self._last = data[request.stop :], request.last
         return request
 
     async def _answer(self, request: Request) -> None:
         server = self._server
-        if request.headers > MAX_HEADERS:
-            raise _Refusal(431, "too many headers")
         if request.method != "GET":
             self._last = True  # a HEAD expects no body
-            raise _Refusal(405, "GET is all there is")
+            raise _Refusal(405, "only GET")
         try:
             path, query = parse_target(request.target)
             self._authenticate(request)
-            if path == HELLO:
-                server._on_hello(self._host)
-                await self._reply(200, server._hello().pack())
+            if path == HANDSHAKE:
+                server._on_handshake(self._host)
+                await self._reply(200, server._handshake().pack())
                 return
             if path not in (BLOCKS, BRING, HAVE):
-                raise _Refusal(400, "no such question")
+                raise _Refusal(400, "no such request")
             wanted = parse_query(query, server._block_size)
         except Malformed as exc:
             raise _Refusal(400, str(exc)) from None
@@ -278,20 +285,23 @@ class _Conversation:
 
     def _authenticate(self, request: Request) -> None:
         verifier, names = self._server._verifier, self._server.names
+        host = request.headers.get("host", "")
         if verifier is None:
             self._known = True
             return
         try:
-            self._seals = verifier.verify("GET", request.target, request.host, request.authorization)
+            self._macs = verifier.verify(
+                "GET", request.target, host, request.headers.get("authorization", "")
+            )
         except Unauthorized as exc:
             raise _Refusal(401, str(exc)) from None
         self._known = True
-        if names and request.host not in names and request.target != HELLO:
+        if names and host not in names and request.target != HANDSHAKE:
             raise _Refusal(421, "meant for another node")
 
     async def _have(self, wanted: BlockRequest) -> None:
         if wanted.stop_block - wanted.start_block > MAX_HAVE_BLOCKS:
-            raise _Refusal(400, "too many blocks in one question")
+            raise _Refusal(400, "too many blocks in one request")
         self._within(self._server._limits.reply_s)
         held = await self._server._shares.have(wanted, self._host)
         await self._reply(200, pack_bitmap(held))
@@ -317,10 +327,11 @@ class _Conversation:
             left -= piece.length
 
     async def _stream(self, wanted: BlockRequest, served: Served) -> None:
-        """Head and body. What is raised before the first piece came becomes a status, later it breaks the reply off."""
+        """Send head and body. What `served` raises before the first piece becomes a status; later it breaks the reply
+        off."""
         wire, limits = self._wire, self._server._limits
         stats, metrics = self._server._stats.of(self._host), self._server._metrics
-        length = wanted.body_length(self._seals is not None)
+        length = wanted.body_length(self._macs is not None)
         until = trio.current_time() + limits.reply_s
 
         def progressed() -> None:
@@ -352,7 +363,7 @@ class _Conversation:
                 await wire.send_run(run, progressed)
                 if block == wanted.stop_block:
                     break
-                self._scope.deadline = until  # it is not the client who is slow now
+                self._scope.deadline = until  # the client is not waited for now
                 try:
                     piece = await self._arrived(served, working=False)
                 except (NotShared, ObjectChanged, Busy) as exc:
@@ -367,8 +378,8 @@ class _Conversation:
         metrics.peer_served += 1
 
     async def _arrived(self, served: Served, *, working: bool) -> Piece:
-        """The next piece, once it is there. Raises `Gone` when the client does not want to know any more. Before the head
-        (`working`) the client is told that it comes; after that, a reply does not wait for long."""
+        """The next piece, once it is there. Raises `Gone` when the client closes the connection. Before the head (`working`)
+        the client gets signs of life; within the body, a pause of `WORKING_EVERY_S` breaks the reply off."""
 
         async def watch() -> None:
             await self._wire.hung_up()
@@ -386,7 +397,7 @@ class _Conversation:
                         await served.wait()
                     piece = served.take()
                     if piece is None and pause.cancelled_caught and not working:
-                        failure = Gone()  # whoever asks for the rest is told that it comes
+                        failure = Gone()  # the client requests the rest again, and gets signs of life
             except (CachefsError, Gone) as exc:  # out of here without the nursery's wrapping
                 failure = exc
             watched.cancel_scope.cancel()
@@ -396,13 +407,16 @@ class _Conversation:
 
     def _check(self, block: int, checksum: int) -> bytes:
         packed = CHECKSUM.pack(checksum)
-        return packed if self._seals is None else packed + self._seals.block(block, packed)
+        return packed if self._macs is None else packed + self._macs.block(block, packed)
 
     async def _reply(self, status: int, body: bytes) -> None:
         self._within(self._server._limits.stall_s)
         await self._wire.send(self._head(status, len(body), body) + body, more=False)
 
     def _head(self, status: int, length: int, body: bytes) -> bytes:
-        seal = self._seals.reply(status, length, body) if self._seals is not None else ""
-        later = self._server._limits.retry_after_s if status == 503 else 0
-        return spell_reply(Head(status, length, seal, later, self._last))
+        headers = {"Content-Length": str(length)}
+        if self._macs is not None:
+            headers[MAC] = self._macs.reply(status, length, body)
+        if self._last:
+            headers["Connection"] = "close"
+        return spell_reply(status, headers)

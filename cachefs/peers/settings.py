@@ -1,4 +1,13 @@
-"""What the options say about peers, checked before anything is mounted."""
+"""The options about peers, checked before anything is mounted.
+
+`--peers` says where the other nodes are found:
+
+    static:h1:7070,h2:7070                   these addresses, always
+    dns:cachefs.training.svc:7070            every address of that name
+    etcd:http://e1:2379,http://e2:2379/name  the nodes that register there, below that prefix
+
+IPv6 addresses stand in brackets.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +15,11 @@ import os
 import ssl
 from dataclasses import dataclass, fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from cachefs.config import Config
-from cachefs.errors import ConfigError
-from cachefs.peers.auth import Key, check_believed, check_listen, client_tls, distrust, read_key, server_tls
-from cachefs.peers.places import DnsPeers, EtcdPeers, Peers, StaticPeers, parse_address, parse_peers
+from cachefs.base.errors import ConfigError
+from cachefs.config.config import Config
+from cachefs.peers.auth import Key, check_fresh, check_listen, client_tls, distrust, read_key, server_tls
 from cachefs.peers.wire import MAX_RANK, Address
 
 READABLE_BY_ALL = 0o004
@@ -19,12 +28,63 @@ NEED_PEERS = (
     *("peer_listen", "peer_key_file", "peer_cert", "peer_cert_key", "peer_ca", "etcd_ca"),
     *("cache_group", "group_weight", "replicas", "sharing"),
 )
-"""Options that mean nothing alone."""
+"""Options that mean nothing without `--peers`."""
+
+DEFAULT_PREFIX = "/cachefs"
+
+EXAMPLES = "write static:host:port,host:port or dns:name:port or etcd:http://host:2379"
+
+
+@dataclass(frozen=True, slots=True)
+class StaticPeers:
+    """A list that never changes; this node may be in it."""
+
+    addresses: tuple[Address, ...]
+
+    def __str__(self) -> str:
+        return "static:" + ",".join(map(str, self.addresses))
+
+
+@dataclass(frozen=True, slots=True)
+class DnsPeers:
+    """All addresses of one name (a headless service), one port."""
+
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"dns:{self.name}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One member of an etcd cluster."""
+
+    address: Address
+    tls: bool
+
+    def __str__(self) -> str:
+        return f"http{'s' if self.tls else ''}://{self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdPeers:
+    """A cluster, and the prefix of the keys under which nodes register: it begins with a slash and does not end in one."""
+
+    endpoints: tuple[Endpoint, ...]
+    prefix: str = DEFAULT_PREFIX
+
+    def __str__(self) -> str:
+        return "etcd:" + ",".join(map(str, self.endpoints)) + self.prefix
+
+
+Peers = StaticPeers | DnsPeers | EtcdPeers
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`listen` is None for a node that gives nothing, or whose place is to be found in the list (see `node`)."""
+    """`listen` is None for a node that serves no blocks, and for one whose address is found in the static list (see
+    `node`)."""
 
     peers: Peers
     listen: Address | None
@@ -58,7 +118,7 @@ def settings(config: Config) -> Settings | None:
     if not config.sharing and not isinstance(peers, EtcdPeers):
         asked = [peers.name] if isinstance(peers, DnsPeers) else [address.host for address in peers.addresses]
         for host in asked:
-            check_believed(host, key, client)
+            check_fresh(host, key, client)
     etcd_tls = None
     if config.etcd_ca is not None:
         if not isinstance(peers, EtcdPeers):
@@ -92,7 +152,7 @@ def _key(path: Path | None) -> Key | None:
         return None
     key = read_key(path)
     if os.stat(path).st_mode & READABLE_BY_ALL:
-        raise ConfigError(f"everybody can read the peers' key {path}: chmod 600 {path}")
+        raise ConfigError(f"every user can read the peers' key {path}: chmod 600 {path}")
     return key
 
 
@@ -111,3 +171,52 @@ def _etcd_tls(ca: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as exc:
         raise ConfigError(f"cannot use --etcd-ca {ca}: {exc.strerror or exc}") from exc
+
+
+def parse_address(text: str) -> Address:
+    """``host:port`` or ``[v6]:port``, lower case. Raises `ValueError` whose text completes "'…' is"."""
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]") and ":" in host:
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("ambiguous: an IPv6 address stands in brackets, [fd00::1]:7070")
+    if not colon or not host or not set(host).isdisjoint("[]/@ "):
+        raise ValueError("not an address: write it like host:7070 or [fd00::1]:7070")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise ValueError("not an address: the port is a number from 1 to 65535")
+    return Address(host.lower(), int(port))
+
+
+def parse_peers(text: str) -> Peers:
+    """Raises `ValueError` whose text completes "'…' is"."""
+    kind, _, rest = text.strip().partition(":")
+    if not rest:
+        raise ValueError(f"not a place to find peers: {EXAMPLES}")
+    match kind:
+        case "static":
+            # Each once, as the order says nothing.
+            return StaticPeers(tuple(sorted({parse_address(part) for part in rest.split(",")})))
+        case "dns":
+            return DnsPeers(*parse_address(rest))
+        case "etcd":
+            return _etcd(rest)
+    raise ValueError(f"not a place to find peers: {EXAMPLES}")
+
+
+def _etcd(text: str) -> EtcdPeers:
+    endpoints: list[Endpoint] = []
+    prefix = ""
+    for part in text.split(","):
+        if prefix:
+            raise ValueError("unclear: the prefix of keys comes once, after the last etcd endpoint")
+        url = urlsplit(part.strip())
+        if url.scheme not in ("http", "https") or url.query or url.fragment:
+            raise ValueError("not an etcd endpoint: write it like http://host:2379")
+        if "@" in url.netloc:
+            raise ValueError(
+                "an endpoint with credentials: they would be seen in logs, so they do not go here"
+            )
+        host = url.netloc if url.netloc.rpartition(":")[2].isdigit() else f"{url.netloc}:2379"
+        endpoints.append(Endpoint(parse_address(host), url.scheme == "https"))
+        prefix = url.path.rstrip("/")
+    return EtcdPeers(tuple(dict.fromkeys(endpoints)), prefix or DEFAULT_PREFIX)

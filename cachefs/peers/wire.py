@@ -1,24 +1,24 @@
-"""What nodes say to each other: HTTP/1.1, four questions, and replies whose every block can be checked.
+"""The protocol between nodes: HTTP/1.1, four requests, and replies whose every block can be checked.
 
-    GET /v1/blocks?…   blocks [start, stop) of one object version, all within one extent
-    GET /v1/bring?…    have them there; the reply is empty, and comes when they are
-    GET /v1/have?…     which of them this node holds, as a bitmap
-    GET /v1/hello      who this node is
+    GET /v1/blocks?…     blocks [start, stop) of one object version, all within one extent
+    GET /v1/bring?…      fetch and keep them; the reply is empty, and comes when they are there
+    GET /v1/have?…       which of them this node holds, as a bitmap
+    GET /v1/hello        this node's handshake
 
-The query names the version with all that a node needs to fetch it itself; nothing in it is ever a path. The fields have
-one order and no optional members, so that there is one spelling of a request and it can be signed as it is.
+The query names the object version with all that a node needs to fetch it itself; no part of it is used as a path. The fields
+have one order and none is optional, so a request has one spelling and can be signed as it is.
 
 The body of a blocks reply is, for each block, its bytes and then its *check*: the xxh3_64 of the bytes (8 bytes,
-big-endian), followed by a seal of 16 bytes when the nodes share a key (`auth`). The check follows because the owner sends
-a block while it still arrives from the store. Content-Length is known from the request alone, so a broken reply is a short
-one. Giving up is closing the connection.
+big-endian), followed by a MAC of 16 bytes when the nodes share a key (`auth`). The check follows the bytes because the owner
+sends a block while it still arrives from the origin. Content-Length is known from the request alone, so a broken reply is a
+short one. Either side cancels by closing the connection.
 
-Waiting is not silence: a node that has to fetch the first block says so at once and then every second (`102 Processing`),
-so the deadline of whoever asks is for a dead peer and not for a slow store. Within a body nothing can be said: a reply that
-has to pause for longer is broken off, and the rest asked for anew. A 102 carries no seal: it can renew a deadline, up to a
+A node that has to fetch the first block says so at once and then every second (`102 Processing`), so a client's deadline
+detects a dead peer and not a slow origin. Within a body no such sign is possible: a server that would have to pause for
+longer breaks the reply off, and the client requests the rest again. A 102 carries no MAC: it can renew a deadline, up to a
 total, and nothing else.
 
-Everything here is pure.
+This module also has what the exchange needs of the rooms around it: `Shares` gives bytes, `Sink` takes them.
 """
 
 from __future__ import annotations
@@ -28,57 +28,53 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
-from cachefs.errors import CachefsError
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
+from cachefs.base.errors import CachefsError
+from cachefs.base.http1 import spell_reply
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
 
 BLOCKS = "/v1/blocks"
 BRING = "/v1/bring"
 HAVE = "/v1/have"
-HELLO = "/v1/hello"
+HANDSHAKE = "/v1/hello"
+
+WORKING = spell_reply(102, {})
+"""The sign of life before a reply."""
 
 WORKING_EVERY_S = 1.0
-"""Between two signs of life, and the longest pause within a body. Guessed: half of what an asker waits at most."""
+"""Between two signs of life, and the longest pause within a body. Derived: half of what a client waits at most."""
 
 MAX_RANK = 15
-"""Members that may be asked for one extent, replicas and heirs together. Guessed."""
+"""Replicas and successors of one extent together."""
 
-AUTHORIZATION = b"authorization"
-SEAL = b"cachefs-seal"
-
-MAX_HEAD_BYTES = 16 << 10
-"""Of a request or a reply. Derived: the longest key of a store (1,024 characters) takes 12 KiB percent-encoded."""
+MAC = "Cachefs-Seal"
+"""The header with the MAC of a reply."""
 
 MAX_TARGET_BYTES = 14 << 10
-"""Leaves room for the other header lines."""
-
-MAX_HEADERS = 32
+"""Leaves room for the other header lines within `http1.MAX_HEAD_BYTES`."""
 
 MAX_SMALL_BODY = 16 << 10
 """Of every reply that is not blocks: the bitmap of `MAX_HAVE_BLOCKS` is the longest, 8 KiB."""
 
 MAX_HAVE_BLOCKS = 1 << 16
-"""64 GiB of an object in one question, at the default block size."""
+"""64 GiB of an object in one request, at the default block size."""
 
-MAX_HELLO_TEXT = 256
-"""Characters of each text in a hello. Guessed."""
-
-MAX_BLOCK_BYTES = 64 << 20
-"""What a request may name; a node refuses any size but its own."""
+MAX_HANDSHAKE_TEXT = 256
+"""Characters of each text in a handshake: with JSON's escapes, it fits into `MAX_SMALL_BODY`."""
 
 CHECKSUM = struct.Struct(">Q")
-SEAL_BYTES = 16
+MAC_BYTES = 16
 
 Kind = Literal["connect", "timeout", "slow", "reset", "not_here", "busy", "changed", "corrupt", "refused"]
-"""What went wrong with a peer, for whoever decides what to do next:
+"""What went wrong with a peer; the caller decides what to do next:
 
-- connect: nobody answers there; timeout: silence, or not done in time; reset: the connection broke off.
-- slow: bytes come, but much more slowly than the origin sends them (`pace.py`).
-- not_here: it is not the owner, does not share that store, or the object is gone; busy: it asked to be left alone for
-  a while; changed: the store has another version now.
-- corrupt: what came fails its check; refused: it does not trust us or does not understand us, or we do not trust it.
+- connect: no connection; timeout: silence, or not done in time; reset: the connection broke off.
+- slow: bytes come, but much more slowly than the origin sends them (`health.Pace`).
+- not_here: it is not the owner, does not share that origin, or the object is gone; busy: it serves no more requests for
+  now; changed: the origin has another version now.
+- corrupt: received bytes fail their check; refused: one of the two nodes does not trust or understand the other.
 """
 
 KIND_OF: Mapping[int, Kind] = {404: "not_here", 412: "changed", 503: "busy"}
@@ -90,13 +86,13 @@ class Malformed(CachefsError):
 
 
 class Address(NamedTuple):
-    """Where a peer listens. `host` is a name or an address, IPv6 without brackets."""
+    """Where a peer listens. `host` is a name or an IP address, IPv6 without brackets."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
-        """As a Host header has it."""
+        """As in a Host header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -112,8 +108,8 @@ def _quoted(name: str) -> str:
 class BlockRequest:
     """Blocks [start_block, stop_block) of one object version, of `block_size` bytes each but for the object's last.
 
-    `rank` is the place of who is asked among the extent's owners, as the asker sees them: 0 is the owner, above that
-    those before it do not answer."""
+    `rank` is the place of the server in the extent's order of members, as the client sees it: 0 is the owner; above 0, the
+    members before it do not answer."""
 
     object: ObjectId
     start_block: int
@@ -136,16 +132,16 @@ class BlockRequest:
         return block_length(block, self.object.size, self.block_size)
 
     def within_extent(self) -> bool:
-        """Whether one node owns all of it."""
+        """True if one node owns all of it."""
         return self.start_block // BLOCKS_PER_EXTENT == (self.stop_block - 1) // BLOCKS_PER_EXTENT
 
-    def body_length(self, sealed: bool) -> int:
+    def body_length(self, signed: bool) -> int:
         """Content-Length of the reply."""
-        check = CHECKSUM.size + (SEAL_BYTES if sealed else 0)
+        check = CHECKSUM.size + (MAC_BYTES if signed else 0)
         return self.stop - self.start + check * (self.stop_block - self.start_block)
 
     def target(self, path: str) -> str:
-        """The request target, ASCII. Raises `Malformed` when no peer would take it (a name too long)."""
+        """The request target, ASCII. Raises `Malformed` for a name that is too long for any peer."""
         version = self.object
         target = (
             f"{path}?source={_quoted(version.source)}&key={_quoted(version.key)}&etag={_quoted(version.etag)}"
@@ -161,7 +157,6 @@ _QUERY = re.compile(
     "source=([^&]+)&key=([^&]+)&etag=([^&]*)"
     "&size=([0-9]{1,18})&block=([0-9]{1,18})&start=([0-9]{1,18})&stop=([0-9]{1,18})&rank=([0-9]{1,18})"
 )
-"""Names and numbers of which a version and its blocks consist."""
 
 
 def parse_target(target: str) -> tuple[str, str]:
@@ -173,8 +168,8 @@ def parse_target(target: str) -> tuple[str, str]:
 
 
 def parse_query(query: str, block_size: int) -> BlockRequest:
-    """The request that a query of ours spells. Raises `Malformed`, also for a range that the object does not have or a
-    block size that is not `block_size`."""
+    """The request in a query. Raises `Malformed`, also for a range that the object does not have or a block size other than
+    `block_size`."""
     said = _QUERY.fullmatch(query)
     if said is None:
         raise Malformed("the query is not a source, a key, an etag and five numbers")
@@ -186,7 +181,7 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
             )
         except UnicodeDecodeError as exc:
             raise Malformed("a name is not UTF-8") from exc
-    # With a zero byte in them, two versions could have one digest (`ObjectId`); no store has such.
+    # With a zero byte in a name, two versions could have one digest (`ObjectId`).
     if "\0" in source or "\0" in etag:
         raise Malformed("a name is impossible")
     size, block, start, stop, rank = map(int, said.group(4, 5, 6, 7, 8))
@@ -195,18 +190,18 @@ def parse_query(query: str, block_size: int) -> BlockRequest:
     if not 0 <= start < stop <= block_count(size, block):
         raise Malformed("the object has no such blocks")
     if rank > MAX_RANK:
-        raise Malformed("nobody is asked so late")
+        raise Malformed("a rank beyond all replicas and successors")
     return BlockRequest(ObjectId(source, key, etag, size), start, stop, block, rank)
 
 
 def pack_bitmap(held: list[bool]) -> bytes:
-    """Bit i of the whole, least significant first, is the i-th block of the request."""
+    """Bit i, least significant first, is the i-th block of the request."""
     bits = sum(1 << index for index, here in enumerate(held) if here)
     return bits.to_bytes((len(held) + 7) // 8, "little")
 
 
 def parse_bitmap(body: bytes, count: int) -> list[bool]:
-    """What `pack_bitmap` was given. Raises `Malformed`."""
+    """The inverse of `pack_bitmap`. Raises `Malformed`."""
     if len(body) != (count + 7) // 8:
         raise Malformed("the bitmap has another length")
     bits = int.from_bytes(body, "little")
@@ -214,11 +209,12 @@ def parse_bitmap(body: bytes, count: int) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Who a node is: its id, which outlives restarts and other addresses, the protocol's version, its cache group, the
-    fingerprint of its sources, and its share of the ring (0: it serves nobody).
+class Handshake:
+    """A node's introduction: its id (`node`), which outlives restarts and changes of address, the protocol's version, its
+    cache group, the fingerprint of its sources, and its share of the ring (0: it serves no blocks).
 
-    `life` is drawn anew by each daemon. `block_size` and `shows` (its sources, for people) say why two do not share."""
+    Each daemon draws a random `life`. `block_size` and `shows` (its sources, for people) explain why two nodes do not
+    share."""
 
     node: str
     version: int
@@ -233,8 +229,8 @@ class Hello:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def parse(cls, body: bytes) -> Hello:
-        """Raises `Malformed`. Members that a later version added are ignored; an earlier one's may miss the last three."""
+    def parse(cls, body: bytes) -> Handshake:
+        """Raises `Malformed`. Unknown fields are ignored; the last three may be missing, as in an earlier version."""
         try:
             said = json.loads(body)
             node, version, group, sources, weight = (
@@ -242,18 +238,81 @@ class Hello:
             )
             life, block_size, shows = said.get("life", ""), said.get("block_size", 0), said.get("shows", "")
             texts = (node, group, sources, life, shows)
-            if not all(isinstance(text, str) and len(text) <= MAX_HELLO_TEXT for text in texts):
-                raise Malformed("not a hello")
+            if not all(isinstance(text, str) and len(text) <= MAX_HANDSHAKE_TEXT for text in texts):
+                raise Malformed("not a handshake")
             if not all(type(number) is int for number in (version, block_size)):
-                raise Malformed("not a hello")
+                raise Malformed("not a handshake")
             if type(weight) not in (int, float):
-                raise Malformed("not a hello")
+                raise Malformed("not a handshake")
             if not 0 <= weight <= 1e6:  # also turns away NaN
                 raise Malformed("an impossible weight")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-            raise Malformed("not a hello") from exc
+            raise Malformed("not a handshake") from exc
         return cls(node, version, group, sources, float(weight), life, block_size, shows)
 
 
 VERSION = 2
-"""Of this protocol, as `Hello.version` has it: of all by which two nodes find the same owner. 1 named members by address."""
+"""Of this protocol and of all by which two nodes find the same owner (`Handshake.version`)."""
+
+
+class NotShared(CachefsError):
+    """This node does not give these blocks: it is not the owner, does not share that origin, or the object is gone."""
+
+
+class Busy(CachefsError):
+    """This node cannot serve more for now."""
+
+
+class PeerFailed(CachefsError):
+    """A peer did not deliver. `delivered` bytes of the request went to the sink, all of them whole and checked blocks: the
+    caller fetches the rest elsewhere."""
+
+    def __init__(self, kind: Kind, text: str) -> None:
+        super().__init__(text)
+        self.kind: Kind = kind
+        self.delivered = 0
+
+
+class Piece(NamedTuple):
+    """Bytes of one block, as a range of an open file.
+
+    `checksum` is the block's xxh3_64 if the block ends with this piece, else None. With `in_ram`, reading the file never
+    waits for a disk."""
+
+    fd: int
+    offset: int
+    length: int
+    in_ram: bool
+    checksum: int | None
+
+
+class Served(Protocol):
+    """A reply in progress. Pieces from `take` stay valid until `close`."""
+
+    def take(self) -> Piece | None:
+        """The next piece, in order, none across blocks; None when it has not arrived yet. Not called after the last."""
+
+    async def wait(self) -> None:
+        """Return when `take` may have a piece; may be cancelled and called again. Raises what `Shares.open` raises: before
+        the first piece the server replies with a status, later it breaks the reply off."""
+
+    def close(self) -> None:
+        """The reply is over, sent or not. Called exactly once."""
+
+
+class Shares(Protocol):
+    """Decides what this node gives to others. The server checks only the form of a request."""
+
+    async def open(self, request: BlockRequest, peer: str, *, background: bool = False) -> Served:
+        """Raises `NotShared`, `cachefs.base.errors.ObjectChanged` or `Busy`. `peer` is the client's IP address. With
+        `background` the bytes are to be cached, and no client waits for them."""
+
+    async def have(self, request: BlockRequest, peer: str) -> list[bool]:
+        """For each block of the request, whether this node holds it now. Raises `NotShared`."""
+
+
+class Sink(Protocol):
+    """Takes the bytes of one request: called from worker threads, in order, never concurrently."""
+
+    def write_block(self, data: memoryview, checksum: int) -> None:
+        """Take the next block, whose xxh3_64 is `checksum`. May raise to stop the transfer."""

@@ -1,6 +1,6 @@
-"""Plans as they are announced over the control socket: in chunks, because a request is one bounded line.
+"""Plans as they arrive over the control socket: in parts, because a request is one bounded line.
 
-A list of files or an order counts when all of it has come; until then the plan is what it was.
+A list of files or an order takes effect when it is complete; until then the plan stays as it was.
 """
 
 from __future__ import annotations
@@ -15,46 +15,50 @@ from collections.abc import Callable
 
 import trio
 
-from cachefs.errors import ConfigError
+from cachefs.base.errors import ConfigError
 from cachefs.prefetch.files import Files
+from cachefs.prefetch.plan_store import PlanStore, Snapshot
 from cachefs.prefetch.plans import MOST_PLANS, Order, Plan, Plans
-from cachefs.prefetch.shelf import Shelf, Snapshot
 
 LONGEST_NAME = 256
 
 UNFINISHED_S = 600.0
-"""A list or an order of which no part came for so long will not be finished. Guessed: a job sends its parts at once."""
+"""An incomplete list or order of which no part came for so long is dropped; a job sends its parts at once."""
 
 TOUCH_EVERY_S = 3600.0
-"""How often the time of last use of a plan is written down. Guessed: it decides about a day."""
+"""How often the time of last use of a plan is saved. Derived: a small part of `plans.DROP_AFTER_S`."""
 
 
 class Announced:
-    """`on_change` is called when there are other plans than before."""
+    """`on_change` is called when plans were added, changed or dropped."""
 
-    def __init__(self, plans: Plans, shelf: Shelf | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, plans: Plans, plan_store: PlanStore | None, clock: Callable[[], float] = time.time
+    ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self._plans = plans
-        self._shelf = shelf
+        self._plan_store = plan_store
         self._clock = clock
         self._files: dict[str, Files] = {}
         self._orders: dict[str, Order] = {}
-        self._unfinished: dict[str, float] = {}  # plan → when the last part came of what is not complete
+        self._unfinished: dict[str, float] = {}  # plan → time of the last part of an incomplete list or order
         self._writing = trio.Lock()
         self._swept_at = clock()
 
     async def load(self) -> None:
-        """What an earlier daemon was told."""
-        if self._shelf is None:
+        """Load the plans of an earlier daemon."""
+        if self._plan_store is None:
             return
-        for plan in await trio.to_thread.run_sync(self._shelf.load):
+        async with self._writing:
+            plans = await trio.to_thread.run_sync(self._plan_store.load)
+        for plan in plans:
             if plan.name not in self._plans.by_name:
                 self._plans.put(plan)
         await self.drop_unused()
         self.on_change()
 
     async def files(self, plan: str, paths: list[str], at: int, total: int) -> int:
-        """A part of a plan's list, from its `at`th path on; how many are known then. Raises `ConfigError`."""
+        """A part of a plan's list, from its `at`th path on. Returns how many are known. Raises `ConfigError`."""
         _check_types(plan, at=at, total=total)
         if not isinstance(paths, list) or not all(type(path) is str and "\0" not in path for path in paths):
             raise ConfigError(f"plan {plan}: paths are strings without a NUL")
@@ -85,15 +89,15 @@ class Announced:
     async def order(
         self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
     ) -> int:
-        """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on; how many are known
-        then. Raises `ConfigError`, also when the plan has another list than `files` is the digest of: its places would
-        be those of other files."""
+        """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on. Returns how many are
+        known. Raises `ConfigError`, also when `files` is not the digest of the plan's list: the numbers would name other
+        files."""
         _check_types(plan, epoch=epoch, at=at, total=total)
         known = self._plans.by_name.get(plan)
         if known is None:
             raise ConfigError(f"plan {plan}: its files were not announced")
         if files and files != known.files.digest.hex():
-            raise ConfigError(f"plan {plan}: it has another list of files, which somebody else announced")
+            raise ConfigError(f"plan {plan}: it has another list of files, which another job announced")
         if at == 0:
             if not 0 <= total <= 64 * max(len(known.files), 1):
                 raise ConfigError(f"plan {plan}: an order of {total} for {len(known.files)} files")
@@ -118,17 +122,17 @@ class Announced:
         return len(order.numbers)
 
     async def drop(self, plan: str) -> bool:
-        """Forget a plan; whether there was one."""
+        """Forget a plan; True if there was one."""
         self._forget_unfinished(plan)
         found = self._plans.drop(plan) is not None
         self.on_change()
-        if self._shelf is not None and found:
+        if self._plan_store is not None and found:
             async with self._writing:
-                await trio.to_thread.run_sync(self._shelf.drop, plan)
+                await trio.to_thread.run_sync(self._plan_store.drop, plan)
         return found
 
     async def drop_unused(self) -> None:
-        """Forget plans of jobs that are over, and what was begun and not finished; write down which plans are in use."""
+        """Forget plans of jobs that are over, and incomplete ones; save which plans are in use."""
         now = self._clock()
         for name in [name for name, at in self._unfinished.items() if now - at > UNFINISHED_S]:
             self._forget_unfinished(name)
@@ -140,6 +144,12 @@ class Announced:
                     await self._save(plan)
             self._swept_at = now
 
+    async def aclose(self) -> None:
+        if self._plan_store is not None:
+            with trio.CancelScope(shield=True):
+                async with self._writing:
+                    await trio.to_thread.run_sync(self._plan_store.close)
+
     def _forget_unfinished(self, plan: str) -> None:
         self._files.pop(plan, None)
         self._orders.pop(plan, None)
@@ -150,20 +160,20 @@ class Announced:
         if gone is not None:
             self._orders.pop(gone.name, None)
         self.on_change()
-        if gone is not None and self._shelf is not None:
+        if gone is not None and self._plan_store is not None:
             async with self._writing:
-                await trio.to_thread.run_sync(self._shelf.drop, gone.name)
+                await trio.to_thread.run_sync(self._plan_store.drop, gone.name)
 
     async def _save(self, plan: Plan) -> None:
-        if self._shelf is None:
+        if self._plan_store is None:
             return
         async with self._writing:
             if self._plans.by_name.get(plan.name) is plan:
-                await trio.to_thread.run_sync(self._shelf.save, Snapshot.of(plan))
+                await trio.to_thread.run_sync(self._plan_store.save, Snapshot.of(plan))
 
 
 def _check_types(plan: object, **numbers: object) -> None:
-    """They come as JSON from whoever may speak to the daemon."""
+    """The values come as JSON from any client of the control socket."""
     if not isinstance(plan, str) or not 0 < len(plan) <= LONGEST_NAME:
         raise ConfigError(f"the name of a plan has 1 to {LONGEST_NAME} characters")
     for name, number in numbers.items():

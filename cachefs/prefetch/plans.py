@@ -1,15 +1,14 @@
-"""What a job says it will read: lists of files in order, one *plan* for each of its ranks. Pure.
+"""What a job announced that it will read: lists of files in order, one *plan* for each of its ranks. Pure.
 
-A plan has a list of files, and the order of this epoch and of the next as numbers into it; the two are one sequence, the
-next behind this one. Where the job is, its opens say: the *position* is behind the furthest of the files lately opened that
-lie together in the order, if at least half of them do. So files that come late or were skipped are not waited for; a job
-that begins again, or elsewhere, is followed forward and back; and another job on the same files, whose opens are
-scattered over this order, does not move it. Opens that fit nowhere cost nothing but the prefetch. When the position
-enters the next order, that is this one.
+A plan has a list of files, and the orders of this epoch and of the next as numbers into it; the two are one sequence, the
+next behind this one. The job's opens tell where it is: the *position* is behind the furthest of the recently opened files
+that lie together in the order, if at least half of them do. So files that come late or are skipped are not waited for; a job
+that begins again, or elsewhere, is followed forward and back; and another job on the same files, whose opens are scattered
+over this order, does not move it. Opens that fit nowhere cost only the prefetch. When the position enters the next order,
+that becomes the current one.
 
-Memory, measured for 1.2 M paths of 50 bytes: 65 bytes a file for the list, which plans with the same files share, and
-8 bytes a file for each order.
-"""
+Memory, measured for 1.2 M paths of 50 bytes: 65 bytes a file for the list, which plans with the same files share, and 8
+bytes a file for each order."""
 
 from __future__ import annotations
 
@@ -20,40 +19,38 @@ from typing import NamedTuple
 from cachefs.prefetch.files import Files
 
 RECENT = 64
-"""Opens that tell where the job is; of a short order, a quarter. Guessed: a few of each worker."""
+"""Opens that tell where the job is (of a short order, a quarter): a few of each worker."""
 
 NEAR_MOST, NEAR_LEAST, NEAR_PART = 8192, 4, 8
-"""How far around their middle these lie together: an eighth of the order, within bounds. Workers times batches times what
-they load ahead are a few thousand files out of order. Guessed."""
+"""How far around their middle these lie together: an eighth of the order, within bounds. Workers times batches times their
+look-ahead are a few thousand files out of order."""
 
 SETTLE_EVERY = 8
-"""Opens between two looks at them: a look takes 15 µs (measured). Guessed."""
+"""Opens between two looks at them: a look takes 15 µs (measured)."""
 
 BEGUN = 6
-"""The last opens that must be at the beginning of the next order, when this one is nearly done, for it to have begun.
-Derived: by chance other files are so once in 8^6, and this one is nearly done for a thousand looks."""
+"""So many last opens must be at the begin of the next order, when this one is nearly done, for it to have begun. Derived: by
+chance other files are there once in 8^6, and this order is nearly done for a thousand looks."""
 
 LOOKAHEAD = 16_384
-"""Files behind the position that are looked at: those that are cached cost a look each. Guessed; what is fetched is
-bounded by its bytes."""
+"""Files behind the position that are looked at; cached ones cost a look each, the others are bounded by their bytes."""
 
 SOON_MOST, SOON_LEAST, SOON_PART = 512, 16, 8
-"""Files behind the position that are looked at once more, in a short order an eighth: what was cached when it was looked at
-first may be gone. Guessed: a tenth of a second of the fastest readers, several round trips."""
+"""Files behind the position that are looked at again (in a short order an eighth), since a file that was cached at the first
+look may be gone: a tenth of a second of the fastest readers, several round trips."""
 
 DROP_AFTER_S = 86_400.0
-"""Plans that nobody used for a day are of jobs that are over. Given."""
+"""A plan without a use for a day belongs to a job that is over. Given."""
 
 QUIET_S = 600.0
 """After so long without a use nothing more is fetched for a plan, until its files are opened again: most such jobs are dead.
-Guessed: a job's start or evaluation takes less."""
+A job's start or evaluation takes less."""
 
 FOLLOWED_S = 7200.0
-"""So long after their last use plans are told of every open. Guessed: beyond an evaluation, and beyond what the time of last
-use may be late on disk."""
+"""So long after its last use a plan hears of every open: beyond an evaluation, and beyond `announced.TOUCH_EVERY_S`."""
 
 MOST_PLANS = 256
-"""Plans at a time: the ranks of several jobs on a node. Guessed."""
+"""Plans at a time: the ranks of several jobs on a node."""
 
 
 class Order:
@@ -69,7 +66,7 @@ class Order:
         return self.total
 
     def extend(self, numbers: array[int]) -> None:
-        """Raises ValueError for what does not belong into it."""
+        """Raises ValueError for too many numbers, or one beyond the list of files."""
         if len(self.numbers) + len(numbers) > self.total:
             raise ValueError("more of the order than was announced")
         if len(numbers) and max(numbers) >= len(self._places):
@@ -99,7 +96,7 @@ class Item(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the furthest of its workers has come past it."""
+        """True if the furthest of the job's workers is past it."""
         return self.epoch == self.plan.epoch and self.place < self.plan.position
 
 
@@ -112,9 +109,9 @@ class Plan:
         self.used_at = now
         self.orders: list[Order] = []  # the current one and the next
         self.position = 0
-        self.ahead = 0  # the first place that is not looked at yet
-        self.soon = 0  # the first that is not looked at once more
-        self.jumped = False  # since somebody looked: the position moved far at once
+        self.ahead = 0  # the first place that was not looked at yet
+        self.soon = 0  # the first that was not looked at again
+        self.jumped = False  # the position moved far at once; cleared by the reader
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._opens = 0
 
@@ -127,8 +124,8 @@ class Plan:
         return sum(map(len, self.orders))
 
     def put(self, order: Order) -> None:
-        """An order was announced. One for an epoch that is there replaces it, one that is earlier begins the plan anew, a
-        later one is next, or pushes when there is a next one already."""
+        """An order was announced. It replaces the one of its epoch; an earlier epoch restarts the plan; a later one becomes
+        the next, and the next one the current."""
         known = {old.epoch: i for i, old in enumerate(self.orders)}
         if (at := known.get(order.epoch)) is not None:
             if self.orders[at].numbers == order.numbers:
@@ -152,7 +149,7 @@ class Plan:
         self._recent.clear()
 
     def opened(self, path: bytes, now: float) -> bool:
-        """A file was opened; whether the plan names it."""
+        """A file was opened; True if the plan names it."""
         number = self.files.find(path)
         if number is None or not any(order.place(number) is not None for order in self.orders):
             return False
@@ -164,7 +161,7 @@ class Plan:
         return True
 
     def _settle(self) -> None:
-        """Find out where the job is."""
+        """Find the position from the recent opens."""
         current, following = self.orders[0], self.orders[1] if len(self.orders) == 2 else None
         if following is not None and self.position >= len(current) - _near(current):
             last = [following.place(number) for number in list(self._recent)[-BEGUN:]]
@@ -189,9 +186,9 @@ class Plan:
     def _be_at(self, position: int) -> None:
         if abs(position - self.position) > 2 * _near(self.orders[0]):
             self.jumped = True
-            self.ahead = self.soon = position  # begun again: what it will read once more may be gone
+            self.ahead = self.soon = position  # what it reads again may be gone
         self.position = position
-        # Its workers are batches apart: what the furthest has passed, the others may be about to read.
+        # The job's workers are batches apart: the others may still read what the furthest has passed.
         self.ahead = max(self.ahead, position - _near(self.orders[0]))
         self.soon = max(self.soon, position)
 
@@ -204,11 +201,11 @@ class Plan:
             self._recent.clear()
 
     def quiet(self, now: float, seconds: float = QUIET_S) -> bool:
-        """Whether it was not used for so long."""
+        """True if it was not used for so long."""
         return now - self.used_at > seconds
 
     def passed(self, epoch: int, place: int) -> bool:
-        """Whether the job has gone past that place, so far that its file will not come late."""
+        """True if the job is so far past that place that its file will not be opened late."""
         if not self.orders:
             return True
         near, current = _near(self.orders[0]), self.orders[0].epoch
@@ -217,14 +214,14 @@ class Plan:
         )
 
     def take(self) -> Item | None:
-        """The next file to look at: each when it comes within the look-ahead, and once more when it is needed soon."""
+        """The next file to look at: each when it comes within the look-ahead, and again when it is needed soon."""
         soon = self.position + _soon(self.orders[0]) if self.orders else 0
         if self.soon < min(self.ahead, soon):
             self.soon += 1
             return self._item(self.soon - 1)
         if self.ahead < min(len(self), self.position + LOOKAHEAD):
             if self.soon == self.ahead < soon:
-                self.soon += 1  # the first look is soon enough
+                self.soon += 1  # one look is enough
             self.ahead += 1
             return self._item(self.ahead - 1)
         return None
@@ -236,7 +233,7 @@ class Plan:
         return Item(self, order.epoch, place, self.files[order.numbers[place]])
 
     def give_back(self, item: Item) -> None:
-        """It could not be fetched now: it and what is behind it are looked at again."""
+        """It could not be fetched now: look at it and at what follows again."""
         start = 0
         for order in self.orders:
             if order.epoch == item.epoch:
@@ -255,18 +252,18 @@ def _soon(order: Order) -> int:
 
 
 class Plans:
-    """All plans, in turns."""
+    """All plans, taken round-robin."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Plan] = {}
-        self.jumped = False  # any of them, since somebody looked
+        self.jumped = False  # any of them
         self._turn: deque[Plan] = deque()
 
     def __len__(self) -> int:
         return len(self.by_name)
 
     def put(self, plan: Plan) -> Plan | None:
-        """Add or replace. Returns the plan that had to go for it, the one unused for longest."""
+        """Add or replace. Returns the plan that was dropped for it, the one unused for longest."""
         self.drop(plan.name)
         gone = None
         if len(self.by_name) >= MOST_PLANS:
@@ -287,7 +284,7 @@ class Plans:
         return [name for name, plan in self.by_name.items() if now - plan.used_at > DROP_AFTER_S]
 
     def opened(self, path: bytes, now: float) -> bool:
-        """Whether any plan names the file."""
+        """True if any plan names the file."""
         named = False
         for plan in self.by_name.values():
             named |= plan.opened(path, now)

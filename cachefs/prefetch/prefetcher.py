@@ -1,13 +1,13 @@
-"""Fetching ahead: one task that takes candidates in the order of their worth, and a task for each transfer.
+"""The executor of prefetch: one task that takes candidates, the most certain first, and a task for each transfer.
 
-What jobs have announced comes first, then the shards that come next, then the rest of a directory. Two bounds hold for
-all of them together: transfers under way, which leave the store's last slots to readers, and bytes that were fetched and
-not used yet, which are a share of the cache. A file is *awaited* until it is opened, and then it is *used*. Of a large one
-that was guessed only as much is used as is seen to be read: who opens it may look at its footer and go on to the next.
+Announced plans come first, then the next shards, then the rest of a directory. Two bounds hold for all of them together:
+transfers in flight, which leave the origin's last slots to readers, and bytes that were fetched and not used yet, which are
+a share of the cache. A prefetched file is *awaited* until it is opened; then it is *used*. A predicted shard is used
+when it was read (`shards.READ_SHARE`): its reader may only look at its footer.
 
-The store refuses what would displace something that somebody will miss. Then prefetch pauses, until something was used or
-a second has passed. It pauses as long after a failure: a store that is down is asked by readers alone. An error here costs
-the prefetch and nobody else.
+The store refuses what would displace blocks that are worth more. Then prefetch pauses, until a file was used or a second has
+passed. It pauses as long after a failure, so that only readers send requests to an origin that is down. An error here costs
+the prefetch alone.
 """
 
 from __future__ import annotations
@@ -21,70 +21,64 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.errors import CachefsError, IsADirectory, NoRoom, NotFound, ObjectChanged
+from cachefs.base.errors import CachefsError, IsADirectory, NoRoom, NotFound, ObjectChanged
+from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import contained
 from cachefs.fetch import Fetcher
 from cachefs.fs import LARGE, FileSystem, Volume
-from cachefs.metrics import Metrics
 from cachefs.prefetch.announced import Announced
+from cachefs.prefetch.plan_store import PlanStore
 from cachefs.prefetch.plans import FOLLOWED_S, Plan
-from cachefs.prefetch.shelf import Shelf
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
-from cachefs.tasks import contained
 
 if TYPE_CHECKING:
-    from cachefs.names import ObjectId
+    from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
 
 log = logging.getLogger(__name__)
 
 PART_BYTES, PARTS = 8 << 20, 8
-"""How a large file is fetched (see `Fetcher.bring`): it counts as so many transfers."""
+"""How `Fetcher.bring` fetches a large file: it counts as so many transfers."""
 
 LARGEST_SHARE = 4
-"""A file takes at most this part of the bytes that may lie unused; of a larger one the beginning is fetched. Guessed."""
+"""A file takes at most a quarter of the bytes that may lie unused; of a larger one the begin is fetched."""
 
 MOST_AWAITED = 65_536
-"""Files that may lie unused, about 600 bytes of memory each. Guessed: as many as readers use in a minute."""
+"""Files that may lie unused, about 600 bytes of memory each."""
 
 PAUSE_S = 1.0
-"""How long prefetch rests when it is refused or fails. Given."""
+"""How long prefetch pauses when it is refused or fails. Given."""
 
 SWEEP_EVERY_S = 60.0
-"""How often what is awaited is looked through. Guessed."""
+"""Between two looks through the awaited files."""
 
 UNREAD_S = 60.0
-"""What was not read for so long of a large file that was opened will not be read. Guessed."""
+"""A predicted shard that was opened and not read for so long will not be read."""
 
 AWAITED_S = 600.0
-"""What nobody opened for so long will not be opened, unless a plan in use says so. Guessed."""
+"""A file that was not opened for so long is not awaited any more, unless a plan in use names it."""
 
 SHOWN = 4
 """Directories in the status."""
 
 
 class _Ahead:
-    """A file that is fetched ahead, `size` bytes of it. `fetched` is known when it is done."""
+    """A prefetched file, `size` bytes of it, of which `fetched` came with the prefetch: known when it is `done`."""
 
-    __slots__ = ("candidate", "counted", "done", "fetched", "object", "read", "since", "size")
+    __slots__ = ("candidate", "done", "fetched", "object", "since", "size", "used")
 
     def __init__(self, candidate: Candidate, obj: ObjectId, size: int, since: float) -> None:
         self.candidate = candidate
         self.object = obj
         self.size = size
         self.since = since
-        self.done = False
-        self.fetched = self.read = self.counted = 0
-
-    def use(self, count: int) -> int:
-        """So many bytes were read, or may have been. Returns how many more of those fetched are used than before."""
-        self.read = min(self.size, self.read + count)
-        before, self.counted = self.counted, min(self.read, self.fetched)
-        return self.counted - before
+        self.done = self.used = False
+        self.fetched = 0
 
 
 class Awaited:
-    """Whose opens are worth telling, by digest: see `FileSystem.watch_opens`. `unread` are those that were opened, and not
-    read to their end."""
+    """The files whose opens prefetch must hear of, by digest (see `FileSystem.watch_opens`). `unread` are predicted shards
+    that were opened, and not read yet. `bytes` lie unused in both."""
 
     __slots__ = ("bytes", "everything", "files", "unread")
 
@@ -101,43 +95,34 @@ class Awaited:
         self.files[ahead.object.digest] = ahead
         self.bytes += ahead.size
 
-    def pop(self, digest: bytes) -> _Ahead | None:
+    def opened(self, digest: bytes) -> _Ahead | None:
         ahead = self.files.pop(digest, None)
+        if ahead is not None:
+            self.end(digest)
+            self.unread[digest] = ahead
+        return ahead
+
+    def end(self, digest: bytes) -> _Ahead | None:
+        """An opened file is used, or will not be."""
+        ahead = self.unread.pop(digest, None)
         if ahead is not None:
             self.bytes -= ahead.size
         return ahead
 
     def drop(self, ahead: _Ahead) -> bool:
-        """Give it up; False when it was used meanwhile."""
-        return self.files.get(ahead.object.digest) is ahead and self.pop(ahead.object.digest) is ahead
-
-    def opened(self, ahead: _Ahead) -> None:
-        """It is used by being read."""
-        self.end(ahead.object.digest)
-        self.unread[ahead.object.digest] = ahead
-        self.bytes += ahead.size
-
-    def read(self, digest: bytes, size: int, now: float) -> int:
-        """Some of it was read. Returns how many bytes more are used."""
-        ahead = self.unread.get(digest)
-        if ahead is None:
-            return 0
-        before, ahead.since = ahead.read, now
-        used = ahead.use(size)
-        self.bytes -= ahead.read - before
-        if ahead.read == ahead.size and ahead.done:
-            del self.unread[digest]
-        return used
-
-    def end(self, digest: bytes) -> None:
-        """The rest of it will not be read."""
-        ahead = self.unread.pop(digest, None)
-        if ahead is not None:
-            self.bytes -= ahead.size - ahead.read
+        """Forget it; False if it was opened meanwhile."""
+        digest = ahead.object.digest
+        if self.files.get(digest) is ahead:
+            del self.files[digest]
+            self.bytes -= ahead.size
+            return True
+        if self.unread.get(digest) is ahead:
+            self.end(digest)
+        return False
 
 
-class _Unlent:
-    """Digests of large files whose reads are to be seen."""
+class _Watched:
+    """Digests of large files whose reads must be seen: they are opened without passthrough."""
 
     def __init__(self, awaited: Awaited, shards: FromShards) -> None:
         self._files = awaited.files
@@ -150,7 +135,7 @@ class _Unlent:
 
 
 class Prefetcher:
-    """`slots` are transfers at a time, `budget` the bytes that may lie unused now. Plans are kept in `directory`."""
+    """`slots` are transfers at a time, `budget` returns the bytes that may lie unused now. Plans are kept in `directory`."""
 
     def __init__(
         self,
@@ -174,7 +159,7 @@ class Prefetcher:
         self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
         self._directories = FromDirectories(fs, self._paths, self._still_wanted)
-        self._announced = Announced(self._plans.plans, Shelf(directory) if directory else None, clock)
+        self._announced = Announced(self._plans.plans, PlanStore(directory) if directory else None, clock)
         self._announced.on_change = self._plans_changed
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
@@ -186,24 +171,23 @@ class Prefetcher:
         self._pause = ""
         self._fetched_bytes = self._used_bytes = self._unknown = 0
 
-    # -- what is told ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
-    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, lent: bool) -> None:
+    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
         """See `OpenHook`."""
         try:
-            self._opened(ino, pid, origin, obj, lent)
+            self._opened(ino, pid, origin, obj, passthrough)
         except Exception:
             log.exception("an open could not be followed")
 
-    def _opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, lent: bool) -> None:
+    def _opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
         now = trio.current_time()
-        ahead = self.awaited.pop(obj.digest)
+        ahead = self.awaited.opened(obj.digest)
         if ahead is not None:
             self._metrics.prefetch_used_files += 1
-            if ahead.candidate.stream is None or lent:
-                self._used_bytes += ahead.use(ahead.size)
-            else:
-                self.awaited.opened(ahead)
+            ahead.since = now
+            if ahead.candidate.stream is None or passthrough:
+                self._use(obj.digest)
             if ahead.candidate.directory is not None:
                 self._directories.hit(ino, ahead.candidate.directory, self._fetcher.course.epoch(obj), now)
             if self._pause == "no room":
@@ -215,13 +199,13 @@ class Prefetcher:
                 if self._plans.plans.jumped:
                     self._sweep_soon.set()
                 self._wake()
-                return  # the plan knows better
+                return  # the plan says what comes next
         if obj.size > LARGE:
             counts = ahead is not None or not self._fetcher.whole(obj)
-            cold = ahead is not None or not self._fetcher.cached_bytes(obj)  # to its readers
-            self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts, seen=not lent)
+            cold = ahead is not None or not self._fetcher.cached_bytes(obj)
+            self._shards.opened(ino, pid, origin, obj, cold=cold, counts=counts)
             self._wake()
-        elif obj.size and ahead is None and not lent and self._still_wanted(obj):
+        elif obj.size and ahead is None and not passthrough and self._still_wanted(obj):
             self._fetcher.course.comes(obj)
             walk = self._directories.missed(ino, origin, obj, self._fetcher.course.epoch(obj), now)
             if walk is not None and self._nursery is not None:
@@ -231,30 +215,35 @@ class Prefetcher:
     def read(self, obj: ObjectId, offset: int, size: int) -> None:
         """See `ReadHook`."""
         try:
-            if self.awaited.unread:
-                self._used_bytes += self.awaited.read(obj.digest, size, trio.current_time())
             if self._shards.read(obj, offset, size):
+                self._use(obj.digest)
                 self._wake()
         except Exception:
             log.exception("a read could not be followed")
+
+    def _use(self, digest: bytes) -> None:
+        ahead = self.awaited.end(digest)
+        if ahead is not None:
+            ahead.used = True
+            self._used_bytes += ahead.fetched
 
     async def _count(self, walk: Any) -> None:
         await self._directories.count(walk)
         self._wake()
 
     async def hint_files(self, plan: str, paths: list[str], at: int, total: int) -> int:
-        """The files of a plan, relative to the mount, from the `at`th of `total` on. Returns how many have come."""
+        """Files of a plan, relative to the mount, from the `at`th of `total` on. Returns how many are known."""
         return await self._announced.files(plan, paths, at, total)
 
     async def hint_order(
         self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
     ) -> int:
         """The order of an epoch of a plan: places in its list of files, little-endian 32-bit numbers in base64, from the
-        `at`th of `total` on. `files` is the digest of the list they are meant for. Returns how many have come."""
+        `at`th of `total` on. `files` is the digest of the list that they index. Returns how many are known."""
         return await self._announced.order(plan, epoch, indices_b64, at, total, files)
 
     async def hint_drop(self, plan: str) -> bool:
-        """Forget a plan. Whether there was one."""
+        """Forget a plan; True if there was one."""
         return await self._announced.drop(plan)
 
     def _plans_changed(self) -> None:
@@ -265,11 +254,11 @@ class Prefetcher:
         plans, now = self._plans.plans.by_name.values(), self._clock()
         self.awaited.everything = any(plan.orders and not plan.quiet(now, FOLLOWED_S) for plan in plans)
 
-    # -- what is done ------------------------------------------------------------------------------
+    # -- transfers ------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Fetch ahead until cancelled."""
-        self._fetcher.watch_reads(self.read, _Unlent(self.awaited, self._shards))
+        """Prefetch until cancelled."""
+        self._fetcher.watch_reads(self.read, _Watched(self.awaited, self._shards))
         await self._announced.load()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -286,6 +275,7 @@ class Prefetcher:
                             await self._news.wait()
             finally:
                 self._nursery = None
+                await self._announced.aclose()
 
     def _wake(self) -> None:
         self._stirred = True
@@ -307,7 +297,7 @@ class Prefetcher:
         return bool(obj.size) and obj.digest not in self.awaited.files and not self._fetcher.whole(obj)
 
     def _still_wanted(self, obj: ObjectId) -> bool:
-        """For who guesses: what this epoch has had may be gone, but nobody will miss it."""
+        """For predictions: a file that was read in this epoch may be gone, and will not be read again soon."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
     def _start(self, nursery: trio.Nursery, candidate: Candidate) -> None:
@@ -318,7 +308,7 @@ class Prefetcher:
         origin, obj = candidate.found
         size = min(obj.size, self._budget() // LARGEST_SHARE)
         if obj.digest in self.awaited.files:
-            return  # two plans, or a look-up that took its time
+            return  # of two plans, or prefetched during the lookup
         ahead = _Ahead(candidate, obj, size, trio.current_time())
         self.awaited.put(ahead)
         transfers = max(1, min(PARTS, size // PART_BYTES))
@@ -326,10 +316,10 @@ class Prefetcher:
         contained(nursery, "prefetch", self._bring, origin, ahead, transfers)
 
     async def _look_up(self, nursery: trio.Nursery, candidate: Candidate) -> None:
-        """Find a path that nothing is known of, then fetch it."""
+        """Look up a path of which no listing tells, then fetch it."""
         assert candidate.item is not None
         try:
-            candidate.found = await self._fs.survey.resolve(
+            candidate.found = await self._fs.tree_queries.resolve(
                 candidate.item.path.decode("utf-8", "surrogateescape")
             )
         except CachefsError as exc:
@@ -349,17 +339,14 @@ class Prefetcher:
             ahead.fetched = await self._fetcher.bring(origin, ahead.object, 0, ahead.size)
             fetched = ahead.done = True
             self._fetched_bytes += ahead.fetched
-            self._used_bytes += ahead.use(0)
+            self._used_bytes += ahead.fetched if ahead.used else 0
             self._metrics.prefetch_files += 1
         except CachefsError as exc:
             self._failed(exc, ahead.candidate)
         finally:
             self._in_flight -= transfers
-            if not fetched:
-                if self.awaited.drop(ahead) and ahead.candidate.directory is not None:
-                    ahead.candidate.directory.failed()
-                if self.awaited.unread.get(ahead.object.digest) is ahead:
-                    self.awaited.end(ahead.object.digest)
+            if not fetched and self.awaited.drop(ahead) and ahead.candidate.directory is not None:
+                ahead.candidate.directory.failed()
             self._wake()
 
     def _failed(self, exc: CachefsError, candidate: Candidate) -> None:
@@ -369,7 +356,7 @@ class Prefetcher:
             return
         self._metrics.prefetch_errors += 1
         log.debug("prefetch: %s", exc)
-        if not isinstance(exc, NotFound | IsADirectory | ObjectChanged):  # which are of this file alone
+        if not isinstance(exc, NotFound | IsADirectory | ObjectChanged):  # those are of this file alone
             self._rest(str(exc))
 
     def _rest(self, reason: str) -> None:
@@ -391,7 +378,7 @@ class Prefetcher:
             self._wake()
 
     async def _sweep(self) -> None:
-        """What is gone from the cache, or will not be opened, is not awaited any more."""
+        """Do not await files any more that have left the cache or will not be opened."""
         for number, ahead in enumerate(list(self.awaited.files.values())):
             if number % 64 == 0:
                 await trio.lowlevel.checkpoint()
@@ -411,7 +398,7 @@ class Prefetcher:
         return ahead.since < trio.current_time() - AWAITED_S
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values. `paused` says why nothing is fetched, "" when it may be."""
+        """For `cachefs status`: plain values. `paused` is why nothing is fetched, else ""."""
         full = "enough lies unused" if self._enough() else ""
         return {
             "directories": self._directories.status(SHOWN),

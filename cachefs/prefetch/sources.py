@@ -1,8 +1,8 @@
-"""From policies to candidates: where the tree comes in.
+"""From policies to candidates, by way of the tree of names.
 
-Each source asks its policy what it would like, finds the objects for it in what is written down about names, passes over
-what is cached or on its way, and gives one candidate at a time. Only a plan's path that nothing is known of is looked
-up with requests, by whoever fetches it.
+Each source asks its policy which files to fetch, finds their objects in the cached listings, skips what is cached or in
+flight, and yields one candidate at a time. Only a plan's path of which no listing tells is looked up with requests, by the
+task that fetches it.
 """
 
 from __future__ import annotations
@@ -15,47 +15,53 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.errors import CachefsError
+from cachefs.base.errors import CachefsError
 from cachefs.fetch import footer_at
 from cachefs.fs import LARGE, FileSystem, Sibling, Volume
 from cachefs.fs.inodes import FIRST_ALIAS, LOW_BITS
-from cachefs.prefetch.directories import REMEMBERED, START, Directories, Directory
+from cachefs.prefetch.directories import START, Directory
 from cachefs.prefetch.plans import Item, Plans
 from cachefs.prefetch.shards import READ_SHARE, Shards
 
 if TYPE_CHECKING:
-    from cachefs.names import ObjectId
+    from cachefs.base.names import ObjectId
     from cachefs.origin import Origin
 
 SLICE = 64
-"""Names looked at before others have their turn, about 10 µs each. Guessed."""
+"""Names looked at between two checkpoints, about 10 µs each."""
+
+REMEMBERED = 256
+"""Directories: a data set by class has a thousand, of which a few are read at a time."""
+
+FORGET_AFTER_S = 600.0
+"""After so long without a demand, a directory's counts begin again: the next reader may be another."""
 
 SCANS = 8
-"""Slices of a listing looked through for large files between small ones. Guessed."""
+"""Slices of a listing that are searched for large files among small ones."""
 
 QUEUES = 64
-"""Streams of shards that have something foretold. Guessed; the newest go first."""
+"""Streams of shards with predictions; the newest comes first."""
 
 LOOKS = 1024
-"""Large files lately opened of which it is known how much was read, about 500 bytes each. Guessed."""
+"""Recently opened large files whose reads are counted, about 500 bytes each."""
 
 READERS = 16
-"""Processes remembered of each. Guessed."""
+"""Processes remembered of each."""
 
 Wanted = Callable[["ObjectId"], bool]
-"""Whether a version is neither here nor on its way; without a plan that knows better, nor read in this epoch already."""
+"""True for a version that is neither cached nor in flight and, unless a plan names it, was not read in this epoch."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """Something to fetch. A plan's may be a path that has to be looked up first. `give_back` is for what could not be
-    fetched now: it is a candidate again."""
+    """A file to fetch. `found` is None for a path of a plan that has to be looked up first. `give_back` makes it a candidate
+    again when it could not be fetched now."""
 
     found: tuple[Origin, ObjectId] | None
     give_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
-    stream: tuple[int, int] | None = None  # of shards
+    stream: tuple[int, int] | None = None  # (directory, pid) of a shard
 
 
 class Paths:
@@ -74,7 +80,7 @@ class Paths:
 
 
 class FromPlans:
-    """What jobs have announced."""
+    """Files of announced plans."""
 
     def __init__(
         self, fs: FileSystem, wanted: Wanted, still_wanted: Wanted, clock: Callable[[], float]
@@ -92,7 +98,7 @@ class FromPlans:
             if looked % SLICE == 0:
                 await trio.lowlevel.checkpoint()
             try:
-                found = self._fs.survey.known(_text(item.path))
+                found = self._fs.tree_queries.known(_text(item.path))
             except CachefsError:
                 continue
             wanted = self._still_wanted if item.passed else self._wanted
@@ -102,7 +108,7 @@ class FromPlans:
 
 
 class _Look:
-    """What was read of a large file by those who opened it, but for its footer."""
+    """How much of a large file its readers have read, without the footer."""
 
     __slots__ = ("footer", "left", "listing", "pids")
 
@@ -110,10 +116,10 @@ class _Look:
         self.listing = listing
         self.pids: OrderedDict[int, None] = OrderedDict()
         self.footer = footer_at(obj.size)
-        self.left = obj.size // READ_SHARE  # until it counts as read
+        self.left = obj.size // READ_SHARE  # bytes until it counts as read
 
     def read(self, offset: int, size: int) -> bool:
-        """Whether it counts as read from now on."""
+        """True if it counts as read from now on."""
         if self.left <= 0:
             return False
         self.left -= max(0, min(offset + size, self.footer) - offset)
@@ -131,10 +137,8 @@ class FromShards:
         self._queues: OrderedDict[tuple[int, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
         self._looks: OrderedDict[bytes, _Look] = OrderedDict()
 
-    def opened(
-        self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool, seen: bool
-    ) -> None:
-        """`cold`: nothing of it was here, or nothing that anybody had read. `counts`, `seen`: see `Shards.opened`."""
+    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
+        """`cold`: none of it was cached, or it was prefetched and not read yet. `counts`: see `Shards.opened`."""
         if ino >= FIRST_ALIAS:
             return
         above, _, name = self._paths.of(origin, obj).rpartition("/")
@@ -148,23 +152,21 @@ class FromShards:
             if len(table) > most:
                 table.popitem(last=False)
         key = (ino >> LOW_BITS, pid)
-        self._foretell(
-            key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts, seen=seen)
-        )
+        self._queue(key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts))
         if counts and look.left <= 0:
-            self._foretell(key, listing, self.shards.was_read(*key, listing))
+            self._queue(key, listing, self.shards.was_read(*key, listing))
 
     def read(self, obj: ObjectId, offset: int, size: int) -> bool:
-        """A part of a large file was read. Whether that foretells others."""
+        """A part of a large file was read. True if that predicts others."""
         look = self._looks.get(obj.digest)
         if look is None or not look.read(offset, size):
             return False
         for pid in look.pids:
             key = (look.listing.directory, pid)
-            self._foretell(key, look.listing, self.shards.was_read(*key, look.listing))
+            self._queue(key, look.listing, self.shards.was_read(*key, look.listing))
         return True
 
-    def _foretell(self, key: tuple[int, int], listing: _Large, names: list[bytes]) -> None:
+    def _queue(self, key: tuple[int, int], listing: _Large, names: list[bytes]) -> None:
         found = [found for name in names if (found := listing.known(name)) is not None]
         if found:
             self._queues.pop(key, None)
@@ -188,7 +190,7 @@ class FromShards:
 
 
 class _Large:
-    """The `Listing` of the shards' policy: the large files of the directory `above` that holds the file `ino`."""
+    """A `shards.Listing`: the large files of the directory with path `above`, which holds the file `ino`."""
 
     def __init__(self, fs: FileSystem, ino: int, above: str) -> None:
         self._fs = fs
@@ -197,7 +199,7 @@ class _Large:
         self.directory = ino >> LOW_BITS
 
     def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
-        found = self._fs.survey.known(f"{self._above}/{_text(name)}")
+        found = self._fs.tree_queries.known(f"{self._above}/{_text(name)}")
         return found if found is not None and found[1].size > LARGE else None
 
     def holds(self, name: bytes) -> bool:
@@ -209,7 +211,7 @@ class _Large:
         for _ in range(SCANS):
             if after is None:
                 break
-            files, after = self._fs.survey.siblings(self._ino, after, SLICE)
+            files, after = self._fs.tree_queries.siblings(self._ino, after, SLICE)
             names += [file.mark for file in files if file.object.size > LARGE]
             if len(names) >= count or not files:
                 break
@@ -217,11 +219,11 @@ class _Large:
 
 
 class _Walk:
-    """Where one directory's listing is gone through: from the first files that were asked for to its end, and round to
+    """A pass through one directory's listing: from the first files that were demanded to its end, and from its begin to
     them."""
 
-    def __init__(self, policy: Directory, ino: int, mark: bytes, name: str) -> None:
-        self.policy = policy
+    def __init__(self, ino: int, mark: bytes, name: str, now: float) -> None:
+        self.policy = Directory(now)
         self.ino = ino  # of any file in it
         self.name = name
         self.start = mark
@@ -237,7 +239,7 @@ class _Walk:
         return True
 
     def to_the_end(self) -> None:
-        """Behind the last name: go round once."""
+        """After the last name: start again from the first, once."""
         self.after, self.round = (None, True) if self.round else (b"", True)
 
 
@@ -245,26 +247,28 @@ class FromDirectories:
     """The other small files of a directory."""
 
     def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
-        self.directories = Directories()
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._walks: dict[int, _Walk] = {}
-        self._eager: OrderedDict[int, None] = OrderedDict()  # with a wish; the newest use last
+        self._walks: OrderedDict[int, _Walk] = OrderedDict()  # by directory, the one demanded last comes last
+        self._eager: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # directories that wish for files, in the same order
 
     def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
-        """A small file was opened cold, for the first time in an epoch. Returns the directory's walk when its files should
-        be counted now."""
+        """A small file was opened that was not cached, for the first time in an epoch. Returns the directory's walk if its
+        files should be counted now."""
         if ino >= FIRST_ALIAS:
             return None
         key = ino >> LOW_BITS
-        policy = self.directories.at(key, now)
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         walk = self._walks.get(key)
-        if walk is None or walk.policy is not policy:
-            walk = self._walks[key] = _Walk(policy, ino, name.encode(), above)
-            if len(self._walks) > 2 * REMEMBERED:
-                self._walks = {k: w for k, w in self._walks.items() if self.directories.get(k) is w.policy}
+        if walk is None or now - walk.policy.last > FORGET_AFTER_S:
+            walk = self._walks[key] = _Walk(ino, name.encode(), above, now)
+        self._walks.move_to_end(key)
+        if len(self._walks) > REMEMBERED:
+            self._walks.popitem(last=False)
+        policy = walk.policy
         walk.ino = ino
         policy.in_epoch(epoch)
         policy.missed(now)
@@ -279,17 +283,18 @@ class FromDirectories:
         return None
 
     def hit(self, ino: int, policy: Directory, epoch: int, now: float) -> None:
-        """A file that was fetched ahead was opened."""
+        """A prefetched file was opened."""
         policy.in_epoch(epoch)
         policy.hit(now)
-        if ino < FIRST_ALIAS and policy.wish() and self.directories.get(key := ino >> LOW_BITS) is policy:
+        walk = self._walks.get(key := ino >> LOW_BITS)
+        if ino < FIRST_ALIAS and walk is not None and walk.policy is policy and policy.wish():
             self._eager[key] = None
             self._eager.move_to_end(key)
 
     async def count(self, walk: _Walk) -> None:
-        """Find out how many small files there are."""
+        """Count the small files of a directory."""
         try:
-            counted = await self._fs.survey.count_files(walk.ino, LARGE)
+            counted = await self._fs.tree_queries.count_files(walk.ino, LARGE)
         except CachefsError:
             return
         if counted is not None:
@@ -313,7 +318,7 @@ class FromDirectories:
         self._eager[key] = None
 
     async def _next_of(self, walk: _Walk) -> Sibling | None:
-        """The next file that is not here; None at the end of a round, or where the listing has not landed yet."""
+        """The next file to fetch; None at the end of a pass, or of what is listed so far."""
         while True:
             while walk.buffer:
                 sibling = walk.buffer.popleft()
@@ -325,7 +330,7 @@ class FromDirectories:
             assert walk.after is not None
             before = walk.after
             try:
-                files, after = self._fs.survey.siblings(walk.ino, before, SLICE)
+                files, after = self._fs.tree_queries.siblings(walk.ino, before, SLICE)
             except CachefsError:
                 return None
             if after == before:
@@ -338,11 +343,11 @@ class FromDirectories:
                 walk.after = None
 
     def status(self, most: int) -> list[dict[str, Any]]:
-        """The directories used last: plain values."""
+        """The `most` directories used last, for the status: plain values."""
         shown: list[dict[str, Any]] = []
-        for key, policy in self.directories.newest_first():
-            walk = self._walks.get(key)
-            if walk is not None and policy.fetched and len(shown) < most:
+        for walk in reversed(self._walks.values()):
+            policy = walk.policy
+            if policy.fetched and len(shown) < most:
                 state = "left alone" if policy.disappoints else "ahead" if policy.wish() else "waiting"
                 shown.append(
                     {

@@ -6,21 +6,21 @@ recently used first; RAM spills down, SSD drops.
 
 Invariants: a block that the index lists and whose checksum matches is served, anything else is a miss; `used_bytes`
 never passes a tier's limit, because room is reserved before bytes come; copies with pins are neither moved nor dropped;
-a file that was lent to the kernel is never changed, only unlinked.
+a file that was opened in passthrough is never changed, only unlinked.
 A crash may lose the last second of bookkeeping, never make a wrong byte readable.
 
-Who may call: `fetch` (reading, filling, lending), `upload` (files that were written here), `daemon` (opening, closing,
+Who may call: `fetch` (reading, filling, passthrough), `upload` (files that were written here), `daemon` (opening, closing,
 status).
 """
 
 from cachefs.store.backing import Backing
+from cachefs.store.catalog import CachedObject
 from cachefs.store.fill import Fill, FillClosed, TierFill
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
 from cachefs.store.store import Shared, Store
 from cachefs.store.tier import Tier
-from cachefs.store.versions import CachedObject
 
 __all__ = [
     "SHM",

@@ -1,11 +1,11 @@
-"""What was written here: a whole file that lies on the SSD tier's disk becomes the cached version, as it is.
+"""Adopted files: a whole file that was written on the SSD tier's disk becomes the cached version, as it is.
 
 Nothing is copied: its blocks are hashed, room is accounted for, and then, in one step of the trio thread, the file is
-renamed to the version's place and its rows exist. Whoever wrote it may still have it open and read from it, so it is sealed
-as if it had been lent: no block of it is ever punched out. It goes whole, and its readers keep what they have open.
+renamed to the version's place and its rows exist. Its writer may still have it open and read from it, so it is immutable,
+as after an open in passthrough: no block of it is ever punched out. It goes whole, and its readers keep what they have open.
 
-It is as young as what was used now, but no use: it belongs to no dataset until somebody reads it. Otherwise a checkpoint
-beside a data set would be kept for an epoch as if this one had yet to come to it.
+It is as young as a copy used now, but this is no use: it belongs to no dataset until it is read. Otherwise a checkpoint
+beside a dataset would be protected for an epoch, as if this epoch had yet to read it.
 
 A crash before the index has heard of it leaves a file without rows, which the scrub removes.
 """
@@ -22,23 +22,23 @@ from pathlib import Path
 import trio
 import xxhash
 
-from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
-from cachefs.store.catalog import Catalog
-from cachefs.store.room import VICTIMS_AT_ONCE, Evict, Room
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
+from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.eviction import ANY, Eviction
+from cachefs.store.space import VICTIMS_AT_ONCE, Space
 from cachefs.store.tier import SSD, Tier, allocated
-from cachefs.store.versions import CachedObject
 
 log = logging.getLogger(__name__)
 
 NO_DATASET = 0
-"""Of what nobody has read yet. Datasets are hashes, and one of four billion is this."""
+"""The dataset of copies that were not read yet. Datasets are hashes, and one of four billion is this."""
 
 HASHED_AT_ONCE = 2
 """Files being hashed at a time, each a thread. Guessed: one does some GB/s, as fast as anything is written."""
 
 HASHED_NOW = 64 << 10
-"""A file up to this size is hashed without a thread if the kernel has its pages. Measured: 10 µs; a thread's turn: 50."""
+"""A file up to this size is hashed without a thread if the kernel has its pages. Measured: 10 µs, against 50 in a thread."""
 
 ZEROS = bytes(1 << 20)
 
@@ -47,10 +47,17 @@ class Adopting:
     """Into the SSD tier of `tiers`, if there is one."""
 
     def __init__(
-        self, catalog: Catalog, room: Room, tiers: list[Tier], block_size: int, metrics: Metrics
+        self,
+        catalog: Catalog,
+        eviction: Eviction,
+        space: Space,
+        tiers: list[Tier],
+        block_size: int,
+        metrics: Metrics,
     ) -> None:
         self._catalog = catalog
-        self._room = room
+        self._eviction = eviction
+        self._space = space
         self._tier = next((tier for tier in tiers if tier.number == SSD), None)
         self._block_size = block_size
         self._metrics = metrics
@@ -59,30 +66,30 @@ class Adopting:
     # -- adopting ----------------------------------------------------------------------------------
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
-        """See `Store.adopt`."""
+        """The whole content of the version is the file at `path`, on the SSD tier's file system, and no process writes it
+        any more: it becomes the version's cache file, verified. Its readers may go on reading. False if it still is at
+        `path`, the caller's to remove: there is no such tier, no room, the version is (being) cached, or it is no such
+        file."""
         tier = self._tier
         if tier is None or not tier.writable():
             return False
         obj = self._catalog.object(object_id)
         if self._in_the_way(obj, tier):
             return False
-        obj.refs += 1
-        try:
-            return await self._adopt(obj, tier, path)
-        except OSError as exc:
-            log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
-            self._metrics.tier_errors += 1
-            tier.failed(exc)
-            return False
-        finally:
-            obj.refs -= 1
-            if not obj.in_use():
-                obj.close_files()
+        with obj.held():
+            try:
+                return await self._adopt(obj, tier, path)
+            except OSError as exc:
+                log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
+                self._space.failed(tier, exc)
+                return False
 
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
-        """Whether the tier has all of the version already, or somebody is bringing or using parts of it."""
+        """True if the tier has all of the version already, parts of it are in use there, or blocks of it arrive anywhere."""
         copies = self._catalog.copies(obj, tier.number)
-        if obj.flights or tier.number in obj.leaving or any(copy.pins or copy.arriving for copy in copies):
+        if tier.number in obj.leaving or any(copy.pins for copy in copies):
+            return True
+        if any(copy is not None and copy.arriving for copy in obj.copies.values()):
             return True
         verified = sum(copy.verified.bit_count() for copy in copies)
         return 0 < verified == block_count(obj.id.size, self._block_size)
@@ -125,30 +132,28 @@ class Adopting:
         digest = obj.id.digest
         for copy in self._catalog.copies(obj, tier.number):
             if obj.copies.get((tier.number, copy.extent)) is copy:  # else it went with another one
-                self._room.drop(obj, copy, copy.bitmap)
+                self._space.drop(obj, copy, copy.bitmap)
         while tier.disposal.pending(digest):
             await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
         return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))
 
     def _put(self, obj: CachedObject, tier: Tier, path: Path, checksums: list[int]) -> bool:
-        """The file, and rows for all of it; the tier has none of its blocks. What RAM has stays: it is the same,
-        and costs nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
-        fd = obj.fds.pop(tier.number, None)
-        if fd is not None:
-            os.close(fd)
+        """Put the file in its place, with rows for all of it; the tier has none of its blocks. Copies in RAM stay: they are
+        equal, and cost nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
+        obj.close_file(tier.number)
         if not tier.take(path, obj.id.digest):
             return False
-        obj.sealed.add(tier.number)
+        obj.immutable.add(tier.number)
         for first in range(0, len(checksums), BLOCKS_PER_EXTENT):
             found = checksums[first : first + BLOCKS_PER_EXTENT]
             bits = (1 << len(found)) - 1
             extent = first // BLOCKS_PER_EXTENT
             copy = self._catalog.create(obj, tier.number, extent, obj.id.size, NO_DATASET)
             copy.checksums[: len(found)] = found
-            self._room.reserve(copy, bits)
-            self._room.land(copy, bits, bits)
-            self._catalog.touch(copy)
-            copy.used = 0  # its first reader is a use, however soon he comes
+            self._space.reserve(copy, bits)
+            self._space.land(copy, bits, bits)
+            self._eviction.touch(copy)
+            copy.used = 0  # its first reader is a use, however soon it comes
         if tier.errors_in_a_row:
             tier.worked()
         self._metrics.admitted_blocks += len(checksums)
@@ -156,14 +161,13 @@ class Adopting:
         return True
 
     def recast(self, old: ObjectId, new: ObjectId) -> bool:
-        """What was `old` at the origin is `new` there now, byte for byte: the same file goes on under the new name, if all
-        of it lies here, verified and sealed. `old` is forgotten. Whether that was so; if not, `new` is fetched when it is
-        read."""
+        """The origin's object `old` is now `new`, byte for byte: the same file goes on under the new name, if all of it lies
+        here, verified and immutable, and `old` is forgotten. False if not: then `new` is fetched when it is read."""
         tier, size = self._tier, new.size
         if tier is None or not tier.writable() or not size or old.size != size:
             return False
         was, obj = self._catalog.object(old), self._catalog.object(new)
-        if not tier.sealed(old.digest) or self._in_the_way(obj, tier):
+        if not tier.immutable(old.digest) or self._in_the_way(obj, tier):
             return False
         if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False
@@ -173,31 +177,26 @@ class Adopting:
             return False
         checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
         need = sum(allocated(block_length(block, size, self._block_size)) for block in blocks)
-        was.refs += 1
-        obj.refs += 1
-        try:
-            path = tier.link(old.digest, new.digest)
-            for copy in copies:
-                if copy.bitmap:  # else it went with the first: the file goes whole
-                    self._room.drop(was, copy, copy.bitmap)
-            fits = self._room.make(tier, need, evict=Evict.ANY, here=need)
-            if fits and self._put(obj, tier, path, checksums):
-                return True
-            path.unlink(missing_ok=True)
-        except OSError as exc:
-            log.debug("cannot keep %s under its new name: %s", new.key, exc)
-        finally:
-            for one in (was, obj):
-                one.refs -= 1
-                if not one.in_use():
-                    one.close_files()
+        with was.held(), obj.held():
+            try:
+                path = tier.link(old.digest, new.digest)
+                for copy in copies:
+                    if copy.bitmap:  # else it went with the first: the file goes whole
+                        self._space.drop(was, copy, copy.bitmap)
+                if self._space.evict_for(tier, need, ANY, here=need) and self._put(
+                    obj, tier, path, checksums
+                ):
+                    return True
+                path.unlink(missing_ok=True)
+            except OSError as exc:
+                log.debug("cannot keep %s under its new name: %s", new.key, exc)
         return False
 
     async def _fits(self, tier: Tier, need: int, here: int) -> bool:
         """Make room for `need` bytes, of which the disk has `here` already, some victims at a time."""
         while True:
             used = tier.used_bytes
-            if self._room.make(tier, need, evict=Evict.ANY, here=here):
+            if self._space.evict_for(tier, need, ANY, here=here):
                 return True
             if tier.used_bytes >= used:
                 return False
@@ -213,7 +212,7 @@ class Adopting:
             at = stop
 
     async def _checksums(self, fd: int, lengths: list[int]) -> list[int]:
-        """Of all blocks, an extent at a time: it can be cancelled between, and others have their turn."""
+        """xxh3_64 of all blocks, an extent at a time: between them it can be cancelled, and other tasks run."""
         if len(lengths) == 1 and lengths[0] <= HASHED_NOW:
             with suppress(OSError):  # then it waits for the disk, or fails again
                 return _hash(fd, 0, lengths, os.RWF_NOWAIT)
@@ -227,7 +226,8 @@ class Adopting:
     # -- room for what is being written ------------------------------------------------------------
 
     async def make_room(self, wanted: int) -> bool:
-        """See `Store.make_room`."""
+        """Evict until the SSD tier's disk has `wanted` bytes more than is kept free, for files that are being written there.
+        False if nothing more can go. The room is not reserved."""
         tier = self._tier
         if tier is None:
             return False
@@ -235,11 +235,11 @@ class Adopting:
         goal = tier.used_bytes - (wanted - tier.spare_bytes())
         victims = 0
         while tier.used_bytes > goal:
-            victim = self._catalog.victim(tier.number)
+            victim = self._eviction.victim(tier.number)
             if victim is None:
                 return False
             obj, copy = victim
-            self._metrics.evicted_blocks += self._room.drop(obj, copy, copy.bitmap)
+            self._metrics.evicted_blocks += self._space.drop(obj, copy, copy.bitmap)
             victims += 1
             if victims % VICTIMS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
@@ -247,7 +247,7 @@ class Adopting:
 
 
 def _write_zeros(fd: int, start: int, stop: int) -> None:
-    """Worker thread: into the holes of a range."""
+    """Write zeros into the holes of a range, in a worker thread."""
     while start < stop:
         try:
             data = os.lseek(fd, start, os.SEEK_DATA)

@@ -1,11 +1,11 @@
-"""Whole files lent to the kernel: it reads and maps them by itself, and the daemon sees nothing of that (FUSE passthrough).
+"""Passthrough: whole files that the kernel reads and maps by itself. The daemon sees nothing of that.
 
-A version is lent from one tier, when all its blocks lie there and each was verified. From the first lending on its file is
-sealed (`tier.SEALED`): a process may keep a mapping of it long after it closed the file, and longer than we live. `room.py`
-never changes such a file, it only unlinks it.
+A version is opened in passthrough from one tier, when all its blocks lie there and each was verified. From the first such
+open its file is immutable (`tier.IMMUTABLE`): a process may keep a mapping of it long after it closed the file, and
+longer than the daemon lives. `space.py` never changes such a file, it only unlinks it.
 
-While a backing has users, all copies of the version on its tier are pinned. Without users it is *idle*: it pins nothing and
-stays registered with the kernel, so that the next open costs no system call; it is retired before its file goes.
+While a backing file has users, all copies of the version on its tier are pinned. Without users it is *idle*: it pins nothing
+and stays registered with the kernel, so that the next open costs no system call; it is retired before its file goes.
 """
 
 from __future__ import annotations
@@ -18,73 +18,101 @@ from collections.abc import Callable
 import trio
 import xxhash
 
-from cachefs.metrics import Metrics
-from cachefs.names import BLOCKS_PER_EXTENT, ObjectId, block_count, extent_bits
-from cachefs.store.catalog import Catalog
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, extent_bits
+from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.eviction import LOWEST, Eviction
 from cachefs.store.index import Copy
-from cachefs.store.lent import Lent
 from cachefs.store.moves import Moves
-from cachefs.store.room import Evict, Room
+from cachefs.store.space import Range, Space
 from cachefs.store.tier import Tier, allocated
-from cachefs.store.versions import CachedObject
 
 log = logging.getLogger(__name__)
 
 IDLE_BACKINGS = 4096
-"""Files that nobody has open but the kernel still holds, each an inode kept in its memory. Guessed."""
+"""Files without users that the kernel still holds, each an inode kept in its memory. A bound of memory."""
 
 TO_PREPARE = 256
-"""Versions waiting to be gathered and verified; a longer queue would be of files opened minutes ago. Guessed."""
+"""Versions waiting to be gathered and verified; a longer queue would be of files opened minutes ago. A bound."""
 
 
-class Backing(Lent):
-    """A whole, verified, sealed file, for the kernel. `users` counts who has it open."""
+class BackingFile:
+    """A file on its way to the kernel. `id` is the kernel's name for it, 0 until it has one; `fd` is -1 from then on."""
 
-    __slots__ = ("copies", "object", "tier", "users")
+    __slots__ = ("fd", "id")
 
-    def __init__(self, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]) -> None:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.id = 0
+
+    def registered(self, backing_id: int) -> None:
+        """The kernel holds the file by itself now."""
+        self.id = backing_id
+        self.close()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Backing(BackingFile):
+    """A whole, verified, immutable file of the cache. `users` counts the opens that share it."""
+
+    __slots__ = ("_passthrough", "copies", "object", "tier", "users")
+
+    def __init__(
+        self, passthrough: Passthrough, obj: CachedObject, tier: Tier, fd: int, copies: list[Copy]
+    ) -> None:
         super().__init__(fd)
+        self._passthrough = passthrough
         self.object = obj
         self.tier = tier
         self.copies = copies
         self.users = 0
 
+    def retire(self) -> None:
+        """The kernel and the cache forget it. Without users only."""
+        self._passthrough.retire(self)
 
-class Lending:
-    """Which files the kernel has, and making versions ready for it. `tiers` is empty when nothing may be lent."""
+
+class Passthrough:
+    """Which files the kernel has, and making versions ready for it. `tiers` is empty when there is no passthrough.
+    `on_retired` is told of a file that the kernel may forget."""
 
     def __init__(
         self,
         catalog: Catalog,
-        room: Room,
+        eviction: Eviction,
+        space: Space,
         tiers: list[Tier],
         moves: Moves | None,
         block_size: int,
         metrics: Metrics,
-        retired: Callable[[Backing], None],
     ) -> None:
         self._catalog = catalog
-        self._room = room
+        self._eviction = eviction
+        self._space = space
         self._tiers = tiers
         self._moves = moves
         self._block_size = block_size
         self._metrics = metrics
-        self._retired = retired
+        self.on_retired: Callable[[Backing], None] = lambda backing: None
         self._idle: OrderedDict[Backing, None] = OrderedDict()
         self._queue: OrderedDict[bytes, ObjectId] = OrderedDict()
         self._wake = trio.Event()
         self._one_thread = trio.CapacityLimiter(1)  # readers have their own
         self._closed = False
-        catalog.on_forget = self._forgotten
-        room.on_leaving = self._leaving
 
     @property
     def possible(self) -> bool:
-        return any(tier.lends for tier in self._tiers)
+        """False if the kernel takes no tier's files."""
+        return any(tier.passthrough for tier in self._tiers)
 
-    # -- lending -----------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
-    def lend(self, obj: CachedObject) -> Backing | None:
+    def open(self, obj: CachedObject) -> Backing | None:
+        """The version's file, if it is whole and verified on one tier. The caller gives it to `release`."""
         backing = obj.backing
         if backing is None:
             backing = self._make(obj)
@@ -100,113 +128,101 @@ class Lending:
         else:
             del self._idle[backing]
         backing.users = 1
-        touch = self._catalog.touch_if_old
+        self._space.pin(*backing.copies)
         for copy in backing.copies:
-            copy.pins += 1
-            if touch(copy):
-                self._catalog.use(obj, copy, hit=True)
+            if self._eviction.touch_if_old(copy):
+                self._eviction.used(obj, copy, hit=True)
         return backing
 
     def _make(self, obj: CachedObject) -> Backing | None:
         for tier in self._tiers:
-            if not tier.lends or self._closed or tier.disk.down:
+            if not tier.passthrough or self._closed or tier.disk.down:
                 continue
             copies = self._whole(obj, tier, verified=True)
             if copies is None:
                 continue
             try:
-                fd = tier.seal(obj.id.digest, obj.id.size)
+                fd = tier.make_immutable(obj.id.digest, obj.id.size)
             except OSError as exc:
-                log.debug("cannot lend %s from the %s tier: %s", obj.id.key, tier.name, exc)
+                log.debug("no passthrough for %s from the %s tier: %s", obj.id.key, tier.name, exc)
                 continue
-            obj.sealed.add(tier.number)
-            backing = obj.backing = Backing(obj, tier, fd, copies)
-            tier.lent += 1
+            obj.immutable.add(tier.number)
+            backing = obj.backing = Backing(self, obj, tier, fd, copies)
+            tier.registered += 1
             return backing
         return None
 
     def to_seal(self, obj: CachedObject) -> Tier | None:
-        """The tier that can lend it once its file is sealed, where that may have to wait for a disk."""
+        """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk."""
         if obj.backing is not None or self._closed:
             return None
         for tier in self._tiers:
-            if tier.lends and not tier.disk.down and self._whole(obj, tier, verified=True):
-                return tier if tier.blocking and not obj.is_sealed(tier) else None
+            if tier.passthrough and not tier.disk.down and self._whole(obj, tier, verified=True):
+                return tier if tier.blocking and not obj.is_immutable(tier) else None
         return None
 
-    async def seal(self, obj: CachedObject) -> None:
-        """Seal what `to_seal` has found, if that can be done; after that `lend` does not wait for the disk."""
+    async def make_immutable(self, obj: CachedObject) -> None:
+        """Make the file that `to_seal` has found immutable, if possible; then `open` does not wait for the disk."""
         tier = self.to_seal(obj)
         copies = self._whole(obj, tier, verified=True) if tier is not None else None
         if tier is None or copies is None:
             return
-        sealed = [False]
+        immutable = [False]
 
-        def seal() -> None:
-            os.close(tier.seal(obj.id.digest, obj.id.size))
-            sealed[0] = True
+        def make_immutable() -> None:
+            os.close(tier.make_immutable(obj.id.digest, obj.id.size))
+            immutable[0] = True
 
         def finish(_: object) -> None:
-            if sealed[0]:
-                obj.sealed.add(tier.number)
-            obj.refs -= 1
-            self._room.unpin(obj, *copies)
-            if obj.fds and not obj.in_use():
-                obj.close_files()
+            if immutable[0]:
+                obj.immutable.add(tier.number)
+            self._space.unpin(obj, *copies)
+            obj.release()
 
-        obj.refs += 1
-        for copy in copies:
-            copy.pins += 1
+        obj.hold()
+        self._space.pin(*copies)
         try:
-            await tier.disk.run(seal, finish)
+            await tier.disk.run(make_immutable, finish)
         except OSError as exc:
-            log.debug("cannot seal %s in the %s tier: %s", obj.id.key, tier.name, exc)
+            log.debug("cannot make %s immutable in the %s tier: %s", obj.id.key, tier.name, exc)
 
-    def give_back(self, backing: Backing) -> None:
+    def release(self, backing: Backing) -> None:
+        """One user less. Without users it stays registered for the next, as long as its file stays."""
         backing.users -= 1
         if backing.users:
             return
         obj = backing.object
         if not backing.id or self._closed or backing.tier.number in obj.leaving:
-            self._retire(backing)
-            self._room.unpin(obj, *backing.copies)
+            self.retire(backing)
+            self._space.unpin(obj, *backing.copies)
         else:
-            touch = self._catalog.touch_if_old
+            self._space.unpin(obj, *backing.copies)
             for copy in backing.copies:
-                copy.pins -= 1
-                touch(copy)
+                self._eviction.touch_if_old(copy)
             self._idle[backing] = None
             if len(self._idle) > IDLE_BACKINGS:
-                self._retire(self._idle.popitem(last=False)[0])
-        if obj.fds and not obj.in_use():
-            obj.close_files()
+                self.retire(self._idle.popitem(last=False)[0])
+        obj.rest()
 
     def refuse(self, tier: Tier, reason: str) -> None:
-        if tier.lends:
-            tier.lends = False
+        """The kernel does not take this tier's files."""
+        if tier.passthrough:
+            tier.passthrough = False
             log.warning("files of the %s tier are read through the daemon: %s", tier.name, reason)
 
-    def _retire(self, backing: Backing) -> None:
+    def retire(self, backing: Backing) -> None:
+        """See `Backing.retire`."""
         self._idle.pop(backing, None)
-        backing.tier.lent -= 1
+        backing.tier.registered -= 1
         backing.object.backing = None
-        self._retired(backing)
+        self.on_retired(backing)
         backing.close()
 
-    def _leaving(self, obj: CachedObject, tier: Tier) -> None:
-        backing = obj.backing
-        if backing is not None and backing.tier is tier and not backing.users:
-            self._retire(backing)
-
-    def _forgotten(self, obj: CachedObject) -> None:
-        if obj.backing is not None:
-            self._retire(obj.backing)  # it has no users: those pin copies
-
     def close(self) -> None:
-        """Nothing is lent any more; what has users is retired with the last."""
+        """No more opens in passthrough; a file that has users is retired with the last."""
         self._closed = True
         while self._idle:
-            self._retire(next(iter(self._idle)))
+            self.retire(next(iter(self._idle)))
 
     def _whole(self, obj: CachedObject, tier: Tier, *, verified: bool) -> list[Copy] | None:
         """The version's copies on the tier, if they have all its blocks."""
@@ -223,6 +239,7 @@ class Lending:
     # -- making ready ------------------------------------------------------------------------------
 
     def prepare_later(self, obj: CachedObject) -> None:
+        """Make `open` succeed for a version that is whole over all tiers: in the background, if there is time."""
         if obj.id.digest in self._queue or not self.possible or self._ready(obj):
             return
         if len(self._queue) >= TO_PREPARE:
@@ -238,41 +255,37 @@ class Lending:
                 await trio.lowlevel.checkpoint()
                 _, object_id = self._queue.popitem(last=False)
                 obj = self._catalog.object(object_id)
-                obj.refs += 1
-                try:
-                    if await self._prepare(obj):
-                        self._metrics.prepared_versions += 1
-                except Exception:
-                    log.exception("cannot make %s ready for the kernel", object_id.key)
-                finally:
-                    obj.refs -= 1
-                    if not obj.in_use():
-                        obj.close_files()
+                with obj.held():
+                    try:
+                        if await self._prepare(obj):
+                            self._metrics.prepared_versions += 1
+                    except Exception:
+                        log.exception("cannot make %s ready for the kernel", object_id.key)
 
     def _ready(self, obj: CachedObject) -> bool:
-        """Whether a tier can lend it as it is."""
-        return any(tier.lends and self._whole(obj, tier, verified=True) for tier in self._tiers)
+        """True if a tier's file of it can be opened in passthrough as it is."""
+        return any(tier.passthrough and self._whole(obj, tier, verified=True) for tier in self._tiers)
 
     async def _prepare(self, obj: CachedObject) -> bool:
         if self._ready(obj):
-            return False  # somebody read all of it meanwhile
+            return False  # a reader has read all of it meanwhile
         whole = [tier for tier in self._tiers if self._whole(obj, tier, verified=False)]
         if not whole and await self._gather(obj):
             whole = [self._tiers[-1]]
         for tier in whole:
-            if tier.lends:
+            if tier.passthrough:
                 return await self._verify(obj, tier)
         return False
 
     async def _gather(self, obj: CachedObject) -> bool:
-        """Bring together in SSD what lies in parts there and in RAM."""
+        """Bring together on SSD what lies in parts there and in RAM."""
         if self._moves is None:
             return False
         ram, ssd = self._tiers
         blocks = block_count(obj.id.size, self._block_size)
-        if not ssd.lends or not ssd.writable() or allocated(obj.id.size) > ssd.limit_bytes():
+        if not ssd.passthrough or not ssd.writable() or allocated(obj.id.size) > ssd.limit_bytes():
             return False
-        if obj.is_sealed(ssd):
+        if obj.is_immutable(ssd):
             return False  # a crash cost it some of its rows; what is left of it can still be read
         parts: list[list[Copy]] = []
         for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
@@ -284,27 +297,23 @@ class Lending:
                 return False
             parts.append(copies)
         down = [c for copies in parts for c in copies if c.tier == ram.number]
-        if any(copy.key in self._catalog.borrowed for copy in down):
-            return False  # that is for another node to keep
+        if any(copy.key in self._eviction.remote_owned for copy in down):
+            return False
         kept = [c for copies in parts for c in copies if c.tier == ssd.number]
-        for copy in (*down, *kept):
-            copy.pins += 1  # the room that some of it needs must not come from the rest
-        try:
+        # All are pinned: the room that some of them need must not come from the rest.
+        with self._space.pinned(obj, *down), self._space.pinned(obj, *kept):
             for copy in down:
-                if not await self._moves.move(obj, copy, ssd, Evict.SPARE):
+                if not await self._moves.move(obj, copy, ssd, LOWEST):
                     return False
-        finally:
-            self._room.unpin(obj, *down)
-            self._room.unpin(obj, *kept)
         if self._whole(obj, ssd, verified=False) is None:
             return False
         for copy in down:
             if copy.bitmap and not copy.pins:
-                self._room.drop(obj, copy, copy.bitmap)
+                self._space.drop(obj, copy, copy.bitmap)
         return True
 
     async def _verify(self, obj: CachedObject, tier: Tier) -> bool:
-        """Check the blocks that nobody has read yet."""
+        """Check the blocks that no reader has verified yet."""
         for copy in self._whole(obj, tier, verified=False) or ():
             bits = copy.bitmap & ~copy.verified
             if not bits:
@@ -312,26 +321,24 @@ class Lending:
             ranges = list(self._catalog.ranges(copy, bits))
             positions = [p for p in range(BLOCKS_PER_EXTENT) if bits >> p & 1]
             wanted = [copy.checksums[p] for p in positions]
-            copy.pins += 1
             try:
-                found = await trio.to_thread.run_sync(
-                    _checksums, tier, obj.id.digest, ranges, limiter=self._one_thread
-                )
+                with self._space.pinned(obj, copy):
+                    found = await trio.to_thread.run_sync(
+                        _checksums, tier, obj.id.digest, ranges, limiter=self._one_thread
+                    )
             except OSError as exc:
-                self._room.lost(obj, copy, exc)
+                self._space.lost(obj, copy, exc)
                 return False
-            finally:
-                self._room.unpin(obj, copy)
             good = sum(1 << p for p, a, b in zip(positions, wanted, found, strict=True) if a == b)
             copy.verified |= good & copy.bitmap
             if good != bits:
-                self._room.corrupt(obj, copy, bits & ~good)
+                self._space.corrupt(obj, copy, bits & ~good)
                 return False
         return self._whole(obj, tier, verified=True) is not None
 
 
-def _checksums(tier: Tier, digest: bytes, ranges: list[tuple[int, int]]) -> list[int]:
-    """Worker thread: xxh3_64 of each range; of what there is, where the file is too short."""
+def _checksums(tier: Tier, digest: bytes, ranges: list[Range]) -> list[int]:
+    """xxh3_64 of each range, in a worker thread; where the file is too short, of what there is."""
     buffer = memoryview(bytearray(max(length for _, length in ranges)))
     found = []
     fd = tier.open_file(digest, create=False)

@@ -1,38 +1,54 @@
-"""Bytes on their way in: a run of blocks being written to a tier, or to the heap when no tier has room.
+"""Cache writes: blocks on their way into a tier, or into the heap when no tier has room.
 
-A fill is an origin's sink. `write` runs in a worker thread and touches nothing but the fill itself; everything that
-others see happens in `settle`, on the trio thread. Until a block is settled it does not exist for anybody but the
-readers that wait for this very transfer: they may read bytes below `landed`, which never goes back.
+A fill is an origin's sink. `write` runs in a worker thread and touches nothing but the fill itself; everything that other
+callers see happens in `Fills.settle`, on the trio thread. Until a block is settled only the readers that wait for this very
+transfer can read it: they may read bytes below `landed`, which never goes back.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import xxhash
 
-from cachefs.errors import NoRoom
-from cachefs.names import block_length
+from cachefs.base.errors import NoRoom
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT, block_length
+from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED, Classes, Eviction
 from cachefs.store.index import Copy
-from cachefs.store.tier import Tier
+from cachefs.store.moves import SPILL_ABOVE, Moves
+from cachefs.store.space import Space
+from cachefs.store.tier import RAM, Tier, allocated
+
+HEAP_BYTES = 32 << 20
+"""What the heap holds: thirty readers' current blocks. Guessed."""
+
+READERS_SHARE = 64
+"""This part of the fastest tier is not filled with remote-owned blocks by prefetch, nor is room for one more transfer: it is
+for readers. Guessed."""
+
+Completed = tuple[int, int]
+"""(block, its xxh3_64)"""
 
 
 class FillClosed(Exception):
-    """The transfer outlived its fill; whoever delivers must stop."""
+    """The transfer outlived its fill: it must stop."""
 
 
 class Fill:
     """Blocks [start_block, stop_block) of one version, delivered in order from the first byte on.
 
-    `kept` says whether its bytes can be read after it was closed; `waits`, whether writing may wait for a disk; `ahead`,
-    that nobody has asked for them when it began; `asker` is the node that has; `counted`, that a use of it was."""
+    `kept` says that its bytes can be read after it was closed; `waits`, that writing may wait for a disk; `ahead`, that no
+    reader had asked for them when it began; `counted`, that a use of it was counted. `requester` is the requesting peer."""
 
     kept = False
     waits = False
     ahead = False
-    asker = ""
+    requester = ""
     counted = False
 
     def __init__(self, size: int, block_size: int, start_block: int, stop_block: int) -> None:
@@ -41,14 +57,13 @@ class Fill:
         self.start = start_block * block_size
         self.stop = min(size, stop_block * block_size)
         self.landed = self.start
-        self.wake_at = (
-            self.stop + 1
-        )  # the lowest offset anybody waits for: below it, landing bytes disturb nobody
+        # The lowest offset that a reader waits for: bytes that land below it wake no reader.
+        self.wake_at = self.stop + 1
         self.on_landed: Callable[[], None] | None = None
         self.settled = 0  # blocks that exist for everybody
         self._size = size
         self.block_size = block_size
-        self._completed: list[tuple[int, int]] = []
+        self._completed: list[Completed] = []
         self._hash = xxhash.xxh3_64()
         self._lock = threading.Lock()
         self._closed = False
@@ -73,7 +88,8 @@ class Fill:
         self._disturb()
 
     def write_block(self, data: memoryview, checksum: int) -> None:
-        """The same for a whole block, of which whoever brings it has found this checksum: no byte is hashed twice."""
+        """The same for a whole block whose checksum the sender's reply carried and the client verified: no byte is hashed
+        twice."""
         with self._lock:
             block, within = divmod(self.landed, self.block_size)
             if within or len(data) != block_length(block, self._size, self.block_size):
@@ -91,17 +107,17 @@ class Fill:
         self._put(view, self.landed)
 
     def _disturb(self) -> None:
-        """Those who wait for what has landed."""
+        """Wake the readers that wait for what has landed."""
         if self.landed >= self.wake_at and self.on_landed is not None:
             self.on_landed()
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for it, or has read from it."""
+        """True if a reader waits for it, or has read from it."""
         return not self.ahead or self.wake_at <= self.stop
 
-    def take_completed(self) -> list[tuple[int, int]]:
-        """(block, checksum) pairs that became whole since the last call."""
+    def take_completed(self) -> list[Completed]:
+        """Blocks that became whole since the last call."""
         completed = self._completed[self.settled :]
         self.settled += len(completed)
         return completed
@@ -117,7 +133,7 @@ class Fill:
         return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
-        """The same, for no reader."""
+        """The same, for a caller that is no reader."""
         raise NotImplementedError
 
     def _put(self, view: memoryview, offset: int) -> None:
@@ -140,7 +156,7 @@ class TierFill(Fill):
         start: int,
         stop: int,
     ) -> None:
-        """`file` is a descriptor, or opens one at the first write: on a disk that may take long."""
+        """`file` is a descriptor, or a function that opens one at the first write: on a disk that may take long."""
         super().__init__(size, block_size, start, stop)
         self.tier = tier
         self.waits = tier.blocking
@@ -186,7 +202,7 @@ class TierFill(Fill):
 
 
 class HeapFill(Fill):
-    """Into memory: for readers that must be served although no tier can take the blocks."""
+    """Into memory, for readers that are served although no tier can take the blocks."""
 
     kept = True
 
@@ -195,7 +211,7 @@ class HeapFill(Fill):
         self._buffer = bytearray()
 
     def _put(self, view: memoryview, offset: int) -> None:
-        if not self._buffer:  # not before: it may have waited for its turn
+        if not self._buffer:  # not before: the transfer may have waited for a slot
             self._buffer = bytearray(self.stop - self.start)
         at = offset - self.start
         self._buffer[at : at + len(view)] = view
@@ -206,3 +222,191 @@ class HeapFill(Fill):
 
     def _release(self) -> None:
         pass
+
+
+class Heap:
+    """A few blocks in plain memory, for readers that no tier could serve; the least recently added is dropped first. Without
+    it, a reader of 128 KiB pieces would fetch each 1 MiB block eight times once the disk is full."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: bytes, block: int) -> bytes | None:
+        return self._blocks.get((digest, block))
+
+    def drop(self, digest: bytes) -> int:
+        """Forget a version. Returns how many bytes that were."""
+        keys = [key for key in self._blocks if key[0] == digest]
+        freed = sum(len(self._blocks.pop(key)) for key in keys)
+        self._bytes -= freed
+        return freed
+
+    def put(self, digest: bytes, block: int, data: bytes) -> None:
+        self._bytes += len(data) - len(self._blocks.pop((digest, block), b""))
+        self._blocks[digest, block] = data
+        while self._bytes > HEAP_BYTES and len(self._blocks) > 1:
+            _, old = self._blocks.popitem(last=False)
+            self._bytes -= len(old)
+
+
+class Fills:
+    """Into `tiers`, from fastest to slowest, or the heap when none has room."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        eviction: Eviction,
+        space: Space,
+        moves: Moves | None,
+        heap: Heap,
+        tiers: list[Tier],
+        block_size: int,
+        metrics: Metrics,
+    ) -> None:
+        self._catalog = catalog
+        self._eviction = eviction
+        self._space = space
+        self._moves = moves
+        self._heap = heap
+        self._tiers = tiers
+        self._block_size = block_size
+        self._metrics = metrics
+
+    def begin(
+        self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, remote_owned: bool = False
+    ) -> Fill | None:
+        """Reserve room for blocks [start, stop) (within one extent) in the fastest tier that has it; None if none has.
+        `ahead`: they are prefetched, so they displace only the lowest priority classes, and once here they wait for a
+        reader. `remote_owned`: another node owns them, so they displace only other remote-owned blocks."""
+        for tier, evict in self._places(ahead, remote_owned):
+            # Held while room is made: making it may evict this very object's other blocks, and with them its file.
+            with obj.held():
+                try:
+                    fill = self._fill_in(obj, tier, start, stop, evict, ahead, remote_owned)
+                except OSError as exc:
+                    self._space.failed(tier, exc)
+                    continue
+                if fill is None:
+                    continue
+                fill.ahead = ahead
+                if remote_owned:
+                    self._space.remote_owned(fill.copy)
+                else:
+                    self._space.own(fill.copy)
+                self._space.pin(fill.copy)
+                self._space.reserve(fill.copy, _bits(start, stop))
+            if tier.number == RAM and self._moves is not None:
+                self._moves.filled()
+            return fill
+        return None
+
+    def _places(self, ahead: bool, remote_owned: bool) -> Iterator[tuple[Tier, Classes]]:
+        """(tier, what may be evicted there), in the order to try: the lowest classes go from all tiers before any other
+        does."""
+        if remote_owned:
+            yield from ((tier, REMOTE_OWNED) for tier in self._tiers[:1] if tier.writable())
+            return
+        tiers = [tier for tier in self._tiers if tier.writable()]
+        first, last = tiers[:1], tiers[-1:]
+        yield from ((tier, REMOTE_OWNED) for tier in tiers[:-1])
+        if not ahead:
+            # This node's own copies have a right to all but what spilling leaves free, whatever waits there.
+            short = [tier for tier in first if tier.kept_bytes < SPILL_ABOVE * tier.limit_bytes()]
+            yield from ((tier, NOTHING) for tier in last)
+            yield from ((tier, ANY_REMOTE_OWNED) for tier in short)
+        yield from ((tier, LOWEST) for tier in reversed(tiers))
+        if not ahead:
+            yield from ((tier, ANY_REMOTE_OWNED) for tier in first)
+            yield from ((tier, ANY) for tier in last)
+
+    def _fill_in(
+        self,
+        obj: CachedObject,
+        tier: Tier,
+        start: int,
+        stop: int,
+        evict: Classes,
+        ahead: bool,
+        remote_owned: bool,
+    ) -> TierFill | None:
+        need = sum(allocated(block_length(b, obj.id.size, self._block_size)) for b in range(start, stop))
+        left = self._space.left_to_readers(tier, need) if ahead and evict == LOWEST else 0
+        if remote_owned and ahead:
+            left = max(need, tier.limit_bytes() // READERS_SHARE)
+        if not self._space.evict_for(tier, need + left, evict):
+            return None
+        file = self._space.file_to_write(obj, tier)
+        if file is None:
+            return None
+        dataset = self._eviction.datasets(obj.id)
+        copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
+        if copy.arriving & _bits(start, stop):
+            return None  # a move is writing them: two writers would not know of each other
+        return TierFill(tier, copy, file, obj.id.size, self._block_size, start, stop)
+
+    def bypass(self, obj: CachedObject, block: int) -> Fill:
+        """One block into memory, for a reader that waits for it and that no tier can serve. So the readers that wait bound
+        what the heap takes."""
+        return HeapFill(obj.id.size, self._block_size, block, block + 1)
+
+    def settle(self, obj: CachedObject, fill: Fill) -> None:
+        """Make the blocks that have wholly landed exist."""
+        completed = fill.take_completed()
+        if not completed:
+            return
+        if isinstance(fill, HeapFill):
+            for block, _ in completed:
+                length = block_length(block, obj.id.size, self._block_size)
+                self._heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
+                self._metrics.ledger.misses.gone(obj.id.digest, block // BLOCKS_PER_EXTENT, "not_admitted")
+                self._metrics.bypassed_bytes += length
+            self._metrics.bypassed_blocks += len(completed)
+            return
+        assert isinstance(fill, TierFill)
+        bits = 0
+        for block, checksum in completed:
+            fill.copy.checksums[block % BLOCKS_PER_EXTENT] = checksum
+            bits |= _bits(block, block + 1)
+            self._metrics.admitted_bytes += block_length(block, obj.id.size, self._block_size)
+        self._space.land(fill.copy, bits, bits)
+        if fill.wanted:
+            self._count_miss(obj, fill)
+        else:
+            self._eviction.prefetched(fill.copy)
+        self._metrics.admitted_blocks += len(completed)
+
+    def _count_miss(self, obj: CachedObject, fill: TierFill) -> None:
+        """A reader waited for what a fill brings: that is a use of it, one for all of it."""
+        self._eviction.touch(fill.copy)
+        if not fill.counted:
+            fill.counted = True
+            self._eviction.used(obj, fill.copy, hit=False, requester=fill.requester)
+
+    def end(self, obj: CachedObject, fill: Fill) -> None:
+        """The transfer is over, whole or not: settle what landed, give back what did not."""
+        fill.close()
+        self.settle(obj, fill)
+        whole = min(fill.stop, (fill.start_block + fill.settled) * self._block_size)
+        self._metrics.discarded_bytes += fill.landed - whole
+        if not isinstance(fill, TierFill):
+            return
+        copy, tier = fill.copy, fill.tier
+        if fill.wanted and not fill.counted and copy.bitmap:
+            self._count_miss(obj, fill)  # read while it came
+        missing = _bits(fill.start_block + fill.settled, fill.stop_block)
+        self._space.abandon(copy, missing)
+        if fill.not_opened is not None:
+            self._space.not_opened(obj, tier, fill.not_opened)
+        elif fill.failure is not None:
+            self._space.failed(tier, fill.failure)
+        elif tier.errors_in_a_row and not missing:
+            tier.worked()
+        self._space.unpin(obj, copy)
+        if tier.number == RAM and self._moves is not None:
+            self._moves.filled()  # now it can be moved
+
+
+def _bits(start: int, stop: int) -> int:
+    """Blocks [start, stop) of one extent, as bits."""
+    return ((1 << (stop - start)) - 1) << (start % BLOCKS_PER_EXTENT)

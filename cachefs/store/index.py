@@ -16,9 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from cachefs.database import Database, Put
-from cachefs.errors import CacheUnusable, NoRoom
-from cachefs.names import BLOCKS_PER_EXTENT
+from cachefs.base.database import Database, Put
+from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.base.names import BLOCKS_PER_EXTENT
 from cachefs.store.tier import RAM, SSD
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,12 @@ _PINNED, _UNORDERED = 1, 2
 CopyKey = tuple[int, bytes, int]
 """(tier number, object digest, extent index)"""
 
+Row = tuple[bytes, CopyKey, int, int]
+"""A row in the order of eviction: (cursor, copy key, stored clock, dataset)"""
+
+Totals = tuple[int, int, int]
+"""Of a tier: (allocated bytes, blocks, pinned bytes)"""
+
 Saved = tuple[CopyKey, bytes, int, int | None, int | None]
 """(key, packed row, dataset, clock or None where it has no place in the order, clock stored before)"""
 
@@ -43,11 +49,11 @@ class Copy:
     """The blocks of one extent that one tier holds.
 
     `bitmap` and `verified` have a bit per block of the extent; `checksums` are xxh3_64 of each block. `clock` is the
-    logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts who is using
-    the bytes across an await: fills, moves and threaded reads. `arriving` are blocks that one fill or move is writing;
-    `forgotten` are blocks dropped, whose bytes stay in the file until the last pin is gone. `first_use` is when an SSD
-    copy was first read in this process. `used` is `clock`, or 0 while nobody has read what was fetched ahead. `pinned`
-    copies stay until they are unpinned.
+    logical time of the last use, `stored_clock` the one in the index (None: not there yet). `pins` counts the users of
+    the bytes across an await: fills, moves and threaded reads; `space.py` alone changes it. `arriving` are blocks that
+    one fill or move is writing; `forgotten` are blocks dropped, whose bytes stay in the file until the last pin is gone.
+    `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks wait
+    for a reader. `pinned` copies stay until they are unpinned.
     """
 
     tier: int
@@ -154,8 +160,8 @@ class Index:
         found = dict.fromkeys(key[1:17] for key, _ in rows if len(key) == _KEY.size)
         return list(found), rows[-1][0] if rows else b""
 
-    def oldest(self, tier: int, after: bytes, limit: int) -> list[tuple[bytes, CopyKey, int, int]]:
-        """(cursor, copy key, stored clock, dataset), oldest first; `after` is the previous cursor (b"" to begin)."""
+    def oldest(self, tier: int, after: bytes, limit: int) -> list[Row]:
+        """The next `limit` rows, oldest first; `after` is the last cursor, b"" to begin."""
         start = after + b"\0" if after else _CLOCK.pack(tier, 0)
         found = []
         for key, value in self._scan("order", start, _CLOCK.pack(tier + 1, 0), limit):
@@ -169,8 +175,8 @@ class Index:
         keys = [row[0] for row in rows if row is not None and len(row[0]) == _CLOCK.size]
         return max((_CLOCK.unpack(key)[1] for key in keys), default=0)
 
-    def totals(self, tier: int) -> tuple[int, int, int]:
-        """(allocated bytes, blocks, pinned bytes) as of the last flush."""
+    def totals(self, tier: int) -> Totals:
+        """As of the last flush."""
         row = self._db.get("meta", b"total%d" % tier)
         return _TOTAL.unpack(row) if row is not None and len(row) == _TOTAL.size else (0, 0, 0)
 
@@ -198,7 +204,7 @@ class Index:
         self,
         saved: list[Saved],
         removed: list[tuple[CopyKey, int | None]],
-        totals: dict[int, tuple[int, int, int]],
+        totals: dict[int, Totals],
         notes: dict[bytes, bytes] | None = None,
     ) -> None:
         """One durable transaction. `removed`: (key, stored clock). Blocking."""
@@ -219,7 +225,7 @@ class Index:
         self._db.write(puts)
 
     def close(self, whole: bool = True, trusted: bool = False) -> None:
-        """`whole`: everything was written, so the next open may believe it; `trusted`: and all files are on the disk."""
+        """`whole`: everything was written, so the next open may trust it; `trusted`: all files are on the disk, too."""
         try:
             if trusted and self.trusted:
                 self._db.write([("meta", b"trusted", b"yes")])

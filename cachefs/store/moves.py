@@ -1,7 +1,8 @@
 """Blocks between tiers: RAM spills down when it fills up, SSD blocks that are used again come up.
 
-`move` copies; what it leaves behind is the caller's: a promoted copy stays on SSD, so that RAM can drop it for nothing. A
-copy keeps its age. So what goes is decided over both tiers: nothing is spilled to displace what is wanted more.
+`move` copies; the caller decides what happens to the source: a promoted copy stays on SSD, so that RAM can drop it for
+nothing. A copy keeps its age. So one order of eviction holds over both tiers: no spilled copy displaces one that goes
+later.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from functools import partial
 
 import trio
 
-from cachefs.metrics import Metrics
-from cachefs.store.catalog import Catalog
+from cachefs.base.metrics import Metrics
+from cachefs.store.catalog import CachedObject, Catalog
+from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, OURS, Classes, Eviction
 from cachefs.store.index import Copy, CopyKey
-from cachefs.store.room import Evict, Room
+from cachefs.store.space import Range, Space
 from cachefs.store.tier import Tier, allocated
-from cachefs.store.versions import CachedObject
 
 SPILL_ABOVE, SPILL_TO = 0.90, 0.75
 """RAM fill at which the oldest copies start to move to SSD, and where that stops. Guessed."""
@@ -29,7 +30,7 @@ LOOK_EVERY_S = 0.25
 
 PROMOTED_AT_MOST = 16 << 20
 """Larger versions stay on SSD. Measured: re-reading a large file from SSD falls from 2.6 to 0.6 GB/s while it is copied up,
-and gains nothing after; it is the small files whose every read is a seek."""
+and gains nothing after. Small files gain: each of their reads is a seek."""
 
 REUSE_AFTER_S = 5.0
 """Touches closer together than this are one use (LRU-K's correlated reference period). Guessed."""
@@ -39,10 +40,18 @@ class Moves:
     """Between `ram` and `ssd`."""
 
     def __init__(
-        self, catalog: Catalog, room: Room, ram: Tier, ssd: Tier, metrics: Metrics, clock: Callable[[], float]
+        self,
+        catalog: Catalog,
+        eviction: Eviction,
+        space: Space,
+        ram: Tier,
+        ssd: Tier,
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         self._catalog = catalog
-        self._room = room
+        self._eviction = eviction
+        self._space = space
         self._ram = ram
         self._ssd = ssd
         self._metrics = metrics
@@ -56,8 +65,9 @@ class Moves:
             self._wake.set()
 
     def used(self, copy: Copy) -> None:
-        """A block of an SSD copy was read. What has epochs would lie here twice until the next one."""
-        if copy.object_size > PROMOTED_AT_MOST or self._catalog.epochs.has_epochs(copy.dataset):
+        """A block of an SSD copy was read: promote it at its next separate use. Copies of a dataset with epochs are not
+        promoted: they would lie on both tiers until the next epoch."""
+        if copy.object_size > PROMOTED_AT_MOST or self._eviction.epochs.has_epochs(copy.dataset):
             return
         now = self._now()
         if not copy.first_use:
@@ -77,19 +87,19 @@ class Moves:
                 key, _ = self._promotions.popitem(last=False)
                 obj = self._catalog.by_digest(key[1])
                 copy = self._catalog.copy(obj, key[0], key[2])
-                if copy is not None and copy.bitmap and await self.move(obj, copy, self._ram, Evict.NOTHING):
+                if copy is not None and copy.bitmap and await self.move(obj, copy, self._ram, NOTHING):
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:
-        self._room.make(self._ram, 0, evict=Evict.ANY_BORROWED)  # its limit may have sunk
+        self._space.evict_for(self._ram, 0, ANY_REMOTE_OWNED)  # its limit may have sunk
         while self._over(self._spill_to()):
-            victim = self._catalog.victim(self._ram.number, moving=True)
+            victim = self._eviction.victim(self._ram.number, OURS, moving=True)
             if victim is None:
                 return
             obj, copy = victim
-            going = self._room.goes_with(obj, copy)
-            wanted = self._catalog.kept(copy)
-            if self._ssd.writable() and await self._move_down(obj, going, Evict.SPARE):
+            going = self._space.goes_with(obj, copy)
+            wanted = self._eviction.protected(copy)
+            if self._ssd.writable() and await self._move_down(obj, going, LOWEST):
                 self._metrics.spilled_blocks += sum(c.bitmap.bit_count() for c in going)
             elif not copy.bitmap:
                 continue  # its file was unreadable: it is gone
@@ -99,81 +109,69 @@ class Moves:
                 return  # nowhere to go and no need to: keep serving from RAM
             else:
                 self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in going)
-            # While it was copied it may have gone, or come into use; or the kernel had it, and now more would go with it.
+            # Meanwhile it may have gone, or come into use; or it was opened in passthrough, and now more would go with it.
             free = copy.bitmap and not any(c.pins for c in going)
-            if free and len(self._room.goes_with(obj, copy)) == len(going):
-                self._room.drop(obj, copy, copy.bitmap)
+            if free and len(self._space.goes_with(obj, copy)) == len(going):
+                self._space.drop(obj, copy, copy.bitmap)
 
     def _over(self, share: float) -> bool:
-        """Whether what is kept takes more of RAM; what other nodes keep goes when its place is wanted."""
+        """True if this node's own copies take more of RAM; remote-owned ones go when their place is wanted."""
         return self._ram.kept_bytes > share * self._ram.limit_bytes()
 
     def _spill_to(self) -> float:
-        """Where spilling stops. What is displaced on SSD for it is lost, so then no more goes than has to."""
+        """The share of RAM where spilling stops. If SSD has to evict for it, no more is spilled than necessary."""
         spilling = int((SPILL_ABOVE - SPILL_TO) * self._ram.limit_bytes())
-        return SPILL_TO if self._room.make(self._ssd, spilling, evict=Evict.NOTHING) else SPILL_ABOVE
+        return SPILL_TO if self._space.evict_for(self._ssd, spilling, NOTHING) else SPILL_ABOVE
 
     def _goes_first(self, copy: Copy, wanted: bool) -> bool:
-        """Whether SSD did not take it because all it could drop was used later."""
+        """True if SSD refused it because every copy that it could evict was used later."""
         if wanted or not self._ssd.writable():
             return False
-        return self._catalog.victim(self._ssd.number, spare=True) is not None
+        return self._eviction.victim(self._ssd.number, LOWEST) is not None
 
     async def save_all(self) -> None:
-        """Everything in RAM, displacing what is wanted less. Before a stop."""
-        while (victim := self._catalog.victim(self._ram.number, moving=True)) is not None:
+        """Save everything in RAM before a stop, evicting lower copies on SSD."""
+        while (victim := self._eviction.victim(self._ram.number, OURS, moving=True)) is not None:
             obj, copy = victim
-            wanted = self._catalog.kept(copy)
-            saved = await self._move_down(obj, self._room.goes_with(obj, copy), Evict.ANY)
+            wanted = self._eviction.protected(copy)
+            saved = await self._move_down(obj, self._space.goes_with(obj, copy), ANY)
             if not saved and copy.bitmap and (wanted or not self._ssd.writable()):
                 return
             if copy.bitmap:
-                self._room.drop(obj, copy, copy.bitmap)
+                self._space.drop(obj, copy, copy.bitmap)
 
-    async def _move_down(self, obj: CachedObject, going: list[Copy], for_wanted: Evict) -> bool:
-        """Copy to SSD what will leave RAM together, but for what other nodes keep; `for_wanted`: what goes there for what is
-        still wanted."""
-        obj.refs += 1
-        try:
+    async def _move_down(self, obj: CachedObject, going: list[Copy], for_wanted: Classes) -> bool:
+        """Copy to SSD what will leave RAM together, but for remote-owned copies; `for_wanted`: what may be evicted there for
+        protected ones."""
+        with obj.held():
             for copy in going:
-                if copy.key in self._catalog.borrowed:
+                if copy.key in self._eviction.remote_owned:
                     continue
                 # Here the deadline of a stop strikes: never in the middle of an extent.
                 await trio.lowlevel.checkpoint()
-                wanted = self._catalog.kept(copy)
-                evict, older_than = (for_wanted, None) if wanted else (Evict.SPARE, copy.clock)
+                wanted = self._eviction.protected(copy)
+                evict, older_than = (for_wanted, None) if wanted else (LOWEST, copy.clock)
                 if not await self.move(obj, copy, self._ssd, evict, older_than):
                     return False
             return True
-        finally:
-            obj.refs -= 1
-            if not obj.in_use():
-                obj.close_files()
 
     async def move(
-        self, obj: CachedObject, copy: Copy, to: Tier, evict: Evict, older_than: int | None = None
+        self, obj: CachedObject, copy: Copy, to: Tier, evict: Classes, older_than: int | None = None
     ) -> bool:
-        """Copy the blocks that `to` lacks into it. False when it has no room for them, or when either side fails."""
+        """Copy the blocks that `to` lacks into it. False if it has no room for them, or either side fails."""
         target = self._catalog.copy(obj, to.number, copy.extent)
         wanted = copy.bitmap & ~(target.bitmap | target.arriving if target is not None else 0)
         if not wanted:
             if target is not None:
-                self._catalog.moved(copy, target)
+                self._eviction.moved(copy, target)
             return True
         ranges = list(self._catalog.ranges(copy, wanted))
         need = sum(allocated(length) for _, length in ranges)
-        obj.refs += 1
-        copy.pins += 1
-        try:
-            if not self._room.make(to, need, evict=evict, older_than=older_than):
+        with obj.held(), self._space.pinned(obj, copy):
+            if not self._space.evict_for(to, need, evict, older_than=older_than):
                 return False
             source = self._ssd if to is self._ram else self._ram
             return await self._copy_blocks(obj, copy, to, source, ranges, wanted)
-        finally:
-            self._room.unpin(obj, copy)
-            obj.refs -= 1
-            if not obj.in_use():
-                obj.close_files()
 
     async def _copy_blocks(
         self,
@@ -181,42 +179,42 @@ class Moves:
         copy: Copy,
         to: Tier,
         source: Tier,
-        ranges: list[tuple[int, int]],
+        ranges: list[Range],
         wanted: int,
     ) -> bool:
         if source.disk.down:
             return False
         try:
-            sink = self._room.way_to_write(obj, to)
+            sink = self._space.file_to_write(obj, to)
         except OSError as exc:
-            self._metrics.tier_errors += 1
-            to.failed(exc)
+            self._space.failed(to, exc)
             return False
         if sink is None:
             return False
         target = self._catalog.create(obj, to.number, copy.extent, copy.object_size, copy.dataset)
-        target.pins += 1
-        self._room.reserve(target, wanted)
+        self._space.pin(target)
+        self._space.reserve(target, wanted)
         moved = 0
         try:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(_copy_ranges, partial(_open_source, source, obj), sink, ranges)
-            moved = wanted & copy.bitmap  # what the source no longer vouches for is doubtful here, too
+            moved = (
+                wanted & copy.bitmap
+            )  # a block that the source has dropped meanwhile is doubtful here, too
             for position, checksum in enumerate(copy.checksums):
                 if moved >> position & 1:
                     target.checksums[position] = checksum
-            self._room.land(target, moved, copy.verified)
-            self._catalog.moved(copy, target)
+            self._space.land(target, moved, copy.verified)
+            self._eviction.moved(copy, target)
         except _SourceFailed as exc:
-            self._room.lost(obj, copy, exc)
+            self._space.lost(obj, copy, exc)
         except _NotOpened as exc:
-            self._room.not_opened(obj, to, exc.failure)
+            self._space.not_opened(obj, to, exc.failure)
         except OSError as exc:
-            self._metrics.tier_errors += 1
-            to.failed(exc)
+            self._space.failed(to, exc)
         finally:
-            self._room.abandon(target, wanted & ~moved)
-            self._room.unpin(obj, target)
+            self._space.abandon(target, wanted & ~moved)
+            self._space.unpin(obj, target)
         return bool(moved)
 
 
@@ -232,7 +230,7 @@ class _NotOpened(Exception):
 
 
 def _open_source(tier: Tier, obj: CachedObject) -> int:
-    """A descriptor of one's own."""
+    """A descriptor that the caller closes."""
     opened = obj.fds.get(tier.number)
     try:
         return os.dup(opened) if opened is not None else tier.open_file(obj.id.digest, create=False)
@@ -240,10 +238,8 @@ def _open_source(tier: Tier, obj: CachedObject) -> int:
         raise _SourceFailed(exc.errno, exc.strerror) from exc
 
 
-def _copy_ranges(
-    open_source: Callable[[], int], to: int | Callable[[], int], ranges: list[tuple[int, int]]
-) -> None:
-    """Worker thread: copy byte ranges between files inside the kernel."""
+def _copy_ranges(open_source: Callable[[], int], to: int | Callable[[], int], ranges: list[Range]) -> None:
+    """Copy byte ranges between files inside the kernel, in a worker thread."""
     source = open_source()
     try:
         sink = os.dup(to) if isinstance(to, int) else to()

@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cachefs import durable, ownership
-from cachefs.errors import CacheInUse, CacheUnusable, NoRoom
-from cachefs.metrics import Metrics
+from cachefs.base import durable, ownership
+from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
+from cachefs.base.metrics import Metrics
 from cachefs.store import ram
 from cachefs.store.epochs import Policy
 from cachefs.store.index import Index
@@ -100,7 +100,7 @@ def _open(
     for number, name, cap in ((RAM, "ram", ram_bytes), (SSD, "ssd", cache_bytes)):
         if cap < block_size:
             if number == RAM:
-                ram.forget(own, shared)  # of a daemon that was killed: memory nobody counts
+                ram.forget(own, shared)  # left by a killed daemon: no daemon counts this memory
             continue
         try:
             place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
@@ -134,7 +134,7 @@ def _on_disk(path: Path, keep_free_bytes: int) -> ram.Place:
 
 
 def _ours(path: Path) -> bool:
-    """Whether nobody else made it: in /dev/shm anybody may have been faster."""
+    """True if this user made it: any user can make a name in /dev/shm."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cachefs import ownership
-from cachefs.errors import CacheUnusable
+from cachefs.base import ownership
+from cachefs.base.errors import CacheUnusable
+from cachefs.base.linux import libc
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ OWN = Path("/run/cachefs/ram")
 """Below it, a mountpoint for each cache directory. Only root can write there."""
 
 OWNER = "owner"
-"""A file in a RAM tier that says whose it is, locked (flock) by its daemon."""
+"""A file in a RAM tier that names its daemon, which keeps it locked (flock)."""
 
 SLACK_BYTES = 64 << 10
 """What a tmpfs is larger than the cap. Derived: the tag and the owner are a page each; names and inodes do not count as
@@ -56,8 +57,6 @@ of it is fetched again. Measured, eight readers of single blocks at random in fi
 
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_NOATIME = 0x2, 0x4, 0x20, 0x400
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x2, 0x8
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ class Left(NamedTuple):
 
 
 def claim(path: Path, cache_dir: Path) -> int:
-    """Say whose the tier in `path` is, for as long as the descriptor that is returned is open: then it is not taken away by
-    `remove_orphans`. OSError when it was just taken away, or another daemon has it."""
+    """Mark the tier in `path` as in use while the returned descriptor is open: then `remove_orphans` leaves it alone.
+    OSError if it was just taken away, or another daemon has it."""
     fd = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,8 +160,8 @@ def remove_ram(cache_dir: Path) -> None:
 
 
 def take_away(path: Path) -> None:
-    """A RAM tier's directory, mounted or not, and all in it that is the tier's. Blocking. Who has a file of it mapped keeps
-    that file."""
+    """A RAM tier's directory, mounted or not, and all in it that is the tier's. Blocking. A process that has a file of it
+    mapped keeps that file."""
     fd = _detach(path)
     if fd >= 0:
         _delete(fd, path)
@@ -209,16 +208,16 @@ def _own(path: Path, cap_bytes: int) -> str:
 
 
 def _mount(path: Path, flags: int, options: str) -> None:
-    # Programs may be run from lent files, so not noexec.
+    # Programs may be run from passthrough files, so not noexec.
     flags |= _MS_NOSUID | _MS_NODEV | _MS_NOATIME
-    if _libc.mount(b"cachefs-ram", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()):
+    if libc.mount(b"cachefs-ram", os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags), options.encode()):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 def _unmount(path: Path) -> None:
     # Files of it may be mapped or with the kernel: it goes with the last of them.
-    if _libc.umount2(os.fsencode(path), _MNT_DETACH | _UMOUNT_NOFOLLOW):
+    if libc.umount2(os.fsencode(path), _MNT_DETACH | _UMOUNT_NOFOLLOW):
         log.warning("cannot unmount %s: %s", path, os.strerror(ctypes.get_errno()))
 
 
@@ -228,7 +227,7 @@ def _unmount(path: Path) -> None:
 def _shared(path: Path) -> Place:
     if not _is_tmpfs(SHM):
         raise CacheUnusable(f"{SHM} is not a tmpfs")
-    # Anybody may make a name in /dev/shm: a directory that is not ours may hold bytes that are not ours.
+    # Any user can make a name in /dev/shm: a directory of another user may hold bytes of another user.
     ownership.claim(path, whole=True)
     return Place(path, _left_to_others(SHM))
 
@@ -296,7 +295,7 @@ def _delete(fd: int, path: Path) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        pass  # it is gone, or somebody else's files are in it
+        pass  # it is gone, or has files of another program
 
 
 def _names() -> str:

@@ -7,6 +7,7 @@ miss, but until then they count as space that is not there. This walk runs besid
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import trio
 
+from cachefs.base.names import BLOCKS_PER_EXTENT
+from cachefs.store.catalog import CachedObject
 from cachefs.store.store import Store
-from cachefs.store.tier import Tier
+from cachefs.store.tier import Tier, allocated
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ async def scrub(store: Store) -> None:
     for tier in store.tiers:
         changed = 0
         async for digest, on_disk in _rows_then_files(store, tier):
-            changed += abs(await store.room.reclaim(tier, digest, on_disk))
+            changed += abs(await reclaim(store, tier, digest, on_disk))
             await trio.lowlevel.checkpoint()
         if changed:
             log.info(
@@ -35,15 +38,17 @@ async def scrub(store: Store) -> None:
 
 async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[bytes, int]]:
     """(digest, bytes on disk) of every version that has rows, then of every file without."""
-    digests, cursor = store.listed(tier, b"")
+    catalog = store.catalog
+    digests, cursor = catalog.listed(tier.number, b"")
     while cursor:
         for digest, on_disk in await trio.to_thread.run_sync(_sizes, tier, digests):
             yield digest, on_disk
-        digests, cursor = store.listed(tier, cursor)
+        digests, cursor = catalog.listed(tier.number, cursor)
     for number in range(256):
         folder = tier.path / "objects" / f"{number:02x}"
         for digest, on_disk in await trio.to_thread.run_sync(_files, folder):
-            if not store.lists(tier, digest):
+            obj = catalog.idle(digest)
+            if obj is not None and not catalog.has_copies(obj, tier.number):
                 yield digest, on_disk
 
 
@@ -69,3 +74,78 @@ def _files(folder: Path) -> list[tuple[bytes, int]]:
         except (ValueError, OSError):
             continue  # not ours, or evicted meanwhile
     return found
+
+
+async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -> int:
+    """Make a file that takes `on_disk_bytes` and its rows agree. Returns by how many bytes they did not."""
+    catalog, space, size = store.catalog, store.space, store.block_size
+    obj = catalog.idle(digest)
+    known = _known(store, tier, obj)
+    if obj is None or known is None:
+        return 0
+    excess = on_disk_bytes - sum(map(allocated, known.values()))
+    if not known:
+        space.unlink(obj, tier)
+        return excess
+    if excess == 0 and len(known) == 1 and max(known) == 0:
+        return 0  # one block, and it is there; with more blocks, a hole may hide a stray
+    strays, holes = await trio.to_thread.run_sync(_inspect, tier, digest, size, known)
+    if _known(store, tier, catalog.idle(digest)) != known or not (strays or holes):
+        return 0  # it was used meanwhile
+    obj = catalog.by_digest(digest)
+    if obj.is_immutable(tier):
+        space.drop_file(obj, tier, "damaged")
+        return (len(strays) + len(holes)) * size
+    space.punch(obj, tier, [(start, size) for start in strays])
+    for copy in catalog.copies(obj, tier.number):
+        mine = [start for start, _ in catalog.ranges(copy, copy.bitmap) if start in holes]
+        lost = sum(1 << start // size % BLOCKS_PER_EXTENT for start in mine)
+        space.drop(obj, copy, lost, "damaged")
+    obj.close_files()
+    return (len(strays) + len(holes)) * size
+
+
+def _known(store: Store, tier: Tier, obj: CachedObject | None) -> dict[int, int] | None:
+    """Offset → length of the blocks that rows speak of; None while the version is in use."""
+    if obj is None:
+        return None
+    catalog = store.catalog
+    return dict(r for c in catalog.copies(obj, tier.number) for r in catalog.ranges(c, c.bitmap))
+
+
+def _inspect(tier: Tier, digest: bytes, block_size: int, known: dict[int, int]) -> tuple[list[int], set[int]]:
+    """(offsets of blocks in the file that are not `known`, offsets of known ones that it lacks, wholly or in part), in a
+    worker thread."""
+    try:
+        fd = tier.open_file(digest, create=False)
+    except OSError:
+        return [], set(known)
+    try:
+        size = os.fstat(fd).st_size
+        strays = [s for s in range(0, size, block_size) if s not in known and _has_data(fd, s, block_size)]
+        return strays, {start for start, length in known.items() if not _is_whole(fd, start, length)}
+    except OSError:
+        return [], set()
+    finally:
+        os.close(fd)
+
+
+def _is_whole(fd: int, start: int, length: int) -> bool:
+    """True if the range is data throughout (a hole begins at the end of the file at the latest)."""
+    try:
+        return (
+            os.lseek(fd, start, os.SEEK_DATA) == start and os.lseek(fd, start, os.SEEK_HOLE) >= start + length
+        )
+    except OSError as exc:
+        if exc.errno == errno.ENXIO:
+            return False
+        raise
+
+
+def _has_data(fd: int, start: int, length: int) -> bool:
+    try:
+        return os.lseek(fd, start, os.SEEK_DATA) < start + length
+    except OSError as exc:
+        if exc.errno == errno.ENXIO:
+            return False
+        raise

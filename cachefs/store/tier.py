@@ -2,12 +2,12 @@
 
 `used_bytes` counts allocated bytes (block lengths rounded up to the page), because that is what the cap and the disk
 count. It is raised when room is reserved, so an overshoot is impossible, not merely bounded. `unlisted_bytes` is the part of
-it that no index row will account for after a crash: on its way in, or on its way out. `borrowed_bytes` is the part that
-other nodes keep.
+it that no index row will account for after a crash: on its way in, or on its way out. `remote_owned_bytes` is the part of
+extents that other nodes own.
 
 Health: after an I/O error nothing new is written for a while, then fills are tried again; reads go on, each failing one
-is a miss. Three errors without a success between them make it *down* in `status`. A full disk is not sickness: it
-lowers the limit to what is there.
+is a miss. Three errors without a success between them make it *down* in `status`. A full disk is no failure: it
+lowers the limit to what is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cachefs.errors import CacheUnusable
-from cachefs.store.disk import Disk
-from cachefs.store.disposal import Disposal
+from cachefs.base.errors import CacheUnusable
+from cachefs.base.linux import libc
+from cachefs.store.disk import PUNCH, Disk, Disposal
 from cachefs.store.ram import take_away
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ FREE_MEMORY_EVERY_S = 0.02
 """The same of a tmpfs, which answers from memory. Derived: a huge page can take twice what is counted, so at 1 GB/s it is
 20 MB, much less than the tenth that spilling keeps free."""
 
-SEALED = 0o400
-"""Mode of a file that was lent to the kernel: its bytes never change any more, whoever runs. The file itself keeps it, for a
-mapping of it may outlive the daemon, and the index may lag behind."""
+IMMUTABLE = 0o400
+"""Mode of a file that was opened in passthrough: its bytes never change any more, under this daemon and the next. The file
+itself records it, because a mapping of it may outlive the daemon, and the index may lag behind."""
 
 GOING_BYTES, GOING_SHARE, GOING_FILES = 64 << 20, 16, 64
 """So much of a tier, or this part of it, may be on its way out without being counted as used: dropping a few files makes
@@ -59,8 +59,6 @@ RAM, SSD = 0, 1
 """Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
 
 _WRITING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-_libc = ctypes.CDLL(None, use_errno=True)
-_PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _GETFLAGS, _SETFLAGS, _NOATIME = (
     0x80086601,
     0x40086602,
@@ -82,13 +80,13 @@ def _identity(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def is_sealed(status: os.stat_result) -> bool:
+def is_immutable(status: os.stat_result) -> bool:
     return stat.S_IMODE(status.st_mode) & 0o222 == 0
 
 
 class Tier:
-    """`number` is `RAM` or `SSD`; `blocking` tells whether reading can wait
-    for a device (a disk does, tmpfs does not); `lends`, whether the kernel takes its files."""
+    """One directory. `number` is `RAM` or `SSD`; `blocking` says that reading can wait for a device (true of a disk, not of
+    tmpfs), `passthrough` that the kernel takes its files."""
 
     def __init__(
         self,
@@ -106,12 +104,12 @@ class Tier:
         self.path = path
         self.cap_bytes = cap_bytes
         self.blocking = blocking
-        self.lends = True
-        self.lent = 0  # files that the kernel may have now, idle ones among them
+        self.passthrough = True
+        self.registered = 0  # files that the kernel may have now, idle ones among them
         self.used_bytes = 0
         self.unlisted_bytes = 0
         self.pinned_bytes = 0
-        self.borrowed_bytes = 0
+        self.remote_owned_bytes = 0
         self.blocks = 0
         self.reads_now = True  # until the file system says that it cannot read without waiting
         self.errors_in_a_row = 0
@@ -153,13 +151,13 @@ class Tier:
         return max(0, min(self.cap_bytes, room))
 
     def spare_bytes(self) -> int:
-        """What the disk has now beyond what is kept free, for whoever writes there; below 0 when it has less."""
+        """Bytes that the disk has now beyond what is kept free; below 0 if it has less."""
         self._read_free()
         return self._free_bytes - self._keep_free_bytes
 
     @property
     def takes_files(self) -> bool:
-        """Whether the disk has an inode for one more. The same part of its inodes stays free as of its bytes."""
+        """True if the disk has an inode for one more file. The same part of its inodes stays free as of its bytes."""
         if self._clock() >= self._free_read_again_at:
             self._read_free()
         return self._free_files - max(0, self.disposal.going_files - GOING_FILES) >= 1
@@ -187,13 +185,13 @@ class Tier:
         self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
     def full(self) -> None:
-        """The disk said ENOSPC: believe at once that there is no more than what is used now."""
+        """The disk said ENOSPC: the limit is what is used now, until the next reading."""
         self._free_read_again_at = self._clock() + FREE_SPACE_EVERY_S
         self._free_bytes = self._keep_free_bytes
         self._used_at_reading = self.used_bytes + self.disposal.going_bytes
 
     def writable(self) -> bool:
-        """Whether new blocks may be offered to it now."""
+        """True if new blocks may be offered to it now."""
         return not self.disk.down and (self.errors_in_a_row == 0 or self._clock() >= self._retry_at)
 
     @property
@@ -210,7 +208,7 @@ class Tier:
             self.full()
             return
         if exc.errno == errno.ENOENT:
-            return  # a file vanished under us: that block is a miss, the tier is not sick
+            return  # a file vanished: its blocks are a miss, the tier does not fail
         before = self.state
         self.errors_in_a_row += 1
         self.last_error = f"{os.strerror(exc.errno or 0)}"
@@ -226,11 +224,11 @@ class Tier:
 
     @property
     def kept_bytes(self) -> int:
-        """What is used for what this node keeps."""
-        return self.used_bytes - self.borrowed_bytes
+        """Bytes of this node's own copies."""
+        return self.used_bytes - self.remote_owned_bytes
 
     def counted_bytes(self) -> int:
-        """What counts as used when something is to come: also what is on its way out, but for the first of it."""
+        """Bytes that count as used when blocks are to come: with those on their way out, beyond the first of them."""
         going = self.disposal.going_bytes
         free = max(GOING_BYTES, self.cap_bytes // GOING_SHARE) if going else 0
         return self.used_bytes + max(0, going - free)
@@ -272,8 +270,8 @@ class Tier:
         return f"{self._objects}/{name[:2]}/{name[2:]}"
 
     def open_file(self, digest: bytes, *, create: bool) -> int:
-        """A descriptor of the version's file, for reading only if it is sealed and we are not root. OSError(ENOENT) without
-        `create` when it is not there."""
+        """A descriptor of the version's file, for reading only if it is immutable and we are not root. OSError(ENOENT)
+        without `create` when it is not there."""
         path = self._file(digest)
         try:
             return os.open(path, _WRITING | (os.O_CREAT if create else 0), 0o600)
@@ -283,9 +281,8 @@ class Tier:
         except OSError as exc:
             if create or exc.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            return os.open(
-                path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            )  # sealed, or remounted after an error
+            # It is immutable, or its file system was remounted read-only after an error.
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._make_folder(path)
         return os.open(path, _WRITING | os.O_CREAT, 0o600)
 
@@ -306,15 +303,15 @@ class Tier:
 
     def open_to_fill(self, digest: bytes, *, known: bool) -> int:
         """A descriptor of the version's file, to write blocks into it; `known` when it must be there already. Blocking, and
-        waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when it is sealed."""
+        waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when it is immutable."""
         self.disposal.settle(digest)
         with self.disk.busy():
             fd = None if known else self.new_file(digest, 0)
             if fd is None:
                 fd = self.open_file(digest, create=False)
-            if is_sealed(os.fstat(fd)):
+            if is_immutable(os.fstat(fd)):
                 os.close(fd)
-                raise OSError(errno.EROFS, "sealed")
+                raise OSError(errno.EROFS, "immutable")
             return fd
 
     def shape(self, fd: int, size: int) -> None:
@@ -335,8 +332,8 @@ class Tier:
             self._free_files -= 1
 
     def take(self, file: Path, digest: bytes) -> bool:
-        """A file of the same file system becomes the version's, sealed, in place of whatever is there. False where a file
-        cannot be sealed; then, and when it raises OSError, it is where it was."""
+        """A file of the same file system becomes the version's, immutable, in place of any other. False where the file
+        system keeps no modes; then, and when it raises OSError, it is where it was."""
         path = self._file(digest)
         try:
             os.rename(file, path)
@@ -344,8 +341,8 @@ class Tier:
             self._make_folder(path)
             os.rename(file, path)
         try:
-            os.chmod(path, SEALED)
-            if is_sealed(os.lstat(path)):
+            os.chmod(path, IMMUTABLE)
+            if is_immutable(os.lstat(path)):
                 return True
         except OSError as exc:
             log.debug("the %s tier keeps no modes: %s", self.name, exc)
@@ -359,16 +356,16 @@ class Tier:
         os.link(self._file(digest), path)
         return Path(path)
 
-    def seal(self, digest: bytes, size: int) -> int:
+    def make_immutable(self, digest: bytes, size: int) -> int:
         """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that
         cannot be promised, or when it has not the size that the kernel will be told."""
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
             if found.st_size == size:
-                if not is_sealed(found):
-                    os.fchmod(fd, SEALED)
-                if is_sealed(os.fstat(fd)):
+                if not is_immutable(found):
+                    os.fchmod(fd, IMMUTABLE)
+                if is_immutable(os.fstat(fd)):
                     _set_noatime(fd)
                     return fd
         except OSError:
@@ -377,12 +374,12 @@ class Tier:
         os.close(fd)
         raise OSError(errno.EINVAL, "its file has another size, or its file system keeps no modes")
 
-    def sealed(self, digest: bytes) -> bool:
-        """Whether the version's file was ever lent to the kernel."""
+    def immutable(self, digest: bytes) -> bool:
+        """True if the version's file was ever opened in passthrough, or adopted."""
         if self.disposal.pending(digest):
-            return False  # it goes; or it is being punched, which no sealed one ever is
+            return False  # it goes; or it is being punched, which no immutable one ever is
         try:
-            return is_sealed(os.lstat(self._file(digest)))
+            return is_immutable(os.lstat(self._file(digest)))
         except OSError:
             return False
 
@@ -415,19 +412,19 @@ class Tier:
         except OSError:
             return False
         try:
-            done: int = _libc.syncfs(fd)
+            done: int = libc.syncfs(fd)
             return done == 0
         finally:
             os.close(fd)
 
     def punch(self, fd: int, offset: int, length: int) -> bool:
         """Give the bytes back to the file system; False where it cannot do that."""
-        done: int = _libc.fallocate(fd, _PUNCH, ctypes.c_long(offset), ctypes.c_long(length))
+        done: int = libc.fallocate(fd, PUNCH, ctypes.c_long(offset), ctypes.c_long(length))
         return done == 0
 
 
 def _set_noatime(fd: int) -> None:
-    """Nobody wants to know when a cache file was read. Measured: the kernel then answers 6 % more small reads a second."""
+    """Keep no access times of a cache file. Measured: the kernel then answers 6 % more small reads a second."""
     flags = bytearray(8)
     try:
         fcntl.ioctl(fd, _GETFLAGS, flags)

@@ -1,17 +1,17 @@
 """Uploads: what is written here, on its way to the store.
 
-Idea: the new content of a file is a *draft*, one staging file beside the cache. It becomes an object whole or not at all:
-in one request when it is small, in parts that are sent while it is written when it is large. What was acknowledged has a
-row in the journal, and comes back after a crash.
+Idea: the new content of a file is a *dirty file*, one staging file beside the cache. It becomes an object whole or not at
+all: in one request when it is small, in parts that are sent while it is written when it is large. What was acknowledged has
+a row in the journal, and comes back after a crash.
 
-Invariants: a staging file is removed only when the store has its content (or nobody wants it); what is being made an object
-does not change meanwhile; a failed upload is told to whoever commits, and tried again.
+Invariants: a staging file is removed only when the store has its content (or it was removed); what is being made an object
+does not change meanwhile; a failed upload is told to every caller that commits, and tried again.
 """
 
 from cachefs.upload.base import through
-from cachefs.upload.draft import Draft
+from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import refuse_foreign
 from cachefs.upload.room import Cache
 from cachefs.upload.uploads import Bring, OnConflict, Uploads
 
-__all__ = ["Bring", "Cache", "Draft", "OnConflict", "Uploads", "refuse_foreign", "through"]
+__all__ = ["Bring", "Cache", "DirtyFile", "OnConflict", "Uploads", "refuse_foreign", "through"]

@@ -1,11 +1,11 @@
-"""What a draft begins with, read through the cache."""
+"""What a dirty file begins with, read through the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.origin import Origin
 from cachefs.upload.staging import Buffer
 

@@ -1,8 +1,8 @@
-"""What of the uploads must survive this process: one row a draft, in a database that is written through.
+"""What of the uploads must survive this process: one row a dirty file, in a database that is written through.
 
 Rows that are written at the same time share one transaction, and so does what makes the names of their staging files
 durable: many small files cost the disk one wait. A journal is no cache: one that is damaged is never emptied, but refused
-with the name of its directory, because the files beside it may be the only copy of somebody's work.
+with the name of its directory, because the files beside it may be the only copy of a user's work.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import trio
 
-from cachefs.database import Database, Put, read_mark
-from cachefs.errors import CacheInUse, CacheUnusable
+from cachefs.base.database import Database, Put, read_mark
+from cachefs.base.errors import CacheInUse, CacheUnusable
 
 FORMAT = "journal-1"
-DRAFTS, ORPHANS, NOTES = "drafts", "orphans", "notes"
-"""Drafts by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves."""
+DIRTY_FILES, ORPHANS, NOTES = "drafts", "orphans", "notes"
+"""Dirty files by id; multipart uploads that are to be aborted, by id; what the rooms above note for themselves."""
 
 
 def refuse_foreign(directory: Path) -> None:
@@ -53,7 +53,7 @@ class Journal:
         Raises `CacheUnusable` when it cannot be read as a whole, and then changes nothing. Blocking."""
         try:
             self._database = Database(
-                directory, (DRAFTS, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
+                directory, (DIRTY_FILES, ORPHANS, NOTES), version=FORMAT, fsync=True, precious=True
             )
         except CacheInUse:
             raise
@@ -84,7 +84,7 @@ class Journal:
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
-        with trio.CancelScope(shield=True):  # others rely on whoever comes first
+        with trio.CancelScope(shield=True):  # other waiters rely on the first one
             async with self._turn:
                 if not batch.done:
                     self._next = _Batch()

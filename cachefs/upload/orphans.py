@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cachefs import durable
-from cachefs.errors import CacheUnusable
+from cachefs.base import durable
+from cachefs.base.errors import CacheUnusable
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cachefs.origin.writing import Limits
+from cachefs.origin import Limits
 
 
 class Piece(NamedTuple):

@@ -1,8 +1,7 @@
-"""When which draft goes to the store, and who waits for it.
+"""When which dirty file goes to the origin, and its waiters.
 
-An upload is an *attempt*, a task of its own that those who wait join; none of them ends it. What fails is tried again, at
-growing intervals, as long as it is pending.
-"""
+An upload is an *attempt*, a task of its own that waiters join; cancelling a waiter does not end it. What fails is tried
+again, at growing intervals, as long as it is pending."""
 
 from __future__ import annotations
 
@@ -15,12 +14,13 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from cachefs.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
+from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
+from cachefs.base.ledger import Histogram
+from cachefs.base.tasks import contained
 from cachefs.origin import ObjectInfo
-from cachefs.tasks import contained
-from cachefs.upload.draft import Attempt, Draft
+from cachefs.upload.dirty_file import Attempt, DirtyFile
 from cachefs.upload.parts import Piece
-from cachefs.upload.sending import Terms, expected
+from cachefs.upload.sending import Preconditions, expected
 
 log = logging.getLogger(__name__)
 
@@ -28,43 +28,45 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
 """Waits after failures, doubled from the first to the last; the origin has repeated each request already. Guessed."""
 
 IN_BACKGROUND = 32
-"""Attempts that nobody waits for, at a time. Guessed: small files need many at once, the gate bounds their requests."""
+"""Attempts without a waiter, at a time. Guessed: small files need many at once, the gate bounds their requests."""
 
 STILL_WRITTEN_S = 0.25
-"""How often is looked whether a file is still written by somebody who has closed it, through a mapping. Guessed."""
+"""How often a file is checked for a process that still writes it through a mapping after its close. Guessed."""
 
 ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
-"""What may pass by itself. The rest is refused until somebody does something about it."""
+"""What may pass by itself. Any other error stays until the user removes its cause."""
 
 
 class Queue:
-    """`stored` and `failed` are told of the outcome before those who wait; `settle` of drafts that the store has. `terms`
-    says what a draft may replace."""
+    """`stored` and `failed` are told of the outcome before the waiters; `settle` of dirty files that the store has.
+    `preconditions` says what a dirty file may replace; `took` gets the time of each upload that succeeded."""
 
     def __init__(
         self,
         nursery: trio.Nursery,
-        terms: Callable[[Draft], Awaitable[Terms]],
-        stored: Callable[[Draft, int, ObjectInfo], Awaitable[None]],
-        failed: Callable[[Draft, CachefsError], Awaitable[None]],
-        settle: Callable[[Draft], Awaitable[None]],
+        preconditions: Callable[[DirtyFile], Awaitable[Preconditions]],
+        stored: Callable[[DirtyFile, int, ObjectInfo], Awaitable[None]],
+        failed: Callable[[DirtyFile, CachefsError], Awaitable[None]],
+        settle: Callable[[DirtyFile], Awaitable[None]],
         delay_s: float,
+        took: Histogram,
     ) -> None:
         self.nursery = nursery
-        self._terms, self._stored, self._failed, self._settle = terms, stored, failed, settle
+        self._took = took
+        self._preconditions, self._stored, self._failed, self._settle = preconditions, stored, failed, settle
         self._delay_s = delay_s
         self._rng = random.Random()
-        self._due: list[tuple[float, int, Draft]] = []
+        self._due: list[tuple[float, int, DirtyFile]] = []
         self._numbers = itertools.count()
         self._busy = 0
         self._closed = False
         self._changed = trio.Event()
 
-    def plan(self, draft: Draft, in_s: float) -> None:
-        """Upload it then, if nobody has by then."""
-        draft.due = trio.current_time() + in_s
+    def plan(self, dirty_file: DirtyFile, in_s: float) -> None:
+        """Upload it then, unless that was done meanwhile."""
+        dirty_file.due = trio.current_time() + in_s
         if not self._closed:
-            heapq.heappush(self._due, (draft.due, next(self._numbers), draft))
+            heapq.heappush(self._due, (dirty_file.due, next(self._numbers), dirty_file))
             self._changed.set()
 
     def close(self) -> None:
@@ -78,21 +80,23 @@ class Queue:
             self._changed = trio.Event()
             now = trio.current_time()
             while self._due and self._due[0][0] <= now and self._busy < IN_BACKGROUND:
-                due, _, draft = heapq.heappop(self._due)
-                if draft.due != due:
+                due, _, dirty_file = heapq.heappop(self._due)
+                if dirty_file.due != due:
                     continue
-                if draft.between:
-                    draft.due, draft.overdue = math.inf, True  # the next close or fsync has it sent
-                elif draft.attempt is None:
+                if dirty_file.between:
+                    dirty_file.due, dirty_file.overdue = math.inf, True  # the next close or fsync has it sent
+                elif dirty_file.attempt is None:
                     self._busy += 1
-                    contained(self.nursery, f"the upload of {draft.key}", self._in_background, draft)
+                    contained(
+                        self.nursery, f"the upload of {dirty_file.key}", self._in_background, dirty_file
+                    )
             waits = self._due and self._busy < IN_BACKGROUND
             with trio.move_on_after(self._due[0][0] - now if waits else math.inf):
                 await self._changed.wait()
 
-    async def _in_background(self, draft: Draft) -> None:
+    async def _in_background(self, dirty_file: DirtyFile) -> None:
         try:
-            attempt = await self._started(draft)
+            attempt = await self._started(dirty_file)
             if attempt is not None:
                 await attempt.done.wait()
         except CachefsError:
@@ -101,21 +105,21 @@ class Queue:
             self._busy -= 1
             self._changed.set()
 
-    async def begin(self, draft: Draft) -> None:
-        """Return when an upload of what the draft holds now has begun: then writing it further does not change that."""
-        attempt = await self._started(draft)
+    async def begin(self, dirty_file: DirtyFile) -> None:
+        """Return when an upload of what the dirty file holds now has begun: then writing it further does not change that."""
+        attempt = await self._started(dirty_file)
         if attempt is not None:
             await attempt.begun.wait()
 
-    async def upload(self, draft: Draft) -> None:
-        """Return when the store has what the draft holds now, or nobody wants that any more. Raises why it has not."""
-        wanted = draft.generation
-        while not draft.has(wanted):
-            attempt = await self._started(draft)
+    async def upload(self, dirty_file: DirtyFile) -> None:
+        """Return when the store has what the dirty file holds now, or it was removed. Raises the upload's error."""
+        wanted = dirty_file.generation
+        while not dirty_file.has(wanted):
+            attempt = await self._started(dirty_file)
             if attempt is None:
                 return
             attempt.waiters += 1
-            draft.sender.promote()
+            dirty_file.sender.promote()
             try:
                 await attempt.done.wait()
             finally:
@@ -123,109 +127,119 @@ class Queue:
             if attempt.error is not None:
                 raise type(attempt.error)(*attempt.error.args) from attempt.error
 
-    async def halt(self, draft: Draft) -> None:
-        """No attempt is under way afterwards; for who holds the draft's `turn`, so that none begins. One whose outcome is
-        out of our hands is waited for."""
-        while (attempt := draft.attempt) is not None:
-            if not draft.sender.final:
+    async def halt(self, dirty_file: DirtyFile) -> None:
+        """No attempt is in progress afterwards. The caller holds the dirty file's `turn`, so that none begins. One whose
+        outcome is out of our hands is waited for."""
+        while (attempt := dirty_file.attempt) is not None:
+            if not dirty_file.sender.final:
                 attempt.scope.cancel()
             await attempt.done.wait()
 
-    async def _started(self, draft: Draft) -> Attempt | None:
+    async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
         """The attempt under way, or a new one."""
-        if draft.attempt is None:
-            async with draft.turn:  # not while it is being renamed
+        if dirty_file.attempt is None:
+            async with dirty_file.turn:  # not while it is being renamed
                 if (
-                    draft.attempt is None
-                    and not draft.discarded
-                    and await self._is_quiet(draft)
-                    and draft.dirty
+                    dirty_file.attempt is None
+                    and not dirty_file.discarded
+                    and await self._is_quiet(dirty_file)
+                    and dirty_file.dirty
                 ):
-                    draft.due, draft.overdue = math.inf, False
-                    draft.attempt = attempt = Attempt()
-                    contained(self.nursery, f"the upload of {draft.key}", self._attempt, draft, attempt)
-        return draft.attempt
+                    dirty_file.due, dirty_file.overdue = math.inf, False
+                    dirty_file.attempt = attempt = Attempt()
+                    contained(
+                        self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt
+                    )
+        return dirty_file.attempt
 
-    async def _is_quiet(self, draft: Draft) -> bool:
+    async def _is_quiet(self, dirty_file: DirtyFile) -> bool:
         """False while a program writes it in passthrough; its last close, or time, brings it here again. Raises
         `CacheUnusable` where its file cannot be opened; that is tried again like a failed attempt."""
         try:
-            if not draft.lent or draft.reclaim():
+            if not dirty_file.in_passthrough or dirty_file.reclaim():
                 return True
         except CachefsError as exc:
-            await self._failed(draft, exc)
-            self._again(draft, exc)
+            await self._failed(dirty_file, exc)
+            self._again(dirty_file, exc)
             raise
-        draft.due = math.inf
-        if not draft.writers:
-            self.plan(draft, STILL_WRITTEN_S)
+        dirty_file.due = math.inf
+        if not dirty_file.writers:
+            self.plan(dirty_file, STILL_WRITTEN_S)
         return False
 
-    async def _attempt(self, draft: Draft, attempt: Attempt) -> None:
-        sender = draft.sender
+    async def _attempt(self, dirty_file: DirtyFile, attempt: Attempt) -> None:
+        sender = dirty_file.sender
         sender.background = not attempt.waiters
         try:
-            with attempt.scope, draft.file.used():
-                async with draft.lock:
-                    if draft.lent:  # just now
+            with attempt.scope, dirty_file.file.used():
+                async with dirty_file.lock:
+                    if dirty_file.in_passthrough:  # just now
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
-                    if draft.between and not attempt.waiters:  # just now
-                        draft.overdue = True
+                    if dirty_file.between and not attempt.waiters:  # just now
+                        dirty_file.overdue = True
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
-                    draft.file.check()
-                    attempt.generation, attempt.frozen = draft.generation, draft.size
-                    pieces = draft.parts.pieces()
+                    dirty_file.file.check()
+                    attempt.generation, attempt.frozen = dirty_file.generation, dirty_file.size
+                    pieces = dirty_file.parts.pieces()
                     attempt.begun.set()
-                info = await self._finish(draft, pieces, attempt.frozen)
+                began = trio.current_time()
+                info = await self._finish(dirty_file, pieces, attempt.frozen)
+                self._took.add(trio.current_time() - began)
                 with trio.CancelScope(shield=True):
-                    await self._stored(draft, attempt.generation, info)
+                    await self._stored(dirty_file, attempt.generation, info)
         except Exception as exc:
             attempt.error = error = expected(exc)
-            draft.unsure |= isinstance(error, ABOUT_THE_STORE)
+            dirty_file.unsure |= isinstance(error, ABOUT_THE_STORE)
             with trio.CancelScope(shield=True):
-                await self._failed(draft, error)
-            self._again(draft, error)
+                await self._failed(dirty_file, error)
+            self._again(dirty_file, error)
         finally:
-            draft.attempt = None
+            dirty_file.attempt = None
             attempt.begun.set()
             attempt.done.set()
-            wanted = draft.dirty and not draft.discarded and (draft.acknowledged or not draft.handles)
-            if wanted and not draft.overdue and draft.due == math.inf:  # broken off, or written meanwhile
-                self.plan(draft, self._delay_s)
-        if not draft.dirty and not draft.handles:
-            await self._settle(draft)
+            wanted = (
+                dirty_file.dirty
+                and not dirty_file.discarded
+                and (dirty_file.acknowledged or not dirty_file.handles)
+            )
+            if (
+                wanted and not dirty_file.overdue and dirty_file.due == math.inf
+            ):  # broken off, or written meanwhile
+                self.plan(dirty_file, self._delay_s)
+        if not dirty_file.dirty and not dirty_file.handles:
+            await self._settle(dirty_file)
 
-    async def _finish(self, draft: Draft, pieces: list[Piece], size: int) -> ObjectInfo:
-        earlier = list(draft.stamps)
+    async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> ObjectInfo:
+        earlier = list(dirty_file.tokens)
         try:
-            return await draft.sender.finish(pieces, size, await self._terms(draft))
+            return await dirty_file.sender.finish(pieces, size, await self._preconditions(dirty_file))
         except Conflict as exc:
             # Is it of an earlier attempt, whose reply was lost, perhaps with the process that waited for it?
-            draft.base = await self._ours(draft, earlier, exc)
-            return await draft.sender.finish(pieces, size, await self._terms(draft))
+            dirty_file.base = await self._ours(dirty_file, earlier, exc)
+            return await dirty_file.sender.finish(pieces, size, await self._preconditions(dirty_file))
         except ObjectChanged:
-            # It was there, and somebody else's came after it: the last one wins.
-            draft.overtaken = True
-            return await draft.origin.head(draft.key)
+            # It was there, and another client's object came after it: the last one wins.
+            dirty_file.overtaken = True
+            return await dirty_file.origin.head(dirty_file.key)
 
-    async def _ours(self, draft: Draft, stamps: list[str], conflict: Conflict) -> str:
-        for stamp in reversed(stamps):
+    async def _ours(self, dirty_file: DirtyFile, tokens: list[str], conflict: Conflict) -> str:
+        for token in reversed(tokens):
             try:
-                return (await draft.origin.ours(draft.key, stamp, None, conflict)).etag
+                return (await dirty_file.origin.ours(dirty_file.key, token, None, conflict)).etag
             except Conflict:
                 pass
         raise conflict
 
-    def _again(self, draft: Draft, error: CachefsError) -> None:
-        draft.failures += 1
+    def _again(self, dirty_file: DirtyFile, error: CachefsError) -> None:
+        dirty_file.failures += 1
         wait_s = LONGEST_RETRY_S
         if not in_vain(error):
-            wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(draft.failures - 1, 32))
+            wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.failures - 1, 32))
         wait_s *= self._rng.uniform(0.5, 1.0)
         log.warning("%s; trying again in %.1f s", error, wait_s)
-        self.plan(draft, wait_s)
+        self.plan(dirty_file, wait_s)
 
 
 def in_vain(error: CachefsError) -> bool:

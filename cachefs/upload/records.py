@@ -1,8 +1,7 @@
-"""What the journal says of each draft, and the uploads at the store that nobody will complete.
+"""What the journal says of each dirty file, and the uploads at the origin that will not be completed.
 
-An *acknowledged* draft is one whose writer was told that its bytes are safe here, or that they did not reach the store: it
-comes back after a crash, with all that its staging file holds then, as on a local file system.
-"""
+An *acknowledged* dirty file is one whose writer was told that its bytes are safe here, or that they did not reach the store:
+it comes back after a crash, with all that its staging file holds then, as on a local file system."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from typing import Any
 
 import trio
 
-from cachefs.errors import CachefsError
+from cachefs.base.errors import CachefsError
 from cachefs.origin import Origin
 from cachefs.upload import orphans
-from cachefs.upload.draft import Draft
-from cachefs.upload.journal import DRAFTS, ORPHANS, Journal
+from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.journal import DIRTY_FILES, ORPHANS, Journal
 
 log = logging.getLogger(__name__)
 
@@ -41,44 +40,61 @@ class Records:
         found = [o for o in self._origins if o.source == source and key.startswith(o.prefix)]
         return max(found, key=lambda origin: len(origin.prefix), default=None)
 
-    async def keep(self, draft: Draft) -> None:
-        """The draft's row says what is true now. Raises `NoRoom`, `CacheUnusable`."""
-        async with draft.row_turn:
-            if not draft.discarded:
-                draft.has_row = True
-                await self._put(draft, draft.row())
+    async def keep(self, dirty_file: DirtyFile) -> None:
+        """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`."""
+        async with dirty_file.row_turn:
+            if not dirty_file.discarded:
+                dirty_file.has_row = True
+                await self._put(dirty_file, dirty_file.row())
 
-    async def acknowledge(self, draft: Draft) -> None:
+    async def acknowledge(self, dirty_file: DirtyFile) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
-        draft.look()
-        generation = draft.generation
-        if draft.synced < generation or draft.lent:
-            await draft.file.sync()
-            draft.synced = max(draft.synced, generation)
-        async with draft.row_turn:
-            if not draft.acknowledged and not draft.discarded:
-                draft.has_row = True
-                await self._put(draft, {**draft.row(), "acknowledged": True})
-                draft.acknowledged = True
+        dirty_file.look()
+        generation = dirty_file.generation
+        if dirty_file.synced < generation or dirty_file.in_passthrough:
+            await dirty_file.file.sync()
+            dirty_file.synced = max(dirty_file.synced, generation)
+        async with dirty_file.row_turn:
+            if not dirty_file.acknowledged and not dirty_file.discarded:
+                dirty_file.has_row = True
+                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True})
+                dirty_file.acknowledged = True
 
-    async def _put(self, draft: Draft, row: Mapping[str, Any]) -> None:
+    async def _put(self, dirty_file: DirtyFile, row: Mapping[str, Any]) -> None:
         if not row["acknowledged"]:
-            await self.journal.write(DRAFTS, draft.id, row)
+            await self.journal.write(DIRTY_FILES, dirty_file.id, row)
             return
-        path = draft.file.path
+        path = dirty_file.file.path
         await self.journal.write(
-            *(DRAFTS, draft.id, row),
+            *(DIRTY_FILES, dirty_file.id, row),
             first=partial(orphans.describe, path, row),
             then=partial(orphans.acknowledge, path),
         )
 
-    async def forget(self, draft: Draft) -> None:
-        """The store has it, or nobody wants it: it shall not come back."""
-        async with draft.row_turn:
-            was, draft.acknowledged = draft.acknowledged, False
-            if draft.has_row:
-                draft.has_row = False
-                await self._remove(draft.id, draft.file.path if was else None)
+    async def forget(self, dirty_file: DirtyFile) -> None:
+        """The origin has it, or it was removed: it must not come back."""
+        async with dirty_file.row_turn:
+            was, dirty_file.acknowledged = dirty_file.acknowledged, False
+            if dirty_file.has_row:
+                dirty_file.has_row = False
+                await self._remove(dirty_file.id, dirty_file.file.path if was else None)
+
+    async def forget_replaced(self, dirty_file: DirtyFile) -> None:
+        """Record that the file which `dirty_file` replaced does not come back.
+
+        Until now only the row of `dirty_file` says so (`over`), so this is called before that row is removed. The replaced
+        file's own row stays, as one that was not acknowledged: the next start aborts what is left of its upload."""
+        over, dirty_file.over = dirty_file.over, None
+        if over is None:
+            return
+        async with over.row_turn:
+            was, over.acknowledged = over.acknowledged, False
+            if was:
+                forget = partial(orphans.forget, over.file.path)
+                try:
+                    await self.journal.write(DIRTY_FILES, over.id, over.row(), first=forget)
+                except CachefsError as exc:
+                    log.warning("%s", exc)
 
     async def orphaned(self, source: str, key: str, upload: Mapping[str, Any]) -> None:
         """This upload (its `state`) is to be aborted, if need be by a later run."""
@@ -107,7 +123,7 @@ class Records:
     async def _remove(self, name: str, file: Path | None = None) -> None:
         try:
             await self.journal.write(
-                DRAFTS, name, None, first=None if file is None else partial(orphans.forget, file)
+                DIRTY_FILES, name, None, first=None if file is None else partial(orphans.forget, file)
             )
         except CachefsError as exc:
             log.warning("%s; trying again", exc)

@@ -1,10 +1,10 @@
-"""How much may be written and not be at the store: what makes a writer wait, and what a full disk is to him.
+"""How much may be written and not be at the store: when a writer waits, and what it gets when the disk is full.
 
 Two bounds. Of one file, `UNSENT` bytes may wait for their turn on the wire, where they are sent while the file is written:
 beyond that the writer goes as fast as the store. Of the disk, `keep_free` bytes shall stay free: the cache gives way first,
-then the writer waits for other files to be uploaded and given to the cache, which can evict them. If that does not help, he
-may write into what is kept free, for it is kept for somebody's files; the last tenth of it is left to others, and then it is
-`NoRoom` to this writer and nobody else.
+then the writer waits for other files to be uploaded and given to the cache, which can evict them. If that does not help, it
+may write into what is kept free, which is kept free for users' files; the last tenth of it is left to others, and then it is
+`NoRoom` to this writer alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Protocol
 
 import trio
 
-from cachefs.errors import NoRoom
-from cachefs.names import ObjectId
-from cachefs.upload.draft import Draft
+from cachefs.base.errors import NoRoom
+from cachefs.base.names import ObjectId
+from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import translated
 
 UNSENT = 512 << 20
 """Guessed: seconds of a fast store, and less than what a node has of page cache."""
 
 WAIT_S = 30.0
-"""Guessed: as long as programs wait for a slow disk without somebody looking."""
+"""Guessed: as long as programs wait for a slow disk before a user looks."""
 
 LEFT_TO_OTHERS = 10
 """This part of what is kept free is not written into. Guessed: of the usual 10 %, one of the disk."""
@@ -37,7 +37,7 @@ UNASKED = 1 << 30
 """With less room than this, who writes has to ask. Guessed: what a fast disk takes while room is made (`LOOK_S`)."""
 
 LOOK_BYTES = 16 << 20
-"""The disk is asked anew after as many bytes, or `LOOK_S`. Guessed: asking takes microseconds."""
+"""The disk is asked again after as many bytes, or `LOOK_S`. Guessed: asking takes microseconds."""
 
 
 class Cache(Protocol):
@@ -61,7 +61,7 @@ class StagingRoom:
         directory: Path,
         keep_free_bytes: int,
         cache: Cache | None,
-        hopeful: Callable[[Draft | None], bool],
+        hopeful: Callable[[DirtyFile | None], bool],
     ) -> None:
         self._directory = directory
         self._keep_free = keep_free_bytes
@@ -84,25 +84,25 @@ class StagingRoom:
             self._asked_at, self._since = now, 0
         return self._free - self._since
 
-    async def admit(self, draft: Draft, count: int) -> None:
+    async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         """Return when `count` bytes may be written. Raises `NoRoom`."""
-        parts, sender = draft.parts, draft.sender
+        parts, sender = dirty_file.parts, dirty_file.sender
         while parts.under_way and parts.waiting_bytes > UNSENT and sender.failed is None:
             await sender.landed()
-        if self.free_bytes() < count and not await self.more(draft, count):
+        if self.free_bytes() < count and not await self.more(dirty_file, count):
             kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS
             if self.free_bytes() + kept < count:
                 raise NoRoom(f"the disk of {self._directory} has no room for what is written")
         self._since += count
 
     async def relieve(self) -> None:
-        """Somebody writes who does not ask: the cache gives way, and what is to be uploaded is."""
+        """A passthrough writer, which does not ask for room, is writing: evict, and upload what waits."""
         if self.free_bytes() < 0:
             if self._cache is None or not await self._cache.make_room(LOOK_BYTES):
                 self._hopeful(None)
             self._asked_at = float("-inf")
 
-    async def more(self, draft: Draft, count: int) -> bool:
+    async def more(self, dirty_file: DirtyFile, count: int) -> bool:
         """Have the cache make room, then wait for uploads. Whether there is room now."""
         since = trio.current_time()
         while True:
@@ -111,11 +111,11 @@ class StagingRoom:
             if self.free_bytes() >= count:
                 return True
             now = trio.current_time()
-            if now < self._impatient_until or not (gives_way or self._hopeful(draft)):
+            if now < self._impatient_until or not (gives_way or self._hopeful(dirty_file)):
                 return False
             if now >= since + WAIT_S:
                 self._impatient_until = (
                     now + WAIT_S
-                )  # who waited in vain does not wait for each of his writes
+                )  # a writer that waited in vain does not wait again at each write
                 return False
             await trio.sleep(LOOK_S)

@@ -1,7 +1,7 @@
-"""The way of one draft to one key: parts while it is written, the rest at the commit, or all in one request.
+"""The way of one dirty file to one key: parts while it is written, the rest at the commit, or all in one request.
 
 A commit that finds no part sent puts a small file whole: one request. A larger one goes in parts, several at a time. What
-the store has forgotten (`NoSuchUpload`) is begun anew, once.
+the store has forgotten (`NoSuchUpload`) is begun again, once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Protocol
 
 import trio
 
-from cachefs.errors import CachefsError, NoSuchUpload, NotFound, OriginFailed
-from cachefs.origin import ObjectInfo, Origin, Part, Turn, Upload
-from cachefs.origin.writes import each
-from cachefs.tasks import contained
+from cachefs.base.errors import CachefsError, NoSuchUpload, NotFound, OriginFailed
+from cachefs.base.tasks import contained
+from cachefs.origin import ObjectInfo, Origin, Part, Ticket, Upload, each
 from cachefs.upload.parts import Parts, Piece
 from cachefs.upload.staging import StagingFile
 
@@ -33,17 +32,18 @@ HASHED = 1 << 20
 """Read at once for a digest."""
 
 AT_ONCE = 16
-"""Parts of one draft in flight. Derived: 128 MiB hide a round trip of 100 ms at 1 GB/s; the gate bounds all drafts."""
+"""Parts of one dirty file in flight. Derived: 128 MiB hide a round trip of 100 ms at 1 GB/s; the gate bounds all dirty
+files."""
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Preconditions:
     """What the object is to replace: the version `if_match`, or nothing with `if_absent`; whatever there is without. It
-    shows `stamp` when it was put whole."""
+    shows `token` when it was put whole."""
 
     if_match: str | None = None
     if_absent: bool = False
-    stamp: str = ""
+    token: str = ""
 
 
 class Keeper(Protocol):
@@ -71,13 +71,13 @@ class Sender:
         self._beginning = trio.Lock()
         self._slots = trio.CapacityLimiter(AT_ONCE)
         self._early: dict[int, trio.CancelScope] = {}
-        self._turns: set[Turn] = set()
+        self._turns: set[Ticket] = set()
         self._landing = trio.lowlevel.ParkingLot()
 
     # While the file is written.
 
     def push(self, nursery: trio.Nursery) -> None:
-        """Send what is ready, as many parts as may be in flight. A failure ends this until the commit, which tells it."""
+        """Send what is ready, as many parts as may be in flight. A failure ends this until the commit, which reports it."""
         if self._finishing or self._stopped or self.failed is not None:
             return
         while len(self._early) < AT_ONCE and (piece := self.parts.ready()):
@@ -118,30 +118,30 @@ class Sender:
     # At the commit.
 
     def promote(self) -> None:
-        """Somebody waits for it now."""
+        """A caller waits for it now."""
         self.background = False
         for turn in self._turns:
             turn.promote()
 
-    async def finish(self, pieces: list[Piece], size: int, terms: Terms) -> ObjectInfo:
+    async def finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
         raised; more may follow them. What is returned has no `mtime_ns` (0) where only a HEAD would tell it. Raises what
         `Origin.put` and `Upload` raise."""
         self.failed, self._finishing = None, True
         try:
             try:
-                return await self._finish(pieces, size, terms)
+                return await self._finish(pieces, size, preconditions)
             except NoSuchUpload as exc:
                 await self._forget()
                 if self._resumed and (info := await self._made(pieces, size)) is not None:
                     return info
-                log.info("%s; beginning anew", exc)
-                return await self._finish(pieces, size, terms)
+                log.info("%s; beginning again", exc)
+                return await self._finish(pieces, size, preconditions)
         finally:
             self._finishing = self.final = False
 
     async def abandon(self) -> None:
-        """Nothing is under way, and no upload is left at the store that nobody knows of."""
+        """Nothing is in progress afterwards, and no unrecorded upload is left at the origin."""
         await self.break_off()
         upload, self.upload, self._found = self.upload, None, {}
         self.parts.forget()
@@ -152,7 +152,7 @@ class Sender:
                 log.info("%s; trying again later", exc)
                 await self._keeper.orphaned(upload)
 
-    async def _finish(self, pieces: list[Piece], size: int, terms: Terms) -> ObjectInfo:
+    async def _finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         parts = self.parts
         if not pieces:
             await self.abandon()
@@ -163,9 +163,9 @@ class Sender:
             with self._turn() as turn, self.file.used():
                 return await self.origin.put(
                     *(self.key, self.file.source(), size),
-                    if_match=terms.if_match,
-                    if_absent=terms.if_absent,
-                    stamp=terms.stamp,
+                    if_match=preconditions.if_match,
+                    if_absent=preconditions.if_absent,
+                    token=preconditions.token,
                     settle=False,
                     turn=turn,
                 )
@@ -183,7 +183,9 @@ class Sender:
         assert upload is not None
         etags = {piece.number: upload.known[piece.number].etag for piece in pieces}
         self.final = True
-        info = await upload.complete(etags, if_match=terms.if_match, if_absent=terms.if_absent, settle=False)
+        info = await upload.complete(
+            etags, if_match=preconditions.if_match, if_absent=preconditions.if_absent, settle=False
+        )
         self.upload = None
         parts.forget()
         return info
@@ -230,7 +232,7 @@ class Sender:
                     raise self.failed  # just now, and who else sends early does not ask again
                 with trio.CancelScope(
                     shield=True
-                ):  # it ends within the origin's deadline, and nobody else knows of it
+                ):  # it ends within the origin's deadline, and nothing else records it
                     await self._begin()
             assert self.upload is not None
             return self.upload
@@ -251,8 +253,8 @@ class Sender:
         self.parts.forget()
 
     @contextmanager
-    def _turn(self) -> Iterator[Turn]:
-        turn = Turn(self.background)
+    def _turn(self) -> Iterator[Ticket]:
+        turn = Ticket(self.background)
         self._turns.add(turn)
         try:
             yield turn
@@ -269,7 +271,7 @@ def expected(exc: Exception) -> CachefsError:
 
 
 def same(part: Part, fd: int, start: int, length: int) -> bool:
-    """Whether the store's part holds these bytes: its etag is their MD5, as S3 has it. Elsewhere nobody knows."""
+    """Whether the store's part holds these bytes: its etag is their MD5, as S3 has it. Elsewhere it is unknown."""
     wanted = part.etag.strip('"').lower()
     if part.size != length or len(wanted) != 32:
         return False

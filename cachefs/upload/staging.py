@@ -1,12 +1,11 @@
 """Staging files: what was written here and the store does not have yet, as plain files beside the cache.
 
 Bytes are moved in worker threads, because the kernel makes who writes faster than the disk wait. A file is open as
-long as somebody uses it; thousands may wait for their upload with none open.
+long as it is in use; thousands may wait for their upload with none open.
 
-A small one may lie in memory as long as nobody was promised that it is on the disk (`Memory`): written, sent and closed, it
-has cost no thread a turn. It *lands* on the disk when it grows, when it is to survive this process, and when the cache takes
-it.
-"""
+A small one may lie in memory as long as no caller was promised that it is on the disk (`Memory`): written, sent and closed,
+it has cost no thread a turn. It *lands* on the disk when it grows, when it is to survive this process, and when the cache
+takes it."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from typing import NamedTuple, TypeVar
 
 import trio
 
-from cachefs import ownership
-from cachefs.errors import CachefsError, CacheUnusable, NoRoom
+from cachefs.base import ownership
+from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -47,8 +46,8 @@ HELD_ALTOGETHER = 32 << 20
 """By all files. Guessed: five hundred of the largest, and of those that are open or on their way only."""
 
 LONG_AGO_NS = 10**9
-"""The time of a file that nobody has written since it was lent. Clocks of file systems tick in milliseconds, or seconds, so
-that a time of now could be that of the next write, too."""
+"""The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or
+seconds, so that a time of now could be that of the next write, too."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -90,16 +89,16 @@ class Memory:
 
 class StagingFile:
     """One file: a new one, empty, if there is `memory` for it, else the one that lies there. Raises `NoRoom` when the disk
-    is full, `CacheUnusable` when it fails. One that is `lent` is written by others, and open for reading only here: then
-    `written` says whether they still are at it.
+    is full, `CacheUnusable` when it fails. One that is `in_passthrough` is written by others, and open for reading only
+    here: then `written` says whether they still are at it.
 
     After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until all that it held then was written
-    again, or cut off. Writes of others (`lent`) are not seen, so these do not count."""
+    again, or cut off. Writes of others (`in_passthrough`) are not seen, so these do not count."""
 
     def __init__(self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None) -> None:
         self.path = path
         self._threads = threads
-        self.lent = False
+        self.in_passthrough = False
         self._fd = -1
         self._writes = True  # what the descriptor is for
         self._users = 0
@@ -122,9 +121,9 @@ class StagingFile:
         """One user more."""
         if self._fd < 0 and self._held is None:
             with self._translated():
-                flags = os.O_RDONLY if self.lent else os.O_RDWR
+                flags = os.O_RDONLY if self.in_passthrough else os.O_RDWR
                 self._fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-                self._writes = not self.lent
+                self._writes = not self.in_passthrough
         self._users += 1
 
     def give_back(self) -> None:
@@ -196,14 +195,14 @@ class StagingFile:
             finally:
                 os.close(fd)
 
-    # -- lending, for who is a user ----------------------------------------------------------------
+    # -- passthrough, for its users ----------------------------------------------------------------
 
     def reader(self) -> int:
         """A descriptor of one's own, for reading."""
         with self._translated():
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def lend(self) -> Shape:
+    def open_backing(self) -> Shape:
         """Others write it from now on. Returns what it is like until one does."""
         with self._translated():
             if self._writes:
@@ -212,7 +211,7 @@ class StagingFile:
                 os.close(fd)
                 self._writes = False
             os.utime(self._fd, ns=(LONG_AGO_NS, LONG_AGO_NS))
-        self.lent = True
+        self.in_passthrough = True
         return self.shape()
 
     def shape(self) -> Shape:
@@ -221,7 +220,7 @@ class StagingFile:
         return Shape(status.st_size, status.st_mtime_ns)
 
     def written(self) -> bool:
-        """Whether somebody has it open, or mapped, for writing."""
+        """True if a process has it open, or mapped, for writing."""
         with self.used():
             return not _leased(self._fd, otherwise=True)
 
@@ -317,7 +316,7 @@ class StagingFile:
 
 
 def prepare(directory: Path) -> None:
-    """Make the directory, for nobody else to look into. Raises `CacheUnusable`."""
+    """Make the directory, readable by its owner alone. Raises `CacheUnusable`."""
     try:
         ownership.claim(directory, whole=True)
     except OSError as exc:

@@ -1,7 +1,7 @@
-"""All drafts of this node: begun by a write, brought to the store by a commit, kept until the store has them.
+"""All dirty files of this node: begun by a write, brought to the store by a commit, kept until the store has them.
 
 Durable: a commit is an upload. With `writeback` it only makes sure of the bytes and of a row in the journal, and the upload
-follows by itself. Without, a draft has a row only while something of it would have to be cleared away after a crash (an
+follows by itself. Without, a dirty file has a row only while something of it would have to be cleared away after a crash (an
 upload in parts), or kept (its upload failed, and the writer was told so).
 
 In the end the staging file becomes the version's file in the cache, so what was written here is warm here.
@@ -22,33 +22,32 @@ from uuid import uuid4
 
 import trio
 
-from cachefs.errors import CachefsError, OriginFailed
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
-from cachefs.origin import ObjectInfo, Origin, Upload
-from cachefs.origin.writes import each, new_stamp
-from cachefs.tasks import contained, run_contained
+from cachefs.base.errors import CachefsError, OriginFailed
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
+from cachefs.base.tasks import contained, run_contained
+from cachefs.origin import ObjectInfo, Origin, Upload, each, new_token
 from cachefs.upload import orphans, recovery, status
-from cachefs.upload.draft import Draft
+from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import NOTES, Journal
-from cachefs.upload.lending import Lending, Loan
 from cachefs.upload.naming import Names
+from cachefs.upload.passthrough import Passthrough, StagingBacking
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
-from cachefs.upload.sending import Terms
+from cachefs.upload.sending import Preconditions
 from cachefs.upload.staging import THREADS, Buffer, Memory, StagingFile, prepare, sync_names
 
 log = logging.getLogger(__name__)
 
 FLUSHED_AT_ONCE = 64
-"""Drafts that one `flush` waits for at a time. Derived from the usual concurrency of a store."""
+"""Dirty files that one `flush` waits for at a time. Derived from the usual concurrency of a store."""
 
 FLUSH_RETRY_S = 5.0
-"""How long at most `flush` leaves a failed draft alone. Guessed: somebody waits."""
+"""How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
 
 SETTLE_AGAIN_S = 1.0
-"""How long a draft is kept that cannot be settled yet, before that is tried again. Guessed."""
+"""How long a dirty file is kept that cannot be settled yet, before that is tried again. Guessed."""
 
 GIVING_UP_S = 3.0
 """How long a stop may take for each file that is being written. Guessed."""
@@ -61,11 +60,12 @@ OnConflict = Literal["overwrite", "fail"]
 
 
 class Uploads:
-    """`bring` reads what a draft begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
-    version that the store has from now on, before those who waited for it (its `mtime_ns` is the draft's, where the
-    store's would cost a request); `on_settling` is asked before a draft is settled, which
-    waits while it says False; `on_settled` is told that a draft's content is the cache's or the store's alone, and the draft
-    is not to be used any more: until then it can be opened; `on_changed`, of one that is lent, that it was written.
+    """`bring` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
+    version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the
+    store's would cost a request); `on_settling` is asked before a dirty file is settled, which
+    waits while it says False; `on_settled` is told that a dirty file's content is the cache's or the store's alone, and the
+    dirty file is not to be used any more: until then it can be opened; `on_changed`, of one in passthrough, that it was
+    written.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
 
@@ -85,10 +85,10 @@ class Uploads:
         keep_free_bytes: int = 0,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.on_committed: Callable[[Draft, ObjectInfo], None] = lambda draft, info: None
-        self.on_settling: Callable[[Draft], bool] = lambda draft: True
-        self.on_settled: Callable[[Draft], None] = lambda draft: None
-        self.on_changed: Callable[[Draft], None] = lambda draft: None
+        self.on_committed: Callable[[DirtyFile, ObjectInfo], None] = lambda dirty_file, info: None
+        self.on_settling: Callable[[DirtyFile], bool] = lambda dirty_file: True
+        self.on_settled: Callable[[DirtyFile], None] = lambda dirty_file: None
+        self.on_changed: Callable[[DirtyFile], None] = lambda dirty_file: None
         self._staging = staging_dir
         self._store = store
         self._metrics = metrics
@@ -104,16 +104,19 @@ class Uploads:
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
-        self._queue = Queue(nursery, self._terms, self._stored, self._failed, self._settle, upload_delay_s)
+        self._queue = Queue(
+            *(nursery, self._preconditions, self._stored, self._failed, self._settle, upload_delay_s),
+            metrics.ledger.upload_seconds,
+        )
         self._names = Names(
             *(self._queue, self._records, lambda *stored: self.on_committed(*stored)),
             *(self.moved, self._push, self._drop),
         )
-        self._lending = Lending(staging_dir, self._room.relieve)
-        self._drafts: dict[str, Draft] = {}
+        self._passthrough = Passthrough(staging_dir, self._room.relieve)
+        self._dirty_files: dict[str, DirtyFile] = {}
         self._numbers = itertools.count()
 
-    # -- drafts ------------------------------------------------------------------------------------
+    # -- dirty files ------------------------------------------------------------------------------------
 
     async def begin(
         self,
@@ -124,14 +127,14 @@ class Uploads:
         upto: int | None = None,
         mtime_ns: int | None = None,
         attrs: Mapping[str, Any] | None = None,
-    ) -> Draft:
-        """A draft for `key`, dirty, with the content of `base` (its first `upto` bytes) or none. `base` is also what the
-        draft may replace where conflicts are failures; None: nothing.
+    ) -> DirtyFile:
+        """A dirty file for `key`, dirty, with the content of `base` (its first `upto` bytes) or none. `base` is also what
+        the dirty file may replace where conflicts are failures; None: nothing.
 
         Raises `NoRoom`, `CacheUnusable`, and what reading `base` does; nothing is left then."""
         name = uuid4().hex
         count = 0 if base is None else base.size if upto is None else min(upto, base.size)
-        draft = Draft(
+        dirty_file = DirtyFile(
             self,
             name,
             origin,
@@ -144,113 +147,127 @@ class Uploads:
         )
         try:
             if base is not None and count:
-                with draft.file.used():
-                    await self._fill(draft, base, count)
+                with dirty_file.file.used():
+                    await self._fill(dirty_file, base, count)
         except BaseException:
-            draft.file.remove()
+            dirty_file.file.remove()
             raise
-        self._drafts[name] = draft
-        return draft
+        self._dirty_files[name] = dirty_file
+        return dirty_file
 
-    def open(self, draft: Draft) -> None:
+    def open(self, dirty_file: DirtyFile) -> None:
         """One user more, reader or writer."""
-        draft.open()
+        dirty_file.open()
 
-    def release(self, draft: Draft) -> None:
-        """One user less. Behind the last one a dirty draft goes to the store by itself."""
-        draft.release()
-        if draft.handles:
+    def release(self, dirty_file: DirtyFile) -> None:
+        """One user less. Behind the last one a dirty dirty file goes to the store by itself."""
+        dirty_file.release()
+        if dirty_file.handles:
             return
-        self._lending.released(draft)
-        if draft.discarded:
-            self._drafts.pop(draft.id, None)
-        elif not draft.dirty and draft.adopted:
-            self._settled(draft)  # at once: its file is the cache's, so nobody can open it here any more
-        elif not draft.dirty:
-            contained(self._queue.nursery, f"settling {draft.key}", self._settle, draft)
-        elif draft.attempt is None and draft.due == math.inf:
-            contained(self._queue.nursery, f"closing {draft.key}", self._after_release, draft)
+        self._passthrough.released(dirty_file)
+        if dirty_file.discarded:
+            self._dirty_files.pop(dirty_file.id, None)
+        elif not dirty_file.dirty and dirty_file.adopted:
+            self._settled(
+                dirty_file
+            )  # at once: its file is the cache's, so it cannot be opened here any more
+        elif not dirty_file.dirty:
+            contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+        elif dirty_file.attempt is None and dirty_file.due == math.inf:
+            contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
 
-    def lend_to(self, tell: Callable[[Loan], None], retire: Callable[[Loan], None]) -> None:
-        """From now on the kernel writes files by itself; see `Lending`. Not where parts are sent while they are written."""
+    def enable_passthrough(
+        self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]
+    ) -> None:
+        """From now on the kernel writes files by itself; see `Passthrough`. Not where parts are sent while they are
+        written."""
         if self._writeback:
-            self._lending.to(tell, retire)
+            self._passthrough.to(tell, retire)
 
-    async def lend(self, draft: Draft) -> Loan | None:
-        """Its file, for one of its users who writes it by himself until `returned`; None: it is not lent. The same one until
-        the last user has gone. Nothing of it is sent meanwhile; an upload that somebody waits for is waited for."""
-        if draft.loan is None and self._room.free_bytes() < UNASKED:
+    async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
+        """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
+        the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
+        if dirty_file.backing is None and self._room.free_bytes() < UNASKED:
             return None
-        return await self._lending.lend(draft)
+        return await self._passthrough.open_backing(dirty_file)
 
-    def returned(self, draft: Draft) -> None:
-        """One of those is at his end. Never raises, never waits."""
-        self._lending.returned(draft)
-        if not draft.writers and draft.acknowledged:
-            self._plan(draft)
+    def returned(self, dirty_file: DirtyFile) -> None:
+        """One passthrough writer has closed it. Never raises, never waits."""
+        self._passthrough.returned(dirty_file)
+        if not dirty_file.writers and dirty_file.acknowledged:
+            self._plan(dirty_file)
 
     def unmounted(self) -> None:
-        """Nobody will say any more that he has closed a file. Who still writes is found out before it is sent."""
-        for draft in self._drafts.values():
-            draft.writers = 0
+        """The kernel will report no more closes. Files that are still being written are found before they are sent."""
+        for dirty_file in self._dirty_files.values():
+            dirty_file.writers = 0
 
-    async def _after_release(self, draft: Draft) -> None:
+    async def _after_release(self, dirty_file: DirtyFile) -> None:
         if self._writeback:
             try:
-                await self._records.acknowledge(draft)
+                await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
                 log.warning("%s", exc)
-        self._queue.plan(draft, self._delay_s if self._writeback else 0.0)
+        self._queue.plan(dirty_file, self._delay_s if self._writeback else 0.0)
 
-    async def commit(self, draft: Draft) -> None:
+    async def commit(self, dirty_file: DirtyFile) -> None:
         """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store. Raises what failed:
-        the draft stays pending then, and is tried again by itself. With writeback, the failure of an upload since the last
-        commit is raised, once."""
-        draft.look()
-        if draft.discarded or not draft.dirty:
+        the dirty file stays pending then, and is tried again by itself. With writeback, the failure of an upload since the
+        last commit is raised, once."""
+        dirty_file.look()
+        if dirty_file.discarded or not dirty_file.dirty:
             return
         if not self._writeback:
-            await self._queue.upload(draft)
+            await self._queue.upload(dirty_file)
             return
-        draft.within_limits()
-        await self._records.acknowledge(draft)
-        if draft.overdue and not draft.writers:
-            await self._queue.begin(draft)
-        elif not draft.writers:
-            self._plan(draft)
-        if draft.failure is not None and not draft.told:
-            draft.told = True
-            raise type(draft.failure)(*draft.failure.args) from draft.failure
+        dirty_file.within_limits()
+        await self._records.acknowledge(dirty_file)
+        if dirty_file.overdue and not dirty_file.writers:
+            await self._queue.begin(dirty_file)
+        elif not dirty_file.writers:
+            self._plan(dirty_file)
+        if dirty_file.failure is not None and not dirty_file.told:
+            dirty_file.told = True
+            raise type(dirty_file.failure)(*dirty_file.failure.args) from dirty_file.failure
 
-    def _plan(self, draft: Draft) -> None:
-        if draft.attempt is None and draft.due == math.inf and draft.dirty and not draft.discarded:
-            self._queue.plan(draft, self._delay_s)
+    def _plan(self, dirty_file: DirtyFile) -> None:
+        if (
+            dirty_file.attempt is None
+            and dirty_file.due == math.inf
+            and dirty_file.dirty
+            and not dirty_file.discarded
+        ):
+            self._queue.plan(dirty_file, self._delay_s)
 
-    async def rename(self, draft: Draft, origin: Origin, key: str, **how: Any) -> bool:
+    async def rename(self, dirty_file: DirtyFile, origin: Origin, key: str, **how: Any) -> bool:
         """See `Names.rename`."""
-        return await self._names.rename(draft, origin, key, **how)
+        return await self._names.rename(dirty_file, origin, key, **how)
 
     async def discard(
         self,
-        draft: Draft,
+        dirty_file: DirtyFile,
         *,
         replaced: bool = False,
         instead: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
         `replaced` by another, what an upload under way may just have made is deleted at the store. `instead` is what takes
-        the name away, called when no upload is under way: until it has returned, the draft survives a crash, and when it
-        raises, nothing has happened."""
-        await self._names.discard(draft, replaced, instead)
+        the name away, called when no upload is under way: until it has returned, the dirty file survives a crash, and when
+        it raises, nothing has happened."""
+        await self._names.discard(dirty_file, replaced, instead)
 
     def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
         if self._store is not None:
             self._store.recast(old, new)
 
-    def pending(self) -> list[Draft]:
+    def pending(self) -> list[DirtyFile]:
         """All that the store does not have as it is."""
-        return [draft for draft in self._drafts.values() if not draft.discarded and _is_pending(draft)]
+        return [
+            dirty_file
+            for dirty_file in self._dirty_files.values()
+            if not dirty_file.discarded and _is_pending(dirty_file)
+        ]
 
     @property
     def elsewhere(self) -> list[tuple[str, int]]:
@@ -265,49 +282,49 @@ class Uploads:
         """What an earlier run has noted and not removed."""
         return self.journal.rows(NOTES)
 
-    def _drop(self, draft: Draft) -> None:
-        """Nobody wants it. Who uses it keeps the file."""
-        if not draft.adopted and not draft.settling:
-            draft.file.remove()
-        if not draft.handles:
-            self._drafts.pop(draft.id, None)
+    def _drop(self, dirty_file: DirtyFile) -> None:
+        """It was removed. Handles that are open keep the file."""
+        if not dirty_file.adopted and not dirty_file.settling:
+            dirty_file.file.remove()
+        if not dirty_file.handles:
+            self._dirty_files.pop(dirty_file.id, None)
 
-    # -- what drafts ask (Owner) -------------------------------------------------------------------
+    # -- what dirty files ask (Owner) -------------------------------------------------------------------
 
-    async def admit(self, draft: Draft, count: int) -> None:
-        await self._room.admit(draft, count)
+    async def admit(self, dirty_file: DirtyFile, count: int) -> None:
+        await self._room.admit(dirty_file, count)
 
-    async def more_room(self, draft: Draft, count: int) -> bool:
-        return await self._room.more(draft, count)
+    async def more_room(self, dirty_file: DirtyFile, count: int) -> bool:
+        return await self._room.more(dirty_file, count)
 
-    def wrote(self, draft: Draft) -> None:
-        draft.mtime_ns = self._now_ns()
-        self._push(draft)
+    def wrote(self, dirty_file: DirtyFile) -> None:
+        dirty_file.mtime_ns = self._now_ns()
+        self._push(dirty_file)
 
-    def _push(self, draft: Draft) -> None:
-        if not self._writeback and not draft.discarded:
-            draft.sender.push(self._queue.nursery)
+    def _push(self, dirty_file: DirtyFile) -> None:
+        if not self._writeback and not dirty_file.discarded:
+            dirty_file.sender.push(self._queue.nursery)
 
-    async def renew(self, draft: Draft) -> StagingFile:
-        file = self._file(f"{draft.id}.{next(self._numbers)}")
+    async def renew(self, dirty_file: DirtyFile) -> StagingFile:
+        file = self._file(f"{dirty_file.id}.{next(self._numbers)}")
         try:
-            await draft.file.copy_to(file, draft.size)
+            await dirty_file.file.copy_to(file, dirty_file.size)
         except BaseException:
             file.remove()
             raise
         return file
 
-    async def keep(self, draft: Draft) -> None:
-        await self._records.keep(draft)
+    async def keep(self, dirty_file: DirtyFile) -> None:
+        await self._records.keep(dirty_file)
 
-    async def orphaned(self, draft: Draft, upload: Upload) -> None:
-        await self._records.orphaned(draft.origin.source, upload.key, upload.state())
+    async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
+        await self._records.orphaned(dirty_file.origin.source, upload.key, upload.state())
 
-    def _hopeful(self, draft: Draft | None) -> bool:
+    def _hopeful(self, dirty_file: DirtyFile | None) -> bool:
         """Whether others are on their way, which begin now if they only wait for their time."""
         found = False
-        for other in self._drafts.values():
-            if other is draft or not other.dirty or other.discarded:
+        for other in self._dirty_files.values():
+            if other is dirty_file or not other.dirty or other.discarded:
                 continue
             waits = other.attempt is None and other.failure is None and other.due < math.inf
             if waits and other.due > trio.current_time():
@@ -317,91 +334,94 @@ class Uploads:
 
     # -- what the queue tells ----------------------------------------------------------------------
 
-    async def _terms(self, draft: Draft) -> Terms:
+    async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
         """What the next attempt may replace."""
-        stamp = new_stamp()
-        draft.stamped(stamp)
+        token = new_token()
+        dirty_file.has_token(token)
         if not self._conditional:
-            return Terms(stamp=stamp)
-        if draft.acknowledged:
-            await self._records.keep(draft)  # before: a later run must know its own object
-        return Terms(draft.base, draft.base is None, stamp)
+            return Preconditions(token=token)
+        if dirty_file.acknowledged:
+            await self._records.keep(dirty_file)  # before: a later run must know its own object
+        return Preconditions(dirty_file.base, dirty_file.base is None, token)
 
-    async def _stored(self, draft: Draft, generation: int, info: ObjectInfo) -> None:
+    async def _stored(self, dirty_file: DirtyFile, generation: int, info: ObjectInfo) -> None:
         if not info.mtime_ns:  # asking for it would double the time that a small file takes
-            info = replace(info, mtime_ns=draft.mtime_ns)
-        draft.stored_as(generation, info)
-        draft.base = info.etag
-        draft.failure = None
-        draft.failures, draft.unsure, draft.told = 0, False, False
-        draft.stamps, draft.upload_state = [], None
+            info = replace(info, mtime_ns=dirty_file.mtime_ns)
+        dirty_file.stored_as(generation, info)
+        dirty_file.base = info.etag
+        dirty_file.failure = None
+        dirty_file.failures, dirty_file.unsure, dirty_file.told = 0, False, False
+        dirty_file.tokens, dirty_file.upload_state = [], None
         self._metrics.uploaded_files += 1
-        self.on_committed(draft, info)
-        if not draft.dirty:
-            await self._records.forget(draft)
+        self.on_committed(dirty_file, info)
+        await self._records.forget_replaced(dirty_file)
+        if not dirty_file.dirty:
+            await self._records.forget(dirty_file)
 
-    async def _failed(self, draft: Draft, error: CachefsError) -> None:
-        draft.failure, draft.told = error, False
+    async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
+        dirty_file.failure, dirty_file.told = error, False
         self._metrics.upload_failures += 1
         try:
-            await self._records.acknowledge(draft)
+            await self._records.acknowledge(dirty_file)
         except CachefsError as exc:
-            log.warning("%s: %s", draft.origin.name(draft.key), exc)
+            log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
 
-    async def _settle(self, draft: Draft) -> None:
-        """Nobody uses it and the store has it: the cache gets the file."""
-        async with draft.lock:
+    async def _settle(self, dirty_file: DirtyFile) -> None:
+        """It is not in use and the origin has it: the cache adopts the file."""
+        async with dirty_file.lock:
             try:
-                if draft.lent and not draft.reclaim():
+                if dirty_file.in_passthrough and not dirty_file.reclaim():
                     return
             except CachefsError:  # its file cannot be opened now
-                self._settle_later(draft)
+                self._settle_later(dirty_file)
                 return
-            info = draft.committed
-            if draft.handles or info is None or self._drafts.get(draft.id) is not draft:
+            info = dirty_file.committed
+            if dirty_file.handles or info is None or self._dirty_files.get(dirty_file.id) is not dirty_file:
                 return
-            if not self.on_settling(draft):
-                self._settle_later(draft)
+            if not self.on_settling(dirty_file):
+                self._settle_later(dirty_file)
                 return
-            if draft.sender.upload is not None:  # of a completion that somebody's newer object hid, for one
-                await draft.sender.abandon()
-            if not draft.adopted:
-                draft.settling = True
-                draft.adopted = await self._adopt(draft, info)
-                draft.settling = False
-                if draft.discarded and not draft.adopted:
-                    draft.file.remove()
-            if draft.handles or draft.dirty or draft.discarded:
-                return  # the last of those who have come meanwhile does the rest
-            if not draft.adopted:
-                draft.file.remove()
-            self._settled(draft)
+            if (
+                dirty_file.sender.upload is not None
+            ):  # for example of a completion that another client's newer object hides
+                await dirty_file.sender.abandon()
+            if not dirty_file.adopted:
+                dirty_file.settling = True
+                dirty_file.adopted = await self._adopt(dirty_file, info)
+                dirty_file.settling = False
+                if dirty_file.discarded and not dirty_file.adopted:
+                    dirty_file.file.remove()
+            if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
+                return  # the last user that came meanwhile does the rest
+            if not dirty_file.adopted:
+                dirty_file.file.remove()
+            self._settled(dirty_file)
 
-    def _settled(self, draft: Draft) -> None:
-        if self._drafts.pop(draft.id, None) is not None:
-            self.on_settled(draft)
+    def _settled(self, dirty_file: DirtyFile) -> None:
+        if self._dirty_files.pop(dirty_file.id, None) is not None:
+            self.on_settled(dirty_file)
 
-    async def _adopt(self, draft: Draft, info: ObjectInfo) -> bool:
-        if self._store is None or draft.overtaken or not draft.size:
+    async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
+        if self._store is None or dirty_file.overtaken or not dirty_file.size:
             return False
         try:
-            draft.file.check()
-            with draft.file.used():
-                await draft.file.land()
-                return await self._store.adopt(info.version(draft.origin.source), draft.file.path)
+            dirty_file.file.check()
+            with dirty_file.file.used():
+                await dirty_file.file.land()
+                return await self._store.adopt(info.version(dirty_file.origin.source), dirty_file.file.path)
         except CachefsError as exc:
-            log.info("%s is not kept here: %s", draft.origin.name(draft.key), exc)
+            log.info("%s is not kept here: %s", dirty_file.origin.name(dirty_file.key), exc)
             return False
         except Exception:
-            log.exception("the cache failed to take %s", draft.origin.name(draft.key))
+            log.exception("the cache failed to take %s", dirty_file.origin.name(dirty_file.key))
             return False
 
-    def _settle_later(self, draft: Draft) -> None:
+    def _settle_later(self, dirty_file: DirtyFile) -> None:
         async def settle() -> None:
             await trio.sleep(SETTLE_AGAIN_S)
-            await self._settle(draft)
+            await self._settle(dirty_file)
 
-        contained(self._queue.nursery, f"settling {draft.key}", settle)
+        contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
 
     # -- the life of the room ----------------------------------------------------------------------
 
@@ -409,119 +429,121 @@ class Uploads:
         """Uploads that are due, and what is to be cleared away, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._records.run)
-            nursery.start_soon(self._lending.run)
+            nursery.start_soon(self._passthrough.run)
             await self._queue.run()
 
     async def flush(
         self,
-        under: Callable[[Draft], bool] | None = None,
+        under: Callable[[DirtyFile], bool] | None = None,
         deadline_s: float = math.inf,
         *,
         at_the_end: bool = False,
-    ) -> list[Draft]:
+    ) -> list[DirtyFile]:
         """Wait until the store has all that was acknowledged or closed (of those that `under` chooses), but for what is
         being changed just now, unless it is `at_the_end`; returns what it has not. Without a deadline each is tried once,
         with one until then, except where it would be in vain."""
-        chosen = [draft for draft in self.pending() if draft.acknowledged or not draft.handles]
+        chosen = [
+            dirty_file for dirty_file in self.pending() if dirty_file.acknowledged or not dirty_file.handles
+        ]
         chosen = [d for d in chosen if (under is None or under(d)) and (at_the_end or not d.between)]
 
-        async def one(draft: Draft) -> None:
+        async def one(dirty_file: DirtyFile) -> None:
             while True:
                 try:
-                    await self._queue.upload(draft)
-                    if not draft.lent or deadline_s == math.inf:
+                    await self._queue.upload(dirty_file)
+                    if not dirty_file.in_passthrough or deadline_s == math.inf:
                         return None
                 except CachefsError as exc:
                     if deadline_s == math.inf or in_vain(exc):
                         return None
-                await trio.sleep_until(min(draft.due, trio.current_time() + FLUSH_RETRY_S))
+                await trio.sleep_until(min(dirty_file.due, trio.current_time() + FLUSH_RETRY_S))
 
         with trio.move_on_after(deadline_s):
             await each(one, chosen, FLUSHED_AT_ONCE)
-        return [draft for draft in chosen if draft.dirty and not draft.discarded]
+        return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
-    async def recover(self) -> list[Draft]:
-        """What an earlier run has left: call once, before anything else. Acknowledged drafts are pending again, and are
+    async def recover(self) -> list[DirtyFile]:
+        """What an earlier run has left: call once, before anything else. Acknowledged dirty files are pending again, and are
         returned; the rest is cleared away, where the store has a part of it in the background."""
         found = await recovery.look(self._records, self._staging, self._revive)
-        for draft in found:
-            self._drafts[draft.id] = draft
-            self._queue.plan(draft, self._delay_s)
+        for dirty_file in found:
+            self._dirty_files[dirty_file.id] = dirty_file
+            self._queue.plan(dirty_file, self._delay_s)
         return found
 
-    def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> Draft:
+    def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
         file = StagingFile(self._staging / row["file"], self._threads)
-        draft = Draft(
+        dirty_file = DirtyFile(
             *(self, name, origin, row["key"], file, file.path.stat().st_size),
             base=row["base"],
             mtime_ns=row["mtime_ns"],
             attrs=row["attrs"],
         )
-        draft.has_row = draft.acknowledged = True
-        draft.may_be_written()  # by who has outlived that run
-        draft.stamps, draft.upload_state = row["stamps"], row["upload"]
-        draft.synced = draft.generation
+        dirty_file.has_row = dirty_file.acknowledged = True
+        dirty_file.may_be_written()  # by who has outlived that run
+        dirty_file.tokens, dirty_file.upload_state = row["tokens"], row["upload"]
+        dirty_file.synced = dirty_file.generation
         if row["upload"] is not None:
-            draft.sender.resume(origin.resume_upload(row["key"], row["upload"]))
-        return draft
+            dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
+        return dirty_file
 
-    async def aclose(self, deadline_s: float) -> list[Draft]:
+    async def aclose(self, deadline_s: float) -> list[DirtyFile]:
         """Upload what can be uploaded until the deadline; returns what is left for the next run. What is being written and
         was never acknowledged is given up. Works also when the nursery it was made with has been cancelled."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 self._queue.nursery = nursery
                 left = await self.flush(deadline_s=deadline_s, at_the_end=True)
-                for draft in list(self._drafts.values()):
+                for dirty_file in list(self._dirty_files.values()):
                     with trio.move_on_after(GIVING_UP_S):
-                        await run_contained(f"giving up {draft.key}", self._give_up, draft)
+                        await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
 
-    async def _give_up(self, draft: Draft) -> None:
-        if not draft.dirty:
-            while draft.handles:
-                draft.release()
-            await self._settle(draft)
-        elif draft.acknowledged or not draft.handles:
-            await self._queue.halt(draft)
+    async def _give_up(self, dirty_file: DirtyFile) -> None:
+        if not dirty_file.dirty:
+            while dirty_file.handles:
+                dirty_file.release()
+            await self._settle(dirty_file)
+        elif dirty_file.acknowledged or not dirty_file.handles:
+            await self._queue.halt(dirty_file)
             try:
-                await self._records.acknowledge(draft)
+                await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
-                log.warning("%s: %s", draft.origin.name(draft.key), exc)
-            while draft.handles:
-                draft.release()
+                log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+            while dirty_file.handles:
+                dirty_file.release()
         else:
-            log.warning("%s was being written and is given up", draft.origin.name(draft.key))
-            await self.discard(draft, replaced=True)
+            log.warning("%s was being written and is given up", dirty_file.origin.name(dirty_file.key))
+            await self.discard(dirty_file, replaced=True)
 
     def status(self) -> dict[str, Any]:
-        """For `cachefs status`: plain values, of the longest pending drafts first."""
+        """For `cachefs status`: plain values, of the longest pending dirty files first."""
         return {"writeback": self._writeback, **status.of(self.pending(), self._now_ns())}
 
     def _file(self, name: str) -> StagingFile:
         """A new one."""
         return StagingFile(self._staging / name, self._threads, self._memory)
 
-    async def _fill(self, draft: Draft, base: ObjectId, count: int) -> None:
+    async def _fill(self, dirty_file: DirtyFile, base: ObjectId, count: int) -> None:
         at = 0
 
         async def take(data: Buffer) -> None:
             nonlocal at
             data = memoryview(data)[: count - at]
-            await self._room.admit(draft, len(data))
-            await draft.file.write(at, data)
+            await self._room.admit(dirty_file, len(data))
+            await dirty_file.file.write(at, data)
             at += len(data)
 
-        await self._bring(draft.origin, base, count, take)
+        await self._bring(dirty_file.origin, base, count, take)
         if at != count:
-            raise OriginFailed(f"{draft.origin.name(base.key)}: only {at} of {count} bytes came")
+            raise OriginFailed(f"{dirty_file.origin.name(base.key)}: only {at} of {count} bytes came")
 
 
-def _is_pending(draft: Draft) -> bool:
+def _is_pending(dirty_file: DirtyFile) -> bool:
     try:
-        return draft.look() or draft.dirty
+        return dirty_file.look() or dirty_file.dirty
     except CachefsError:
         return True  # its file cannot be looked at now, and may hold something new

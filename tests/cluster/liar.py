@@ -1,10 +1,9 @@
 """A peer that does not do what it should: it has the cluster's key, and a host of its own.
 
-Of itself it says what the asker says of itself, but for the name, so that one takes it for a member with the usual share.
-How it answers a request for blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes to send,
-and whether to hang up or to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as well be
-honest.
-"""
+Of itself it says what the requesting peer says of itself, but for the name, so that one takes it for a member with the usual
+share. How it answers a request for blocks is for the `Lie`: given the request and the seals of an honest answer, the bytes
+to send, and whether to hang up or to keep silent after them. It knows the bytes of all that `Dataset.many` made, and may as
+well be honest."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ import xxhash
 
 from bench.lab.dataset import content
 from bench.lab.netns import Host
-from cachefs.peers.auth import Key, Seals, Signer, Verifier
-from cachefs.peers.wire import BLOCKS, CHECKSUM, HELLO, BlockRequest, Hello, parse_query, parse_target
+from cachefs.peers.auth import Key, Macs, Signer, Verifier
+from cachefs.peers.wire import BLOCKS, CHECKSUM, HANDSHAKE, BlockRequest, Handshake, parse_query, parse_target
 from tests.cluster.nodes import PORT
 
 MIB = 1 << 20
@@ -34,91 +33,91 @@ class Answer(NamedTuple):
     then: str = "next"  # or "close" or "hang"
 
 
-Lie = Callable[[BlockRequest, Seals], Answer]
+Lie = Callable[[BlockRequest, Macs], Answer]
 
 
-def body(request: BlockRequest, seals: Seals) -> bytes:
+def body(request: BlockRequest, macs: Macs) -> bytes:
     """As an honest peer sends it."""
     parts = []
     for block in range(request.start_block, request.stop_block):
         data = content(request.object.key, request.length(block), block * MIB)
         check = CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
-        parts += [data, check, seals.block(block, check)]
+        parts += [data, check, macs.block(block, check)]
     return b"".join(parts)
 
 
-def head(seals: Seals, length: int, status: str = "200 OK", sealed: bytes = b"", more: str = "") -> bytes:
-    """Of a reply, sealed. `sealed` is the body, but for blocks."""
-    seal = seals.reply(int(status[:3]), length, sealed)
-    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nCachefs-Seal: {seal}\r\n{more}\r\n".encode()
+def head(macs: Macs, length: int, status: str = "200 OK", immutable: bytes = b"", more: str = "") -> bytes:
+    """Of a reply, sealed. `immutable` is the body, but for blocks."""
+    mac = macs.reply(int(status[:3]), length, immutable)
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nCachefs-Seal: {mac}\r\n{more}\r\n".encode()
 
 
-def honest(request: BlockRequest, seals: Seals) -> Answer:
-    sent = body(request, seals)
-    return Answer(head(seals, len(sent)) + sent)
+def honest(request: BlockRequest, macs: Macs) -> Answer:
+    sent = body(request, macs)
+    return Answer(head(macs, len(sent)) + sent)
 
 
-def flipped(request: BlockRequest, seals: Seals) -> Answer:
+def flipped(request: BlockRequest, macs: Macs) -> Answer:
     """One bit went wrong after it was hashed."""
-    sent = bytearray(body(request, seals))
+    sent = bytearray(body(request, macs))
     sent[len(sent) // 2] ^= 0x10
-    return Answer(head(seals, len(sent)) + sent)
+    return Answer(head(macs, len(sent)) + sent)
 
 
-def another_object(request: BlockRequest, seals: Seals) -> Answer:
+def another_object(request: BlockRequest, macs: Macs) -> Answer:
     """The right checksums, under other bytes."""
-    sent = bytearray(body(request, seals))
+    sent = bytearray(body(request, macs))
     length = request.length(request.start_block)
     sent[:length] = content("of nobody", length)
-    return Answer(head(seals, len(sent)) + sent)
+    return Answer(head(macs, len(sent)) + sent)
 
 
-def too_short(request: BlockRequest, seals: Seals) -> Answer:
-    sent = body(request, seals)[:-1]
-    return Answer(head(seals, len(sent)) + sent)
+def too_short(request: BlockRequest, macs: Macs) -> Answer:
+    sent = body(request, macs)[:-1]
+    return Answer(head(macs, len(sent)) + sent)
 
 
-def too_long(request: BlockRequest, seals: Seals) -> Answer:
-    sent = body(request, seals) + b"x"
-    return Answer(head(seals, len(sent)) + sent)
+def too_long(request: BlockRequest, macs: Macs) -> Answer:
+    sent = body(request, macs) + b"x"
+    return Answer(head(macs, len(sent)) + sent)
 
 
-def broken_off(request: BlockRequest, seals: Seals) -> Answer:
-    sent = body(request, seals)
-    return Answer(head(seals, len(sent)) + sent[: len(sent) // 2], "close")
+def broken_off(request: BlockRequest, macs: Macs) -> Answer:
+    sent = body(request, macs)
+    return Answer(head(macs, len(sent)) + sent[: len(sent) // 2], "close")
 
 
-def silent(request: BlockRequest, seals: Seals) -> Answer:
+def silent(request: BlockRequest, macs: Macs) -> Answer:
     return Answer(b"", "hang")
 
 
-def silent_within(request: BlockRequest, seals: Seals) -> Answer:
-    sent = body(request, seals)
-    return Answer(head(seals, len(sent)) + sent[: len(sent) // 2], "hang")
+def silent_within(request: BlockRequest, macs: Macs) -> Answer:
+    sent = body(request, macs)
+    return Answer(head(macs, len(sent)) + sent[: len(sent) // 2], "hang")
 
 
-def for_ever_working(request: BlockRequest, seals: Seals) -> Answer:
+def for_ever_working(request: BlockRequest, macs: Macs) -> Answer:
     """It is just coming, and does not come."""
     return Answer(b"HTTP/1.1 102 Processing\r\n\r\n", "again")
 
 
-def endless_headers(request: BlockRequest, seals: Seals) -> Answer:
+def endless_headers(request: BlockRequest, macs: Macs) -> Answer:
     return Answer(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100_000, "hang")
 
 
-def of_a_stranger(request: BlockRequest, seals: Seals) -> Answer:
+def of_a_stranger(request: BlockRequest, macs: Macs) -> Answer:
     """All is right but the key."""
-    return honest(request, seals._replace(key=Key(b"another key than the others have")))
+    return honest(request, macs._replace(key=Key(b"another key than the others have")))
 
 
-def unsealed(request: BlockRequest, seals: Seals) -> Answer:
-    sent = body(request, seals)
+def unsealed(request: BlockRequest, macs: Macs) -> Answer:
+    sent = body(request, macs)
     return Answer(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(sent) + sent)
 
 
 def refusing(status: str, more: str = "") -> Lie:
-    def refuse(request: BlockRequest, seals: Seals) -> Answer:
-        return Answer(head(seals, 0, status, more=more))
+    def refuse(request: BlockRequest, macs: Macs) -> Answer:
+        return Answer(head(macs, 0, status, more=more))
 
     return refuse
 
@@ -172,18 +171,18 @@ class Liar:
                     if not self._answer(connection, *request):
                         return
             except OSError:
-                pass  # the asker has enough
+                pass  # the requesting peer has enough
 
     def _answer(self, connection: socket.socket, target: str, headers: dict[str, str]) -> bool:
         """Whether the connection goes on."""
         path, query = parse_target(target)
-        seals = self._verifier.verify("GET", target, headers["host"], headers["authorization"])
+        macs = self._verifier.verify("GET", target, headers["host"], headers["authorization"])
         if path != BLOCKS:
             said = self._mirror(connection.getpeername()[0]).pack()
-            connection.sendall(head(seals, len(said), sealed=said) + said)
+            connection.sendall(head(macs, len(said), immutable=said) + said)
             return True
         self.asked += 1
-        answer = self.lie(parse_query(query, MIB), seals)
+        answer = self.lie(parse_query(query, MIB), macs)
         connection.sendall(answer.sent)
         while answer.then == "again" and not self._ended.wait(0.5):
             connection.sendall(answer.sent)
@@ -191,14 +190,14 @@ class Liar:
             self._ended.wait()
         return answer.then == "next"
 
-    def _mirror(self, asker: str) -> Hello:
-        name = f"{asker}:{PORT}"
-        asking = HTTPConnection(asker, PORT, timeout=2)
+    def _mirror(self, requester: str) -> Handshake:
+        name = f"{requester}:{PORT}"
+        asking = HTTPConnection(requester, PORT, timeout=2)
         with self._host.inside():
             asking.connect()
-        signed = self._signer.sign("GET", HELLO, name).authorization
-        asking.request("GET", HELLO, headers={"Host": name, "Authorization": signed})
-        said = Hello.parse(asking.getresponse().read())
+        signed = self._signer.sign("GET", HANDSHAKE, name).authorization
+        asking.request("GET", HANDSHAKE, headers={"Host": name, "Authorization": signed})
+        said = Handshake.parse(asking.getresponse().read())
         asking.close()
         return replace(said, node="liar", life="liar")
 

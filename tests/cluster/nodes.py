@@ -218,7 +218,7 @@ class Cluster:
                 total.update(row["failures"])
         return total
 
-    def assert_books_agree(self) -> None:
+    def assert_counters_reconcile(self) -> None:
         """Every byte that a node has from a peer was sent by one, and all that the store sent was taken."""
 
         def agree() -> bool:

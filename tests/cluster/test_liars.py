@@ -28,7 +28,13 @@ def test_an_honest_peer_of_this_kind_is_believed(
     assert peer.asked >= metrics["peer_bytes_in"] // SIZE and metrics["peer_failures"] == 0
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pytest.param(lie, id=name, marks=[] if name in ("flipped", "silent") else [pytest.mark.long])
+        for name, lie in LIES.items()
+    ],
+)
 def test_who_lies_is_not_believed(
     lie: Lie, data: Dataset, hosts: list[Host], key_file: Path, cluster_of: Clustered
 ) -> None:

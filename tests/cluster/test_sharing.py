@@ -11,7 +11,7 @@ from tests.mount.mounts import eventually
 MIB = 1 << 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_nodes_read_everything_and_the_store_sends_it_once(
     data: Dataset, hosts: list[Host], cluster_of: Clustered
 ) -> None:
@@ -27,10 +27,10 @@ def test_four_nodes_read_everything_and_the_store_sends_it_once(
         # A node holds a quarter of the little files, and of the six extents what chance gives it; others sent the rest.
         assert 0.05 * data.size < metrics["origin_bytes"] < 0.7 * data.size
         assert metrics["peer_bytes_in"] >= 0.3 * data.size and metrics["peer_bytes_out"] > 0
-    cluster.assert_books_agree()
+    cluster.assert_counters_reconcile()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_caches_of_a_quarter_hold_all_of_it(
     data: Dataset, lab: StoreOn, hosts: list[Host], cluster_of: Clustered
 ) -> None:
@@ -41,7 +41,7 @@ def test_four_caches_of_a_quarter_hold_all_of_it(
     cluster.read_all()
     # What there is no room for goes when all have had it; a node that lags behind has some of it fetched once more.
     assert data.sent() <= 1.05 * data.size
-    cluster.assert_books_agree()
+    cluster.assert_counters_reconcile()
     # Nobody owns exactly a quarter: with so few files, some own up to a tenth more. A tenth of RAM is left to what comes.
     # What there is no room for is fetched 2.2 times an epoch (simulated), and at most once for each of the four.
     room = quarter - quarter // 16 // 10
@@ -53,7 +53,7 @@ def test_four_caches_of_a_quarter_hold_all_of_it(
     assert cluster.failures() == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_is_loaded_by_all_processes_at_once(
     data: Dataset, lab: StoreOn, hosts: list[Host], cluster_of: Clustered
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_loaded_by_all_processes_at_once(
             reading.kill()
     assert [(s.errors, s.bytes) for s in said] == [([], data.size)] * 24
     assert data.sent() <= 1.01 * data.size
-    cluster.assert_books_agree()
+    cluster.assert_counters_reconcile()
 
 
 def test_a_node_that_shares_nothing_still_reads_from_the_others(

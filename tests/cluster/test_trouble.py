@@ -48,7 +48,7 @@ def until_asked_again(cluster: Cluster, node: Node, asking: list[Node], files: l
     eventually(served, "the node is asked again", BACK_S)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_owner_is_killed_while_it_sends_and_returns(
     data: Dataset,
     early: list[File],
@@ -74,7 +74,7 @@ def test_an_owner_is_killed_while_it_sends_and_returns(
     cluster.read_all(early)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_peer_hangs_and_goes_on(
     data: Dataset,
     early: list[File],
@@ -98,7 +98,7 @@ def test_a_peer_hangs_and_goes_on(
     cluster.read_all(late)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_joins_while_all_others_read(
     data: Dataset,
     early: list[File],
@@ -123,7 +123,7 @@ def test_a_node_joins_while_all_others_read(
     until_asked_again(cluster, joining, others, late)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_do_not_reach_each_other(
     data: Dataset,
     early: list[File],
@@ -141,14 +141,14 @@ def test_two_nodes_do_not_reach_each_other(
         network.divide(one.host, other.host)
         said = [reading.said() for reading in readings]
     assert [(s.errors, s.bytes) for s in said] == [([], size_of(early))] * 4
-    # Each has the share of the other from an heir.
+    # Each has the share of the other from an successor.
     assert data.sent() <= (1 + 2 * SHARE) * size_of(early)
     network.heal()
     lab.shape(bandwidth=0)
     until_asked_again(cluster, other, [one], late)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_is_cut_off_from_everything(
     data: Dataset,
     early: list[File],

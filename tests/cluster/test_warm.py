@@ -7,6 +7,8 @@ import pytest
 from bench.lab.netns import Host, StoreOn
 from tests.cluster.nodes import Cluster, Clustered, Dataset, Node, eventually
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 
 
@@ -46,7 +48,7 @@ def test_with_two_replicas_one_node_may_die(
 
 
 @pytest.mark.parametrize("how", ["on each", "--cluster"])
-def test_a_dead_node_s_share_is_warmed_by_its_heirs(
+def test_a_dead_node_s_share_is_warmed_by_its_successors(
     data: Dataset, lab: StoreOn, hosts: list[Host], cluster_of: Clustered, how: str
 ) -> None:
     put_all(data)

@@ -11,9 +11,9 @@ from typing import Any
 
 import trio
 
-from cachefs.errors import ObjectChanged
-from cachefs.names import ObjectId
-from cachefs.origin import Turn
+from cachefs.base.errors import ObjectChanged
+from cachefs.base.names import ObjectId
+from cachefs.origin import Ticket
 
 SOURCE = "scripted://"
 
@@ -47,7 +47,7 @@ class Get:
     stop: int
     whole: bool
     background: bool
-    turn: Turn | None = None
+    turn: Ticket | None = None
     delivered: int = 0
 
 
@@ -117,7 +117,7 @@ class ScriptedOrigin:
         sink: Any,
         *,
         whole: bool = False,
-        turn: Turn | None = None,
+        turn: Ticket | None = None,
     ) -> None:
         get = Get(key, start, stop, whole, turn is not None and turn.background, turn)
         self.gets.append(get)

@@ -12,11 +12,11 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import errors
+from cachefs.base import errors
+from cachefs.base.ledger import NAMES, current_call
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.fetch.arrivals import OPEN_WAITS_S, Arrivals
-from cachefs.ledger import NAMES, current_call
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
 from tests.fetch.scripted import Hold, content, in_trio
 from tests.store.lab import BLOCK, MIB, Lab, running
 
@@ -35,7 +35,7 @@ class InFlight(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("here", "flights", "kept", "soon"),
+    ("here", "in_flight_fetches", "kept", "soon"),
     [
         ({0, 1, 2, 3}, {}, False, False),  # it is whole
         ({0, 1}, {}, False, False),  # nothing comes
@@ -47,19 +47,22 @@ class InFlight(NamedTuple):
     ],
 )
 def test_soon_is_when_all_of_it_may_be_here_within_the_wait(
-    here: set[int], flights: dict[int, float], kept: bool, soon: bool
+    here: set[int], in_flight_fetches: dict[int, float], kept: bool, soon: bool
 ) -> None:
-    under_way = {block: InFlight(left, SimpleNamespace(kept=kept)) for block, left in flights.items()}
-    obj: Any = SimpleNamespace(id=ObjectId("s", "k", "e", 4 * BLOCK - 5), flights=under_way)
+    under_way = {
+        block: InFlight(left, SimpleNamespace(kept=kept)) for block, left in in_flight_fetches.items()
+    }
+    obj: Any = SimpleNamespace(id=ObjectId("s", "k", "e", 4 * BLOCK - 5))
     store: Any = SimpleNamespace(block_size=BLOCK, has=lambda obj, block: block in here)
-    assert Arrivals(store, Metrics()).soon(obj) == soon
+    transfers: Any = SimpleNamespace(of=lambda obj: under_way)
+    assert Arrivals(store, transfers, Metrics()).soon(obj) == soon
 
 
 @asynccontextmanager
 async def on_its_way(cache_dir: Path, held_at: int) -> AsyncIterator[tuple[Lab, ObjectId, Hold]]:
     """Four blocks, being fetched ahead of anybody, of which those from `held_at` on do not come yet."""
     async with running(cache_dir) as lab:
-        lab.fetcher.lends = True
+        lab.fetcher.passthrough = True
         object_id = lab.origin.put("k", content(1, 4 * BLOCK))
         hold = lab.origin.hold("k", held_at)
         async with trio.open_nursery() as nursery:
@@ -79,18 +82,18 @@ async def _bring(lab: Lab, object_id: ObjectId) -> None:
         pass
 
 
-def lent(lab: Lab, object_id: ObjectId) -> bool:
-    backing = lab.fetcher.lend_now(lab.fetcher.open(lab.origin, object_id))  # type: ignore[arg-type]
+def passthrough(lab: Lab, object_id: ObjectId) -> bool:
+    backing = lab.fetcher.open_backing(lab.fetcher.open(lab.origin, object_id))  # type: ignore[arg-type]
     if backing is None:
         return False
-    lab.fetcher.give_back(backing)
+    lab.fetcher.release_backing(backing)
     return True
 
 
 @in_trio
-async def test_who_waits_is_lent_it_and_was_a_reader_that_came_too_early(cache_dir: Path) -> None:
+async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(cache_dir: Path) -> None:
     async with on_its_way(cache_dir, 2 * BLOCK) as (lab, object_id, hold):
-        assert not lent(lab, object_id)
+        assert not passthrough(lab, object_id)
         (get,) = lab.origin.gets
         call = lab.metrics.ledger.waits.call(77, NAMES, "open")
         current_call.set(call)
@@ -101,10 +104,10 @@ async def test_who_waits_is_lent_it_and_was_a_reader_that_came_too_early(cache_d
             (waiting,) = lab.metrics.ledger.waits.waiting()
             assert (waiting["request"], waiting["key"], waiting["on"]) == ("read", "k", "store")
             hold.release.set()
-        assert lent(lab, object_id)
+        assert passthrough(lab, object_id)
         assert not lab.fetcher.arrives(object_id)
         metrics = lab.metrics
-        assert metrics.misses == metrics.misses_late == metrics.prefetched_late == 4, (
+        assert metrics.misses == metrics.misses_prefetch_in_flight == metrics.prefetched_late == 4, (
             "blocks land with their transfer"
         )
         totals = metrics.ledger.waits.totals()
@@ -118,16 +121,16 @@ async def test_a_wait_that_was_for_nothing_ends_and_counts_nothing(cache_dir: Pa
         begun = trio.current_time()
         await lab.fetcher.arrival(object_id, 1)
         assert trio.current_time() - begun >= OPEN_WAITS_S
-        assert not lent(lab, object_id) and not lab.metrics.misses
+        assert not passthrough(lab, object_id) and not lab.metrics.misses
         hold.release.set()
         await lab.read(object_id)
-        assert lab.metrics.misses == lab.metrics.misses_late == 4, "its reader counts them"
+        assert lab.metrics.misses == lab.metrics.misses_prefetch_in_flight == 4, "its reader counts them"
 
 
 @in_trio
 async def test_a_transfer_that_fails_fails_no_open(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
-        lab.fetcher.lends = True
+        lab.fetcher.passthrough = True
         object_id = lab.origin.put("k", content(1, 4 * BLOCK))
         hold = lab.origin.hold("k", BLOCK)
         lab.origin.fail(lambda: errors.OriginFailed("no"), after=2 * BLOCK)
@@ -137,7 +140,7 @@ async def test_a_transfer_that_fails_fails_no_open(cache_dir: Path) -> None:
             nursery.start_soon(lab.fetcher.arrival, object_id, 1)
             await trio.testing.wait_all_tasks_blocked()
             hold.release.set()
-        assert not lent(lab, object_id) and not lab.metrics.misses
+        assert not passthrough(lab, object_id) and not lab.metrics.misses
         assert not lab.metrics.ledger.waits.totals()["waiting"]
 
 
@@ -147,21 +150,21 @@ async def test_a_signal_ends_a_wait_and_not_the_transfer(cache_dir: Path) -> Non
         with trio.move_on_after(OPEN_WAITS_S / 10):
             await lab.fetcher.arrival(object_id, 1)
         assert not lab.metrics.ledger.waits.totals()["waiting"]
-        assert lab.fetcher.flights == 1
+        assert lab.fetcher.in_flight_fetches == 1
 
 
 @in_trio
-async def test_nobody_waits_where_nothing_is_lent_or_its_reads_are_to_be_seen(cache_dir: Path) -> None:
+async def test_nobody_waits_where_nothing_is_passthrough_or_its_reads_are_to_be_seen(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=64 * MIB, block=MIB) as lab:
         object_id = lab.origin.put("k", content(1, 5 * MIB))
         hold = lab.origin.hold("k", MIB)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_bring, lab, object_id)
             await hold.reached.wait()
-            flight = lab.store.object(object_id).flights[4]
-            flight.left_s = lambda: 0.0
+            fetch_in_flight = lab.fetcher.transfers.of(lab.store.object(object_id))[4]
+            fetch_in_flight.left_s = lambda: 0.0
             assert not lab.fetcher.arrives(object_id)
-            lab.fetcher.lends = True
+            lab.fetcher.passthrough = True
             assert lab.fetcher.arrives(object_id)
             lab.fetcher.watch_reads(lambda *read: None, {object_id.digest})
             assert not lab.fetcher.arrives(object_id)
@@ -174,11 +177,18 @@ async def test_what_is_left_is_told_by_the_pace_so_far(cache_dir: Path) -> None:
     async with on_its_way(cache_dir, 3 * BLOCK) as (lab, object_id, _):
         begun_by = trio.current_time()
         await trio.sleep(0.02)
-        flight = lab.store.object(object_id).flights[3]
-        assert flight.fill.landed == 3 * BLOCK
-        least, left, most = trio.current_time() - begun_by, flight.left_s(), trio.current_time() - before
+        fetch_in_flight = lab.fetcher.transfers.of(lab.store.object(object_id))[3]
+        assert fetch_in_flight.fill.landed == 3 * BLOCK
+        least, left, most = (
+            trio.current_time() - begun_by,
+            fetch_in_flight.left_s(),
+            trio.current_time() - before,
+        )
         assert least / 3 <= left <= most / 3
     async with on_its_way(cache_dir.with_name("other"), 0) as (lab, object_id, _):
         begun_by = trio.current_time()
         await trio.sleep(0.02)
-        assert lab.store.object(object_id).flights[3].left_s() >= trio.current_time() - begun_by - 0.001
+        assert (
+            lab.fetcher.transfers.of(lab.store.object(object_id))[3].left_s()
+            >= trio.current_time() - begun_by - 0.001
+        )

@@ -11,9 +11,10 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import errors
-from cachefs.names import ObjectId
+from cachefs.base import errors
+from cachefs.base.names import ObjectId
 from cachefs.origin import Origin
+from cachefs.origin.attempts import Attempts
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, Lab, running, until
 
@@ -129,7 +130,7 @@ async def test_called_off_it_leaves_nothing_but_what_landed(cache_dir: Path) -> 
         await bring_and_cancel(lab, object_id, hold.reached)
         await lab.quiet()
         obj = lab.store.object(object_id)
-        assert (obj.flights, obj.refs, obj.fds) == ({}, 0, {})
+        assert (lab.fetcher.transfers.of(obj), obj.refs, obj.fds) == ({}, 0, {})
         assert all(c.pins == 0 for c in obj.copies.values() if c is not None)
         kept = lab.fetcher.cached_bytes(object_id)
         assert lab.used() == kept < 6 * EXTENT
@@ -232,7 +233,7 @@ async def test_many_objects_have_no_more_parts_under_way_than_the_store_takes(ca
                 nursery.start_soon(lab.fetcher.bring, lab.origin, object_id)
             await until(lambda: sum(hold.reached.is_set() for hold in holds) >= 64, 10)
             await trio.testing.wait_all_tasks_blocked(0.02)
-            assert lab.fetcher.flights == 64
+            assert lab.fetcher.in_flight_fetches == 64
             assert lab.used() == 64 * 2 * BLOCK, "what waits has taken no room"
             for hold in holds:
                 hold.release.set()
@@ -265,7 +266,7 @@ class OneAtATime:
 async def test_a_readers_request_goes_out_before_queued_ones_that_nobody_waits_for(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         client = OneAtATime()
-        origin = Origin(client, source="s:", concurrency=1, metrics=lab.metrics)  # type: ignore[arg-type]
+        origin = Origin(Attempts(client, source="s:", concurrency=1, metrics=lab.metrics))  # type: ignore[arg-type]
         ids = {key: ObjectId("s:", key, "e", BLOCK) for key in ("first", "b1", "b2", "b3", "demand")}
 
         async def read(key: str) -> None:

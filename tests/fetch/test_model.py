@@ -16,7 +16,7 @@ import trio.lowlevel
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     CachefsError,
     NoRoom,
     ObjectChanged,
@@ -25,9 +25,10 @@ from cachefs.errors import (
     Throttled,
     Transient,
 )
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.store import scrub
 from cachefs.store.ram import ram_directory, remove_ram
+from tests.conftest import examples
 from tests.fetch.scripted import ScriptedOrigin, content
 from tests.store.lab import KIB, Lab, as_kill_leaves_it, cache_files, flip_bit, running
 
@@ -252,7 +253,7 @@ def play(cache: str, verify: str, steps: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @settings(
-    max_examples=15,
+    max_examples=examples(15),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.fetch.runs import runs
-from cachefs.names import BLOCKS_PER_EXTENT
+from cachefs.base.names import BLOCKS_PER_EXTENT
+from cachefs.fetch.fetcher import runs
 
 
 @pytest.mark.parametrize(

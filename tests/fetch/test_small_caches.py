@@ -141,7 +141,7 @@ async def test_the_memory_of_readers_without_a_tier_is_bounded(cache_dir: Path) 
                 nursery.start_soon(read, i)
             await until(lambda: sum(hold.reached.is_set() for hold in holds) >= 16, 10)
             await trio.testing.wait_all_tasks_blocked(0.02)
-            assert lab.fetcher.flights == 40
+            assert lab.fetcher.in_flight_fetches == 40
             assert lab.origin.most_in_flight == 16
             assert lab.fetcher.heap_bytes == 64 * MIB
             for hold in holds:

@@ -1,4 +1,4 @@
-"""Single flight, early waking, failures and cancellation: what a reader of a cold object is promised."""
+"""Single in-flight fetch, early waking, failures and cancellation: what a reader of a cold object is promised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs import errors
+from cachefs.base import errors
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, running
 
@@ -112,7 +112,6 @@ TROUBLE: list[Callable[[], Exception]] = [
     lambda: errors.PermissionDenied("expired"),
     lambda: errors.ObjectChanged("replaced"),
     lambda: errors.NotFound("gone"),
-    lambda: errors.DeadlineExceeded("too long"),
     lambda: errors.Unsupported("no ranges"),
     lambda: errors.CachefsError("other"),
     lambda: RuntimeError("a bug in a client"),
@@ -199,7 +198,7 @@ async def test_a_cancelled_reader_leaves_nothing_behind(cache_dir: Path, ram: in
         hold.release.set()
         await lab.quiet()
         obj = lab.store.object(object_id)
-        assert obj.flights == {}
+        assert lab.fetcher.transfers.of(obj) == {}
         assert obj.refs == 0
         assert all(c.pins == 0 for c in obj.copies.values() if c is not None)
         assert obj.fds == {}
@@ -251,7 +250,7 @@ async def test_objects_of_every_awkward_size(cache_dir: Path, block: int, verify
                 data = content(size, size)
                 if start == "cold":
                     origin.put(f"k{size}", data)
-                from cachefs.names import ObjectId
+                from cachefs.base.names import ObjectId
                 from tests.fetch.scripted import SOURCE
 
                 object_id = ObjectId(SOURCE, f"k{size}", origin.objects[f"k{size}"][0], size)

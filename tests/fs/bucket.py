@@ -9,10 +9,10 @@ from typing import Any
 
 import trio
 
-from cachefs.errors import CachefsError, NotFound, ObjectChanged
-from cachefs.names import ObjectId
+from cachefs.base.errors import CachefsError, NotFound, ObjectChanged
+from cachefs.base.names import ObjectId
 from cachefs.origin.protocol import ListPage, ObjectInfo
-from cachefs.origin.writing import S3
+from cachefs.origin.s3 import LIMITS as S3
 
 MTIME = 1_700_000_000 * 10**9
 
@@ -59,9 +59,7 @@ class Bucket:
         self.lists.clear()
         self.heads.clear()
 
-    async def list_page(
-        self, prefix: str, *, token: str | None = None, start_after: str | None = None, limit: int = 1000
-    ) -> ListPage:
+    async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
         self.lists.append((prefix, token, limit))
         await trio.sleep(self.delay)
         self._strike("list", prefix)
@@ -135,7 +133,7 @@ class WritableBucket(Bucket):
         return content_of(self, ObjectId(self.source, key, info.etag, info.size))
 
     async def put(  # type: ignore[override]
-        self, key: str, source: Any, size: int, **terms: Any
+        self, key: str, source: Any, size: int, **preconditions: Any
     ) -> ObjectInfo:
         self.puts.append(key)
         await trio.sleep(self.delay)
@@ -190,8 +188,8 @@ def content_of(bucket: Bucket | None, obj: ObjectId) -> bytes:
 class Bytes:
     """A `Reader` whose objects are made of their own etag, or what was written; warm once read."""
 
-    lends = False
-    flights = 0
+    passthrough = False
+    in_flight_fetches = 0
 
     def arrives(self, obj: ObjectId) -> bool:
         return False

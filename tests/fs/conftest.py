@@ -34,5 +34,5 @@ async def run_inline(function: Callable[..., Any], *arguments: Any, **how: Any) 
 @pytest.fixture(autouse=True)
 def no_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transactions run in place: a jumping clock does not wait for threads, and order becomes the same every time."""
-    if "slow" not in request.keywords:
+    if "threads" not in request.keywords:
         monkeypatch.setattr(trio.to_thread, "run_sync", run_inline)

@@ -11,10 +11,10 @@ from typing import Any
 
 import trio
 
-from cachefs.database import Database
-from cachefs.errors import AlreadyExists, NotFound, ObjectChanged
+from cachefs.base.database import Database
+from cachefs.base.errors import AlreadyExists, NotFound, ObjectChanged
+from cachefs.base.metrics import Metrics
 from cachefs.fs import FORMAT, TABLES, Attributes, Entry, FileSystem, Options, Volume
-from cachefs.metrics import Metrics
 from tests.fs import counters
 from tests.fs.bucket import Bucket, Bytes
 
@@ -64,7 +64,8 @@ class Mount:
 
     async def ino(self, path: str | bytes) -> int:
         found = await self.stat(path)
-        assert found is not None, path
+        if found is None:
+            raise NotFound(os.fsdecode(path))
         return found.ino
 
     async def entries(self, ino: int = ROOT, limit: int = 100) -> list[Entry]:

@@ -8,17 +8,17 @@ from typing import Any
 
 import trio
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from tests.fs.bucket import Bucket, WritableBucket
 from tests.fs.mount import mounted
-from tests.fs.test_writing_beside import Lending
+from tests.fs.test_writing_beside import Passthrough
 from tests.fs.writers import MemoryWriter
 
 
-class Coming(Lending):
+class Coming(Passthrough):
     """Everything is on its way, and here when somebody has waited for it."""
 
-    flights = 1
+    in_flight_fetches = 1
     comes = True
 
     def __init__(self, bucket: Any) -> None:
@@ -35,18 +35,18 @@ class Coming(Lending):
         if self.comes:
             self.warm.add(obj)
 
-    def lend_again(self, backing: Any) -> None: ...
-    def give_back(self, backing: Any) -> None: ...
+    def reopen_backing(self, backing: Any) -> None: ...
+    def release_backing(self, backing: Any) -> None: ...
 
 
 def coming(mount: Any, bucket: Bucket) -> Coming:
     reader = Coming(bucket)
     mount.fs.read_through(reader)
-    mount.fs.lend_to(lambda backing: True)
+    mount.fs.enable_passthrough(lambda backing: True)
     return reader
 
 
-async def test_an_open_waits_once_and_is_lent_what_has_come() -> None:
+async def test_an_open_waits_once_and_is_passthrough_what_has_come() -> None:
     bucket = Bucket(["a", "b"])
     async with mounted(bucket) as mount:
         reader = coming(mount, bucket)
@@ -78,10 +78,10 @@ async def test_nobody_waits_whose_way_of_reading_is_decided() -> None:
     async with mounted(bucket) as mount:
         reader = coming(mount, bucket)
         ino = await mount.ino("a")
-        mount.fs._files.on_lend = None  # the kernel takes no files
+        mount.fs._files.on_passthrough = None  # the kernel takes no files
         first = mount.fs.open_now(ino, os.O_RDONLY, 1)
         assert first is not None
-        mount.fs.lend_to(lambda backing: True)
+        mount.fs.enable_passthrough(lambda backing: True)
         second = mount.fs.open_now(ino, os.O_RDONLY, 2)  # beside one that reads through the daemon
         assert second is not None and not second[2]
         for fh in (first[0], second[0]):

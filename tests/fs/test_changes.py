@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     CachefsError,
     ConfigError,
-    DeadlineExceeded,
     IsADirectory,
     NotADirectory,
     NotFound,
@@ -81,7 +80,7 @@ async def test_a_directory_that_is_gone_takes_all_below_with_it() -> None:
             assert mount.database.count(table) == 1
 
 
-@pytest.mark.parametrize("failure", [PermissionDenied, OriginFailed, DeadlineExceeded])
+@pytest.mark.parametrize("failure", [PermissionDenied, OriginFailed])
 async def test_a_failure_is_never_an_absence(failure: type[CachefsError]) -> None:
     bucket = Bucket(names(5))
     async with mounted(bucket) as mount:

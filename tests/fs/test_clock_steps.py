@@ -12,10 +12,11 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.clock import Machine, SteadyClock
-from cachefs.database import Database
+from cachefs.base.clock import Machine, SteadyClock
+from cachefs.base.database import Database
 from cachefs.fs import FORMAT, TABLES, Options, Volume
 from cachefs.fs.tree import clock_of
+from tests.conftest import examples
 from tests.fs.bucket import Bucket
 from tests.fs.mount import Mount
 
@@ -140,7 +141,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(STEPS, max_size=25))
 def test_no_step_extends_what_is_shown_beyond_the_ttl(steps: list[tuple[str, float]]) -> None:
     """`d/f` grows by a byte with each change, and a name comes: what is shown was true at most a TTL ago."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import ObjectChanged
+from cachefs.base.errors import ObjectChanged
 from tests.fs.bucket import Bucket
 from tests.fs.mount import ROOT, Mount, mounted
 

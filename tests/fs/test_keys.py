@@ -12,7 +12,8 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachefs.errors import NameTooLong
+from cachefs.base.errors import NameTooLong
+from tests.conftest import examples
 from tests.fs.bucket import Bucket
 from tests.fs.mount import ROOT, mounted
 
@@ -155,7 +156,9 @@ def tree_of(keys: Iterable[str]) -> dict[bytes, int | None]:
     return tree
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     keys=st.sets(KEY, max_size=14),
     page=st.integers(1, 5),

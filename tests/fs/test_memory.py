@@ -20,9 +20,7 @@ ETAG = etag_of("")
 class Endless(Bucket):
     """`MILLION` names made as they are asked for, in one directory."""
 
-    async def list_page(
-        self, prefix: str, *, token: str | None = None, start_after: str | None = None, limit: int = 1000
-    ) -> ListPage:
+    async def list_page(self, prefix: str, *, token: str | None = None, limit: int = 1000) -> ListPage:
         self.lists.append((prefix, None, limit))
         await trio.lowlevel.checkpoint()
         first = int(token or 0)
@@ -36,7 +34,8 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.threads
 def test_a_million_names_in_a_flat_memory(tmp_path: Path) -> None:
     bucket: Any = Endless()
     grown: dict[int, float] = {}

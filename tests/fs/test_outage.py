@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 import pytest
 import trio
 
-from cachefs.errors import CachefsError, OriginFailed, Unreachable
+from cachefs.base.errors import CachefsError, OriginFailed, Unreachable
 from cachefs.fs import Options
 from tests.fs.bucket import Bucket
 from tests.fs.mount import Mount, mounted

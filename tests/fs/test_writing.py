@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from cachefs.errors import AlreadyExists, NotFound
+from cachefs.base.errors import AlreadyExists, NotFound
 from tests.fs.bucket import WritableBucket
 from tests.fs.mount import ROOT, mounted
 from tests.fs.writers import MemoryWriter
@@ -36,7 +36,7 @@ async def test_a_file_is_there_while_it_is_written_and_afterwards() -> None:
         assert "d/new" not in bucket.objects and bucket.writes == (1, 0, 1)
         with pytest.raises(NotFound):
             await mount.unlink("d/new")
-        assert not writer.drafts and mount.bytes.open_count == 0
+        assert not writer.dirty_files and mount.bytes.open_count == 0
 
 
 async def test_directories_come_and_go() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cachefs.errors import CacheUnusable
+from cachefs.base.errors import CacheUnusable
 from cachefs.fs.tree import Volume
 from tests.fs import bucket as buckets
 from tests.fs.bucket import WritableBucket
@@ -92,14 +92,14 @@ async def test_one_that_moves_away_and_back_is_the_same_one() -> None:
         assert await mount.ino("d/f") == ino
 
 
-async def test_a_draft_that_cannot_be_opened_leaves_no_handle() -> None:
+async def test_a_dirty_file_that_cannot_be_opened_leaves_no_handle() -> None:
     class Failing(MemoryWriter):
         fails = False
 
-        def open(self, draft: Any) -> None:
+        def open(self, dirty_file: Any) -> None:
             if self.fails:
                 raise CacheUnusable("gone")
-            super().open(draft)
+            super().open(dirty_file)
 
     bucket, writer = WritableBucket(["d/x"]), Failing(writeback=True)
     async with mounted(bucket, writer=writer, **RW) as mount:
@@ -119,14 +119,14 @@ async def test_a_draft_that_cannot_be_opened_leaves_no_handle() -> None:
 async def test_what_an_earlier_run_left_is_shown_at_the_prefix_that_it_was_written_at(
     tmp_path: Path, order: int
 ) -> None:
-    """Two prefixes of one bucket, one within the other: the inner one has its own drafts."""
+    """Two prefixes of one bucket, one within the other: the inner one has its own dirty files."""
     outer, inner = WritableBucket(["a/1"]), WritableBucket(["a/b/2"], prefix="a/b/")
     volumes: Any = [Volume("outer", outer), Volume("inner", inner)][::order]  # type: ignore[arg-type]
     writer = MemoryWriter(writeback=True)
     async with mounted(outer, volumes=volumes, path=tmp_path / "1", writer=writer, **RW) as mount:
         await mount.write("inner/f", b"abc")
     again = MemoryWriter(writeback=True)
-    again.drafts = writer.pending()
+    again.dirty_files = writer.pending()
     async with mounted(outer, volumes=volumes, path=tmp_path / "2", writer=again, **RW) as mount:
         await mount.fs.recover()
         assert await mount.read("inner/f") == b"abc"

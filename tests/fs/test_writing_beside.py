@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import AlreadyExists, CachefsError, NotFound, ObjectChanged, OriginFailed, Unreachable
+from cachefs.base.errors import (
+    AlreadyExists,
+    CachefsError,
+    NotFound,
+    ObjectChanged,
+    OriginFailed,
+    Unreachable,
+)
 from cachefs.fs.inodes import FIRST_ALIAS
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import ROOT, Mount, mounted
@@ -150,40 +157,40 @@ async def test_a_question_asked_before_a_change_does_not_undo_it() -> None:
             await trio.sleep(0.1)
             await mount.unlink("new")
             released.set()
-        assert seen == [mount.fs._beliefs.negative_ttl]
+        assert seen == [mount.fs._tree.root.ttls.negative_ttl]
         assert await mount.walk() == {b"f": 10}
 
 
 # -- readers and lent files -----------------------------------------------------------------------------
 
 
-class Lent:
+class BackingFile:
     def __init__(self) -> None:
         self.id, self.fd, self.users = 7, -1, 1
 
     def registered(self, backing_id: int) -> None: ...
 
 
-class Lending(Bytes):
-    """Lends everything that was read once."""
+class Passthrough(Bytes):
+    """Opens in passthrough everything that was read once."""
 
-    lends = True
+    passthrough = True
 
     def __init__(self, bucket: Any) -> None:
         super().__init__(bucket)
-        self.lent = 0
+        self.backings = 0
 
-    def lend_now(self, opened: Any) -> Any:
+    def open_backing(self, opened: Any) -> Any:
         if opened not in self.warm:
             return None
-        self.lent += 1
-        return Lent()
+        self.backings += 1
+        return BackingFile()
 
-    def lend_again(self, backing: Any) -> None:
-        self.lent += 1
+    def reopen_backing(self, backing: Any) -> None:
+        self.backings += 1
 
-    def give_back(self, backing: Any) -> None:
-        self.lent -= 1
+    def release_backing(self, backing: Any) -> None:
+        self.backings -= 1
 
 
 async def open_as_kernel(mount: Mount, path: str, flags: int) -> tuple[int, int, int]:
@@ -198,14 +205,14 @@ async def open_as_kernel(mount: Mount, path: str, flags: int) -> tuple[int, int,
     raise AssertionError("ESTALE twice")
 
 
-async def test_a_file_that_is_lent_is_written_under_another_number() -> None:
+async def test_a_file_that_is_passthrough_is_written_under_another_number() -> None:
     bucket = WritableBucket(["f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
-        reader = Lending(bucket)
+        reader = Passthrough(bucket)
         mount.fs.read_through(reader)
-        mount.fs.lend_to(lambda backing: True)
+        mount.fs.enable_passthrough(lambda backing: True)
         old = await mount.read("f")
-        own, lent, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
+        own, passthrough, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
         assert backing == 7 and own < FIRST_ALIAS
         alias, fh, backing = await open_as_kernel(mount, "f", os.O_RDWR)
         assert backing == 0 and alias >= FIRST_ALIAS
@@ -216,18 +223,18 @@ async def test_a_file_that_is_lent_is_written_under_another_number() -> None:
         await mount.close_file(fh)
         assert bucket.content("f") == b"new" + old[3:]
         assert await mount.ino("f") == alias
-        mount.fs.release(lent)
+        mount.fs.release(passthrough)
         mount.fs.release(other)
         assert await mount.ino("f") == own
         assert await mount.read("f") == b"new" + old[3:]
-        assert reader.lent == 0 and reader.open_count == 0
+        assert reader.backings == 0 and reader.open_count == 0
 
 
 async def test_who_reads_through_the_daemon_sees_what_is_written() -> None:
     bucket = WritableBucket(["f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
-        mount.fs.read_through(reader := Lending(bucket))
-        mount.fs.lend_to(lambda backing: True)
+        mount.fs.read_through(reader := Passthrough(bucket))
+        mount.fs.enable_passthrough(lambda backing: True)
         ino, fd, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
         assert backing == 0
         old = await mount.pread(fd)
@@ -263,7 +270,7 @@ async def test_an_unlinked_file_lives_as_long_as_it_is_open() -> None:
         assert (await mount.fs.setattr(ino, size=2, mode=0o600))[0].size == 2
         await mount.fs.fsync(fh)
         await mount.close_file(fh)
-        assert bucket.content("f") == b"another" and not writer.drafts
+        assert bucket.content("f") == b"another" and not writer.dirty_files
         assert await mount.read("f") == b"another"
         with pytest.raises(CachefsError):
             await mount.fs.write(fh, 0, b"x")
@@ -346,7 +353,7 @@ async def test_a_removed_directory_with_something_new_in_it_stays() -> None:
         assert "d/theirs" in bucket.objects
 
 
-async def test_a_directory_moves_with_what_the_store_has_of_its_drafts() -> None:
+async def test_a_directory_moves_with_what_the_store_has_of_its_dirty_files() -> None:
     bucket, writer = WritableBucket(["d/f", "x"]), MemoryWriter(writeback=True)
     async with mounted(bucket, writer=writer, **RW) as mount:
         await mount.write("d/f", b"one")
@@ -390,9 +397,9 @@ async def test_what_was_promised_is_shown_after_a_death_even_without_names(tmp_p
         await mount.rename("d", "e")
     for place in ("1", "2"):
         again = MemoryWriter(writeback=True)
-        again.drafts = writer.pending()
-        for draft in again.drafts:
-            draft.handles = 0
+        again.dirty_files = writer.pending()
+        for dirty_file in again.dirty_files:
+            dirty_file.handles = 0
         async with mounted(bucket, path=tmp_path / place, writer=again, **RW) as mount:
             await mount.fs.recover()
             tree = {b"e": None, b"e/f": 3, b"e/made": None, b"e/made/new": 5, b"x": 10}
@@ -434,9 +441,9 @@ async def test_a_rename_of_a_directory_that_was_cut_short_is_finished(tmp_path: 
     bucket.before = lambda kind, key: None
     again = MemoryWriter(writeback=True)
     again.noted = noted
-    again.drafts = writer.pending()
-    for draft in again.drafts:
-        draft.handles = 0
+    again.dirty_files = writer.pending()
+    for dirty_file in again.dirty_files:
+        dirty_file.handles = 0
     async with mounted(bucket, path=tmp_path, writer=again, **RW) as mount:
         await mount.fs.recover()
         await again.upload_all()

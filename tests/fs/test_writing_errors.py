@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cachefs.errors import CachefsError, OriginFailed, PermissionDenied
+from cachefs.base.errors import CachefsError, OriginFailed, PermissionDenied
 from cachefs.fs import Volume
 from cachefs.fuse.errno_table import errno_of
 from tests.fs.bucket import Bucket, WritableBucket
@@ -123,7 +123,7 @@ async def test_wrong_calls_change_nothing(number: int, call: Any, arguments: tup
             await call(mount, *arguments)
         assert errno_of(caught.value)[0] == number
         assert await mount.walk() == tree and bucket.objects == objects
-        assert not writer.drafts and mount.bytes.open_count == 0
+        assert not writer.dirty_files and mount.bytes.open_count == 0
 
 
 CHANGES: list[tuple[Any, tuple[Any, ...]]] = [
@@ -182,7 +182,7 @@ async def test_a_failed_upload_is_an_error_of_close_and_the_file_is_kept() -> No
             writer.failure = None
             await writer.upload_all()
             assert bucket.content(path) == b"content"
-        assert not writer.drafts
+        assert not writer.dirty_files
 
 
 @pytest.mark.parametrize("kind", ["put", "copy", "delete"])

@@ -15,7 +15,7 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     AlreadyExists,
     CachefsError,
     Invalid,
@@ -25,9 +25,10 @@ from cachefs.errors import (
     NotFound,
     ObjectChanged,
 )
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.upload import Uploads
+from tests.conftest import examples
 from tests.fs.bucket import WritableBucket
 from tests.fs.mount import ROOT, Clock, Mount, mounted
 
@@ -328,7 +329,7 @@ steps = st.one_of(
 
 @pytest.mark.parametrize("mode", WRITERS)
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

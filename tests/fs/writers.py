@@ -1,4 +1,4 @@
-"""A `Writer` in memory: drafts are bytearrays, a commit is one PUT. What the upload room is to the filesystem."""
+"""A `Writer` in memory: dirty files are bytearrays, a commit is one PUT. What the upload room is to the filesystem."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cachefs.errors import CachefsError, ObjectChanged
-from cachefs.names import ObjectId
+from cachefs.base.errors import CachefsError, ObjectChanged
+from cachefs.base.names import ObjectId
+from cachefs.origin import InMemory
 from cachefs.origin.protocol import ObjectInfo
-from cachefs.origin.writing import InMemory
 
 
-class MemoryLoan:
+class MemoryBacking:
     """`data` is what the kernel has made of the file since the last look."""
 
     fd = -1
@@ -25,7 +25,7 @@ class MemoryLoan:
         raise AssertionError("it is already")
 
 
-class MemoryDraft:
+class MemoryDirtyFile:
     def __init__(self, name: str, origin: Any, key: str, data: bytes, mtime_ns: int, attrs: Any) -> None:
         self.id, self.origin, self.key = name, origin, key
         self.data = bytearray(data)
@@ -33,9 +33,9 @@ class MemoryDraft:
         self.attrs = dict(attrs)
         self.handles = 0
         self.dirty, self.discarded, self.conflicts = True, False, False
-        self.changed: Callable[[MemoryDraft], None] = lambda draft: None
+        self.changed: Callable[[MemoryDirtyFile], None] = lambda dirty_file: None
         self.made: ObjectInfo | None = None
-        self.lent: MemoryLoan | None = None
+        self.passthrough: MemoryBacking | None = None
         self.writers = 0
         self.base: str | None = None
 
@@ -54,10 +54,10 @@ class MemoryDraft:
         return bytes(self.data[offset : offset + size])
 
     def look(self) -> bool:
-        """The kernel's writes are in `lent.data`, if it has the file."""
-        if self.lent is None or self.lent.data is None:
+        """The kernel's writes are in `passthrough.data`, if it has the file."""
+        if self.passthrough is None or self.passthrough.data is None:
             return False
-        self.data, self.lent.data, self.dirty = self.lent.data, None, True
+        self.data, self.passthrough.data, self.dirty = self.passthrough.data, None, True
         self.changed(self)
         return True
 
@@ -79,14 +79,14 @@ class MemoryWriter:
     """`writeback`: a commit promises and nothing else; `upload_all` brings what is pending to the store."""
 
     def __init__(self, *, writeback: bool = False) -> None:
-        self.on_committed: Callable[[Any, ObjectInfo], None] = lambda draft, info: None
-        self.on_settling: Callable[[Any], bool] = lambda draft: True
-        self.on_settled: Callable[[Any], None] = lambda draft: None
-        self.on_changed: Callable[[Any], None] = lambda draft: None
-        self.lends = False
+        self.on_committed: Callable[[Any, ObjectInfo], None] = lambda dirty_file, info: None
+        self.on_settling: Callable[[Any], bool] = lambda dirty_file: True
+        self.on_settled: Callable[[Any], None] = lambda dirty_file: None
+        self.on_changed: Callable[[Any], None] = lambda dirty_file: None
+        self.passthrough = False
         self.writeback = writeback
         self.failure: CachefsError | None = None
-        self.drafts: list[MemoryDraft] = []
+        self.dirty_files: list[MemoryDirtyFile] = []
         self.noted: dict[str, dict[str, Any]] = {}
         self._names = map(str, itertools.count(1))
 
@@ -99,68 +99,68 @@ class MemoryWriter:
         upto: int | None,
         mtime_ns: int,
         attrs: dict[str, Any],
-    ) -> MemoryDraft:
+    ) -> MemoryDirtyFile:
         data = b""
         if base is not None and base.size and upto != 0:
             if origin.objects[key].etag != base.etag:
                 raise ObjectChanged(key)
             data = origin.content(key)[:upto]
-        draft = MemoryDraft(next(self._names), origin, key, data, mtime_ns, attrs)
-        draft.base = base and base.etag
-        draft.changed = self.on_changed
-        self.drafts.append(draft)
-        return draft
+        dirty_file = MemoryDirtyFile(next(self._names), origin, key, data, mtime_ns, attrs)
+        dirty_file.base = base and base.etag
+        dirty_file.changed = self.on_changed
+        self.dirty_files.append(dirty_file)
+        return dirty_file
 
-    def open(self, draft: MemoryDraft) -> None:
-        assert not draft.handles or draft in self.drafts
-        draft.handles += 1
+    def open(self, dirty_file: MemoryDirtyFile) -> None:
+        assert not dirty_file.handles or dirty_file in self.dirty_files
+        dirty_file.handles += 1
 
-    async def lend(self, draft: MemoryDraft) -> MemoryLoan | None:
-        if not self.lends:
+    async def open_backing(self, dirty_file: MemoryDirtyFile) -> MemoryBacking | None:
+        if not self.passthrough:
             return None
-        draft.writers += 1
-        draft.lent = draft.lent or MemoryLoan(int(draft.id))
-        return draft.lent
+        dirty_file.writers += 1
+        dirty_file.passthrough = dirty_file.passthrough or MemoryBacking(int(dirty_file.id))
+        return dirty_file.passthrough
 
-    def returned(self, draft: MemoryDraft) -> None:
-        draft.look()
-        draft.writers -= 1
-        assert draft.writers >= 0
+    def returned(self, dirty_file: MemoryDirtyFile) -> None:
+        dirty_file.look()
+        dirty_file.writers -= 1
+        assert dirty_file.writers >= 0
 
-    def release(self, draft: MemoryDraft) -> None:
-        draft.handles -= 1
-        assert draft.handles >= draft.writers
-        if not draft.handles:
-            draft.lent = None
-        self._settle(draft)
+    def release(self, dirty_file: MemoryDirtyFile) -> None:
+        dirty_file.handles -= 1
+        assert dirty_file.handles >= dirty_file.writers
+        if not dirty_file.handles:
+            dirty_file.passthrough = None
+        self._settle(dirty_file)
 
-    def _settle(self, draft: MemoryDraft) -> None:
-        if not draft.handles and (draft.discarded or not draft.dirty):
-            self.drafts.remove(draft)
-            self.on_settled(draft)
+    def _settle(self, dirty_file: MemoryDirtyFile) -> None:
+        if not dirty_file.handles and (dirty_file.discarded or not dirty_file.dirty):
+            self.dirty_files.remove(dirty_file)
+            self.on_settled(dirty_file)
 
-    async def commit(self, draft: MemoryDraft) -> None:
-        draft.look()
-        if not self.writeback and draft.dirty and not draft.discarded:
-            await self.upload(draft)
+    async def commit(self, dirty_file: MemoryDirtyFile) -> None:
+        dirty_file.look()
+        if not self.writeback and dirty_file.dirty and not dirty_file.discarded:
+            await self.upload(dirty_file)
 
-    async def upload(self, draft: MemoryDraft) -> None:
+    async def upload(self, dirty_file: MemoryDirtyFile) -> None:
         if self.failure is not None:
             raise self.failure
-        data = bytes(draft.data)
-        info = await draft.origin.put(draft.key, InMemory(data), len(data))
-        if data == bytes(draft.data):
-            draft.dirty, draft.made, draft.base = False, info, info.etag
-            self.on_committed(draft, info)
-            self._settle(draft)
+        data = bytes(dirty_file.data)
+        info = await dirty_file.origin.put(dirty_file.key, InMemory(data), len(data))
+        if data == bytes(dirty_file.data):
+            dirty_file.dirty, dirty_file.made, dirty_file.base = False, info, info.etag
+            self.on_committed(dirty_file, info)
+            self._settle(dirty_file)
 
     async def upload_all(self) -> None:
-        for draft in self.pending():
-            await self.upload(draft)
+        for dirty_file in self.pending():
+            await self.upload(dirty_file)
 
     async def rename(
         self,
-        draft: MemoryDraft,
+        dirty_file: MemoryDirtyFile,
         origin: Any,
         key: str,
         *,
@@ -168,34 +168,38 @@ class MemoryWriter:
         over: Any = None,
         upload: bool = True,
     ) -> bool:
-        old, made = draft.key, draft.made
-        if made is not None and not draft.dirty:
+        old, made = dirty_file.key, dirty_file.made
+        if made is not None and not dirty_file.dirty:
             info = await origin.copy(old, key, size=made.size, etag=made.etag)
-            draft.key, draft.made, draft.base = key, info, info.etag
-            self.on_committed(draft, info)
+            dirty_file.key, dirty_file.made, dirty_file.base = key, info, info.etag
+            self.on_committed(dirty_file, info)
             return True
-        before = draft.base
+        before = dirty_file.base
         if before is not None and not upload:
             info = await origin.copy(old, key, size=origin.objects[old].size, etag=before)
-            draft.key, draft.base = key, info.etag
+            dirty_file.key, dirty_file.base = key, info.etag
             return True
-        draft.key, draft.base = key, base
+        dirty_file.key, dirty_file.base = key, base
         if before is not None:
             try:
-                await self.upload(draft)
+                await self.upload(dirty_file)
             except CachefsError:
-                draft.key, draft.base = old, before
+                dirty_file.key, dirty_file.base = old, before
                 raise
         return before is not None
 
     async def discard(
-        self, draft: MemoryDraft, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
+        self,
+        dirty_file: MemoryDirtyFile,
+        *,
+        replaced: bool,
+        instead: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         if instead is not None:
             await instead()
-        draft.discarded = True
-        if not draft.handles:
-            self.drafts.remove(draft)
+        dirty_file.discarded = True
+        if not dirty_file.handles:
+            self.dirty_files.remove(dirty_file)
 
     def moved(self, old: ObjectId, new: ObjectId) -> None:
         assert old.size == new.size
@@ -209,5 +213,7 @@ class MemoryWriter:
     def notes(self) -> dict[str, dict[str, Any]]:
         return dict(self.noted)
 
-    def pending(self) -> list[MemoryDraft]:
-        return [draft for draft in self.drafts if draft.dirty and not draft.discarded]
+    def pending(self) -> list[MemoryDirtyFile]:
+        return [
+            dirty_file for dirty_file in self.dirty_files if dirty_file.dirty and not dirty_file.discarded
+        ]

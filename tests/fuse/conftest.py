@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cachefs.fuse import signals
+from cachefs.fuse import callers
 from tests.fs.conftest import no_threads, pytest_pyfunc_call
 
 __all__ = ["no_threads", "pytest_pyfunc_call"]
@@ -14,10 +14,10 @@ __all__ = ["no_threads", "pytest_pyfunc_call"]
 
 @pytest.fixture(autouse=True)
 def dying(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Whether signals end who waits; they do, unless a test says otherwise. No kernel's threads are here to be looked at."""
+    """Set whether signals end the calling processes; they do by default. There are no real processes to examine."""
 
     def say(answer: bool) -> None:
-        monkeypatch.setattr(signals, "ends", lambda thread: answer)
+        monkeypatch.setattr(callers, "is_ending", lambda thread: answer)
 
     say(True)
     return say

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import trio
 import trio.testing
 
-from cachefs.database import Database
+from cachefs.base.database import Database
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import protocol
 from cachefs.fuse.device import WANTED, Device, Negotiated
-from cachefs.fuse.kernel_front import KernelFront
+from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.protocol import Op
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
 from tests.fs.bucket import Bucket, Bytes
 from tests.fs.mount import Clock
 
@@ -42,8 +42,8 @@ class Reply(NamedTuple):
 
 
 class Line(Device):
-    """A device without ioctls. Nobody waits for the requests in `deaf`, nor, where it `forgets`, for those that were
-    answered; `gone` is an unmount."""
+    """A device without ioctls. Replies to the requests in `deaf` are not taken, nor, where it `forgets`, second replies;
+    those to requests in `broken` fail; `gone` is an unmount."""
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
         super().__init__(fd, writable=writable)
@@ -51,8 +51,8 @@ class Line(Device):
         self.forgets = writable
         self.broken: set[int] = set()
         self.gone = False
-        self.lent: dict[int, int] = {}
-        self.taken_back: list[int] = []
+        self.passthrough: dict[int, int] = {}
+        self.unregistered: list[int] = []
 
     def read(self) -> memoryview | None:
         return None if self.gone else super().read()
@@ -67,15 +67,15 @@ class Line(Device):
             self.deaf.add(unique)
         return super().write(*parts)
 
-    def lend(self, fd: int) -> int:
-        self.lent[len(self.lent) + 1] = fd
-        return len(self.lent)
+    def register(self, fd: int) -> int:
+        self.passthrough[len(self.passthrough) + 1] = fd
+        return len(self.passthrough)
 
-    def take_back(self, number: int) -> None:
-        self.taken_back.append(number)
+    def unregister(self, number: int) -> None:
+        self.unregistered.append(number)
 
 
-class Lent:
+class BackingFile:
     """A `Backing`."""
 
     def __init__(self) -> None:
@@ -87,15 +87,15 @@ class Lent:
         self.id, self.fd = backing_id, -1
 
 
-class Shelf(Bytes):
-    """A `Reader`: reads of the keys in `held` wait for their event, objects in `whole` can be lent."""
+class FakeCache(Bytes):
+    """A `Reader`: reads of the keys in `held` wait for their event, objects in `whole` have a backing file."""
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
-        self.lends = False
+        self.passthrough = False
         self.held: dict[str, trio.Event] = {}
         self.whole: set[str] = set()
-        self.backings: dict[str, Lent] = {}
+        self.backings: dict[str, BackingFile] = {}
         self.reading = 0
         self.closed_while_read: list[str] = []
         self._busy: list[ObjectId] = []
@@ -122,19 +122,19 @@ class Shelf(Bytes):
         if opened in self._busy:
             self.closed_while_read.append(opened.key)
 
-    def lend_now(self, opened: ObjectId) -> Lent | None:
+    def open_backing(self, opened: ObjectId) -> BackingFile | None:
         if opened.key not in self.whole:
             return None
         if opened.key in self.backings:
             self.backings[opened.key].users += 1
         else:
-            self.backings[opened.key] = Lent()
+            self.backings[opened.key] = BackingFile()
         return self.backings[opened.key]
 
-    def lend_again(self, backing: Lent) -> None:
+    def reopen_backing(self, backing: BackingFile) -> None:
         backing.users += 1
 
-    def give_back(self, backing: Lent) -> None:
+    def release_backing(self, backing: BackingFile) -> None:
         backing.users -= 1
 
 
@@ -158,16 +158,16 @@ OPEN_READ = protocol.OPEN_IN.pack(os.O_RDONLY, 0)
 
 
 class Kernel:
-    """Asks, and keeps what is answered."""
+    """Sends requests, and keeps the replies."""
 
     def __init__(
-        self, end: socket.socket, line: Line, fs: FileSystem, shelf: Shelf, metrics: Metrics
+        self, end: socket.socket, line: Line, fs: FileSystem, cache: FakeCache, metrics: Metrics
     ) -> None:
         self.line = line
         self.fs = fs
-        self.shelf = shelf
+        self.cache = cache
         self.metrics = metrics
-        self.front: KernelFront
+        self.backend: NativeBackend
         self.replies: dict[int, list[Reply]] = {}
         self._end = end
         self._unique = 1 << 20
@@ -183,7 +183,7 @@ class Kernel:
         self._end.send(record)
 
     def drain(self) -> None:
-        """Take what has been answered up to now."""
+        """Take the replies that have been sent up to now."""
         while True:
             try:
                 record = self._end.recv(SEND_BUFFER)
@@ -211,7 +211,7 @@ class Kernel:
         return await self.reply(self.send(opcode, nodeid, body))
 
     async def idle(self) -> None:
-        """Until the front has done all that it can without the clock."""
+        """Wait until the backend has done all that it can without the clock."""
         await trio.testing.wait_all_tasks_blocked()
         self.drain()
 
@@ -249,6 +249,17 @@ def opened(reply: Reply) -> tuple[int, int, int]:
     return found
 
 
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """The kernel's end of a connection and the daemon's, which keep records apart."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(False)
+        end.setsockopt(
+            socket.SOL_SOCKET, SO_SNDBUFFORCE if os.geteuid() == 0 else socket.SO_SNDBUF, SEND_BUFFER
+        )
+    return ends
+
+
 @asynccontextmanager
 async def kernel(
     bucket: Bucket,
@@ -261,27 +272,21 @@ async def kernel(
     writer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Kernel]:
-    """A front that is being served, over a filesystem over a bucket, which can be written with a `writer`. `writes_to`
+    """A backend that is being served, over a filesystem over a bucket, which can be written with a `writer`. `writes_to`
     takes its place, and can be written."""
     writable = writer is not None or writes_to is not None
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
-        end.setblocking(False)
-        end.setsockopt(
-            socket.SOL_SOCKET, SO_SNDBUFFORCE if os.geteuid() == 0 else socket.SO_SNDBUF, SEND_BUFFER
-        )
-    near, far = ends
+    near, far = socket_pair()
     line = Line(far.detach(), writable=writable)
     origin: Any = bucket
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
         metrics = Metrics()
-        shelf = Shelf(bucket)
+        cache = FakeCache(bucket)
         fs = FileSystem(
             *(
                 [Volume("", origin)],
                 database,
-                shelf,
+                cache,
                 Options(uid=1000, gid=1000, **options),
                 metrics,
                 Clock(),
@@ -290,27 +295,27 @@ async def kernel(
         )
         if zero_open:
             fs.never_opened()
-        asking = Kernel(near, line, fs, shelf, metrics)
+        asking = Kernel(near, line, fs, cache, metrics)
         agreed = Negotiated(protocol.MINOR, protocol.Init(flags))
-        asking.front = KernelFront(
-            *(writes_to or fs, metrics, DEADLINE_S, on_ready, line, agreed),
+        asking.backend = NativeBackend(
+            *(writes_to or fs, metrics, DEADLINE_S, line, agreed),
             zero_open=zero_open,
             keep_listings=keep_listings,
             writable=writable,
         )
 
-        def lend(backing: Any) -> bool:
-            asking.front.lend(backing)
+        def register(backing: Any) -> bool:
+            asking.backend.register(backing)
             return True
 
-        fs.lend_to(lend)
+        fs.enable_passthrough(register)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(asking.front.serve)
+                nursery.start_soon(asking.backend.serve, on_ready)
                 yield asking
                 nursery.cancel_scope.cancel()
         finally:
-            asking.front.close()
+            asking.backend.close()
             near.close()
             await fs.aclose()
             database.close()

@@ -1,4 +1,4 @@
-"""Which front is chosen, why it says so, and that nothing is left of those that were not."""
+"""Which backend is chosen, why it says so, and that nothing is left of those that were not."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cachefs import layers
-from cachefs.config import Config
-from cachefs.errors import MountError
-from cachefs.fuse import fronts, pyfuse3_front
+from cachefs.base.errors import MountError
+from cachefs.base.metrics import Metrics
+from cachefs.config import layers
+from cachefs.config.config import Config
+from cachefs.fuse import backends, pyfuse3_backend
+from cachefs.fuse.backends import NotHere, choose, connect, keeps_listings
 from cachefs.fuse.device import WANTED, Device, Negotiated
-from cachefs.fuse.fronts import NotHere, choose, connect, keeps_listings
 from cachefs.fuse.protocol import Init
-from cachefs.metrics import Metrics
 
 WITH = Negotiated(45, WANTED)
 WITHOUT = Negotiated(39, WANTED & ~Init.PASSTHROUGH)
@@ -43,22 +43,22 @@ class Machine:
         self.attaches: Exception | None = None
         self.depths: list[int] = []
         self.open: list[Any] = []
-        self.lent = 0
+        self.passthrough = 0
         self.mounted: list[Any] = []
         machine = self
 
         class Fake(Device):
             depth = 0
 
-            def lend(self, fd: int) -> int:
+            def register(self, fd: int) -> int:
                 place = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
                 if number := machine.takes(self.depth, place):
                     raise failure(number)
-                machine.lent += 1
+                machine.passthrough += 1
                 return 1
 
-            def take_back(self, number: int) -> None:
-                machine.lent -= 1
+            def unregister(self, number: int) -> None:
+                machine.passthrough -= 1
 
             def attach(self, mountpoint: Path) -> None:
                 if machine.attaches is not None:
@@ -86,14 +86,14 @@ class Machine:
         class Pyfuse3:
             name = "pyfuse3"
 
-            def __init__(self, *_: Any) -> None:
+            def __init__(self, *_: Any, **__: Any) -> None:
                 pass
 
             def mount(self, *_: Any, **__: Any) -> None:
                 machine.mounted.append(self)
 
         monkeypatch.setattr(Device, "connect", connect)
-        monkeypatch.setattr(pyfuse3_front, "Pyfuse3Front", Pyfuse3)
+        monkeypatch.setattr(pyfuse3_backend, "Pyfuse3Backend", Pyfuse3)
         monkeypatch.setattr(os, "geteuid", lambda: machine.uid)
 
 
@@ -103,7 +103,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     before = descriptors()
     machine = Machine(monkeypatch)
     yield machine
-    assert machine.lent == 0, "what was lent to try is taken back"
+    assert machine.passthrough == 0, "a backing file registered for the trial is released"
     for device in list(machine.open):
         device.close()
     assert descriptors() == before
@@ -122,9 +122,9 @@ def config(**options: str) -> Config:
     return layers.load({"source": "s3://b/p", "mountpoint": "/mnt/x", **options}, [], {})
 
 
-def chosen(places: list[Path], **options: str) -> fronts.Chosen:
+def chosen(places: list[Path], **options: str) -> backends.Chosen:
     nothing: Any = None
-    return choose(config(**options), "s3://b/p", places, nothing, Metrics(), lambda: None)
+    return choose(config(**options), "s3://b/p", places, nothing, Metrics())
 
 
 def one_line(text: str) -> bool:
@@ -134,12 +134,12 @@ def one_line(text: str) -> bool:
 def says_why_not(machine: Machine, places: list[Path], why: str) -> None:
     """auto falls back and says why; kernel says it and ends; nothing is left of either."""
     found = chosen(places)
-    assert (found.front.name, found.lends, found.refused) == ("pyfuse3", False, {})
+    assert (found.backend.name, found.passthrough, found.refused) == ("pyfuse3", False, {})
     assert why in found.why
     assert one_line(found.why)
     assert machine.open == []
-    with pytest.raises(MountError, match="--front kernel") as caught:
-        chosen(places, front="kernel")
+    with pytest.raises(MountError, match="--fuse native") as caught:
+        chosen(places, fuse="native")
     assert why in str(caught.value)
     assert one_line(str(caught.value))
     assert machine.open == []
@@ -147,9 +147,9 @@ def says_why_not(machine: Machine, places: list[Path], why: str) -> None:
 
 
 def test_the_kernel_takes_all(machine: Machine, places: list[Path]) -> None:
-    for front in ("auto", "kernel"):
-        found = chosen(places, front=front)
-        assert (found.front.name, found.lends, found.refused) == ("kernel", True, {})
+    for backend in ("auto", "native"):
+        found = chosen(places, fuse=backend)
+        assert (found.backend.name, found.passthrough, found.refused) == ("native", True, {})
         assert one_line(found.why)
     assert machine.depths == [1, 1]
     assert len(machine.open) == 2
@@ -157,8 +157,8 @@ def test_the_kernel_takes_all(machine: Machine, places: list[Path]) -> None:
 
 
 def test_pyfuse3_as_asked(machine: Machine, places: list[Path]) -> None:
-    found = chosen(places, front="pyfuse3")
-    assert (found.front.name, found.why, found.lends) == ("pyfuse3", "as asked", False)
+    found = chosen(places, fuse="pyfuse3")
+    assert (found.backend.name, found.why, found.passthrough) == ("pyfuse3", "as asked", False)
     assert machine.depths == []
 
 
@@ -182,11 +182,11 @@ def test_no_handshake(machine: Machine, places: list[Path]) -> None:
 def test_no_passthrough(machine: Machine, places: list[Path]) -> None:
     machine.says = WITHOUT
     found = chosen(places)
-    assert (found.front.name, machine.open) == ("pyfuse3", [])
+    assert (found.backend.name, machine.open) == ("pyfuse3", [])
     assert "7.39" in found.why
     assert one_line(found.why)
-    found = chosen(places, front="kernel")  # it is good for something without
-    assert (found.front.name, found.lends) == ("kernel", False)
+    found = chosen(places, fuse="native")  # it is good for something without
+    assert (found.backend.name, found.passthrough) == ("native", False)
     assert set(found.refused) == set(places)
     assert all(one_line(no) for no in found.refused.values())
     assert len(machine.open) == 1
@@ -195,7 +195,7 @@ def test_no_passthrough(machine: Machine, places: list[Path]) -> None:
 def test_a_cache_on_stacked_filesystems(machine: Machine, places: list[Path]) -> None:
     machine.takes = lambda depth, place: errno.ELOOP if depth == 1 and place.name == "ssd" else 0
     found = chosen(places)
-    assert (found.front.name, found.lends, found.refused) == ("kernel", True, {})
+    assert (found.backend.name, found.passthrough, found.refused) == ("native", True, {})
     assert machine.depths == [1, 2]
     assert [device.depth for device in machine.open] == [2]
 
@@ -203,7 +203,7 @@ def test_a_cache_on_stacked_filesystems(machine: Machine, places: list[Path]) ->
 def test_too_many_stacked_filesystems(machine: Machine, places: list[Path]) -> None:
     machine.takes = lambda depth, place: errno.ELOOP
     found = chosen(places)
-    assert (found.front.name, machine.open) == ("pyfuse3", [])
+    assert (found.backend.name, machine.open) == ("pyfuse3", [])
     assert "stacked" in found.why
     assert one_line(found.why)
     assert machine.depths == [1, 2]
@@ -218,43 +218,43 @@ def test_the_second_connection_fails(machine: Machine, places: list[Path]) -> No
 def test_all_are_refused(machine: Machine, places: list[Path]) -> None:
     machine.takes = lambda depth, place: errno.EOPNOTSUPP
     found = chosen(places)
-    assert (found.front.name, machine.open, machine.depths) == ("pyfuse3", [], [1])
+    assert (found.backend.name, machine.open, machine.depths) == ("pyfuse3", [], [1])
     assert os.strerror(errno.EOPNOTSUPP) in found.why
     assert one_line(found.why)
-    found = chosen(places, front="kernel")
-    assert (found.front.name, found.lends, set(found.refused)) == ("kernel", False, set(places))
+    found = chosen(places, fuse="native")
+    assert (found.backend.name, found.passthrough, set(found.refused)) == ("native", False, set(places))
 
 
 @pytest.mark.parametrize("number", [errno.ELOOP, errno.EOPNOTSUPP])
 def test_one_is_refused(machine: Machine, places: list[Path], number: int) -> None:
     machine.takes = lambda depth, place: number if place.name == "ssd" else 0
     found = chosen(places)
-    assert (found.front.name, found.lends) == ("kernel", True)
+    assert (found.backend.name, found.passthrough) == ("native", True)
     assert list(found.refused) == [places[1]]
     assert one_line(found.refused[places[1]])
     assert len(machine.open) == 1
 
 
 def test_no_places(machine: Machine) -> None:
-    """No tier, or each read has to be checked: nothing can be lent, and requests are still answered faster."""
-    for number, front in enumerate(("auto", "kernel"), 1):
-        found = chosen([], front=front)
-        assert (found.front.name, found.lends, found.refused) == ("kernel", False, {})
+    """No tier, or each read has to be checked: there are no backing files, and requests are still answered faster."""
+    for number, backend in enumerate(("auto", "native"), 1):
+        found = chosen([], fuse=backend)
+        assert (found.backend.name, found.passthrough, found.refused) == ("native", False, {})
         assert one_line(found.why)
         assert len(machine.open) == number
 
 
 def test_a_place_that_is_not_there(machine: Machine, places: list[Path]) -> None:
     found = chosen([places[0], places[1] / "gone"])
-    assert (found.lends, list(found.refused)) == (True, [places[1] / "gone"])
+    assert (found.passthrough, list(found.refused)) == (True, [places[1] / "gone"])
     assert found.refused[places[1] / "gone"] == os.strerror(errno.ENOENT)
 
 
-@pytest.mark.parametrize("front", ["auto", "kernel"])
-def test_a_mountpoint_that_cannot_be(machine: Machine, places: list[Path], front: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_a_mountpoint_that_cannot_be(machine: Machine, places: list[Path], backend: str) -> None:
     machine.attaches = failure(errno.EBUSY)
     with pytest.raises(MountError, match="cannot mount on /mnt/x: ") as caught:
-        chosen(places, front=front)
+        chosen(places, fuse=backend)
     assert one_line(str(caught.value))
     assert machine.open == []
 
@@ -264,28 +264,32 @@ def test_a_mount_that_may_be_made_but_not_attached(machine: Machine, places: lis
     """A security module refuses what pyfuse3's helper may do."""
     machine.attaches = failure(number)
     found = chosen(places)
-    assert (found.front.name, found.lends, machine.open) == ("pyfuse3", False, [])
+    assert (found.backend.name, found.passthrough, machine.open) == ("pyfuse3", False, [])
     assert os.strerror(number) in found.why
     assert one_line(found.why)
     with pytest.raises(MountError, match="cannot mount on /mnt/x: "):
-        chosen(places, front="kernel")
+        chosen(places, fuse="native")
     assert machine.open == []
 
 
-@pytest.mark.parametrize("front", ["auto", "kernel"])
+@pytest.mark.parametrize("backend", ["auto", "native"])
 @pytest.mark.parametrize("says", [WITH, WITHOUT], ids=["passthrough", "without"])
-def test_zero_open_lends_nothing(machine: Machine, places: list[Path], front: str, says: Negotiated) -> None:
+def test_zero_open_uses_passthrough_nothing(
+    machine: Machine, places: list[Path], backend: str, says: Negotiated
+) -> None:
     """So it needs a kernel that reads messages only."""
     machine.says = says
     machine.takes = lambda depth, place: errno.EOPNOTSUPP
-    found = chosen(places, front=front, consistency="immutable", zero_open="true")
-    assert (found.front.name, found.lends, found.refused) == ("kernel", False, {})
+    found = chosen(places, fuse=backend, consistency="immutable", zero_open="true")
+    assert (found.backend.name, found.passthrough, found.refused) == ("native", False, {})
     assert one_line(found.why)
     assert len(machine.open) == 1
 
 
-@pytest.mark.parametrize("must_lend", [False, True])
-def test_connecting_leaves_one_device_or_none(machine: Machine, places: list[Path], must_lend: bool) -> None:
+@pytest.mark.parametrize("must_passthrough", [False, True])
+def test_connecting_leaves_one_device_or_none(
+    machine: Machine, places: list[Path], must_passthrough: bool
+) -> None:
     """Whatever each of the two depths says of each of the two places."""
     answers = [0, errno.ELOOP, errno.EPERM]
     for first in [(a, b) for a in answers for b in answers]:
@@ -294,9 +298,9 @@ def test_connecting_leaves_one_device_or_none(machine: Machine, places: list[Pat
             machine.takes = lambda depth, place, said=said: said[depth][place]  # type: ignore[misc]
             machine.depths.clear()
             try:
-                device, _, refused = connect("x", False, places, must_lend=must_lend)
+                device, _, refused = connect("x", False, places, must_passthrough=must_passthrough)
             except NotHere as exc:
-                assert must_lend
+                assert must_passthrough
                 assert one_line(str(exc))
                 assert all(said[machine.depths[-1]].values())
                 assert machine.open == []
@@ -328,7 +332,7 @@ def test_kernels_that_keep_listings(release: str, kept: bool) -> None:
 
 
 def test_titles_fit_the_mount_table() -> None:
-    assert fronts._plain("s3://b/with space,comma\\back\n\u00e9") == "s3://b/with_space_comma_back__"
+    assert backends._plain("s3://b/with space,comma\\back\n\u00e9") == "s3://b/with_space_comma_back__"
 
 
 # -- the real thing, as far as it goes without mounting ------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.fuse import closing
-from cachefs.fuse.closing import Writers
+from cachefs.fuse import callers
+from cachefs.fuse.callers import Writers
 
 HANDLE = 9
 RUN_SYNC = trio.to_thread.run_sync
@@ -102,7 +102,7 @@ def test_a_child_that_has_it_too_does_not_count_once_its_parent_has_closed(
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(fd,))
     try:
         writers.opened(HANDLE, inode, os.getpid())
-        assert not last(writers)  # whichever of them closes: the one who opened it has it still
+        assert not last(writers)  # whichever of them closes: the process that opened it still has it
         os.close(fd)
         assert last(writers)
     finally:
@@ -129,7 +129,7 @@ def test_the_thread_that_opened_it_may_end_before_its_process(file: tuple[int, i
     assert last(writers)
 
 
-def test_who_cannot_be_seen_has_closed(file: tuple[int, int]) -> None:
+def test_a_process_that_cannot_be_seen_has_closed(file: tuple[int, int]) -> None:
     _, inode = file
     for unseen in (0, 4_194_304 * 4):  # of another PID namespace; beyond the largest there is
         writers = Writers()
@@ -150,14 +150,14 @@ def test_handles_come_and_go() -> None:
     assert last(writers, 1)
 
 
-def test_the_process_is_looked_at_beside_the_loop(
+def test_the_process_is_examined_beside_the_loop(
     file: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With real threads: while one looks, the loop goes on."""
     _, inode = file
     went_on = threading.Event()
     monkeypatch.setattr(trio.to_thread, "run_sync", RUN_SYNC)
-    monkeypatch.setattr(closing, "_has_open", lambda *_: went_on.wait(30))
+    monkeypatch.setattr(callers, "_has_open", lambda *_: went_on.wait(30))
 
     writers = Writers()
     writers.opened(HANDLE, inode, os.getpid())
@@ -187,7 +187,7 @@ def test_what_happens_during_the_look_counts(
             writers.opened(HANDLE + 1, inode, os.getpid())
         return True
 
-    monkeypatch.setattr(closing, "_has_open", look)
+    monkeypatch.setattr(callers, "_has_open", look)
     assert last(writers)
 
 
@@ -198,10 +198,10 @@ def test_only_so_many_descriptors_are_looked_at(
     fd, inode = file
     writers = Writers()
     writers.opened(HANDLE, inode, os.getpid())
-    monkeypatch.setattr(closing, "DESCRIPTORS", 50)
+    monkeypatch.setattr(callers, "DESCRIPTORS", 50)
     looked: list[str] = []
     readlink = os.readlink
-    monkeypatch.setattr(closing.os, "readlink", lambda path: looked.append(path) or readlink(path))
+    monkeypatch.setattr(callers.os, "readlink", lambda path: looked.append(path) or readlink(path))
     others = [os.dup(0) for _ in range(100)]
     try:
         assert last(writers)
@@ -222,7 +222,7 @@ def test_the_look_ends_in_time(file: tuple[int, int], monkeypatch: pytest.Monkey
     writers.opened(HANDLE, inode, os.getpid())
     looked: list[str] = []
     readlink = os.readlink
-    monkeypatch.setattr(closing.os, "readlink", lambda path: looked.append(path) or readlink(path))
-    monkeypatch.setattr(closing, "LOOKING_S", -1.0)
+    monkeypatch.setattr(callers.os, "readlink", lambda path: looked.append(path) or readlink(path))
+    monkeypatch.setattr(callers, "LOOKING_S", -1.0)
     assert last(writers)
     assert not looked

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cachefs.fuse import protocol
 from cachefs.fuse.protocol import Op
+from tests.conftest import examples
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, kernel, opened, read_in, release_in, request
 from tests.fuse.test_replies import listed
@@ -46,8 +47,8 @@ PROFILE = settings.get_profile("fuse-fuzz")
 
 
 class Sent(NamedTuple):
-    """`node` below `len(PATHS)` is the inode of that path, else itself. `length` of None is the right one. `deaf`: nobody
-    waits for the reply. `pause`: virtual seconds until the next one, None for none."""
+    """`node` below `len(PATHS)` is the inode of that path, else itself. `length` of None is the right one. `deaf`: the
+    reply is not taken. `pause`: virtual seconds until the next one, None for none."""
 
     opcode: int
     node: int
@@ -155,8 +156,8 @@ async def still_good(asking: Kernel) -> None:
     """Answers as on the first day, and has nothing left over."""
     reply = await asking.ask(Op.GETATTR, ROOT, bytes(16))
     assert (reply.error, reply.length) == (0, protocol.ATTR_REPLY.size)
-    assert not asking.front._session._waiting
-    assert asking.shelf.reading == 0
+    assert not asking.backend._waiting
+    assert asking.cache.reading == 0
 
 
 def check_one(sent: Sent, error: int, body: bytes) -> None:
@@ -182,7 +183,7 @@ def check_one(sent: Sent, error: int, body: bytes) -> None:
     st.sampled_from(["a", "b", None]),
     st.booleans(),
 )
-@settings(PROFILE, max_examples=250)
+@settings(PROFILE, max_examples=examples(250))
 def test_any_requests(
     no_threads: None, script: list[Sent], zero_open: bool, held: str | None, whole: bool
 ) -> None:
@@ -195,9 +196,9 @@ def test_any_requests(
                 told |= {await asking.open(inos[0]), await asking.open(inos[1])}
             asking.replies.clear()
             if held:
-                asking.shelf.hold(held)  # its reads end at the deadline, or with an interrupt
+                asking.cache.hold(held)  # its reads end at the deadline, or with an interrupt
             if whole:
-                asking.shelf.whole |= {"a", "d/x"}
+                asking.cache.whole |= {"a", "d/x"}
             expected: Counter[int] = Counter()
             by_unique: dict[int, list[Sent]] = {}
             asking.line.deaf = {sent.unique for sent in script if sent.deaf}
@@ -222,23 +223,23 @@ def test_any_requests(
                     if len(reply.body) == 16 and {s.opcode for s in sents} & {Op.OPEN, Op.OPENDIR}:
                         told.add(opened(reply)[0])
             await still_good(asking)
-            # Whoever was told of a handle can give it back; and nobody else has one.
+            # Each handle that was reported can be released, and there are no others.
             for fh in told:
                 await asking.ask(Op.RELEASE, ROOT, release_in(fh))
                 await asking.ask(Op.RELEASEDIR, ROOT, release_in(fh))
             # (Without opens there are ours, which no kernel releases: then one may be gone before we know.)
             files, directories = asking.counts
-            assert files <= len(asking.front._implicit)
+            assert files <= len(asking.backend.operations.unopened.handles)
             assert directories == 0
-            assert asking.shelf.open_count == files
-            assert sum(backing.users for backing in asking.shelf.backings.values()) <= files
+            assert asking.cache.open_count == files
+            assert sum(backing.users for backing in asking.cache.backings.values()) <= files
             await still_good(asking)
 
     run(main)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=200), max_size=20))
-@settings(PROFILE, max_examples=100)
+@settings(PROFILE, max_examples=examples(100))
 def test_noise(no_threads: None, records: list[bytes]) -> None:
     async def main() -> None:
         async with kernel(bucket()) as asking:
@@ -262,7 +263,7 @@ def test_noise(no_threads: None, records: list[bytes]) -> None:
     st.integers(0, 100),
     st.sampled_from([0, 1, 7, 40, 65536]),
 )
-@settings(PROFILE, max_examples=150)
+@settings(PROFILE, max_examples=examples(150))
 def test_every_operation_with_bodies_of_any_length(
     no_threads: None, opcode: int, length: int, more: int
 ) -> None:
@@ -293,7 +294,7 @@ def test_every_operation_in_turn(no_threads: None) -> None:
                     await trio.sleep(1)
                     await asking.idle()
                     assert len(asking.replies.get(unique, [])) == (opcode not in SILENT), opcode
-                    if opcode not in SILENT and opcode not in asking.front._session._handlers:
+                    if opcode not in SILENT and opcode not in asking.backend._handlers:
                         assert asking.replies[unique][0].error == errno.ENOSYS
             await still_good(asking)
 

@@ -12,11 +12,12 @@ import trio
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cachefs.errors import TooLarge
+from cachefs.base.errors import TooLarge
 from cachefs.fuse import protocol
 from cachefs.fuse.protocol import Op, Setattr
+from tests.conftest import examples
 from tests.fs.bucket import WritableBucket
-from tests.fs.writers import MemoryDraft, MemoryWriter
+from tests.fs.writers import MemoryDirtyFile, MemoryWriter
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, kernel, read_in, release_in, request
 from tests.fuse.test_fuzz import PROFILE, U32, U64, run
 from tests.fuse.test_writing import create_in, flush_in, open_in, setattr_in, write_in
@@ -87,7 +88,7 @@ def changes(draw: Callable[..., Any]) -> Sent:
     )
 
 
-class Bounded(MemoryDraft):
+class Bounded(MemoryDirtyFile):
     async def truncate(self, size: int) -> None:
         if size > LARGEST:
             raise TooLarge(f"{size} bytes")
@@ -104,10 +105,10 @@ class Bounded(MemoryDraft):
 
 
 class Writer(MemoryWriter):
-    async def begin(self, *arguments: Any, **terms: Any) -> MemoryDraft:
-        draft = await super().begin(*arguments, **terms)
-        draft.__class__ = Bounded
-        return draft
+    async def begin(self, *arguments: Any, **preconditions: Any) -> MemoryDirtyFile:
+        dirty_file = await super().begin(*arguments, **preconditions)
+        dirty_file.__class__ = Bounded
+        return dirty_file
 
 
 def body_of(sent: Sent, inos: list[int]) -> bytes:
@@ -121,7 +122,7 @@ def body_of(sent: Sent, inos: list[int]) -> bytes:
 
 
 @given(st.lists(changes(), min_size=1, max_size=30), st.booleans())
-@settings(PROFILE, max_examples=200)
+@settings(PROFILE, max_examples=examples(200))
 def test_any_changes(no_threads: None, script: list[Sent], writeback: bool) -> None:
     async def main() -> None:
         bucket = WritableBucket(["a", "b", "d/x", "d/e/y"])
@@ -155,9 +156,9 @@ def test_any_changes(no_threads: None, script: list[Sent], writeback: bool) -> N
             await asking.idle()
             assert asking.counts == (0, 0)
             assert asking.line.kept == 0
-            assert not asking.front._session._waiting
+            assert not asking.backend._waiting
             await writer.upload_all()
-            assert not writer.drafts
+            assert not writer.dirty_files
             await same(asking, bucket)
 
     run(main)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.errors import MountError
-from cachefs.fuse import device, protocol
+from cachefs.base.errors import MountError
+from cachefs.fuse import connection, device, protocol
 from cachefs.fuse.device import MAX_PAGES, MAX_WRITE, WANTED, WANTED_TO_WRITE, Device, Negotiated, negotiate
 from cachefs.fuse.protocol import Init, Op
 from tests.fuse.kernel import request
@@ -168,7 +168,7 @@ def test_nothing_is_agreed_that_was_not_offered(
 @given(st.binary(max_size=120) | st.binary(max_size=80).map(lambda body: request(Op.INIT, 2, 0, body)))
 @settings(max_examples=200, deadline=None)
 def test_a_malformed_beginning_is_a_mount_error(data: bytes) -> None:
-    """What `Device.connect` promises to raise is what `fronts` catches."""
+    """What `Device.connect` promises to raise is what `backends` catches."""
     try:
         negotiate(data, 1)
     except MountError as exc:
@@ -309,7 +309,7 @@ class Ended(NamedTuple):
         ("/mnt", "0:57", "0:57", "", Ended([(b"/mnt", 3)], [])),
         ("/mnt", "0:57", "0:58", "", Ended([], ["0:57"])),  # another mount lies over it, or in its place
         ("/mnt", "0:57", None, "", Ended([], ["0:57"])),  # unmounted lazily
-        ("/mnt", "0:57", "0:57", "read", Ended([], [])),  # the number is somebody else's now
+        ("/mnt", "0:57", "0:57", "read", Ended([], [])),  # another mount has the number now
         ("/mnt", "0:57", "0:57", "unread", Ended([], [])),
         (
             "/mnt",
@@ -317,7 +317,7 @@ class Ended(NamedTuple):
             None,
             "unread",
             Ended([], []),
-        ),  # unmounted, and whose the number is now, nobody knows
+        ),  # unmounted, and the number is not known to be ours
         ("/mnt", "0:57", "0:57", "aborted", Ended([(b"/mnt", 2)], [])),
         ("/mnt", "0:57", "0:58", "aborted", Ended([], [])),
         ("/mnt", "", None, "", Ended([(b"/mnt", 3)], [])),  # attached, and not found
@@ -338,8 +338,8 @@ def test_closing_unmounts_what_is_ours(
         done.unmounted.append((path, flags))
         return 0
 
-    monkeypatch.setattr(device, "_libc", SimpleNamespace(umount2=umount2))
-    monkeypatch.setattr(device, "abort", done.aborted.append)
+    monkeypatch.setattr(connection, "libc", SimpleNamespace(umount2=umount2))
+    monkeypatch.setattr(connection, "abort", done.aborted.append)
     monkeypatch.setattr(device, "mount_at", lambda _: there and SimpleNamespace(device=there))
     with Pair() as pair:
         if gone == "unread":
@@ -354,7 +354,7 @@ def test_closing_unmounts_what_is_ours(
         pair.device._attached, pair.device.number = attached and Path(attached), number  # type: ignore[assignment]
         pair.device.close()
         pair.device.close()
-        pair.device.take_back(1)  # too late, and no failure
+        pair.device.unregister(1)  # too late, and no failure
     assert done == expected
 
 
@@ -367,5 +367,5 @@ def not_connected(*_: object) -> int:
 
 
 def test_an_abort_of_a_connection_that_is_gone_is_no_failure() -> None:
-    device.abort("0:999999999")
-    device.abort("")
+    connection.abort("0:999999999")
+    connection.abort("")

@@ -1,4 +1,4 @@
-"""What the kernel is told, when, and who waits for it."""
+"""Notifications: their order, their bounds, and refreshes that wait for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_real_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 
 @in_real_time
-async def test_who_waits_goes_on_when_the_kernel_knows_all_that_was_said_before() -> None:
+async def test_a_refresh_goes_on_when_all_notices_before_it_are_sent() -> None:
     told: list[int] = []
     queue = Notices(lambda inode, parent, name: told.append(inode))
     async with trio.open_nursery() as nursery:
@@ -48,19 +48,19 @@ async def test_many_wait_side_by_side() -> None:
     queue = Notices(lambda inode, parent, name: told.append(inode))
     ended: list[int] = []
 
-    async def refresh(who: int) -> None:
+    async def refresh(number_of: int) -> None:
         for page in range(5):
             for number in range(200):
-                queue.tell(who * 10_000 + page * 1000 + number, 1, b"")
+                queue.tell(number_of * 10_000 + page * 1000 + number, 1, b"")
             await queue.told()
-            assert who * 10_000 + page * 1000 + 199 in told
-        ended.append(who)
+            assert number_of * 10_000 + page * 1000 + 199 in told
+        ended.append(number_of)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(queue.run)
         async with trio.open_nursery() as readers:
-            for who in range(8):
-                readers.start_soon(refresh, who)
+            for number_of in range(8):
+                readers.start_soon(refresh, number_of)
         nursery.cancel_scope.cancel()
     assert sorted(ended) == list(range(8))
     assert len(told) == len(set(told)) == 8 * 1000
@@ -83,7 +83,7 @@ async def test_what_is_waiting_already_is_said_once() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_a_kernel_that_does_not_listen_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_takes_no_notices_holds_up_no_refresh_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "TOLD_WITHIN_S", 0.2)
     trio.run(_a_kernel_that_does_not_listen)
 
@@ -106,7 +106,7 @@ async def _a_kernel_that_does_not_listen() -> None:
 
 
 @in_real_time
-async def test_too_many_are_bounded_and_nobody_waits_for_the_lost() -> None:
+async def test_the_queue_is_bounded_and_no_refresh_waits_for_dropped_notices() -> None:
     told: list[int] = []
     queue = Notices(lambda inode, parent, name: told.append(inode))
     for number in range(notices.MOST_WAITING + 10):

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import pytest
 
 from cachefs.fs import Attributes, Entry
-from cachefs.fuse import kernel_front, packing, protocol
+from cachefs.fuse import protocol
 from cachefs.fuse.protocol import Op, Opened
 from tests.fs.bucket import MTIME, Bucket, Bytes
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, Reply, kernel, opened, read_in, release_in
+from tests.fuse.test_writing import CASES
 
 LONG = "n" * 255
 WIDE = "é" * 127 + "x"  # 255 bytes
@@ -121,12 +122,12 @@ async def test_attributes() -> None:
         (-(2**63), -9_223_372_037, 145_224_192),
         (2**63 - 1, 9_223_372_036, 854_775_807),
         (253_402_300_799 * 10**9, 253_402_300_799, 0),  # the year 9999
-        (2**80, 2**80 // 10**9 & 2**64 - 1, 2**80 % 10**9),  # nobody means that; it is no failure either
+        (2**80, 2**80 // 10**9 & 2**64 - 1, 2**80 % 10**9),  # absurd, and still no failure
         (-(2**80), -(2**80) // 10**9 & 2**64 - 1, -(2**80) % 10**9),
     ],
 )
 def test_times(mtime_ns: int, seconds: int, nanoseconds: int) -> None:
-    shown = packing.attr(Attributes(7, stat.S_IFREG | 0o444, 1, 1, mtime_ns, 1, 1))
+    shown = protocol.attr(Attributes(7, stat.S_IFREG | 0o444, 1, 1, mtime_ns, 1, 1))
     packed = protocol.ATTR_REPLY.pack(protocol.ATTR_REPLY.size, 0, 2, 0, 0, 0, *shown)
     times = protocol.ATTR_REPLY.unpack(packed)[9:15]
     assert times == (*(seconds % 2**64,) * 3, *(nanoseconds,) * 3)
@@ -209,7 +210,7 @@ async def test_reads_are_clipped_to_the_object() -> None:
     async with kernel(bucket) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
         whole = (await asking.ask(Op.READ, ino, read_in(fh, 0, 1 << 20))).body
-        assert whole == Bytes.content(next(iter(asking.shelf.warm)))
+        assert whole == Bytes.content(next(iter(asking.cache.warm)))
         assert len(whole) == 10_000
         for offset, size in [
             (0, 0),
@@ -222,7 +223,7 @@ async def test_reads_are_clipped_to_the_object() -> None:
         ]:
             for cold in (False, True):
                 if cold:
-                    asking.shelf.warm.clear()
+                    asking.cache.warm.clear()
                 reply = await asking.ask(Op.READ, ino, read_in(fh, offset, size))
                 assert reply.body == whole[offset : offset + size]
         assert (await asking.ask(Op.READ, ino, read_in(999, 0, 1))).error
@@ -230,7 +231,7 @@ async def test_reads_are_clipped_to_the_object() -> None:
         assert (await asking.ask(Op.READ, ino, read_in(fh, 0, 1))).error
         assert not (await asking.ask(Op.RELEASE, ino, release_in(fh))).error  # twice
         assert asking.counts == (0, 0)
-        assert asking.shelf.open_count == 0
+        assert asking.cache.open_count == 0
 
 
 # -- directories -----------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ async def test_a_buffer_too_small_for_one_entry_is_not_the_end(size: int, plus: 
 
 
 @pytest.mark.parametrize("plus", [False, True])
-async def test_offsets_nobody_gave_out(plus: bool) -> None:
+async def test_offsets_that_no_reply_had(plus: bool) -> None:
     async with kernel(Bucket(["d/a", "d/b", "c"])) as asking:
         directory = await asking.ino("d")
         dh = await asking.opendir(directory)
@@ -299,7 +300,7 @@ async def test_offsets_nobody_gave_out(plus: bool) -> None:
 def test_one_entry(name: bytes, plus: bool) -> None:
     """Names are bytes here, whatever the filesystem lets through."""
     attributes = Attributes(77, stat.S_IFREG | 0o444, 1, 5, MTIME, 1, 1)
-    packed = (packing.direntplus if plus else packing.dirent)(Entry(name, attributes, 99, 1.5))
+    packed = (protocol.direntplus if plus else protocol.dirent)(Entry(name, attributes, 99, 1.5))
     assert len(packed) % 8 == 0
     assert listed(packed, plus) == [Shown(name, 77, 99, 8, 5 if plus else 0)]
 
@@ -351,8 +352,15 @@ async def test_extended_attributes() -> None:
 
 async def test_operations_that_would_change_something_are_refused() -> None:
     async with kernel(Bucket(["f"])) as asking:
-        for opcode in kernel_front._READ_ONLY:
-            assert (await asking.ask(opcode, ROOT, bytes(64))).error == errno.EROFS
+        for opcode, body, _ in CASES.values():
+            if opcode not in (Op.FLUSH, Op.FSYNC):
+                assert (await asking.ask(opcode, ROOT, body)).error == errno.EROFS
+        for opcode in (Op.SYMLINK, Op.LINK):
+            assert (await asking.ask(opcode, ROOT, b"name\0target\0")).error == errno.EROFS
+        attribute = b"user.cachefs.etag\0"
+        assert (await asking.ask(Op.REMOVEXATTR, ROOT, attribute)).error == errno.EROFS
+        assert (await asking.ask(Op.SETXATTR, ROOT, bytes(8) + attribute)).error == errno.EROFS
+        assert asking.metrics.fuse_change == asking.metrics.fuse_write == asking.metrics.fuse_create == 0
 
 
 @pytest.mark.parametrize(
@@ -389,9 +397,9 @@ async def test_invalidations_are_notes_without_a_request() -> None:
     async with kernel(Bucket(["f"])) as asking:
         notes: list[bytes] = []
         asking.line.write = lambda *parts: notes.append(b"".join(parts)) or True  # type: ignore[method-assign]
-        asking.front.invalidate((1 << 64) - 1, 1, b"name")
-        asking.front.invalidate(0, 7, b"x" * 255)
-        asking.front.invalidate(5, 1, b"")
+        asking.backend.invalidate((1 << 64) - 1, 1, b"name")
+        asking.backend.invalidate(0, 7, b"x" * 255)
+        asking.backend.invalidate(5, 1, b"")
         codes = [protocol.OUT_HEADER.unpack_from(note) for note in notes]
         assert codes == [(40, 2, 0), (37, 3, 0), (16 + 16 + 256, 3, 0), (40, 2, 0)]
         assert protocol.INVAL_INODE.unpack_from(notes[0], 16) == (-1, 0, 0)
@@ -401,4 +409,4 @@ async def test_invalidations_are_notes_without_a_request() -> None:
             raise OSError(errno.ENOTEMPTY, "not now")
 
         asking.line.write = refuse  # type: ignore[method-assign]
-        asking.front.invalidate(5, 1, b"name")  # told, and not taken: no failure
+        asking.backend.invalidate(5, 1, b"name")  # told, and not taken: no failure

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import trio
 
+from cachefs.fuse.callers import has_fatal_signal, is_ending
+from cachefs.fuse.native_backend import SIGNALS_EVERY_S
 from cachefs.fuse.protocol import Op
-from cachefs.fuse.session import SIGNALS_EVERY_S
-from cachefs.fuse.signals import decides, ends
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import kernel, read_in
 from tests.fuse.test_waiting import interrupt
@@ -45,28 +45,28 @@ def status(**masks: set[int]) -> str:
         ({"SigPnd": {signal.SIGSEGV}}, True),
     ],
 )
-def test_what_is_pending_decides(masks: dict[str, set[int]], dies: bool) -> None:
-    assert decides(status(**masks)) is dies
+def test_what_is_pending_has_fatal_signal(masks: dict[str, set[int]], dies: bool) -> None:
+    assert has_fatal_signal(status(**masks)) is dies
 
 
 def test_a_process_is_looked_at_as_it_is() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not ends(process.pid)
+        assert not is_ending(process.pid)
         process.kill()
         process.wait()
         deadline = time.monotonic() + 5
-        while not ends(process.pid) and time.monotonic() < deadline:
+        while not is_ending(process.pid) and time.monotonic() < deadline:
             pass
-        assert ends(process.pid)
-    assert not ends(0)
+        assert is_ending(process.pid)
+    assert not is_ending(0)
 
 
-async def test_a_signal_that_ends_nobody_ends_no_request(
+async def test_a_signal_that_ends_no_process_ends_no_request(
     dying: Callable[[bool], None],
 ) -> None:
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        release = asking.shelf.hold("f")
+        release = asking.cache.hold("f")
         dying(False)
         reading = asking.send(Op.READ, ino, read_in(fh))
         await asking.idle()
@@ -76,13 +76,13 @@ async def test_a_signal_that_ends_nobody_ends_no_request(
         release.set()
         assert len((await asking.reply(reading)).body) == 10
         await trio.sleep(2 * SIGNALS_EVERY_S)
-        assert not asking.front._session._signalled
+        assert not asking.backend._signalled
 
 
 async def test_a_later_signal_that_does_is_seen(dying: Callable[[bool], None]) -> None:
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        asking.shelf.hold("f")
+        asking.cache.hold("f")
         dying(False)
         readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(2)]
         await asking.idle()

@@ -1,4 +1,4 @@
-"""What has to wait: signals, deadlines, bounds, and answers that nobody waits for any more."""
+"""Requests that wait: signals, deadlines, bounds, and replies that the kernel does not take any more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.errors import CachefsError, OriginFailed
+from cachefs.base.errors import CachefsError, OriginFailed
 from cachefs.fuse import protocol
-from cachefs.fuse.admission import REQUEST_BYTES, Admission
 from cachefs.fuse.errno_table import GRACE_S
+from cachefs.fuse.operations import REQUEST_BYTES, Admission
 from cachefs.fuse.protocol import Op, Opened
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket
@@ -26,16 +26,16 @@ def interrupt(asking: Kernel, unique: int) -> None:
 async def test_an_interrupted_read_ends_at_once_and_the_others_go_on() -> None:
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        release = asking.shelf.hold("f")
+        release = asking.cache.hold("f")
         readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(3)]
         await asking.idle()
-        assert asking.shelf.reading == 3
+        assert asking.cache.reading == 3
         before = trio.current_time()
         interrupt(asking, readers[1])
         assert (await asking.reply(readers[1])).error == errno.EINTR
         assert trio.current_time() == before
         await asking.idle()
-        assert asking.shelf.reading == 2
+        assert asking.cache.reading == 2
         assert set(asking.replies).isdisjoint({readers[0], readers[2], readers[1] | 1})
         release.set()
         for reader in (readers[0], readers[2]):
@@ -43,7 +43,7 @@ async def test_an_interrupted_read_ends_at_once_and_the_others_go_on() -> None:
         assert asking.metrics.fuse_errors == 0
 
 
-async def test_interrupts_for_nobody() -> None:
+async def test_interrupts_of_requests_that_do_not_wait() -> None:
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
         done = asking.send(Op.READ, ino, read_in(fh))
@@ -80,25 +80,25 @@ async def test_an_interrupted_open_leaves_no_handle() -> None:
         assert (await asking.reply(opening)).error == errno.EINTR
         await trio.sleep(10)
         assert asking.counts == (0, 0)
-        assert asking.shelf.open_count == 0
+        assert asking.cache.open_count == 0
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("lent", [False, True], ids=["ours", "lent"])
+@pytest.mark.parametrize("passthrough", [False, True], ids=["ours", "passthrough"])
 @pytest.mark.parametrize("how", ["deaf", "broken"])
-async def test_an_open_that_nobody_hears_of_is_closed(waits: bool, lent: bool, how: str) -> None:
+async def test_an_open_whose_reply_is_not_taken_is_closed(waits: bool, passthrough: bool, how: str) -> None:
     async with kernel(Bucket(["f"]), revalidate_at_open=waits, metadata_ttl=0.0 if waits else 60.0) as asking:
         ino = await asking.ino("f")
-        if lent:
-            asking.shelf.whole.add("f")
+        if passthrough:
+            asking.cache.whole.add("f")
         await trio.sleep(1)
         getattr(asking.line, how).add(100)
         asking.send(Op.OPEN, ino, OPEN_READ, unique=100)
         await trio.sleep(5)
         await asking.idle()
         assert asking.counts == (0, 0)
-        assert asking.shelf.open_count == 0
-        assert [b.users for b in asking.shelf.backings.values()] == [0] * lent
+        assert asking.cache.open_count == 0
+        assert [b.users for b in asking.cache.backings.values()] == [0] * passthrough
         if how == "broken":
             assert asking.replies[100][0].error == errno.EIO
         fh = await asking.open(ino)
@@ -122,27 +122,27 @@ async def test_the_same_of_directories_and_releases(how: str) -> None:
         assert asking.counts == (0, 0)
 
 
-async def test_a_lent_file_is_told_of_and_shared() -> None:
+async def test_a_passthrough_file_is_told_of_and_shared() -> None:
     async with kernel(Bucket(["f"])) as asking:
-        asking.shelf.whole.add("f")
+        asking.cache.whole.add("f")
         ino = await asking.ino("f")
         handles = []
         for _ in range(2):
             fh, flags, backing = opened(await asking.ask(Op.OPEN, ino, OPEN_READ))
             assert (flags, backing) == (Opened.PASSTHROUGH | Opened.NOFLUSH, 1)
             handles.append(fh)
-        assert asking.line.lent == {1: 99}
+        assert asking.line.passthrough == {1: 99}
         assert asking.metrics.passthrough_opens == 2
-        lent = asking.shelf.backings["f"]
-        assert lent.users == 2
+        passthrough = asking.cache.backings["f"]
+        assert passthrough.users == 2
         for fh in handles:
             await asking.ask(Op.RELEASE, ino, release_in(fh))
-        assert lent.users == 0
-        asking.front.retire(lent)  # type: ignore[arg-type]
-        assert asking.line.taken_back == [1]
-        lent.id = 0
-        asking.front.retire(lent)  # type: ignore[arg-type]
-        assert asking.line.taken_back == [1]
+        assert passthrough.users == 0
+        asking.backend.retire(passthrough)  # type: ignore[arg-type]
+        assert asking.line.unregistered == [1]
+        passthrough.id = 0
+        asking.backend.retire(passthrough)  # type: ignore[arg-type]
+        assert asking.line.unregistered == [1]
 
 
 async def test_pages_may_be_kept_until_the_object_changes() -> None:
@@ -160,12 +160,12 @@ async def test_pages_may_be_kept_until_the_object_changes() -> None:
 async def test_a_deadline_ends_a_wait() -> None:
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        asking.shelf.hold("f")
+        asking.cache.hold("f")
         begun = trio.current_time()
         reply = await asking.ask(Op.READ, ino, read_in(fh))
         assert reply.error == errno.EIO
         assert trio.current_time() - begun == pytest.approx(DEADLINE_S + GRACE_S)
-        assert asking.shelf.reading == 0
+        assert asking.cache.reading == 0
         assert asking.metrics.fuse_errors == 1
         assert not (await asking.ask(Op.GETATTR)).error
 
@@ -189,13 +189,13 @@ async def test_whatever_fails_is_an_errno(failure: Exception, number: int) -> No
             await trio.lowlevel.checkpoint()
             raise failure
 
-        asking.shelf.read = fail  # type: ignore[method-assign]
+        asking.cache.read = fail  # type: ignore[method-assign]
         assert (await asking.ask(Op.READ, ino, read_in(fh))).error == number
 
         def fail_now(*_: object) -> bytes:
             raise failure
 
-        asking.shelf.read_now = fail_now  # type: ignore[method-assign]
+        asking.cache.read_now = fail_now  # type: ignore[method-assign]
         assert (await asking.ask(Op.READ, ino, read_in(fh))).error == number
         assert not (await asking.ask(Op.GETATTR)).error
 
@@ -204,12 +204,12 @@ async def test_requests_are_read_however_many_wait() -> None:
     """What waits holds up nothing that is known, and no signal."""
     async with kernel(Bucket(["f", "g"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        release = asking.shelf.hold("f")
+        release = asking.cache.hold("f")
         readers = []
         for _ in range(50):
             readers += [asking.send(Op.READ, ino, read_in(fh)) for _ in range(100)]
             await asking.idle()
-        assert asking.shelf.reading == 5000
+        assert asking.cache.reading == 5000
         for known in (Op.GETATTR, Op.STATFS):
             assert not (await asking.ask(known)).error
         interrupt(asking, readers[-1])
@@ -224,10 +224,10 @@ async def test_beyond_the_memory_for_them_requests_are_refused() -> None:
     async with kernel(Bucket(["f", "g"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
         admission(asking).limit_bytes = 5 * REQUEST_BYTES
-        release = asking.shelf.hold("f")
+        release = asking.cache.hold("f")
         readers = [asking.send(Op.READ, ino, read_in(fh)) for _ in range(7)]
         await asking.idle()
-        assert asking.shelf.reading == 5
+        assert asking.cache.reading == 5
         assert [asking.replies[reader][0].error for reader in readers[5:]] == [errno.ENOMEM] * 2
         for known in (Op.GETATTR, Op.STATFS):
             assert not (await asking.ask(known)).error
@@ -239,14 +239,14 @@ async def test_beyond_the_memory_for_them_requests_are_refused() -> None:
 
 
 def admission(asking: Kernel) -> Admission:
-    return asking.front._session._admission
+    return asking.backend.operations.admission
 
 
 async def test_duplicates_are_each_answered() -> None:
     """No kernel does that; nothing is lost over it, and the bound still counts down."""
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        release = asking.shelf.hold("f")
+        release = asking.cache.hold("f")
         for _ in range(3):
             asking.send(Op.READ, ino, read_in(fh), unique=500)
         await asking.idle()
@@ -254,7 +254,7 @@ async def test_duplicates_are_each_answered() -> None:
         release.set()
         await asking.idle()
         assert sorted(reply.error for reply in asking.replies[500]) in ([0, 0, 0], [0, 0, errno.EINTR])
-        assert not asking.front._session._waiting
+        assert not asking.backend._waiting
 
 
 async def test_a_store_that_hangs_does_not_stop_what_is_known() -> None:
@@ -276,17 +276,17 @@ async def test_a_store_that_hangs_does_not_stop_what_is_known() -> None:
 
 
 async def test_the_end_of_the_mount_ends_the_service() -> None:
-    """Also while requests wait: nobody is left to hear of them."""
+    """Also while requests wait: their replies would not be taken."""
     async with kernel(Bucket(["f"])) as asking:
         fh = await asking.open(ino := await asking.ino("f"))
-        asking.shelf.hold("f")
+        asking.cache.hold("f")
         asking.send(Op.READ, ino, read_in(fh))
         await asking.idle()
         asking.line.gone = True
         asking.send(Op.GETATTR)  # an aborted connection is readable
         await asking.idle()
-        assert asking.shelf.reading == 0
-        assert not asking.front._session._waiting
+        assert asking.cache.reading == 0
+        assert not asking.backend._waiting
 
 
 async def test_short_records_are_ignored(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs import errors
+from cachefs.base import errors
 from cachefs.fs import Attributes
 from cachefs.fs.attributes import Space
-from cachefs.fuse import kernel_writing, protocol
-from cachefs.fuse.device import MAX_WRITE
-from cachefs.fuse.kernel_writing import NEW_S
+from cachefs.fuse import protocol
+from cachefs.fuse.device import MAX_WRITE, MOST_KEPT
+from cachefs.fuse.native_backend import COPIED, NEW_S
 from cachefs.fuse.protocol import Op, Opened, Setattr
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
@@ -344,7 +344,7 @@ async def test_counters() -> None:
 # -- bytes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, kernel_writing.COPIED, kernel_writing.COPIED + 1, MAX_WRITE])
+@pytest.mark.parametrize("size", [0, 1, COPIED, COPIED + 1, MAX_WRITE])
 async def test_bytes_of_a_write_that_waits_are_not_those_of_the_next(size: int) -> None:
     fs = Noted()
     async with writing(fs) as asking:
@@ -386,7 +386,7 @@ async def test_writes_that_wait_hold_up_nothing_else() -> None:
             sent.append(asking.send(Op.WRITE, 7, write_in(9, number, bytes([number % 251]) * (68 << 10))))
             await asking.idle()
         assert len(fs.calls) == 300
-        assert asking.line.kept == kernel_writing.MOST_KEPT
+        assert asking.line.kept == MOST_KEPT
         statfs = asking.send(Op.STATFS, 7)
         await asking.idle()
         assert statfs in asking.replies
@@ -398,13 +398,13 @@ async def test_writes_that_wait_hold_up_nothing_else() -> None:
         await asking.idle()
         assert fs.written == {number: bytes([number % 251]) * (68 << 10) for number in range(300)}
         assert asking.line.kept == 0
-        assert asking.front._session._admission.held_bytes == 0
+        assert asking.backend.operations.admission.held_bytes == 0
 
 
 async def test_writes_that_find_no_memory_are_refused() -> None:
     fs = Noted()
     async with writing(fs) as asking:
-        asking.front._session._admission.limit_bytes = 6 << 20
+        asking.backend.operations.admission.limit_bytes = 6 << 20
         fs.gate = trio.Event()
         sent = [asking.send(Op.WRITE, 7, write_in(9, 0, bytes(MAX_WRITE))) for _ in range(8)]
         await asking.idle()
@@ -418,10 +418,10 @@ async def test_writes_that_find_no_memory_are_refused() -> None:
         for unique in (*sent[:5], flush):
             assert not (await asking.reply(unique)).error
         assert asking.line.kept == 0
-        assert asking.front._session._admission.held_bytes == 0
+        assert asking.backend.operations.admission.held_bytes == 0
 
 
-# -- who waits ---------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -491,10 +491,10 @@ async def test_changes_of_one_directory_have_their_turns() -> None:
         for sent in (*after, elsewhere):
             assert not (await asking.reply(sent)).error
         assert sorted(call[0] for call in fs.calls[2:]) == ["create", "rename", "rename"]
-        assert not asking.front._writing._turns  # type: ignore[union-attr]
+        assert not asking.backend.operations._turns
 
 
-async def test_a_change_that_fails_when_nobody_waits_is_no_failure() -> None:
+async def test_a_change_that_fails_after_its_process_ended_is_no_failure() -> None:
     fs = Noted()
     fs.fails["unlink"] = errors.OriginFailed("down")
     async with writing(fs) as asking:
@@ -510,7 +510,7 @@ async def test_a_change_that_fails_when_nobody_waits_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("name", ["create", "open"])
-async def test_what_nobody_hears_of_is_not_left_open(name: str) -> None:
+async def test_a_handle_whose_reply_is_not_taken_is_released(name: str) -> None:
     opcode, body, _ = CASES[name]
     fs = Noted()
     async with writing(fs) as asking:
@@ -534,16 +534,16 @@ async def test_only_the_last_close_is_one(monkeypatch: pytest.MonkeyPatch) -> No
     def still(process: int, inode: int, device: str) -> bool:
         return (process, inode) == (4712, 7)
 
-    monkeypatch.setattr("cachefs.fuse.closing._process_of", lambda thread: thread + 1)
-    monkeypatch.setattr("cachefs.fuse.closing._has_open", still)
+    monkeypatch.setattr("cachefs.fuse.callers._process_of", lambda thread: thread + 1)
+    monkeypatch.setattr("cachefs.fuse.callers._has_open", still)
     async with writing(fs := Noted()) as asking:
-        assert await flushes(asking, fs) == 1  # nobody knows who opened it
+        assert await flushes(asking, fs) == 1  # it is not known which process opened it
         await asking.ask(Op.OPEN, 7, open_in(os.O_WRONLY))
         assert await flushes(asking, fs) == 0
         assert not (await asking.ask(Op.FSYNC, 7, protocol.FSYNC_IN.pack(9, 0, 0))).error
-        assert fs.calls == [("fsync", 9)]  # who asks for it gets it
-        monkeypatch.setattr("cachefs.fuse.closing._has_open", lambda process, inode, device: False)
+        assert fs.calls == [("fsync", 9)]  # fsync is never skipped
+        monkeypatch.setattr("cachefs.fuse.callers._has_open", lambda process, inode, device: False)
         assert await flushes(asking, fs) == 1
-        monkeypatch.setattr("cachefs.fuse.closing._has_open", still)
+        monkeypatch.setattr("cachefs.fuse.callers._has_open", still)
         await asking.ask(Op.RELEASE, 7, release_in(9))
         assert await flushes(asking, fs) == 1

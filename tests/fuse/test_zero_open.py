@@ -7,8 +7,8 @@ import errno
 import pytest
 import trio
 
-from cachefs.errors import OriginFailed
-from cachefs.fuse import kernel_front
+from cachefs.base.errors import OriginFailed
+from cachefs.fuse import zero_open
 from cachefs.fuse.protocol import Op
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, kernel, read_in
@@ -46,7 +46,7 @@ async def test_reads_without_an_open_share_a_handle() -> None:
 async def test_reads_at_the_same_time_open_once() -> None:
     async with kernel(Bucket(["f"]), **FOREVER) as asking:
         ino = await asking.ino("f")
-        release = asking.shelf.hold("f")
+        release = asking.cache.hold("f")
         readers = [asking.send(Op.READ, ino, read_in(0)) for _ in range(5)]
         await asking.idle()
         assert asking.counts == (1, 0)
@@ -66,44 +66,44 @@ async def test_a_store_that_has_to_be_asked_is_asked_once_for_many_readers() -> 
         for reader in readers:
             assert len((await asking.reply(reader)).body) == 10
         assert asking.counts == (1, 0)
-        assert asking.shelf.open_count == 1
+        assert asking.cache.open_count == 1
 
 
 async def test_handles_are_few_and_the_oldest_unused_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_front, "IMPLICIT_HANDLES", 4)
+    monkeypatch.setattr(zero_open, "MOST_HANDLES", 4)
     async with kernel(Bucket([f"{i}" for i in range(10)]), **FOREVER) as asking:
         inos = [await asking.ino(f"{i}") for i in range(10)]
         await read(asking, inos[0])
-        used = asking.front._implicit[inos[0]]
+        used = asking.backend.operations.unopened.handles[inos[0]]
         for ino in inos:
             await read(asking, ino)
             await read(asking, inos[0])  # in use all the time
-        assert asking.front._implicit[inos[0]] is used
+        assert asking.backend.operations.unopened.handles[inos[0]] is used
         assert asking.counts == (4, 0)
-        assert set(asking.front._implicit) == {inos[0], *inos[-3:]}
+        assert set(asking.backend.operations.unopened.handles) == {inos[0], *inos[-3:]}
         for ino in inos:
             assert len(await read(asking, ino)) == 10
         assert asking.counts == (4, 0)
-        assert asking.shelf.open_count == 4
+        assert asking.cache.open_count == 4
 
 
 async def test_a_handle_is_not_released_under_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_front, "IMPLICIT_HANDLES", 2)
+    monkeypatch.setattr(zero_open, "MOST_HANDLES", 2)
     async with kernel(Bucket(["slow", "a", "b", "c"]), **FOREVER) as asking:
-        release = asking.shelf.hold("slow")
+        release = asking.cache.hold("slow")
         ino = await asking.ino("slow")
         readers = [asking.send(Op.READ, ino, read_in(0)) for _ in range(3)]
         await asking.idle()
         for name in "abc":
             await read(asking, await asking.ino(name))
-        assert ino not in asking.front._implicit
+        assert ino not in asking.backend.operations.unopened.handles
         asking.send(Op.INTERRUPT, 0, readers[0].to_bytes(8, "little"))
         assert (await asking.reply(readers[0])).error == errno.EINTR
         assert asking.counts == (3, 0)
         release.set()
         for reader in readers[1:]:
             assert len((await asking.reply(reader)).body) == 10
-        assert asking.shelf.closed_while_read == []
+        assert asking.cache.closed_while_read == []
         assert asking.counts == (2, 0)
 
 
@@ -117,7 +117,7 @@ async def test_a_changed_object_is_another_file(reads_before: int) -> None:
         ino = await asking.ino("f")
         before = [await read(asking, ino) for _ in range(reads_before)]
         bucket.put("f", version=1)
-        asking.shelf.warm.clear()
+        asking.cache.warm.clear()
         assert (await asking.ask(Op.READ, ino, read_in(0))).error == errno.ESTALE
         assert asking.counts == (0, 0)
         assert (ino, 0, b"") in told  # the kernel has pages of the old version
@@ -134,7 +134,7 @@ async def test_a_changed_object_is_another_file(reads_before: int) -> None:
 
 
 async def test_a_version_that_is_known_to_be_old_is_given_up_at_once() -> None:
-    """Somebody looked again meanwhile: the handle of the old version is at its end, although its bytes are here."""
+    """A refresh found a new version meanwhile: the handle of the old one is released, although its bytes are cached."""
     bucket = Bucket(["f"])
     async with kernel(bucket, **FOREVER) as asking:
         ino = await asking.ino("f")
@@ -155,7 +155,7 @@ async def test_a_removed_object_is_given_up() -> None:
         ino = await asking.ino("f")
         await read(asking, ino)
         del bucket.objects["f"]
-        asking.shelf.warm.clear()
+        asking.cache.warm.clear()
         assert (await asking.ask(Op.READ, ino, read_in(0))).error == errno.ESTALE
         assert (await asking.ask(Op.READ, ino, read_in(0))).error in (errno.ENOENT, errno.ESTALE)
         assert asking.counts == (0, 0)
@@ -164,22 +164,22 @@ async def test_a_removed_object_is_given_up() -> None:
 async def test_a_store_that_fails_costs_the_handle_and_not_the_file() -> None:
     async with kernel(Bucket(["f"]), **FOREVER) as asking:
         ino = await asking.ino("f")
-        reads = asking.shelf.read
+        reads = asking.cache.read
 
         async def fail(*_: object) -> bytes:
             await trio.lowlevel.checkpoint()
             raise OriginFailed("not now")
 
-        asking.shelf.read = fail  # type: ignore[method-assign]
+        asking.cache.read = fail  # type: ignore[method-assign]
         assert (await asking.ask(Op.READ, ino, read_in(0))).error == errno.EIO
         assert asking.counts == (0, 0)
-        asking.shelf.read = reads  # type: ignore[method-assign]
+        asking.cache.read = reads  # type: ignore[method-assign]
         assert len(await read(asking, ino)) == 10
 
 
 async def test_the_end_releases_all() -> None:
     async with kernel(Bucket(["f"]), **FOREVER) as asking:
-        shelf = asking.shelf
+        cache = asking.cache
         await read(asking, await asking.ino("f"))
-        assert shelf.open_count == 1
-    assert shelf.open_count == 0
+        assert cache.open_count == 1
+    assert cache.open_count == 0

@@ -1,8 +1,7 @@
 """Fixtures of the tests on a real mount: a lab store, buckets in it, and mounts that clean up and are checked.
 
-A test runs on both fronts, as `mounted` and `module_mounted` use what the fixture `front` says, unless it is marked: what
-another room decides, and what takes long, runs on the one that is chosen here (`ONE_FRONT`).
-"""
+A test runs on both backends, as `mounted` and `module_mounted` use what the fixture `backend` says, unless it is marked:
+what another room decides, and what takes long, runs on the one that is chosen here (`ONE_BACKEND`)."""
 
 from __future__ import annotations
 
@@ -19,14 +18,16 @@ import pytest
 
 from bench.lab.client import LabStore
 from bench.lab.dataset import content
-from cachefs.fuse import fronts
+from cachefs.fuse import backends
 from tests.conftest import ON_CI
 from tests.mount.mounts import Mount, Watchdog, bucket_numbers
 
 Mounted = Callable[..., Mount]
 
-ONE_FRONT = pytest.mark.fronts("auto")
-BOTH_FRONTS = pytest.mark.fronts("kernel", "pyfuse3")
+ONE_BACKEND = pytest.mark.backends("auto")
+BOTH_BACKENDS = pytest.mark.backends("native", "pyfuse3")
+BACKEND_CONTRACT = pytest.mark.backends("native", "pyfuse3", contract=True)
+"""Both, in every run; elsewhere the one that is not chosen here is left to `scripts/test --all`."""
 
 HERE = Path(__file__).parent
 
@@ -42,26 +43,29 @@ def _why_not() -> str:
 
 
 @cache
-def why_no_kernel_front() -> str:
+def why_no_native_backend() -> str:
     """Why the kernel takes no files here; "" when it does."""
     if reason := _why_not():
         return reason
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "tag").touch()  # as every tier has one
         try:
-            device, _, _ = fronts.connect("probe", False, [Path(place)], must_lend=True)
-        except fronts.NotHere as exc:
+            device, _, _ = backends.connect("probe", False, [Path(place)], must_passthrough=True)
+        except backends.NotHere as exc:
             return str(exc)
         device.close()
     return ""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "front" in metafunc.fixturenames:
-        mark = metafunc.definition.get_closest_marker("fronts")
-        names = (mark or BOTH_FRONTS.mark).args
-        if names != ONE_FRONT.mark.args:
-            metafunc.parametrize("front", names, indirect=True, scope="module")
+    if "backend" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("backends")
+        names = (mark or BOTH_BACKENDS.mark).args
+        if names != ONE_BACKEND.mark.args:
+            other = "native" if why_no_native_backend() else "pyfuse3"
+            long = set() if len(names) == 1 or (mark and mark.kwargs) else {other}
+            params = [pytest.param(name, marks=[pytest.mark.long] if name in long else []) for name in names]
+            metafunc.parametrize("backend", params, indirect=True, scope="module")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,10 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def front(request: pytest.FixtureRequest) -> str:
-    """What the mounts of a test are given as ``--front``."""
+def backend(request: pytest.FixtureRequest) -> str:
+    """What the mounts of a test are given as ``--fuse``."""
     name: str = getattr(request, "param", "auto")
-    if name == "kernel" and (reason := why_no_kernel_front()):
+    if name == "native" and (reason := why_no_native_backend()):
         pytest.skip(reason)
     return name
 
@@ -147,14 +151,14 @@ def module_bucket(the_lab: LabStore) -> Bucket:
     return Bucket(the_lab)
 
 
-def _factory(place: Path, env: dict[str, str], front: str, made: list[Mount]) -> Mounted:
+def _factory(place: Path, env: dict[str, str], backend: str, made: list[Mount]) -> Mounted:
     numbers = itertools.count(1)
 
     def make(source: Bucket | str | None = None, *, start: bool = True, **options: Any) -> Mount:
         url = source.url if isinstance(source, Bucket) else source
         home = place / f"m{next(numbers)}"
         home.mkdir()
-        mount = Mount(home, url, env, {"front": front, **options})
+        mount = Mount(home, url, env, {"fuse": backend, **options})
         made.append(mount)
         return mount.start() if start else mount
 
@@ -167,11 +171,11 @@ def _check(made: list[Mount]) -> None:
 
 
 @pytest.fixture
-def mounted(tmp_path: Path, lab: LabStore, front: str) -> Iterator[Mounted]:
+def mounted(tmp_path: Path, lab: LabStore, backend: str) -> Iterator[Mounted]:
     """A function: bucket or URL, and options → a `Mount`. At the end nothing of it may be left."""
     made: list[Mount] = []
     with Watchdog(made) as watchdog:
-        yield _factory(tmp_path, lab.env, front, made)
+        yield _factory(tmp_path, lab.env, backend, made)
         lab.clear_faults()  # releases what hangs
     _check(made)
     assert not watchdog.bitten, "the test hung: its daemons were killed"
@@ -179,9 +183,9 @@ def mounted(tmp_path: Path, lab: LabStore, front: str) -> Iterator[Mounted]:
 
 @pytest.fixture(scope="module")
 def module_mounted(
-    tmp_path_factory: pytest.TempPathFactory, the_lab: LabStore, front: str
+    tmp_path_factory: pytest.TempPathFactory, the_lab: LabStore, backend: str
 ) -> Iterator[Mounted]:
     """As `mounted`, for tests of a module that share a mount and only read."""
     made: list[Mount] = []
-    yield _factory(tmp_path_factory.mktemp("mounts"), the_lab.env, front, made)
+    yield _factory(tmp_path_factory.mktemp("mounts"), the_lab.env, backend, made)
     _check(made)

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cachefs import control
-from cachefs.config import control_path
-from cachefs.mountinfo import Mount as KernelMount
-from cachefs.mountinfo import mounts
+from cachefs.base import client
+from cachefs.base.client import control_path
+from cachefs.base.linux import Mount as KernelMount
+from cachefs.base.linux import mounts
 from cachefs.store.ram import ram_directory, remove_ram
+from tests.mount import forked
+from tests.mount.forked import COMMAND as COMMAND
 
-COMMAND = [sys.executable, "-m", "cachefs"]
 WATCHDOG_S = 90.0
 """A test that takes this long hangs: its daemons are killed, so that its reads fail and it can say where it was."""
 
@@ -51,9 +52,10 @@ def plain_environment() -> dict[str, str]:
 
 def run(command: Sequence[object], *, timeout: float = 60, **options: Any) -> Completed:
     """A command with its output; the test fails if it takes too long."""
-    return subprocess.run(
+    return forked.run(
         [os.fspath(word) if isinstance(word, Path) else str(word) for word in command],
-        **{"capture_output": True, "text": True, "timeout": timeout, "stdin": subprocess.DEVNULL, **options},
+        timeout,
+        **{"text": True, "stdin": subprocess.DEVNULL, **options},
     )
 
 
@@ -167,7 +169,7 @@ class Mount:
     @contextmanager
     def in_foreground(self, **more: Any) -> Iterator[subprocess.Popen[str]]:
         """`cachefs mount -f`, once it answers."""
-        process = subprocess.Popen(
+        process = forked.Popen(
             [*COMMAND, *self.arguments(foreground=True, log_file=None, **more)],
             env=self.env,
             stdin=subprocess.DEVNULL,
@@ -195,7 +197,7 @@ class Mount:
         return self.pids[-1]
 
     def ask(self, verb: str, **arguments: Any) -> Any:
-        return control.request(control_path(self.path), verb, 10.0, **arguments)
+        return client.request(control_path(self.path), verb, 10.0, **arguments)
 
     def cli(self, *words: object, timeout: float = 60) -> Completed:
         return run([*COMMAND, *words], env=self.env, timeout=timeout)

@@ -33,7 +33,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from bench.lab.client import LabStore
-from cachefs.database import MARK
+from cachefs.base.database import MARK
 from tests.mount.mounts import Mount, alive, eventually, run, succeed
 
 SYSTEMS = {"ext4": (64 << 20, ["-F"], "loop"), "xfs": (320 << 20, ["-f"], "loop,nouuid")}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.dataset import content, make_image_folder, make_shards
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, run, succeed
 
 MIB = 1 << 20
@@ -220,7 +220,7 @@ class TestArrays:
         assert frame["id"][:200_000].tolist() == list(range(200_000))
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestTraining:
     def test_webdataset_reads_shards(self, tree: Path, mount: Mount) -> None:
         webdataset = pytest.importorskip("webdataset")
@@ -238,7 +238,7 @@ class TestTraining:
                     expected += 1
         assert len(samples) == expected // 2
 
-    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
     def test_a_dataloader_with_workers_reads_plain_paths(
         self, tree: Path, mount: Mount, method: str, tmp_path: Path
     ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
-from cachefs.fs.beliefs import BURST_S
+from cachefs.fs.freshness import BURST_S
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import COMMAND, eventually, in_python, run, succeed
 
@@ -69,7 +69,7 @@ class TestRefresh:
         assert not (mount.path / "d/e/gone").exists()
 
     @WAYS
-    @pytest.mark.parametrize("names", [1, 1500])
+    @pytest.mark.parametrize("names", [pytest.param(1, marks=pytest.mark.long), 1500])
     def test_is_done_when_it_returns(self, mounted: Mounted, bucket: Bucket, refresh, names: int) -> None:
         bucket.store.synthesize(bucket.name, "d/", names, 10)
         keys = [f"d/name-{number:07d}.bin" for number in range(names - 1, -1, -max(1, names // 20))]
@@ -324,7 +324,7 @@ class TestAnOpenHandle:
         with open(mount.path / "file", "rb") as file:
             assert file.read() == new
 
-    @pytest.mark.parametrize("consistency", ["default", "strict"])
+    @pytest.mark.parametrize("consistency", [pytest.param("default", marks=pytest.mark.long), "strict"])
     def test_three_versions_are_open_at_once(
         self, mounted: Mounted, bucket: Bucket, consistency: str
     ) -> None:

@@ -10,10 +10,10 @@ import sys
 import time
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import alive, eventually, mounts_at, run
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 MIB = 1 << 20
 ROUNDS = 5
@@ -111,7 +111,7 @@ def test_a_kill_while_starting_leaves_a_place_to_start_again(mounted: Mounted, b
     assert (mount.path / "file").read_bytes() == data
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_damage_in_the_cache_is_never_read(mounted: Mounted, bucket: Bucket) -> None:
     """Every cache file has a byte flipped while the daemon is away."""
     for number in range(5):

@@ -10,12 +10,13 @@ import sys
 
 import pytest
 
-from tests.mount.conftest import BOTH_FRONTS, Bucket, Mounted
+from tests.mount.conftest import BOTH_BACKENDS, Bucket, Mounted
 from tests.mount.mounts import eventually, mounts_at
 
 FAILING = """
 import sys
-from cachefs import cli, daemon
+from cachefs.cli.main import main
+from cachefs.daemon import daemon
 
 async def fail(self, signals, stop):
     async for number in signals:
@@ -23,12 +24,12 @@ async def fail(self, signals, stop):
 
 daemon.Daemon._stop_on_signal = fail
 sys.argv[0] = "cachefs"
-sys.exit(cli.main())
+sys.exit(main())
 """
 """The daemon, in which the first signal ends a service of its own with an exception."""
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_a_daemon_that_a_failure_ends_leaves_no_bare_directory(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("before", b"1" * 1000)
     mount = mounted(bucket, start=False, read_only=None)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import eventually
 
 pytestmark = (
-    ONE_FRONT  # what a failing store leads to is decided below the fronts; how errors are told, in both
+    ONE_BACKEND  # what a failing store leads to is decided below the backends; how errors are told, in both
 )
 
 MIB = 1 << 20
@@ -117,7 +117,24 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+LONG = {
+    "503 once",
+    "500 for ever",
+    "truncated bodies",
+    "reset before the headers",
+    "garbage once",
+    "lies once",
+}
+"""Left to `scripts/test --all`: others are like them."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=name, marks=[pytest.mark.long] if name in LONG else [])
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_a_reader_gets_right_bytes_or_an_errno_in_time(
     mounted: Mounted, bucket: Bucket, lab: LabStore, fault: Fault
 ) -> None:
@@ -139,7 +156,7 @@ def test_a_reader_gets_right_bytes_or_an_errno_in_time(
     assert (after.errno, after.md5) == (0, md5(data)), after
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_a_read_takes_one_timeout_at_most(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", SIZE)
     mount = mounted(bucket, timeout=2)
@@ -165,7 +182,7 @@ print(sum(os.waitpid(child, 0)[1] != 0 for child in children))
 """Each process touches a page of its own, without read-ahead: as many requests as there are processes."""
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_reads_that_wait_hold_up_nothing_else(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", b"x" * (4 * MIB))
     mount = mounted(bucket, timeout=40)
@@ -183,7 +200,14 @@ def test_reads_that_wait_hold_up_nothing_else(mounted: Mounted, bucket: Bucket, 
         assert readers.communicate(timeout=60)[0].strip() == b"0"
 
 
-@pytest.mark.parametrize("action", ["503", "hang", "reset", "403", "truncate", "garbage"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "503",
+        "truncate",
+        *(pytest.param(a, marks=pytest.mark.long) for a in ("hang", "reset", "403", "garbage")),
+    ],
+)
 def test_a_failing_listing_is_an_errno_and_no_absence(
     mounted: Mounted, bucket: Bucket, lab: LabStore, action: str
 ) -> None:
@@ -206,7 +230,7 @@ def test_a_failing_listing_is_an_errno_and_no_absence(
     assert (mount.path / "d/file").read_bytes() == bucket.objects["d/file"]
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_an_object_that_changes_while_it_is_read(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     """The store takes a second to send it, so not all of the old version can be here before the change."""
     data = bucket.put("file", 20 * MIB)
@@ -222,7 +246,7 @@ def test_an_object_that_changes_while_it_is_read(mounted: Mounted, bucket: Bucke
 
 
 class TestCredentials:
-    @BOTH_FRONTS
+    @BOTH_BACKENDS
     def test_expired_ones_are_eacces_and_renewed_ones_work_at_once(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore
     ) -> None:
@@ -285,7 +309,7 @@ def test_a_failure_is_logged_once_with_its_path_and_operation(
     assert all("d/file" in line and "read" in line for line in lines)
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_an_outage_does_not_disturb_cached_data(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     data = bucket.put("d/file", 3 * MIB)
     mount = mounted(bucket)
@@ -296,7 +320,7 @@ def test_an_outage_does_not_disturb_cached_data(mounted: Mounted, bucket: Bucket
     assert (outcome.errno, outcome.md5) == (0, md5(data))
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_a_store_that_hangs_does_not_hold_up_other_files(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:

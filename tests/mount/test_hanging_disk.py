@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import BOTH_FRONTS, Bucket, Mounted
+from tests.mount.conftest import BOTH_BACKENDS, Bucket, Mounted
 from tests.mount.mounts import alive, eventually, in_python, mounts_at, succeed
+from tests.mount.power_cuts import system_command
 
-pytestmark = [pytest.mark.root, BOTH_FRONTS]
+pytestmark = [pytest.mark.root, BOTH_BACKENDS]
 
 MIB = 1 << 20
 
@@ -35,7 +36,7 @@ class Disk:
         image = place / "image"
         with image.open("wb") as file:
             file.truncate(256 * MIB)
-        succeed(["mkfs.ext4", "-q", "-F", image])
+        succeed([system_command("mkfs.ext4"), "-q", "-F", image])
         self.device = succeed(["losetup", "--show", "-f", image]).strip()
         succeed(["mount", self.device, self.path])
         self.frozen = False

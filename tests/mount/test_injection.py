@@ -7,19 +7,19 @@ import shutil
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.injecting import CALLS, MODES, Injection
 
 pytestmark = [
-    ONE_FRONT,
+    ONE_BACKEND,
     pytest.mark.skipif(os.getuid() != 0, reason="needs root"),
     pytest.mark.skipif(shutil.which("strace") is None, reason="strace is missing: scripts/setup test"),
 ]
 
 CASES = [
     ("writeback", "fdatasync", "EIO", 1),
-    ("writeback", "openat", "EMFILE", 1),
-    ("durable", "openat", "EIO", 2),
+    pytest.param("writeback", "openat", "EMFILE", 1, marks=pytest.mark.long),
+    pytest.param("durable", "openat", "EIO", 2, marks=pytest.mark.long),
 ]
 """Mode, call, error, n: calls that the workload is certain to make."""
 

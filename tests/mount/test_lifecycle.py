@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import (
     COMMAND,
     Mount,
@@ -52,7 +52,7 @@ def reader_of(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestStarting:
     def test_mount_returns_when_the_mount_answers(self, mounted: Mounted, bucket: Bucket) -> None:
         data = bucket.put("d/file", 1000)
@@ -263,7 +263,7 @@ class TestEnding:
             assert done.stderr.count("\n") == 1
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestMemoryAfterwards:
     """A mount that has ended cleanly holds no memory: nobody would know whom to ask for it."""
 
@@ -373,7 +373,7 @@ class TestDying:
         lab.clear_faults()
         assert (mount.path / "file").read_bytes() == bucket.objects["file"]
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_a_daemon_that_hangs_is_told_apart(self, mounted: Mounted, bucket: Bucket) -> None:
         mount = mounted(bucket)
         os.kill(mount.pid, signal.SIGSTOP)
@@ -396,7 +396,7 @@ class TestDying:
             os.kill(mount.pid, signal.SIGCONT)
         eventually(lambda: not alive(mount.pid), "the daemon has ended")
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_the_answer_to_a_second_daemon_is_one_line(self, mounted: Mounted, bucket: Bucket) -> None:
         data = bucket.put("file", 1000)
         first = mounted(bucket)
@@ -411,7 +411,7 @@ class TestDying:
         assert (first.path / "file").read_bytes() == data
         second.allowed.append(r"in use|another")
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_a_second_mount_at_the_same_place_is_refused(self, mounted: Mounted, bucket: Bucket) -> None:
         mount = mounted(bucket)
         done = run([*COMMAND, *mount.arguments(cache_dir=mount.place / "other")], env=mount.env)
@@ -436,7 +436,7 @@ class TestDying:
         lab.shape(bandwidth=0)
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestStatus:
     def test_json_has_what_is_promised(self, mounted: Mounted, bucket: Bucket) -> None:
         bucket.put("file", 1000)
@@ -449,7 +449,7 @@ class TestStatus:
             "started": float,
             "mountpoint": str,
             "sources": list,
-            "front": str,
+            "fuse": str,
             "tiers": list,
             "metrics": dict,
             "tuning": list,
@@ -492,7 +492,7 @@ class TestStatus:
         assert str(mount.path) not in [one["mountpoint"] for one in listed]
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestWarmAfterRestart:
     def test_a_clean_restart_asks_for_no_byte_again(self, mounted: Mounted, bucket: Bucket) -> None:
         for number in range(20):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, succeed
 
 MIB = 1 << 20
@@ -21,8 +21,8 @@ def own_memory(mount: Mount) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-@pytest.mark.slow
-@ONE_FRONT
+@pytest.mark.long
+@ONE_BACKEND
 def test_a_gibibyte_goes_through_sixty_four_mebibytes(
     mounted: Mounted, bucket: Bucket, tmp_path: Path
 ) -> None:

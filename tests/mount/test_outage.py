@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, mounts_at, processes_with, state_of
 from tests.mount.test_faults import OUTAGE, md5, read
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 TIMEOUT_S = 4
 SLACK_S = 2

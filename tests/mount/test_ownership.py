@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python
 from tests.mount.test_refusals import refused
 
@@ -36,7 +36,7 @@ def open_to_others(directory: Path) -> list[str]:
     return found
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_all_that_is_kept_is_for_its_owner(mounted: Mounted, bucket: Bucket, no_umask: None) -> None:
     """Whatever the umask, and whatever existed."""
     data = bucket.put("d/file", 3 << 20)
@@ -59,7 +59,7 @@ def test_all_that_is_kept_is_for_its_owner(mounted: Mounted, bucket: Bucket, no_
     assert (mount.cache / "held").stat().st_size and mount.log_file.stat().st_size
 
 
-@ONE_FRONT
+@ONE_BACKEND
 @pytest.mark.root
 def test_the_cache_of_another_user_is_refused(mounted: Mounted, bucket: Bucket) -> None:
     mount = mounted(bucket, start=False, log_file=None)
@@ -94,7 +94,7 @@ def test_other_users_cannot_make_it_list_again(mounted: Mounted, bucket: Bucket)
     assert os.getxattr(mount.path / "d", "user.cachefs.refresh") == b"looking again"
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_names_reach_no_terminal_through_the_log(mounted: Mounted, bucket: Bucket) -> None:
     """And a read that fails as often as a user likes is logged once."""
     mount: Mount = mounted(bucket, timeout=2)

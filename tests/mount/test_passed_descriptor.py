@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from bench.lab.client import LabStore
-from cachefs import control
+from cachefs.base import client
 from cachefs.store.ram import SHM, own_directory, ram_directory, remove_ram
-from tests.mount.conftest import ONE_FRONT, Bucket, why_no_kernel_front
+from tests.mount.conftest import ONE_BACKEND, Bucket, why_no_native_backend
 from tests.mount.mounts import (
     COMMAND,
     NOISE,
@@ -38,7 +38,7 @@ from tests.mount.mounts import (
 
 pytestmark = pytest.mark.root
 
-NOBODY = 65534
+UNSEEN = 65534
 CONNECTIONS = Path("/sys/fs/fuse/connections")
 
 # Whoever may mount: opens /dev/fuse, mounts it, gives up every right, and becomes the daemon. {fd} is the descriptor.
@@ -72,7 +72,7 @@ def as_user(uid: int) -> list[str]:
 
 @cache
 def why_not_as_nobody() -> str:
-    done = run([*as_user(NOBODY), *COMMAND, "version"], cwd="/")
+    done = run([*as_user(UNSEEN), *COMMAND, "version"], cwd="/")
     return "" if done.returncode == 0 else f"another user cannot run this Python: {done.stderr.strip()}"
 
 
@@ -150,7 +150,7 @@ class Passed:
         name = "*.sock" if self.uid else f"*{self.place.name}*.sock"
         eventually(lambda: list(where.glob(name)), "it can be asked")
         (socket,) = where.glob(name)
-        status: dict[str, Any] = control.request(socket, "status", 10.0, owners={self.uid})
+        status: dict[str, Any] = client.request(socket, "status", 10.0, owners={self.uid})
         return status
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -190,7 +190,7 @@ Make = Callable[..., Passed]
 def passed(lab: LabStore, bucket: Bucket) -> Iterator[Make]:
     made: list[Passed] = []
 
-    def make(uid: int = NOBODY) -> Passed:
+    def make(uid: int = UNSEEN) -> Passed:
         if uid and (reason := why_not_as_nobody()):
             pytest.skip(reason)
         # Not below pytest's directories: they are root's alone.
@@ -212,17 +212,17 @@ def errno_of(action: Callable[[], object]) -> int:
 
 
 class TestServing:
-    def test_without_any_right(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_without_any_right(self, passed: Make, bucket: Bucket, backend: str) -> None:
         wanted = {f"d/{n}": bucket.put(f"d/{n}", size) for n, size in enumerate((0, 1, 70_000, 5_000_000))}
         mount = passed()
-        process = mount.start("--front", front, "--read-only")
+        process = mount.start("--fuse", backend, "--read-only")
         shown = Path(f"/proc/{process.pid}/status").read_text()
         assert "CapEff:\t0000000000000000" in shown
         for _ in range(2):
             assert {key: (mount.path / key).read_bytes() for key in wanted} == wanted
         assert sorted(os.listdir(mount.path / "d")) == ["0", "1", "2", "3"]
         status = mount.status()
-        assert status["front"] == front
+        assert status["fuse"] == backend
         assert status["mountpoint"] == str(mount.path)
         assert any("read_ahead_kb not raised" in line for line in status["tuning"])
         if os.path.ismount(CONNECTIONS):
@@ -232,10 +232,10 @@ class TestServing:
         assert json.loads(done.stdout)["pid"] == process.pid
         assert not [line for line in mount.log().splitlines() if NOISE.search(line)]
 
-    def test_a_stop_ends_it_and_unmounts_nothing(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_a_stop_ends_it_and_unmounts_nothing(self, passed: Make, bucket: Bucket, backend: str) -> None:
         bucket.put("file", 100)
         mount = passed()
-        mount.start("--front", front, "--read-only")
+        mount.start("--fuse", backend, "--read-only")
         fd = os.open(mount.path / "file", os.O_RDONLY)
         try:
             assert mount.end() == 0
@@ -250,11 +250,11 @@ class TestServing:
 
     @pytest.mark.skipif(not os.path.ismount(CONNECTIONS), reason="fusectl is not mounted")
     def test_a_stop_ends_it_though_somebody_kept_a_copy(
-        self, passed: Make, bucket: Bucket, front: str
+        self, passed: Make, bucket: Bucket, backend: str
     ) -> None:
         bucket.put("file", 100)
         mount = passed()
-        process = mount.start("--front", front, "--read-only", kept=True)
+        process = mount.start("--fuse", backend, "--read-only", kept=True)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert mount.end() == 0
         os.kill(int(children[0]), 0)  # who has the copy is still there
@@ -263,25 +263,25 @@ class TestServing:
         finally:
             os.kill(int(children[0]), signal.SIGKILL)
 
-    def test_who_is_killed_leaves_an_error(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_who_is_killed_leaves_an_error(self, passed: Make, bucket: Bucket, backend: str) -> None:
         bucket.put("file", 100)
         mount = passed()
-        mount.start("--front", front, "--read-only")
+        mount.start("--fuse", backend, "--read-only")
         assert (mount.path / "file").stat().st_size == 100
         assert mount.end(signal.SIGKILL) == -signal.SIGKILL
         assert errno_of(lambda: os.listdir(mount.path)) == errno.ENOTCONN
 
-    def test_whoever_mounted_unmounts(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_whoever_mounted_unmounts(self, passed: Make, bucket: Bucket, backend: str) -> None:
         mount = passed()
-        process = mount.start("--front", front, "--read-only")
+        process = mount.start("--fuse", backend, "--read-only")
         mount.umount()
         assert process.wait(20) == 0
         assert "stopped (umount)" in mount.log()
 
-    def test_where_the_mount_is_not_seen(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_where_the_mount_is_not_seen(self, passed: Make, bucket: Bucket, backend: str) -> None:
         data = bucket.put("file", 3_000_000)
         mount = passed()
-        mount.start("--front", front, "--read-only", visible=False)
+        mount.start("--fuse", backend, "--read-only", visible=False)
         assert (mount.path / "file").read_bytes() == data
         name = mount.status()["mountpoint"]
         assert name.startswith("/dev/fd/")
@@ -291,12 +291,12 @@ class TestServing:
         assert errno_of(lambda: os.listdir(mount.path)) == errno.ENOTCONN
 
     def test_a_shell_that_mounts(self, passed: Make, bucket: Bucket) -> None:
-        """As docs/operations.md has it."""
+        """As docs/how-to/containers.md has it."""
         data = bucket.put("file", 100)
         mount = passed()
-        options = f"fd=7,rootmode=40000,user_id={NOBODY},group_id={NOBODY},allow_other,default_permissions"
+        options = f"fd=7,rootmode=40000,user_id={UNSEEN},group_id={UNSEEN},allow_other,default_permissions"
         script = f"exec 7<>/dev/fuse; mount -i -t fuse.cachefs -o {options} the-store {mount.path}"
-        daemon = shlex.join([*as_user(NOBODY), *mount.command("--read-only", target="/dev/fd/7")])
+        daemon = shlex.join([*as_user(UNSEEN), *mount.command("--read-only", target="/dev/fd/7")])
         with mount.log_file.open("ab") as log:
             mount.process = subprocess.Popen(
                 ["bash", "-ec", f"{script}; exec {daemon}"],
@@ -317,20 +317,20 @@ def stored(bucket: Bucket, key: str) -> bytes:
 
 
 class TestWriting:
-    def test_what_is_written_is_in_the_store(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_what_is_written_is_in_the_store(self, passed: Make, bucket: Bucket, backend: str) -> None:
         data = os.urandom(3_000_000)
         mount = passed()
-        mount.start("--front", front)
+        mount.start("--fuse", backend)
         (mount.path / "new").write_bytes(data)
         assert stored(bucket, "new") == data
         os.rename(mount.path / "new", mount.path / "final")
         assert mount.end() == 0
         assert stored(bucket, "final") == data
 
-    def test_a_daemon_that_only_reads(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_a_daemon_that_only_reads(self, passed: Make, bucket: Bucket, backend: str) -> None:
         data = bucket.put("file", 100)
         mount = passed()
-        mount.start("--front", front, "--read-only")
+        mount.start("--fuse", backend, "--read-only")
         assert "rw" in mounts_at(mount.path)[0].options
         for change in (
             lambda: (mount.path / "file").write_bytes(b"x"),
@@ -343,37 +343,37 @@ class TestWriting:
             assert errno_of(change) == errno.EROFS
         assert (mount.path / "file").read_bytes() == data
 
-    def test_a_mount_that_is_read_only(self, passed: Make, bucket: Bucket, front: str) -> None:
+    def test_a_mount_that_is_read_only(self, passed: Make, bucket: Bucket, backend: str) -> None:
         data = bucket.put("file", 100)
         mount = passed()
-        mount.start("--front", front, read_only=True)
+        mount.start("--fuse", backend, read_only=True)
         assert mount.status()["read_only"] is True
         assert errno_of(lambda: (mount.path / "new").write_bytes(b"x")) == errno.EROFS
         assert (mount.path / "file").read_bytes() == data
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestRights:
-    def test_root_still_lends_files(self, passed: Make, bucket: Bucket) -> None:
-        if reason := why_no_kernel_front():
+    def test_root_still_uses_passthrough_files(self, passed: Make, bucket: Bucket) -> None:
+        if reason := why_no_native_backend():
             pytest.skip(reason)
         data = bucket.put("file", 3_000_000)
         mount = passed(uid=0)
         mount.start("--read-only")
-        assert mount.status()["front"] == "kernel"
+        assert mount.status()["fuse"] == "native"
 
-        def lent() -> bool:
+        def passthrough() -> bool:
             assert (mount.path / "file").read_bytes() == data
             return bool(mount.status()["metrics"]["passthrough_opens"])
 
-        eventually(lent, "the kernel reads it by itself")
+        eventually(passthrough, "the kernel reads it by itself")
         assert mount.end() == 0
         assert len(mounts_at(mount.path)) == 1
 
     def test_one_who_may_not_lend_is_served_by_libfuse(self, passed: Make) -> None:
         mount = passed()
         mount.start()
-        assert mount.status()["front"] == "pyfuse3"
+        assert mount.status()["fuse"] == "pyfuse3"
 
     def test_modes_that_mean_nothing_are_told(self, passed: Make) -> None:
         mount = passed()
@@ -381,7 +381,7 @@ class TestRights:
         assert "without default_permissions" in mount.log()
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestRefusals:
     def refused(self, mount: Passed, command: list[str], **more: Any) -> str:
         done = run(command, env=mount.env, cwd="/", **more)
@@ -412,11 +412,11 @@ class TestRefusals:
         command = mount.command(target="/dev/fd/7", foreground=False)
         assert "add -f" in self.refused(mount, command)
 
-    @pytest.mark.parametrize("front", ["kernel", "pyfuse3"])
-    def test_served_before(self, passed: Make, front: str) -> None:
+    @pytest.mark.parametrize("backend", ["native", "pyfuse3"])
+    def test_served_before(self, passed: Make, backend: str) -> None:
         """The kernel asks its first question once, and it was answered."""
         mount = passed()
-        process = mount.begin(mount.command("--front", front), asked=True)
+        process = mount.begin(mount.command("--fuse", backend), asked=True)
         assert process.wait(20) == 1
         assert "has been served" in mount.log()
 

@@ -25,7 +25,7 @@ from bench.lab.client import LabStore
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import Mount, alive, eventually, in_python, mounts_at, run, state_of, succeed
 
-pytestmark = [pytest.mark.root, pytest.mark.fronts("kernel")]
+pytestmark = [pytest.mark.root, pytest.mark.backends("native")]
 
 MIB = 1 << 20
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,16 +40,16 @@ def digest(data: bytes) -> str:
     return hashlib.md5(data).hexdigest()
 
 
-def becomes_lent(mount: Mount, *paths: Path) -> None:
+def becomes_passthrough(mount: Mount, *paths: Path) -> None:
     """Wait until each is opened for the kernel to read by itself."""
 
-    def lent(path: Path) -> bool:
+    def passthrough(path: Path) -> bool:
         before = mount.metrics()["passthrough_opens"]
         os.close(os.open(path, os.O_RDONLY))
         return mount.metrics()["passthrough_opens"] > before
 
     for path in paths:
-        eventually(lambda path=path: lent(path), f"{path.name} is lent")  # type: ignore[misc]
+        eventually(lambda path=path: passthrough(path), f"{path.name} is in passthrough")  # type: ignore[misc]
     mount.settled()
 
 
@@ -247,7 +247,7 @@ def whole(
     """A mount on which every file is whole, in RAM or on SSD."""
     mount = module_mounted(module_bucket, ram={"ram": "512M", "ssd": "0"}[request.param], timeout=30)
     read_everything(mount, module_bucket)
-    becomes_lent(mount, *(mount.path / key for key, data in objects.items() if data))
+    becomes_passthrough(mount, *(mount.path / key for key, data in objects.items() if data))
     used = {tier["name"]: tier["used_bytes"] for tier in mount.status()["tiers"]}
     assert used[request.param] >= sum(map(len, objects.values()))
     yield mount
@@ -265,6 +265,7 @@ class TestWholeFiles:
         assert grown.pop("passthrough_opens") == grown.pop("fuse_open") == grown.pop("fuse_release") == 1
         grown.pop("fuse_other", None)  # Python and cp ask what kind of file it is
         grown.pop("fuse_getattr", None)
+        assert grown.pop("passthrough_blocks") == -(-len(objects["big"]) // MIB)
         assert grown == {}
 
     def test_of_every_size(self, whole: Mount, objects: dict[str, bytes]) -> None:
@@ -352,7 +353,7 @@ def test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_th
         assert file.read() == data
         tiers = {tier["name"]: tier["used_bytes"] for tier in mount.status()["tiers"]}
         assert all(tiers.values()), tiers
-    becomes_lent(mount, path)
+    becomes_passthrough(mount, path)
     assert mount.metrics()["prepared_versions"] == 1
     drop_all_pages(mount)
     with mount.counting() as grown:
@@ -362,20 +363,20 @@ def test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_th
 
 
 class TestStatus:
-    def test_says_which_front_serves_and_why(self, mounted: Mounted, bucket: Bucket) -> None:
+    def test_says_which_backend_serves_and_why(self, mounted: Mounted, bucket: Bucket) -> None:
         bucket.put("file", 10)
         for asked, why in (
             ("auto", "the kernel reads whole cached files by itself"),
-            ("kernel", "the kernel reads whole cached files by itself"),
+            ("native", "the kernel reads whole cached files by itself"),
             ("pyfuse3", "as asked"),
         ):
-            mount = mounted(bucket, front=asked)
+            mount = mounted(bucket, fuse=asked)
             status = mount.status()
-            expected = "kernel" if asked == "auto" else asked
-            assert (status["front"], status["front_reason"]) == (expected, why)
-            assert f"front: {expected} ({why})" in mount.log()
+            expected = "native" if asked == "auto" else asked
+            assert (status["fuse"], status["fuse_reason"]) == (expected, why)
+            assert f"backend: {expected} ({why})" in mount.log()
             text = mount.cli("status", mount.path).stdout
-            assert f"front       {expected}: {why}\n" in text and f"{expected} front" in text
+            assert f"fuse        {expected}: {why}\n" in text and f"{expected} backend" in text
             assert "ro" in mounts_at(mount.path)[0].options
             assert os.statvfs(mount.path).f_flag & os.ST_RDONLY
 
@@ -398,7 +399,7 @@ class TestPartialFiles:
                     assert os.pread(early.fileno(), 70_000, at) == data[at : at + 70_000]
             assert grown["fuse_read"] >= 4
         assert mount.metrics()["passthrough_opens"] == 0
-        becomes_lent(mount, path)
+        becomes_passthrough(mount, path)
         with mount.counting() as grown:
             assert path.read_bytes() == data
         assert grown["passthrough_opens"] == 1 and "fuse_read" not in grown
@@ -426,7 +427,7 @@ class TestPartialFiles:
             workers = [threads.submit(work, until) for _ in range(8)]
             assert (mount.path / "file").read_bytes() == data
             assert all(worker.result() for worker in workers)
-        becomes_lent(mount, mount.path / "file")
+        becomes_passthrough(mount, mount.path / "file")
         assert (mount.path / "file").read_bytes() == data
         assert mount.settled()["origin_bytes"] == len(data)
 
@@ -440,7 +441,7 @@ def tiny(request: pytest.FixtureRequest, mounted: Mounted, bucket: Bucket) -> Mo
     sizes = {"ram": "4M", "cache_size": "6M"} if request.param == "ram" else {"ram": "0", "cache_size": "10M"}
     mount = mounted(bucket, prefetch="off", **sizes)
     assert (mount.path / "f0").read_bytes() == bucket.objects["f0"]
-    becomes_lent(mount, mount.path / "f0")
+    becomes_passthrough(mount, mount.path / "f0")
     return mount
 
 
@@ -510,7 +511,7 @@ class TestEviction:
                 eventually(lambda: _squeezed_out(tiny, bucket), "f0 was evicted", 20)
                 assert mapping.bytes() == bucket.objects["f0"]
                 (tiny.path / "f0").read_bytes()
-                becomes_lent(tiny, tiny.path / "f0")
+                becomes_passthrough(tiny, tiny.path / "f0")
             read_everything(tiny, bucket)
             assert mapping.bytes() == bucket.objects["f0"]
         for tier in tiny.status()["tiers"]:
@@ -529,7 +530,7 @@ class TestDamage:
         data = bucket.put("file", 5 * MIB + 7)
         mount = mounted(bucket, ram="0")
         assert (mount.path / "file").read_bytes() == data
-        becomes_lent(mount, mount.path / "file")
+        becomes_passthrough(mount, mount.path / "file")
         mount.stop()
         (place,) = cache_files(mount)
         assert place.stat().st_mode & 0o777 == 0o400
@@ -545,11 +546,13 @@ class TestDamage:
         # A sealed file goes as a whole, once nobody has it open; then it is fetched anew.
         drop_all_pages(damaged)
         assert path.read_bytes() == bucket.objects["file"]
-        becomes_lent(damaged, path)
+        becomes_passthrough(damaged, path)
         assert path.read_bytes() == bucket.objects["file"]
         assert damaged.metrics()["checksum_failures"] == 1
 
-    def test_is_found_without_a_reader_before_anything_is_lent(self, damaged: Mount, bucket: Bucket) -> None:
+    def test_is_found_without_a_reader_before_anything_is_passthrough(
+        self, damaged: Mount, bucket: Bucket
+    ) -> None:
         """A reader of other blocks has the file verified; what is lent afterwards is right."""
         damaged.start()
         path = damaged.path / "file"
@@ -560,10 +563,10 @@ class TestDamage:
         os.close(os.open(path, os.O_RDONLY))
         assert damaged.settled()["passthrough_opens"] == 0
         assert path.read_bytes() == bucket.objects["file"]
-        becomes_lent(damaged, path)
+        becomes_passthrough(damaged, path)
         assert path.read_bytes() == bucket.objects["file"]
 
-    def test_is_never_lent_where_each_read_is_checked(self, damaged: Mount, bucket: Bucket) -> None:
+    def test_is_never_passthrough_where_each_read_is_checked(self, damaged: Mount, bucket: Bucket) -> None:
         damaged.start(verify="full")
         for _ in range(3):
             assert (damaged.path / "file").read_bytes() == bucket.objects["file"]
@@ -595,7 +598,7 @@ class TestChanges:
         mount = mounted(bucket, consistency=consistency)
         path = mount.path / "d/file"
         assert path.read_bytes() == old
-        becomes_lent(mount, path)
+        becomes_passthrough(mount, path)
         with open(path, "rb", buffering=0) as file, Mapping(path) as mapping:
             assert file.read(MIB) == old[:MIB]
             for version, size in ((2, 5 * MIB), (3, MIB + 1), (4, 7 * MIB)):
@@ -608,7 +611,7 @@ class TestChanges:
                 assert mapping.bytes() == old
                 assert os.pread(file.fileno(), 2 * MIB, 2 * MIB) == old[2 * MIB : 4 * MIB]
             assert file.read() == old[MIB:]
-            becomes_lent(mount, path)
+            becomes_passthrough(mount, path)
             assert path.read_bytes() == new
             assert mapping.bytes() == old
         assert path.read_bytes() == new
@@ -626,7 +629,7 @@ class TestChanges:
         mount = mounted(bucket, consistency=consistency)
         path = mount.path / "d/file"
         assert path.read_bytes() == old
-        becomes_lent(mount, path)
+        becomes_passthrough(mount, path)
         with open(path, "rb", buffering=0) as file, Mapping(path) as mapping:
             bucket.delete("d/file")
             if consistency == "default":
@@ -784,7 +787,7 @@ class TestZeroOpen:
         bucket.put("big", 9 * MIB + 1)
         bucket.put("empty", 0)
         mount = mounted(bucket, zero_open=True, consistency="immutable")
-        assert mount.status()["front_reason"] == "no file is opened, so none is read by the kernel itself"
+        assert mount.status()["fuse_reason"] == "no file is opened, so none is read by the kernel itself"
         read_everything(mount, bucket)
         assert mount.metrics()["fuse_open"] == 1
         with mount.counting() as grown:
@@ -827,7 +830,7 @@ class TestZeroOpen:
         [
             ({}, "--zero-open opens files without looking whether they changed"),
             ({"consistency": "strict"}, "add --consistency immutable"),
-            ({"consistency": "immutable", "front": "pyfuse3"}, "--zero-open needs --front kernel or auto"),
+            ({"consistency": "immutable", "fuse": "pyfuse3"}, "--zero-open needs --fuse native or auto"),
         ],
         ids=str,
     )
@@ -868,14 +871,14 @@ class TestStackedCaches:
         for place in reversed(made):
             succeed(["umount", "-l", place])
 
-    def test_on_an_overlay_are_lent_too(
+    def test_on_an_overlay_are_passthrough_too(
         self, mounted: Mounted, bucket: Bucket, overlay: Callable[[int], Path]
     ) -> None:
         data = bucket.put("file", 3 * MIB + 1)
-        mount = mounted(bucket, front="auto", ram="0", cache_dir=overlay(1) / "cache")
-        assert mount.status()["front"] == "kernel"
+        mount = mounted(bucket, fuse="auto", ram="0", cache_dir=overlay(1) / "cache")
+        assert mount.status()["fuse"] == "native"
         assert (mount.path / "file").read_bytes() == data
-        becomes_lent(mount, mount.path / "file")
+        becomes_passthrough(mount, mount.path / "file")
         with mount.counting() as grown:
             assert (mount.path / "file").read_bytes() == data
             with Mapping(mount.path / "file") as mapping:
@@ -888,22 +891,22 @@ class TestStackedCaches:
     ) -> None:
         data = bucket.put("file", 3 * MIB + 1)
         place = overlay(2)
-        mount = mounted(bucket, front="auto", ram="0", cache_dir=place / "cache")
+        mount = mounted(bucket, fuse="auto", ram="0", cache_dir=place / "cache")
         status = mount.status()
-        assert status["front"] == "pyfuse3"
-        assert "it lies on stacked filesystems" in status["front_reason"]
+        assert status["fuse"] == "pyfuse3"
+        assert "it lies on stacked filesystems" in status["fuse_reason"]
         for _ in range(2):
             assert (mount.path / "file").read_bytes() == data
             mount.drop_kernel_pages()
         mount.stop()
         # With RAM to lend from, only the disk's files go through the daemon.
-        mount = mounted(bucket, front="auto", cache_dir=place / "other")
+        mount = mounted(bucket, fuse="auto", cache_dir=place / "other")
         mount.allowed.append(
             "files of the ssd tier are read through the daemon: it lies on stacked filesystems"
         )
-        assert mount.status()["front"] == "kernel"
+        assert mount.status()["fuse"] == "native"
         assert (mount.path / "file").read_bytes() == data
-        becomes_lent(mount, mount.path / "file")
+        becomes_passthrough(mount, mount.path / "file")
         assert (mount.path / "file").read_bytes() == data
         mount.stop()
 
@@ -914,7 +917,7 @@ class TestAKilledDaemon:
         mount = mounted(bucket, ram="0")
         path = mount.path / "file"
         assert path.read_bytes() == data
-        becomes_lent(mount, path)
+        becomes_passthrough(mount, path)
         descriptors = []
         try:
             with Mapping(path) as mapping:
@@ -930,7 +933,7 @@ class TestAKilledDaemon:
                     mount.start()
                     assert len(mounts_at(mount.path)) == 1
                     assert path.read_bytes() == data
-                    becomes_lent(mount, path)
+                    becomes_passthrough(mount, path)
                     with mount.counting() as grown:
                         assert path.read_bytes() == data
                     assert "fuse_read" not in grown
@@ -950,7 +953,7 @@ class TestPrograms:
         for _ in range(3):
             assert run([mount.path / "bin/echo", "hello"]).stdout == "hello\n"
             assert run([mount.path / "bin/script"]).stdout == "from a script\n"
-            becomes_lent(mount, mount.path / "bin/echo")
+            becomes_passthrough(mount, mount.path / "bin/echo")
 
     def test_load_libraries_from_the_mount(self, mounted: Mounted, bucket: Bucket) -> None:
         name = ctypes.util.find_library("m")
@@ -964,7 +967,7 @@ class TestPrograms:
         mount = mounted(bucket)
         for _ in range(3):
             assert in_python(COSINE, mount.path / "lib/mine.so").strip() == "1.0"
-            becomes_lent(mount, mount.path / "lib/mine.so")
+            becomes_passthrough(mount, mount.path / "lib/mine.so")
         with mount.counting() as grown:
             assert in_python(COSINE, mount.path / "lib/mine.so").strip() == "1.0"
         assert "fuse_read" not in grown
@@ -1022,7 +1025,7 @@ print(done > threads, len(wrong), wrong[:5])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_crowd_over_a_cache_that_is_too_small(mounted: Mounted, bucket: Bucket) -> None:
     """Two hundred threads of four processes open, read, map and close, while what they have open is evicted."""
     count = 120

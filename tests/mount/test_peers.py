@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import free_ports
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -61,7 +61,7 @@ def test_what_one_node_has_fetched_the_other_does_not_ask_the_store_for(
         assert sum(row["bytes_in"] for row in peers["members"]) == mount.metrics()["peer_bytes_in"] > 0
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_readers_outlive_the_nodes_they_share_with(mounted: Mounted, bucket: Bucket) -> None:
     files = put_files(bucket)
     first, second, third = together(mounted, bucket, 3)
@@ -74,7 +74,7 @@ def test_readers_outlive_the_nodes_they_share_with(mounted: Mounted, bucket: Buc
     assert third.status()["metrics"]["peer_failures"] >= 0
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_a_port_in_use_is_told_before_anything_is_mounted(mounted: Mounted, bucket: Bucket) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -86,8 +86,11 @@ def test_a_port_in_use_is_told_before_anything_is_mounted(mounted: Mounted, buck
 
 
 REFUSED = {
-    "anybody could ask": ({"peers": "static:10.0.0.1:7070", "peer_listen": "0.0.0.0:7070"}, "for anybody"),
-    "anybody could answer": ({"peers": "static:10.0.0.1:7070", "no_sharing": True}, "anybody could answer"),
+    "anybody could ask": ({"peers": "static:10.0.0.1:7070", "peer_listen": "0.0.0.0:7070"}, "for any client"),
+    "anybody could answer": (
+        {"peers": "static:10.0.0.1:7070", "no_sharing": True},
+        "any machine could answer",
+    ),
     "no place": ({"peers": "nowhere"}, "not a place to find peers"),
     "not this machine": ({"peers": "static:192.0.2.1:7070"}, "none of --peers"),
     "no peers": ({"peer_listen": "127.0.0.1:7070"}, "needs --peers"),
@@ -101,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@ONE_FRONT
+@ONE_BACKEND
 def test_what_does_not_fit_together_is_told_in_a_line(mounted: Mounted, bucket: Bucket, what: str) -> None:
     options, said = REFUSED[what]
     mount = mounted(bucket, start=False, **options)
@@ -111,7 +114,7 @@ def test_what_does_not_fit_together_is_told_in_a_line(mounted: Mounted, bucket: 
     assert done.stderr.count("\n") == 1 and said in done.stderr
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_a_key_that_everybody_can_read_is_none(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("a key that is long enough to be one")
@@ -127,7 +130,7 @@ def test_a_key_that_everybody_can_read_is_none(mounted: Mounted, bucket: Bucket,
     assert mount.status()["peers"]["listen"] == f"127.0.0.1:{port}"
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_with_a_key_strangers_get_nothing(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
     keys = [tmp_path / "key1", tmp_path / "key2"]
     for number, key in enumerate(keys):
@@ -148,7 +151,7 @@ def test_with_a_key_strangers_get_nothing(mounted: Mounted, bucket: Bucket, tmp_
     assert mounts[2].settled()["peer_bytes_in"] == mounts[2].settled()["peer_bytes_out"] == 0
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_each_node_warms_its_share_and_one_may_have_all_do_so(mounted: Mounted, bucket: Bucket) -> None:
     files = put_files(bucket)
     total = sum(map(len, files.values()))
@@ -164,7 +167,7 @@ def test_each_node_warms_its_share_and_one_may_have_all_do_so(mounted: Mounted, 
     assert sum(mount.settled()["origin_bytes"] for mount in mounts) == total
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_members_and_who_holds_what_are_shown(mounted: Mounted, bucket: Bucket) -> None:
     files = put_files(bucket)
     first, _, third = together(mounted, bucket, 3)

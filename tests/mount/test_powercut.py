@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT
+from tests.mount.conftest import ONE_BACKEND
 from tests.mount.power_cuts import MODES, one_life, system_command
 
-pytestmark = [ONE_FRONT, pytest.mark.root]
+pytestmark = [ONE_BACKEND, pytest.mark.root]
 
 
 @pytest.mark.skipif(system_command("mkfs.ext4") is None, reason="apt-get install e2fsprogs")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, run, succeed
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 MIB = 1 << 20
 
@@ -103,7 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         succeed(["umount", "-l", place])
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_a_hundred_readers_over_a_cache_of_a_twentieth(mounted: Mounted, bucket: Bucket) -> None:
     count, size = 16, 5 * MIB
     fill(bucket, count, size)
@@ -132,7 +132,7 @@ def test_a_hundred_readers_over_a_cache_of_a_twentieth(mounted: Mounted, bucket:
     assert mount.metrics()["fuse_errors"] == 0
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_a_tiny_cache_counts_what_it_holds(mounted: Mounted, bucket: Bucket) -> None:
     fill(bucket, 30, 300_000)
     mount = mounted(bucket, ram="1M", cache_size="3M", block_size="64K")
@@ -214,7 +214,7 @@ class TestDisks:
         succeed(["mount", "-o", "remount,ro", disk])
         fill(bucket, 3, 3 * MIB)
         mount = mounted(bucket, cache_dir=disk / "cache")
-        mount.allowed.append("WARNING daemon: ")
+        mount.allowed.append("WARNING daemon.daemon: ")
         compare_all(mount, bucket)
         assert any("ead-only" in line for line in mount.status()["warnings"]), mount.status()["warnings"]
         mount.stop()
@@ -244,7 +244,7 @@ def test_a_cache_directory_that_is_a_file(mounted: Mounted, bucket: Bucket, tmp_
     (tmp_path / "file").touch()
     fill(bucket, 2, 2 * MIB)
     mount = mounted(bucket, cache_dir=tmp_path / "file")
-    mount.allowed.append("WARNING daemon: ")
+    mount.allowed.append("WARNING daemon.daemon: ")
     compare_all(mount, bucket)
     assert mount.status()["warnings"]
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import BACKEND_CONTRACT, Bucket, Mounted
 from tests.mount.mounts import Mount, run, succeed
+
+pytestmark = BACKEND_CONTRACT
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ import pytest
 
 from bench.lab.client import LabStore
 from cachefs.store.ram import ram_directory, remove_ram
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import COMMAND, Completed, Mount, eventually, mounts_at, processes_with, run
 
-pytestmark = ONE_FRONT  # most of these mounts never are
+pytestmark = ONE_BACKEND  # most of these mounts never are
 
 
 def refused(mount: Mount, *, within: float = 20, words: list[str] | None = None, code: int = 1) -> str:
@@ -321,7 +321,7 @@ class TestMachine:
         assert done.stdout == f"{hashlib.md5(data).hexdigest()}  -\n65534\n"
 
     @as_nobody
-    def test_a_user_is_told_which_front_serves_and_why(self, stage: Stage, bucket: Bucket) -> None:
+    def test_a_user_is_told_which_backend_serves_and_why(self, stage: Stage, bucket: Bucket) -> None:
         bucket.put("file", 10)
         log = stage.home / "run/log"
         done = stage.play(
@@ -331,16 +331,16 @@ class TestMachine:
         )
         assert done.returncode == 0, done.stderr
         why = "only root may speak to the kernel without help"
-        assert f"front       pyfuse3: {why}\n" in done.stdout
-        assert f"front: pyfuse3 ({why})" in log.read_text()
+        assert f"fuse        pyfuse3: {why}\n" in done.stdout
+        assert f"backend: pyfuse3 ({why})" in log.read_text()
 
     @as_nobody
-    def test_the_kernel_front_is_not_for_users(self, stage: Stage, bucket: Bucket) -> None:
+    def test_the_native_backend_is_not_for_users(self, stage: Stage, bucket: Bucket) -> None:
         done = stage.play(
-            f"mount_it --front=kernel {bucket.url}", before=f"cd {stage.home}; {device('666')}", user=True
+            f"mount_it --fuse=native {bucket.url}", before=f"cd {stage.home}; {device('666')}", user=True
         )
         one_line(done)
-        assert "--front kernel cannot serve here: only root" in done.stderr
+        assert "--fuse native cannot serve here: only root" in done.stderr
 
     @as_nobody
     def test_a_user_has_no_files_opened_without_asking(self, stage: Stage, bucket: Bucket) -> None:
@@ -395,10 +395,10 @@ class TestMachine:
         )
         assert done.stdout == "refused\nfile\n", done.stderr
 
-    @pytest.mark.parametrize("front", ["auto", "kernel", "pyfuse3"])
-    def test_a_root_without_the_right_to_mount(self, stage: Stage, bucket: Bucket, front: str) -> None:
+    @pytest.mark.parametrize("backend", ["auto", "native", "pyfuse3"])
+    def test_a_root_without_the_right_to_mount(self, stage: Stage, bucket: Bucket, backend: str) -> None:
         script = f"setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin sh {stage.home}/inner"
-        words = f"mount --front={front} --cache-dir={stage.home}/other {bucket.url} {stage.home}/mnt"
+        words = f"mount --fuse={backend} --cache-dir={stage.home}/other {bucket.url} {stage.home}/mnt"
         (stage.home / "inner").write_text(f"exec {' '.join(COMMAND)} {words}\n")
         done = stage.play(script)
         one_line(done)

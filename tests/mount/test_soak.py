@@ -8,9 +8,9 @@ import pytest
 
 from bench import soak
 from bench.lab.client import LabStore
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 
 @pytest.mark.parametrize("name", soak.GROWTH)
@@ -23,7 +23,7 @@ def test_a_leak_is_noticed(name: str) -> None:
     assert {each for each, (grown, allowed) in soak.growth(leaking).items() if grown > allowed} == {name}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_grows(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     soak.fill(lab, bucket.name)
     mount = mounted(

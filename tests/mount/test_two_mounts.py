@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.lab.client import LabStore
-from cachefs.fs.beliefs import BURST_S
+from cachefs.fs.freshness import BURST_S
 from tests.mount.conftest import Bucket, Mounted
 from tests.mount.mounts import eventually, succeed
 from tests.mount.test_writing import DENIED, refused

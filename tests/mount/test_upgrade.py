@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, alive, eventually, mounts_at
-from tests.mount.test_passthrough import becomes_lent
+from tests.mount.test_passthrough import becomes_passthrough
 from tests.mount.written import stored
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 MIB = 1 << 20
 
@@ -95,15 +95,15 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
     assert len(mounts_at(mount.path)) == 1
 
 
-@pytest.mark.fronts("kernel")
+@pytest.mark.backends("native")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: signal.Signals) -> None:
     """What the kernel reads by itself goes on; all else that is open is dead, and who opens again reads on."""
-    lent, other = bucket.put("lent", 2 * MIB), bucket.put("other", 9 * MIB)
+    passthrough, other = bucket.put("lent", 2 * MIB), bucket.put("other", 9 * MIB)
     mount = mounted(bucket, ram="0")
     mount.allowed.append("took away a dead mount")
     (mount.path / "lent").read_bytes()
-    becomes_lent(mount, mount.path / "lent")
+    becomes_passthrough(mount, mount.path / "lent")
     with ExitStack() as stack:
         opened = {name: stack.enter_context((mount.path / name).open("rb", 0)) for name in ("lent", "other")}
         mapping = stack.enter_context(mmap.mmap(opened["lent"].fileno(), 0, prot=mmap.PROT_READ))
@@ -112,7 +112,7 @@ def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: s
         os.pread(opened["other"].fileno(), 10, 0)
 
         def held() -> None:
-            assert os.pread(opened["lent"].fileno(), 2 * MIB, 0) == lent and mapping[:] == lent
+            assert os.pread(opened["lent"].fileno(), 2 * MIB, 0) == passthrough and mapping[:] == passthrough
             for ask in (lambda: os.pread(opened["other"].fileno(), 10, 8 * MIB), lambda: os.listdir(folder)):
                 with pytest.raises(OSError) as caught:
                     ask()
@@ -131,7 +131,7 @@ def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: s
         mount.start()
         held()
         with mount.counting() as counted:
-            assert (mount.path / "lent").read_bytes() == lent
+            assert (mount.path / "lent").read_bytes() == passthrough
         if how == signal.SIGTERM:  # a kill may cost what the index was not told yet
             assert "origin_bytes" not in counted
         assert (mount.path / "other").read_bytes() == other

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cachefs.hints import HintedSampler
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import COMMAND, Mount, eventually
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 MIB = 1 << 20
 FILES = 24
@@ -94,11 +94,11 @@ def test_lists(mounted: Mounted, data: Bucket, tmp_path: Path) -> None:
     wanted = [key for key in data.objects if key.endswith(("3.bin", "4.bin"))]
     listed = tmp_path / "list"
     listed.write_text("\n".join(wanted) + "\n")
-    assert "line 1: a relative path" in said(mount, "warm", "-f", listed, code=2)
-    said(mount, "warm", "-f", listed, mount.path, "-p", "2")
+    assert "line 1: a relative path" in said(mount, "warm", "-T", listed, code=2)
+    said(mount, "warm", "-T", listed, mount.path, "-p", "2")
     assert gets(data) == dict.fromkeys(wanted, 1)
     below = subprocess.run(
-        [*COMMAND, "evict", "-f", "-", mount.path / "train"],
+        [*COMMAND, "evict", "-T", "-", mount.path / "train"],
         input="0/004.bin\n" + f"{mount.path}/train/1/003.bin\n",
         text=True,
         env=mount.env,
@@ -115,7 +115,7 @@ def test_failures_are_named_and_the_rest_comes(mounted: Mounted, data: Bucket, t
     listed = tmp_path / "list"
     listed.write_text("train/0/000.bin\nnowhere/x\ntrain/1/001.bin\n")
     mount.allowed += [r"1 failed: nowhere/x: no such path", r"1 failed: nothing: no such path"]
-    told = said(mount, "warm", "-f", listed, mount.path, code=1)
+    told = said(mount, "warm", "-T", listed, mount.path, code=1)
     assert told.count("\n") == 1
     assert "1 paths failed: nowhere/x: no such path" in told
     assert gets(data) == {"train/0/000.bin": 1, "train/1/001.bin": 1}
@@ -163,7 +163,7 @@ def test_a_job_in_the_background(mounted: Mounted, data: Bucket, lab: Any, tmp_p
     mount.allowed.append(r"job 2 \(warm\): done, 0 of 0 files, 1 failed: gone: no such path")
     listed = tmp_path / "list"
     listed.write_text("gone\n")
-    assert "job 2 on" in said(mount, "warm", "--background", "-f", listed, mount.path)
+    assert "job 2 on" in said(mount, "warm", "--background", "-T", listed, mount.path)
     eventually(lambda: not running(mount), "the job has ended")
     assert re.search(r"job 2 .* 1 failed: gone: no such path", said(mount, "status", mount.path))
     said(mount, "warm", mount.path)
@@ -233,7 +233,7 @@ def test_hinted_files_are_there_before_they_are_opened(
     order = sorted(data.objects, reverse=True)
     listed = tmp_path / "list"
     listed.write_text("\n".join(order))
-    assert "epoch 3: 25 files" in said(mount, "hint", mount.path, "-f", listed, "--epoch", "3")
+    assert "epoch 3: 25 files" in said(mount, "hint", mount.path, "-T", listed, "--epoch", "3")
     total = sum(map(len, data.objects.values()))
     eventually(lambda: cached(mount)["."] == total, "all is fetched")
     lab.reset()
@@ -243,7 +243,7 @@ def test_hinted_files_are_there_before_they_are_opened(
     assert "plan hint is forgotten" in said(mount, "hint", mount.path, "--drop")
     assert "no plan hint on" in said(mount, "hint", mount.path, "--drop", code=1)
     other = mounted(data, prefetch="off")
-    assert "--prefetch off" in said(other, "hint", other.path, "-f", listed, code=1)
+    assert "--prefetch off" in said(other, "hint", other.path, "-T", listed, code=1)
 
 
 def test_a_sampler_has_its_epoch_fetched(mounted: Mounted, data: Bucket) -> None:
@@ -300,7 +300,7 @@ def test_a_recording_is_replayed_on_an_empty_cache(
     assert "1 are not there any more" in said(other, "warm", "--profile", profile, other.path)
     below = said(other, "warm", "--profile", profile, other.path / "train/0", code=1)
     assert f"nothing that {profile} names (5 files or parts) is below" in below
-    assert "give one of them" in said(other, "warm", "--profile", profile, "-f", profile, other.path, code=2)
+    assert "give one of them" in said(other, "warm", "--profile", profile, "-T", profile, other.path, code=2)
     counted = gets(data)
     assert counted.pop("large.bin") == 2
     assert counted == dict.fromkeys(touched[1:], 1)

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lab.client import LabStore
-from tests.mount.conftest import BOTH_FRONTS, ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, mounts_at
 from tests.mount.test_peers import together
 
@@ -53,7 +53,7 @@ def why(mount: Mount, name: str) -> list[dict[str, Any]]:
     return extents
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_metrics_are_what_the_store_has_seen(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     for name in ("train/a", "train/b", "val/c"):
         bucket.put(name, 3 * MIB)
@@ -71,18 +71,20 @@ def test_metrics_are_what_the_store_has_seen(mounted: Mounted, bucket: Bucket, l
     def grown(*name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    for kind, counter in (("get", "origin_get"), ("list", "origin_list"), ("head", "origin_head")):
+    for kind in ("get", "list", "head"):
         asked = sum(request["kind"] == kind for request in seen)
-        assert grown(f"cachefs_{counter}_total") == asked
+        assert grown("cachefs_origin_requests_total", kind) == asked
+        assert grown("cachefs_origin_seconds_count", kind) == asked
         datasets = [n for n in after if n[0] == "cachefs_dataset_requests_total" and n[2] == kind]
         assert sum(grown(*name) for name in datasets) == asked
-    assert grown("cachefs_origin_bytes_total") == 9 * MIB
+    assert grown("cachefs_origin_bytes_total", "in") == 9 * MIB
     assert grown("cachefs_dataset_bytes_total", "train", "in") == 6 * MIB
-    assert grown("cachefs_admitted_bytes_total") == 9 * MIB
-    assert grown("cachefs_misses_total") == grown("cachefs_misses_cold_total") >= 3
-    hits = sum(grown(f"cachefs_{tier}_hits_total") for tier in ("ram", "ssd", "heap"))
-    assert hits + grown("cachefs_misses_total") == grown("cachefs_fuse_read_total") == 9  # of a block each
-    assert grown("cachefs_fuse_open_total") - grown("cachefs_fuse_release_total") == 0
+    assert grown("cachefs_cache_bytes_total", "admitted") == 9 * MIB
+    misses = sum(grown(*name) for name in after if name[0] == "cachefs_cache_misses_total")
+    assert misses == grown("cachefs_cache_misses_total", "cold") >= 3
+    hits = sum(grown("cachefs_cache_hits_total", tier) for tier in ("ram", "ssd", "heap"))
+    assert hits + misses == grown("cachefs_fuse_requests_total", "read") == 9  # of a block each
+    assert grown("cachefs_fuse_requests_total", "open") == grown("cachefs_fuse_requests_total", "release")
     assert after["cachefs_open_files",] == 0
     # What is warm is answered without a note of who and which.
     warm = mount.ask("watch")
@@ -96,7 +98,7 @@ def test_metrics_are_what_the_store_has_seen(mounted: Mounted, bucket: Bucket, l
     assert "cachefs" in page(mount, "/")[1]
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_a_port_in_use_leaves_nothing_mounted(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", 1)
     first = mounted(bucket, metrics="0")
@@ -111,7 +113,7 @@ def test_a_port_in_use_leaves_nothing_mounted(mounted: Mounted, bucket: Bucket) 
     second.start()
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     bucket.put("file", 1 * MIB)
     mount = mounted(bucket, timeout=60)
@@ -119,7 +121,7 @@ def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: Lab
     reader = subprocess.Popen([sys.executable, "-c", READ, mount.path / "file"])
     try:
         eventually(lambda: mount.ask("watch")["waiting"], "a read that waits")
-        done = mount.cli("stall", "--pid", os.getpid(), mount.path)
+        done = mount.cli("top", "--json", "--total", "--pid", os.getpid(), mount.path)
         found = json.loads(done.stdout)
         [row] = [row for row in found["processes"] if row["pid"] == reader.pid]
         assert (row["parent"], row["waiting"] > 0) == (os.getpid(), True)
@@ -134,12 +136,12 @@ def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: Lab
     finally:
         lab.clear_faults()
         reader.wait(60)
-    after = json.loads(mount.cli("stall", mount.path).stdout)
+    after = json.loads(mount.cli("top", "--json", "--total", mount.path).stdout)
     assert after["waiting"] == [] and after["waited_s"]["store"] > 0
     assert after["blocked_s"] <= after["seconds"]
 
 
-@BOTH_FRONTS
+@BOTH_BACKENDS
 def test_who_waits_for_a_name_or_a_close_is_named_and_billed(
     mounted: Mounted, bucket: Bucket, lab: LabStore
 ) -> None:
@@ -155,14 +157,14 @@ def test_who_waits_for_a_name_or_a_close_is_named_and_billed(
         process = subprocess.Popen([sys.executable, "-c", program, mount.path])
         try:
             eventually(lambda on=on: [w for w in mount.ask("watch")["waiting"] if w["on"] == on], "it waits")
-            found = json.loads(mount.cli("stall", "--pid", os.getpid(), mount.path).stdout)
+            found = json.loads(mount.cli("top", "--json", "--total", "--pid", os.getpid(), mount.path).stdout)
             assert (key, process.pid) in {(wait["key"].rstrip("/"), wait["pid"]) for wait in found["waiting"]}
             [row] = [row for row in found["processes"] if row["pid"] == process.pid]
             assert row["blocked_s"] > sum(row["waited_s"].values())  # that one has not ended
         finally:
             lab.clear_faults()
             process.wait(60)
-        after = json.loads(mount.cli("stall", mount.path).stdout)
+        after = json.loads(mount.cli("top", "--json", "--total", mount.path).stdout)
         [row] = [row for row in after["processes"] if row["pid"] == process.pid]
         assert after["waiting"] == [] and row["waiting"] == 0
         assert row["calls"] > 0 and row["waited_s"][on] > 0 and row["waited_s"]["store"] == 0
@@ -172,7 +174,7 @@ def test_who_waits_for_a_name_or_a_close_is_named_and_billed(
     assert row["bytes_out"] == 1
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_why(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("file", 3 * MIB)
     bucket.put("large", 20 * MIB)
@@ -201,7 +203,7 @@ def test_why(mounted: Mounted, bucket: Bucket) -> None:
     assert "23.0 MiB of 23.0 MiB" in mount.cli("info", mount.path).stdout
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_the_log_level_is_changed_while_it_runs(mounted: Mounted, bucket: Bucket) -> None:
     mount = mounted(bucket, log_format="json")
     mount.allowed.append("logging at")
@@ -213,7 +215,7 @@ def test_the_log_level_is_changed_while_it_runs(mounted: Mounted, bucket: Bucket
     ]
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     mount = mounted(bucket, metrics="0.0.0.0:0")
     mount.allowed.append("there is no password")
@@ -231,7 +233,7 @@ def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bu
     assert "PROBLEM  store" in done.stdout
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_two_nodes_account_for_every_byte_and_wait(mounted: Mounted, bucket: Bucket, lab: LabStore) -> None:
     for number in range(12):
         bucket.put(f"d/{number}", 2 * MIB + number)
@@ -268,13 +270,13 @@ def test_two_nodes_account_for_every_byte_and_wait(mounted: Mounted, bucket: Buc
 
 MOUNT_OF = """
 import sys
-from cachefs.asking import mount_of
-from cachefs.cli_look import Place
+from cachefs.daemon.asking import mount_of
+from cachefs.cli.places import Place
 print(mount_of(Place().convert(sys.argv[1], None, None))[1])
 """
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_a_daemon_that_hangs_is_named_and_what_is_below_it_is_not_looked_at(
     mounted: Mounted, bucket: Bucket
 ) -> None:

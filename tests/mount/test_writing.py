@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, in_python, run, succeed
 from tests.mount.written import keys, stored
 
@@ -83,7 +83,7 @@ class TestContent:
         assert not {"origin_upload", "origin_put_part", "origin_delete", "origin_copy"} & counts.keys()
         assert (place.path / "f").read_bytes() == b"bytes"
 
-    def test_what_a_small_file_takes(self, place: Place, front: str) -> None:
+    def test_what_a_small_file_takes(self, place: Place, backend: str) -> None:
         """One request, and of messages none that the kernel does not insist on."""
         (place.path / "first").write_bytes(b"x")
         with place.mount.counting() as grown:
@@ -96,7 +96,7 @@ class TestContent:
         }
         once = {"fuse_lookup", "fuse_create", "fuse_write", "fuse_flush", "fuse_release"}
         assert {name: took[name] for name in once} == dict.fromkeys(once, 1)
-        if front == "kernel":
+        if backend == "native":
             # The directory's, which is another one with each name.
             assert took["fuse_getattr"] == 1
 
@@ -222,7 +222,7 @@ class TestContent:
                 at += done
         assert place.stored("b") == place.stored("c") == data
 
-    def test_allocating(self, place: Place, front: str) -> None:
+    def test_allocating(self, place: Place, backend: str) -> None:
         with (place.path / "f").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 100_000)  # where FUSE is told of it or not: libc writes then
             assert os.fstat(file.fileno()).st_size == 100_000
@@ -541,7 +541,7 @@ class TestFailures:
         assert done.returncode == 0, done.stderr
         assert stored(bucket, "f") == b"kept"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_fsync_says_it_too(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, timeout=3)
         mount.allowed.append(DENIED)
@@ -553,7 +553,7 @@ class TestFailures:
             os.fsync(file.fileno())
             assert stored(bucket, "f") == b"kept"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     @pytest.mark.parametrize("action", ["503", "500", "reset", "lost-reply"])
     def test_a_store_that_stumbles_is_not_seen(self, writable: Writable, bucket: Bucket, action: str) -> None:
         mount = writable(bucket)
@@ -563,7 +563,7 @@ class TestFailures:
             (mount.path / name).write_bytes(content(name, size))
             assert stored(bucket, name) == content(name, size)
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_without_a_cache_directory_nothing_that_a_close_refused_is_lost(
         self, writable: Writable, bucket: Bucket
     ) -> None:
@@ -594,7 +594,7 @@ class TestFailures:
         with refused(errno.EROFS):
             (mount.path / "new").touch()
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_a_writer_who_is_killed_does_not_wait_for_the_store(
         self, writable: Writable, bucket: Bucket
     ) -> None:
@@ -635,7 +635,7 @@ class TestWriteback:
         assert stored(bucket, "f") == b"content"
         assert mount.status()["uploads"]["pending"] == 0
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_only_what_is_below_a_path(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, writeback=True, upload_delay="30s")
         for name in ("a", "b"):
@@ -644,7 +644,7 @@ class TestWriteback:
         mount.cli("flush", mount.path / "b")
         assert [key for key in keys(bucket) if not key.endswith("/")] == ["b/f"]
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_temporary_files_are_never_uploaded(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, writeback=True, upload_delay="30s")
         with mount.counting() as counts:
@@ -667,7 +667,7 @@ class TestWriteback:
         mount.stop()
         assert keys(bucket) == [f"{number}" for number in range(5)]
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_a_signal_waits_for_it_and_a_second_one_does_not(
         self, writable: Writable, bucket: Bucket
     ) -> None:
@@ -685,7 +685,7 @@ class TestWriteback:
         mount.stop()
         assert stored(bucket, "f") == b"kept"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_unmounting_that_must_not_leave_anything(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, writeback=True, upload_delay="1h", flush_deadline=2, timeout=2)
         mount.allowed.append(DENIED)
@@ -709,7 +709,7 @@ class TestWriteback:
         assert done.returncode == 0, done.stderr
         assert stored(bucket, "f") == b"kept"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_a_read_only_mount_says_that_something_waits(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, writeback=True, upload_delay="1h")
         mount.allowed += ["mount it without --read-only", "not in the store", "--writeback has no effect"]
@@ -751,7 +751,7 @@ class TestKilled:
         assert stored(bucket, "d/large") == large
         assert stored(bucket, "synced") == b"synced"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_durably_what_was_closed_is_there_and_the_rest_is_not(
         self, writable: Writable, bucket: Bucket
     ) -> None:
@@ -767,7 +767,7 @@ class TestKilled:
         assert os.listdir(mount.path) == ["closed"]
         assert (mount.path / "closed").read_bytes() == b"closed"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     def test_at_any_moment(self, writable: Writable, bucket: Bucket) -> None:
         """Files one after the other, each closed before the next: what was closed is found after every kill."""
         mount = writable(bucket, writeback=True, upload_delay="50ms")

@@ -2,7 +2,7 @@
 
 First at random moments under a load (`writing_load.py`); `CACHEFS_KILLS=200` makes it that many for each way of writing.
 Then at each step of a write and of a rename by itself: the store hangs in one request, and the daemon is killed there. These
-are the rows of "After a crash" in docs/semantics.md.
+are the rows of "After a crash" in docs/explanation/semantics.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -29,7 +30,7 @@ import pytest
 
 from bench.lab.dataset import content
 from tests.mount import mounts as mounts_module
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import COMMAND, Mount, eventually
 from tests.mount.writing_load import Recipe, State, apply, build
 from tests.mount.written import keys, stored
@@ -222,6 +223,7 @@ class Worker:
                 )
         if doubt is not None:
             self._resolve(doubt, root, there, bucket, mixed)
+            self.doubt = None  # the next look finds what this one has made of it
 
     def look_at_store(self, bucket: Bucket) -> None:
         """What was acknowledged lately is in the store, with no daemon there."""
@@ -369,16 +371,65 @@ def hammered(mounted: Mounted, bucket: Bucket, place: Path, kills: int, **option
         )
 
 
+OLD: Recipe = [[0, "old", 100]]
+NEW: Recipe = [[0, "new", 50]]
+
+
+class TestTheLook:
+    """The checks of `Worker` themselves. One directory stands for the mount and for the store."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(
+            sys.modules[__name__], "stored", lambda _, key: (tmp_path / "mnt" / key).read_bytes()
+        )
+        (tmp_path / "mnt/w0").mkdir(parents=True)
+        (tmp_path / "load").mkdir()
+        return tmp_path / "mnt/w0/f"
+
+    @pytest.fixture
+    def look(self, file: Path, tmp_path: Path) -> Callable[[], State]:
+        """Looks once more at what was `OLD` and was being overwritten by `NEW` when the daemon died."""
+        worker = Worker(tmp_path / "load", 0)
+        worker.state = {"f": OLD}
+        worker.log.write_text(json.dumps({"want": {"op": "write", "path": "f", "recipe": NEW}}) + "\n")
+        worker.read(mixed=True)
+        mount: Any = SimpleNamespace(path=tmp_path / "mnt")
+        bucket: Any = None
+
+        def look() -> State:
+            worker.look(mount, bucket, everything=True, mixed=True)
+            return worker.state
+
+        return look
+
+    @pytest.mark.parametrize("left", [b"", build(NEW)[:20]], ids=["emptied", "part"])
+    def test_part_of_a_change_is_removed_once(
+        self, file: Path, look: Callable[[], State], left: bytes
+    ) -> None:
+        file.write_bytes(left)
+        assert [look(), look()] == [{}, {}]
+
+    def test_a_doubt_is_settled_once(self, file: Path, look: Callable[[], State]) -> None:
+        file.write_bytes(build(NEW))
+        assert look() == {"f": NEW}
+        file.write_bytes(build(OLD))
+        with pytest.raises(AssertionError, match="not what was acknowledged"):
+            look()
+
+
 class TestAtAnyMoment:
-    @pytest.mark.fronts("kernel")
+    @pytest.mark.long
+    @pytest.mark.backends("native")
     def test_durable(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
         hammered(mounted, bucket, tmp_path / "load", KILLS or 4)
 
-    @pytest.mark.fronts("kernel")
+    @pytest.mark.backends("native")
     def test_writeback(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
         hammered(mounted, bucket, tmp_path / "load", KILLS or 4, writeback=True, upload_delay="50ms")
 
-    @pytest.mark.fronts("pyfuse3")
+    @pytest.mark.long
+    @pytest.mark.backends("pyfuse3")
     def test_pyfuse3(self, mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
         hammered(mounted, bucket, tmp_path / "a", KILLS // 10 or 2)
         other = type(bucket)(bucket.store)
@@ -509,11 +560,11 @@ def now(size: int) -> bytes:
     return content("now", size)
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestDurable:
     """Nothing was acknowledged: what was there before is there, or all of the new."""
 
-    @pytest.fixture(params=[False, True], ids=["new", "over"])
+    @pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["new", "over"])
     def before(self, request: pytest.FixtureRequest, durable: Stage) -> dict[str, bytes]:
         if not request.param:
             return {}
@@ -580,7 +631,7 @@ class TestDurable:
         assert durable.files() == {"f": NOW}
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestWriteback:
     """What was acknowledged comes back, whatever was under way; and is not sent again where the store has it."""
 
@@ -616,6 +667,7 @@ class TestWriteback:
         assert stored(writeback.bucket, "f") == BEFORE
         assert writeback.files() == {"f": BEFORE, "g": now(SMALL)}
 
+    @pytest.mark.long
     def test_with_parts_on_their_way(self, writeback: Stage) -> None:
         here = writeback.hangs("upload_part", first=3)
         self.closed(writeback, LARGE)
@@ -632,8 +684,8 @@ class TestWriteback:
         assert writeback.files() == {"f": now(LARGE)}
         assert "upload_part" not in writeback.store.counters()["requests"]
 
-    @pytest.mark.parametrize("conflict", ["overwrite", "fail"])
-    @pytest.mark.parametrize("size", [SMALL, LARGE])
+    @pytest.mark.parametrize("conflict", ["overwrite", pytest.param("fail", marks=pytest.mark.long)])
+    @pytest.mark.parametrize("size", [pytest.param(SMALL, marks=pytest.mark.long), LARGE])
     def test_in_the_store_and_not_told(
         self, mounted: Mounted, bucket: Bucket, size: int, conflict: str
     ) -> None:
@@ -650,6 +702,7 @@ class TestWriteback:
         writeback.crash(here)
         assert writeback.files() == {"f": now(SMALL)}
 
+    @pytest.mark.long
     def test_again_and_again_while_it_recovers(self, writeback: Stage) -> None:
         here = writeback.hangs("upload_part", first=2)
         self.closed(writeback, LARGE)
@@ -669,6 +722,21 @@ class TestWriteback:
             file.write(NOW)
             writeback.crash(lambda: True)
         assert writeback.files()["f"] in (now(SMALL), NOW + now(SMALL)[len(NOW) :])
+
+    @pytest.mark.backends("native", "pyfuse3")
+    def test_emptied_and_not_closed(self, mounted: Mounted, bucket: Bucket) -> None:
+        """What is in the store stays as it is there; what is only here is changed in place. Both keep their names."""
+        stage = Stage(mounted, bucket, writeback=True, upload_delay="1h")
+        (stage.path / "sent").write_bytes(BEFORE)
+        stage.files()
+        (stage.path / "here").write_bytes(BEFORE)
+        sent = os.open(stage.path / "sent", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        here = os.open(stage.path / "here", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        stage.crash(lambda: True)
+        for fd in (sent, here):
+            with pytest.raises(OSError):
+                os.close(fd)
+        assert stage.files() == {"sent": BEFORE, "here": b""}
 
     def test_removed_before_it_was_sent(self, writeback: Stage) -> None:
         self.closed(writeback, SMALL)
@@ -703,7 +771,7 @@ class TestWriteback:
         assert writeback.files() in ({}, {"f": now(SMALL)})
 
 
-@ONE_FRONT
+@ONE_BACKEND
 class TestNames:
     """Made, moved, removed: as before, or as wanted. A file that moves is for a moment under both names."""
 
@@ -728,7 +796,7 @@ class TestNames:
         durable.crash(here)
         assert durable.files() == {}
 
-    @pytest.fixture(params=[False, True], ids=["new", "over"])
+    @pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["new", "over"])
     def before(self, request: pytest.FixtureRequest, durable: Stage) -> dict[str, bytes]:
         (durable.path / "f").write_bytes(NOW)
         if not request.param:
@@ -756,8 +824,16 @@ class TestNames:
         durable.crash(here)
         assert durable.files() == {"g": NOW}
 
-    @pytest.mark.parametrize(("kind", "first"), [("list", 1), ("copy", 1), ("copy", 4), ("delete_many", 1)])
-    @pytest.mark.parametrize("mode", ["durable", "writeback"])
+    @pytest.mark.parametrize(
+        ("kind", "first"),
+        [
+            pytest.param("list", 1, marks=pytest.mark.long),
+            pytest.param("copy", 1, marks=pytest.mark.long),
+            ("copy", 4),
+            ("delete_many", 1),
+        ],
+    )
+    @pytest.mark.parametrize("mode", ["durable", pytest.param("writeback", marks=pytest.mark.long)])
     def test_while_a_directory_is_renamed(
         self, request: pytest.FixtureRequest, mode: str, kind: str, first: int
     ) -> None:
@@ -780,6 +856,7 @@ class TestNames:
         writeback.crash(lambda: here() and not writeback.mount.status()["uploads"]["pending"])
         assert writeback.files() == {f"new/{name}": data for name, data in made.items()}
 
+    @pytest.mark.long
     def test_again_while_that_is_recovered(self, durable: Stage) -> None:
         made = self._tree(durable)
         here = durable.hangs("copy", first=3)

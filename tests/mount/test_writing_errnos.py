@@ -1,4 +1,4 @@
-"""What is refused, with which errno, through the real kernel on both fronts; in the manner of pjdfstest.
+"""What is refused, with which errno, through the real kernel on both backends; in the manner of pjdfstest.
 
 And a disk that fills up: its writer is told, and nobody else notices.
 """
@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content
-from tests.mount.conftest import Bucket, Mounted
+from tests.mount.conftest import BACKEND_CONTRACT, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, succeed
 from tests.mount.written import keys, stored
+
+pytestmark = BACKEND_CONTRACT
 
 MIB = 1 << 20
 NOREPLACE, EXCHANGE = 1, 2
@@ -158,8 +160,8 @@ def tree(root: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture(scope="module")
-def place(module_mounted: Mounted, module_bucket: Bucket, front: str) -> Iterator[Path]:
-    yield made(module_mounted(module_bucket, read_only=False).path / front)
+def place(module_mounted: Mounted, module_bucket: Bucket, backend: str) -> Iterator[Path]:
+    yield made(module_mounted(module_bucket, read_only=False).path / backend)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import os
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount
 from tests.mount.written import keys, stored
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_mount_of_another_source(left: Mount, bucket: Bucket, mounted: Mounted
 
 
 def test_what_flush_was_told_is_told_to_the_writer(mounted: Mounted, bucket: Bucket) -> None:
-    mount = mounted(bucket, read_only=False, writeback=True, upload_delay="1h", front="pyfuse3")
+    mount = mounted(bucket, read_only=False, writeback=True, upload_delay="1h", fuse="pyfuse3")
     mount.allowed.append("denied|Denied|not in the store|trying again|failed")
     bucket.store.fault("403", kind="put")
     with (mount.path / "f").open("wb", buffering=0) as file:

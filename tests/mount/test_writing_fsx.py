@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, run, succeed
 from tests.mount.written import keys, stored
 
@@ -253,13 +253,13 @@ MODES: list[Any] = [{}, {"writeback": True, "upload_delay": "20ms"}]
 
 
 @pytest.mark.parametrize("options", MODES, ids=["durable", "writeback"])
-@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+@pytest.mark.parametrize("seed", [SEED, pytest.param(SEED + 1, marks=pytest.mark.long)])
 def test_small(mounted: Mounted, bucket: Bucket, options: dict[str, Any], seed: int) -> None:
     mount = mounted(bucket, read_only=False, **options)
     exercised(mount, bucket, seed, STEPS, 700 * KIB)
 
 
-@ONE_FRONT
+@ONE_BACKEND
 @pytest.mark.parametrize("options", MODES, ids=["durable", "writeback"])
 def test_in_parts(mounted: Mounted, bucket: Bucket, options: dict[str, Any]) -> None:
     """Large enough that parts of it are sent while it is changed, over a store that takes its time."""
@@ -290,7 +290,7 @@ def real_fsx() -> Iterator[str]:
     yield found
 
 
-@ONE_FRONT
+@ONE_BACKEND
 def test_the_real_one(mounted: Mounted, bucket: Bucket, real_fsx: str, tmp_path: Path) -> None:
     mount = mounted(bucket, read_only=False)
     done = run([real_fsx, "-N", str(STEPS * 10), "-l", str(MIB), "-P", tmp_path, mount.path / "f"])
@@ -298,7 +298,7 @@ def test_the_real_one(mounted: Mounted, bucket: Bucket, real_fsx: str, tmp_path:
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-@ONE_FRONT
+@ONE_BACKEND
 @pytest.mark.parametrize("options", MODES, ids=["durable", "writeback"])
 def test_fio_verifies_behind_a_new_mount(mounted: Mounted, bucket: Bucket, options: dict[str, Any]) -> None:
     mount = mounted(bucket, read_only=False, **options)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Mounted
+from tests.mount.conftest import ONE_BACKEND, Mounted
 from tests.mount.mounts import Mount, succeed
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually
 from tests.mount.test_writing import refused
 from tests.mount.written import keys, stored
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 OF_THE_STORE: dict[str, Callable[[Path], object]] = {
     "mkdir": lambda place: (place / "new").mkdir(),

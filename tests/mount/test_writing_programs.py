@@ -18,7 +18,7 @@ import pytest
 
 from bench.lab.dataset import content, make_image_folder
 from tests.conftest import needs
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python, run, succeed
 from tests.mount.test_clients import same
 from tests.mount.test_writing import Place
@@ -149,7 +149,7 @@ class TestTools:
         succeed([*git, "clone", "-q", clone, tmp_path / "back"])
         assert (tmp_path / "back/new").read_bytes() == b"new"
 
-    @ONE_FRONT
+    @ONE_BACKEND
     @needs("fio")
     def test_fio_verifies_what_it_wrote(self, place: Place) -> None:
         for options in (["--rw=randwrite", "--bs=4k"], ["--rw=write", "--bs=512k", "--end_fsync=1"]):
@@ -234,7 +234,8 @@ for step in range(3):
         assert place.names() == ["ckpt.pt"]
         assert place.stored("ckpt.pt") == (place.path / "ckpt.pt").read_bytes()
 
-    @ONE_FRONT
+    @pytest.mark.long
+    @ONE_BACKEND
     def test_pip(self, place: Place, tmp_path: Path) -> None:
         wheel = _wheel(tmp_path)
         options = ["--no-index", "--no-deps", "--quiet", "--disable-pip-version-check"]

@@ -13,13 +13,13 @@ import pytest
 
 from bench.lab.client import LabStore
 from bench.lab.dataset import content
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount
 from tests.mount.written import keys, stored
 
 MIB = 1 << 20
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 
 def uploads_left(bucket: Bucket) -> list[str]:

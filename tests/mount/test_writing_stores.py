@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content
-from tests.mount.conftest import ONE_FRONT, Bucket, Mounted
+from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import Mount, in_python
 from tests.mount.written import keys
 from tests.origin.servers import Azurite, Moto, Server
@@ -18,10 +18,10 @@ from tests.origin.servers import Azurite, Moto, Server
 MIB = 1 << 20
 LARGE = content("large", 20 * MIB + 7)
 
-pytestmark = ONE_FRONT
+pytestmark = ONE_BACKEND
 
 
-@pytest.fixture(params=[Moto, Azurite])
+@pytest.fixture(params=[pytest.param(Moto, marks=pytest.mark.long), Azurite])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     made: Server = request.param()
     yield made

@@ -1,4 +1,4 @@
-"""Debians of our own: a root filesystem with cachefs installed as the README says, and machines that boot it.
+"""Debians of our own: a root filesystem with cachefs installed by scripts/install, and machines that boot it.
 
 The root filesystem is made once (`mmdebstrap`) and kept, and this tree is installed on it anew by each run. A machine boots
 a systemd of its own from an overlay above it (`systemd-nspawn`); it shares this machine's kernel and network, so that it
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cachefs.mountinfo import parse
+from cachefs.base.linux import parse
 from tests.mount.mounts import Completed, eventually, run
 
 ROOT = Path(__file__).resolve().parents[2]

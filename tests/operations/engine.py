@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cachefs.mountinfo import mounts
+from cachefs.base.linux import mounts
 from tests.mount.mounts import Completed, eventually, run
 from tests.operations.debian import CERTIFICATES, SUITE, source_tree, succeed
 

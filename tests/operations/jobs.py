@@ -16,7 +16,7 @@ BIG = {"big": content("operations/big", 24 << 20)}
 DIGESTS = {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
 
 OUTAGE_S = 3.0
-"""How long a job that tries again may have nothing to read when the daemon dies. Promised in the README."""
+"""How long a job that tries again may have nothing to read when the daemon dies. Promised in docs/how-to/containers.md."""
 
 
 def fill(store: LabStore) -> LabStore:

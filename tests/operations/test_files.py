@@ -13,9 +13,12 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from click.testing import CliRunner
 
-from cachefs import layers
-from cachefs.config import Config
+from cachefs.base.errors import ConfigError, MountError
+from cachefs.cli.main import cli, mount
+from cachefs.config import layers
+from cachefs.config.config import Config
 from tests.conftest import ROOT
 from tests.mount.mounts import run
 
@@ -87,48 +90,56 @@ class TestTheUnit:
 
 class TestTheHelper:
     @pytest.fixture
-    def calls(self, tmp_path: Path) -> Any:
-        """A function: the arguments of mount(8) → what `cachefs` is called with, or the exit code."""
-        stand_in = tmp_path / "cachefs"
-        stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-        stand_in.chmod(0o755)
-        helper = tmp_path / "mount.cachefs"
-        helper.write_text(
-            HELPER.read_text().replace("PATH=/usr/local/bin", f"PATH={tmp_path}:/usr/local/bin")
-        )
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """A function: the arguments of mount(8) → what `cachefs mount` is given, or the exit code."""
+        given: list[dict[str, Any]] = []
+        monkeypatch.setattr(mount, "callback", lambda **options: given.append(options))
 
-        def call(*words: str) -> list[str] | int:
-            done = run(["sh", helper, *words])
-            return done.stdout.split("\0")[:-1] if done.returncode == 0 else done.returncode
+        def call(*words: str) -> dict[str, Any] | int:
+            given.clear()
+            code = CliRunner().invoke(cli, ["mount.cachefs", *words]).exit_code
+            if code or not given:
+                return code
+            return {name: value for name, value in given[0].items() if value not in (None, ())}
 
         return call
 
+    def test_the_script_hands_over(self, tmp_path: Path) -> None:
+        stand_in = tmp_path / "cachefs"
+        stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\nexit 32\n')
+        stand_in.chmod(0o755)
+        helper = tmp_path / "mount.cachefs"
+        helper.write_text(HELPER.read_text().replace("PATH=/usr", f"PATH={tmp_path}:/usr"))
+        done = run(["sh", helper, "s3://b", "/mnt/a b", "-o", "rw"])
+        assert done.returncode == 32
+        assert done.stdout.split("\0") == ["mount.cachefs", "s3://b", "/mnt/a b", "-o", "rw", ""]
+
     @pytest.mark.parametrize(
-        ("words", "called"),
+        ("words", "o"),
         [
-            ((), []),
-            (("-o", "rw"), []),
-            (("-o", "rw,cache_size=1G,noatime"), ["-o", "cache_size=1G,noatime"]),
-            (("-o", "ro,cache-size=1G,x-systemd.automount"), ["-o", "ro,cache-size=1G,x-systemd.automount"]),
-            (("-s", "-n", "-v", "-o", "_netdev", "-o", "nofail"), ["-o", "_netdev,nofail"]),
-            (("-r",), ["-o", "ro"]),
-            (("-o", r"rw,profile=a\,b"), ["-o", r"profile=a\,b"]),
-            (("-t", "cachefs", "-o", "rw,relatime"), ["-o", "relatime"]),
+            ((), None),
+            (("-o", "rw"), None),
+            (("-o", "rw,cache_size=1G,noatime"), "cache_size=1G,noatime"),
+            (("-o", "ro,cache-size=1G,x-systemd.automount"), "ro,cache-size=1G,x-systemd.automount"),
+            (("-s", "-n", "-v", "-o", "_netdev", "-o", "nofail"), "_netdev,nofail"),
+            (("-sn", "-r"), "ro"),
+            (("-o", r"rw,profile=a\,b"), r"profile=a\,b"),
+            (("-t", "cachefs", "-o", "rw,relatime"), "relatime"),
         ],
     )
-    def test_what_is_called(self, calls: Any, words: tuple[str, ...], called: list[str]) -> None:
-        assert calls("s3://b/p", "/mnt/a b", *words) == ["mount", *called, "s3://b/p", "/mnt/a b"]
+    def test_what_is_called(self, calls: Any, words: tuple[str, ...], o: str | None) -> None:
+        found = calls("s3://b/p", "/mnt/a b", *words)
+        assert found.pop("places") == ("s3://b/p", "/mnt/a b")
+        assert found == ({} if o is None else {"o": (o,)})
 
     def test_a_config_file_is_a_source(self, calls: Any) -> None:
-        assert calls("/etc/cachefs/a.toml", "/mnt/a") == [
-            "mount",
-            "--config",
-            "/etc/cachefs/a.toml",
-            "/mnt/a",
-        ]
+        assert calls("/etc/cachefs/a.toml", "/mnt/a") == {
+            "config": "/etc/cachefs/a.toml",
+            "places": ("/mnt/a",),
+        }
 
     def test_a_fake_mount_mounts_nothing(self, calls: Any) -> None:
-        assert calls("s3://b", "/mnt/a", "-f") == []
+        assert calls("s3://b", "/mnt/a", "-f") == 0
 
     @pytest.mark.parametrize("words", [("-o", "remount,ro"), ("-N", "/proc/1/ns/mnt"), ("-x",)])
     def test_what_it_cannot_do(self, calls: Any, words: tuple[str, ...]) -> None:
@@ -137,11 +148,25 @@ class TestTheHelper:
     def test_too_few_arguments(self, calls: Any) -> None:
         assert calls("s3://b") == 1
 
+    @pytest.mark.parametrize(
+        ("failure", "code"),
+        [(MountError("no"), 32), (ConfigError("no"), 1), (KeyboardInterrupt(), 8), (OSError(5), 32)],
+    )
+    def test_it_exits_as_mount_8_has_it(
+        self, monkeypatch: pytest.MonkeyPatch, failure: BaseException, code: int
+    ) -> None:
+        def fail(**_: Any) -> None:
+            raise failure
+
+        monkeypatch.setattr(mount, "callback", fail)
+        assert CliRunner().invoke(cli, ["mount.cachefs", "s3://b", "/mnt/a"]).exit_code == code
+
     def test_what_others_mean_is_nobodys_option(self, calls: Any) -> None:
         line = (
             "rw,_netdev,nofail,ro,noatime,x-systemd.mount-timeout=5,X-mount.mkdir,allow-other,cache_size=500G"
         )
-        config = options_of(calls("s3://b", "/mnt/a", "-o", line)[1:])
+        found = calls("s3://b", "/mnt/a", "-o", line)
+        config = layers.load({"source": "s3://b", "mountpoint": "/mnt/a"}, found["o"], {})
         assert config.read_only
         assert config.allow_other
         assert config.cache_size.bytes == 500 << 30

@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import notify
-from cachefs.notify import Notifier
+from cachefs.daemon import notify
+from cachefs.daemon.notify import Notifier
 
 
 class Listener:

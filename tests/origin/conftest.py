@@ -14,7 +14,7 @@ from tests.origin.servers import Azurite, Directory, Lab, Memory, Moto, Server, 
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No credentials or endpoints of whoever runs the tests."""
+    """Without the credentials and endpoints of the user who runs the tests."""
     for name in os.environ:
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR")):
             monkeypatch.delenv(name)

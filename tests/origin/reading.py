@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import trio
 
 from cachefs.origin import ListPage, ObjectInfo, Origin
 
 T = TypeVar("T")
+
+CLIENTS = ["obstore", pytest.param("fsspec", marks=pytest.mark.long)]
+"""What faults are shown to. Most of what is done about them lies above the clients; the contracts have both in every run."""
+
+LONG_PAIRS = {
+    *(("obstore", "moto"), ("fsspec", "moto")),
+    *(("obstore", "rgw"), ("fsspec", "rgw")),
+    *(("fsspec", "azurite"), ("fsspec", "directory")),
+}
+"""Of a client and a server: where the short run has another server of the vendor, or another client of the server."""
+
+
+def one_a_vendor(pair: tuple[str, str]) -> Any:
+    """A parameter of a contract's fixture."""
+    return pytest.param(pair, marks=[pytest.mark.long] if pair in LONG_PAIRS else [])
 
 
 class Collect:
@@ -56,6 +72,6 @@ async def pages(origin: Origin, prefix: str, limit: int = 1000) -> list[ListPage
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that a thread does and tells nobody."""
+    """Wait for an effect of a thread that signals nothing."""
     while not true():  # noqa: ASYNC110
         await trio.sleep(0.001)

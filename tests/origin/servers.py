@@ -19,9 +19,9 @@ from urllib.parse import quote
 import pytest
 
 from bench.lab.client import LabStore
-from cachefs.metrics import Metrics
+from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
-from cachefs.origin.retry import Backoff
+from cachefs.origin.attempts import Backoff
 from tests.conftest import free_ports
 
 QUICK = Backoff(retries=5, first_s=0.01, longest_s=0.05)
@@ -79,7 +79,7 @@ class Moto(Server):
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        # moto believes any signature, but lets nobody overwrite without one.
+        # moto accepts any signature, but refuses to overwrite without one.
         credential = "Credential=tester/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
         connection.request(method, path, body, {"Authorization": f"AWS4-HMAC-SHA256 {credential}"})
         assert connection.getresponse().status < 300

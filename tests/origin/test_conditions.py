@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed
-from cachefs.origin import InMemory, Origin, writes
+from cachefs.base.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed
+from cachefs.origin import InMemory, Origin, origin
 from cachefs.origin.conditions import HONOURED, Condition, of_endpoint
+from tests.origin.pending import pending
 from tests.origin.reading import content, run
 from tests.origin.servers import Lab
 from tests.origin.writing import as_shown
@@ -23,11 +24,6 @@ PART = 300_000
 COPIES = "copies-whatever-the-condition"
 PUTS = "puts-whatever-the-condition"
 COMPLETES = "completes-whatever-the-condition"
-
-
-@pytest.fixture(params=["obstore", "fsspec"])
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def store(lab: Lab) -> Iterator[Lab]:
 def probe_objects(lab: Lab) -> list[str]:
     async def use(there: Origin) -> list[str]:
         found = [info.key for info in (await there.list_page("")).objects if "cachefs-probe" in info.key]
-        return found + [pending.key for pending in await there.list_uploads(".cachefs-probe")]
+        return found + [upload.key for upload in await pending(there, ".cachefs-probe")]
 
     return run(lab.origin(), use)
 
@@ -52,12 +48,12 @@ def requests(store: Lab) -> dict[str, int]:
     return dict(store.store.counters()["requests"])
 
 
-async def complete(there: Origin, body: bytes = BODY, **terms: Any) -> Any:
+async def complete(there: Origin, body: bytes = BODY, **preconditions: Any) -> Any:
     upload = await there.begin_upload("q/x")
     for number, at in enumerate(range(0, len(body), PART), 1):
         await upload.part_from(number, InMemory(body[at : at + PART]), len(body[at : at + PART]))
     try:
-        return await upload.complete(**terms)
+        return await upload.complete(**preconditions)
     except BaseException:
         await upload.abort()
         raise
@@ -80,7 +76,7 @@ def test_only_amazon_is_trusted_by_its_endpoint(endpoint: str | None, trusted: b
     assert [conditions.honours(one) for one in Condition] == [True if trusted else None] * len(Condition)
 
 
-def test_what_probing_costs(store: Lab, client: str) -> None:
+def test_what_probing_costs(store: Lab) -> None:
     """Once for a mount, when the first such write comes; nothing on a store that is known."""
 
     async def use(there: Origin) -> None:
@@ -112,12 +108,12 @@ def test_what_probing_costs(store: Lab, client: str) -> None:
         await there.put("q/x", InMemory(b"x"), 1, if_absent=True, settle=False)
         assert requests(store) == {"copy": 1, "head": 1, "put": 1}
 
-    run(store.origin(client), use)
-    run(store.origin(client), known)
+    run(store.origin(), use)
+    run(store.origin(), known)
 
 
 @pytest.mark.parametrize("quirk", ["", COPIES])
-def test_a_copy_is_of_the_version_that_was_asked_for(store: Lab, client: str, quirk: str) -> None:
+def test_a_copy_is_of_the_version_that_was_asked_for(store: Lab, quirk: str) -> None:
     store.store.quirks(*filter(None, [quirk]))
 
     async def use(there: Origin) -> None:
@@ -129,15 +125,13 @@ def test_a_copy_is_of_the_version_that_was_asked_for(store: Lab, client: str, qu
         assert await content(there, await there.head("q/b")) == BODY, "nothing was copied"
         assert there.status()["ignored_conditions"] == ([Condition.COPY.value] if quirk else [])
 
-    run(store.origin(client), use)
+    run(store.origin(), use)
 
 
-def test_a_copy_of_a_source_that_changes_just_then_fails(
-    store: Lab, client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_a_source_that_changes_just_then_fails(store: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the HEAD before it and the copy itself: the copy's etag tells."""
     store.store.quirks(COPIES)
-    there = store.origin(client)
+    there = store.origin()
     copy = there.writer.copy
 
     def late(key: str, to: str, etag: str | None) -> Any:
@@ -155,7 +149,7 @@ def test_a_copy_of_a_source_that_changes_just_then_fails(
     run(there, use)
 
 
-def test_a_copy_whose_etag_is_its_own_is_compared_by_its_source(store: Lab, client: str) -> None:
+def test_a_copy_whose_etag_is_its_own_is_compared_by_its_source(store: Lab) -> None:
     """The lab, as AWS, gives the copy of an object of several parts another etag."""
     store.store.quirks(COPIES)
 
@@ -165,18 +159,18 @@ def test_a_copy_whose_etag_is_its_own_is_compared_by_its_source(store: Lab, clie
         assert made.etag != info.etag
         await as_shown(there, made, BODY)
 
-    run(store.origin(client), use)
+    run(store.origin(), use)
 
 
 @pytest.mark.parametrize("quirk", ["", COPIES])
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_a_copy_in_parts_is_of_one_version(
-    store: Lab, client: str, quirk: str, when: str, monkeypatch: pytest.MonkeyPatch
+    store: Lab, quirk: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.store.quirks(*filter(None, [quirk]))
-    there = store.origin(client)
+    there = store.origin()
     monkeypatch.setattr(there.writer, "limits", replace(there.limits, largest_copy=500_000))
-    monkeypatch.setattr(writes, "COPIED_PART", PART)
+    monkeypatch.setattr(origin, "COPIED_PART", PART)
     copy_part = there.writer.copy_part
 
     def late(key: str, upload: str, number: int, *how: Any) -> str:
@@ -193,13 +187,13 @@ def test_a_copy_in_parts_is_of_one_version(
         with pytest.raises(ObjectChanged):
             await there.copy("q/a", "q/b", size=len(BODY), etag=info.etag)
         assert await content(there, await there.head("q/b")) == BODY
-        assert await there.list_uploads("q/") == []
+        assert await pending(there, "q/") == []
 
     run(there, use)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
-    "put": lambda there, **terms: there.put("q/x", InMemory(b"ours"), 4, **terms),
+    "put": lambda there, **preconditions: there.put("q/x", InMemory(b"ours"), 4, **preconditions),
     "complete": complete,
 }
 
@@ -207,7 +201,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("quirks", [(), ("ceph",), (PUTS, COMPLETES), ("etags-without-quotes",)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_another_client_wrote_is_a_conflict(
-    store: Lab, client: str, quirks: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
+    store: Lab, quirks: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.store.quirks(*quirks)
     caplog.set_level(logging.WARNING, "cachefs")
@@ -217,7 +211,7 @@ def test_what_another_client_wrote_is_a_conflict(
         made = await write(there, if_absent=True)
         with pytest.raises(Conflict):
             await write(there, if_absent=True)
-        made = await write(there, if_match=made.etag)  # nobody has disturbed it
+        made = await write(there, if_match=made.etag)  # no other client has written
         theirs = store.store.put("bucket", "q/x", b"theirs")
         with pytest.raises(Conflict):
             await write(there, if_match=made.etag)
@@ -233,10 +227,10 @@ def test_what_another_client_wrote_is_a_conflict(
         assert bool(ignored) == (not promised) and len(said) == len(ignored)
         assert all("what another client writes between the two is overwritten" in line for line in said)
 
-    run(store.origin(client), use)
+    run(store.origin(), use)
 
 
-def test_a_store_that_lets_nobody_probe_is_not_trusted(store: Lab, client: str) -> None:
+def test_a_store_that_refuses_probes_is_not_trusted(store: Lab) -> None:
     store.store.credentials(denied=[".cachefs-probe"])
 
     async def use(there: Origin) -> None:
@@ -247,10 +241,10 @@ def test_a_store_that_lets_nobody_probe_is_not_trusted(store: Lab, client: str) 
         await there.copy("q/x", "q/b", size=1, etag=info.etag)
         assert Condition.PUT_MATCH.value in there.status()["ignored_conditions"]
 
-    run(store.origin(client), use)
+    run(store.origin(), use)
 
 
-def test_a_probe_that_fails_is_made_again(store: Lab, client: str) -> None:
+def test_a_probe_that_fails_is_made_again(store: Lab) -> None:
     async def use(there: Origin) -> None:
         rule = store.store.fault("500", kind="put")
         with pytest.raises(OriginFailed):
@@ -260,11 +254,11 @@ def test_a_probe_that_fails_is_made_again(store: Lab, client: str) -> None:
         await there.put("q/x", InMemory(b"x"), 1, if_absent=True)
         assert there.status()["ignored_conditions"] == []
 
-    run(store.origin(client), use)
+    run(store.origin(), use)
 
 
 @pytest.mark.parametrize("quirks", [(), ("ceph",)], ids=str)
-def test_an_upload_that_is_gone_is_said_to_be(store: Lab, client: str, quirks: tuple[str, ...]) -> None:
+def test_an_upload_that_is_gone_is_said_to_be(store: Lab, quirks: tuple[str, ...]) -> None:
     store.store.quirks(*quirks)
 
     async def use(there: Origin) -> None:
@@ -279,17 +273,17 @@ def test_an_upload_that_is_gone_is_said_to_be(store: Lab, client: str, quirks: t
         ):
             with pytest.raises(NoSuchUpload):
                 await attempt()
-        assert there._metrics.origin_retries == 0
+        assert there._attempts.metrics.origin_retries == 0
         await upload.abort()  # which is no failure
 
-    run(store.origin(client), use)
+    run(store.origin(), use)
 
 
-def test_a_completion_without_an_etag_is_ours_by_its_stamp(
-    store: Lab, client: str, monkeypatch: pytest.MonkeyPatch
+def test_a_completion_without_an_etag_is_ours_by_its_token(
+    store: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.store.quirks("ceph")
-    there = store.origin(client)
+    there = store.origin()
     done = there.writer.complete
 
     def overtaken(*how: Any) -> Any:

@@ -11,14 +11,13 @@ import pytest
 import trio
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
+from cachefs.base.errors import NotFound, ObjectChanged, OriginFailed, PermissionDenied, Unsupported
 from cachefs.origin import Origin
-from tests.origin.reading import Collect, content, pages, run
+from tests.origin.reading import CLIENTS, Collect, content, pages, run
 from tests.origin.servers import Lab, aws_env
 
 SIZE = 3_000_000
 BODY = bytes_of("faulty", SIZE)
-CLIENTS = ["obstore", "fsspec"]
 
 # action and its arguments → how many GETs, and whether the body arrives in the end.
 TABLE: list[tuple[str, dict[str, Any], int]] = [
@@ -59,15 +58,15 @@ def test_faults_that_pass(
         info = await there.head("faulty")
         store.store.fault(action, **arguments)
         assert await content(there, info) == BODY
-        assert there._metrics.origin_errors == 0
+        assert there._attempts.metrics.origin_errors == 0
         assert gets(store) == requests
         if (client, action, arguments.get("after")) != ("fsspec", "reset", None):
             # aiohttp repeats a GET by itself when a kept connection breaks before the reply.
-            assert there._metrics.origin_get == requests
-            assert there._metrics.origin_retries == requests - 1
+            assert there._attempts.metrics.origin_get == requests
+            assert there._attempts.metrics.origin_retries == requests - 1
         # What arrived before a body broke is not asked for again.
         if client == "obstore":
-            assert there._metrics.origin_bytes == SIZE
+            assert there._attempts.metrics.origin_bytes == SIZE
             assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
 
     run(store.origin(client, stall_s=0.3), use)
@@ -83,9 +82,11 @@ def test_faults_that_pass_for_a_key_obstore_cannot_name(
         info = await there.head("faulty\x01")
         store.store.fault(action, **arguments)
         assert await content(there, info) == BODY
-        assert gets(store) == requests == there._metrics.origin_get
-        assert there._metrics.origin_throttled == (arguments["count"] if action in ("503", "429") else 0)
-        assert there._metrics.origin_errors == 0 and there._metrics.origin_bytes == SIZE
+        assert gets(store) == requests == there._attempts.metrics.origin_get
+        assert there._attempts.metrics.origin_throttled == (
+            arguments["count"] if action in ("503", "429") else 0
+        )
+        assert there._attempts.metrics.origin_errors == 0 and there._attempts.metrics.origin_bytes == SIZE
         assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
 
     try:
@@ -101,8 +102,8 @@ def test_refusals_for_a_key_obstore_cannot_name(store: Lab) -> None:
     async def use(there: Origin) -> None:
         info = await there.head("faulty\x01")
         for action, error, line in (
-            ("403", PermissionDenied, r"the store answered 403 AccessDenied.*credentials came from"),
-            ("wrong-etag", ObjectChanged, r"the object changed at the store"),
+            ("403", PermissionDenied, r"the origin answered 403 AccessDenied.*credentials came from"),
+            ("wrong-etag", ObjectChanged, r"the object changed at the origin"),
             ("500", OriginFailed, r"gave up after 6 attempts: .*500 InternalError"),
         ):
             store.store.fault(action)
@@ -153,7 +154,7 @@ def test_a_throttled_store_is_asked_less(store: Lab, client: str) -> None:
         store.store.fault("503", count=3)
         assert await content(there, info, 0, 100) == BODY[:100]
         assert there.status()["concurrency"] == 8
-        assert there._metrics.origin_throttled == 3
+        assert there._attempts.metrics.origin_throttled == 3
         for _ in range(8):
             await content(there, info, 0, 100)
         assert there.status()["concurrency"] == 9
@@ -276,7 +277,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """One entry each time that environment and files were read anew."""
+    """One entry each time that environment and files were read again."""
     import botocore.session
 
     found: list[float] = []
@@ -307,7 +308,7 @@ def test_new_keys_while_the_first_read_still_opens_its_store(
             store.store.reset()
             assert await content(there, info) == BODY
             assert gets(store) == 2
-        assert there._metrics.origin_errors == 0
+        assert there._attempts.metrics.origin_errors == 0
 
     options = {} if profile == "default" else {"profile": profile}
     run(store.origin(client, **options), use)
@@ -317,7 +318,7 @@ def test_new_keys_while_the_first_read_still_opens_its_store(
 
 def test_an_expired_token_beside_the_same_key(file: Path) -> None:
     """Temporary credentials may keep their id; the token alone makes them others."""
-    from cachefs.origin.credentials.aws import AwsCredentials
+    from cachefs.origin.s3 import AwsCredentials
 
     credentials_file(file, "same", token="first")
     credentials = AwsCredentials(None, False)
@@ -387,8 +388,8 @@ class Crowded:
 
 @pytest.mark.parametrize("key", ["old", "new"])
 def test_refused_together_means_looking_together(file: Path, looks: list[float], key: str) -> None:
-    """Threads that wait for one reading of the files take its answer; one that was refused later reads anew."""
-    from cachefs.origin.credentials.aws import AwsCredentials
+    """Threads that wait for one reading of the files take its answer; one that was refused later reads again."""
+    from cachefs.origin.s3 import AwsCredentials
 
     credentials_file(file, "old")
     credentials = AwsCredentials(None, False)
@@ -465,7 +466,7 @@ def test_readers_that_are_refused_together_recover_together(
         async with trio.open_nursery() as nursery:
             for at in range(20):
                 nursery.start_soon(content, there, info, at, at + 10)
-        assert there._metrics.origin_errors == 0
+        assert there._attempts.metrics.origin_errors == 0
 
     run(store.origin(client), use)
 

@@ -6,16 +6,16 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.origin.gate import Gate, Turn
+from cachefs.origin.gate import Gate, Ticket
 from cachefs.origin.limiter import Concurrency
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_cancelled_together_with_those_inside_nobody_keeps_a_slot(background: bool) -> None:
-    """In one pass of the scheduler somebody leaves, and those who would be next are cancelled and have yet to notice."""
+def test_no_slot_is_kept_when_holders_and_waiters_are_cancelled_together(background: bool) -> None:
+    """In one pass of the scheduler a holder leaves, and the next waiters are cancelled and have yet to run."""
 
     async def request(gate: Gate) -> None:
-        turn = Turn(background)
+        turn = Ticket(background)
         await gate.enter(turn)
         try:
             await trio.sleep_forever()
@@ -39,9 +39,9 @@ def test_cancelled_together_with_those_inside_nobody_keeps_a_slot(background: bo
 def test_a_turn_that_was_called_is_not_lost_to_a_cancellation() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(1))
-        first, second = Turn(), Turn()
+        first, second = Ticket(), Ticket()
         await gate.enter(first)
-        inside: list[Turn] = []
+        inside: list[Ticket] = []
 
         async def wait() -> None:
             await gate.enter(second)

@@ -50,7 +50,7 @@ def bandwidth(n: int) -> float:
 
 
 def latency(n: int) -> float:
-    """Each request takes its time, whoever else there is."""
+    """Each request takes the same time, however many there are."""
     return n * 20.0 * MB
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.errors import ObjectChanged
+from cachefs.base.errors import ObjectChanged
 from cachefs.origin.local import LocalClient
-from cachefs.origin.writing import Terms, Written
+from cachefs.origin.protocol import Preconditions, Written
 
 KEY = "d/f"
 
@@ -88,14 +88,14 @@ def test_a_hard_link_has_the_bytes_of_its_file(client: LocalClient, tmp_path: Pa
 
 
 def _upload(client: LocalClient) -> Written:
-    name = client.writer.begin("to", Terms())
+    name = client.writer.begin("to", Preconditions())
     part = client.writer.put_part("to", name, 1, Given(b"part"))
-    return client.writer.complete("to", name, {1: part}, Terms())
+    return client.writer.complete("to", name, {1: part}, Preconditions())
 
 
 WAYS: dict[str, Callable[[LocalClient], Written]] = {
-    "put": lambda client: client.writer.put("to", Given(b"x"), Terms()),
-    "put a new one": lambda client: client.writer.put("to", Given(b"x"), Terms(if_absent=True)),
+    "put": lambda client: client.writer.put("to", Given(b"x"), Preconditions()),
+    "put a new one": lambda client: client.writer.put("to", Given(b"x"), Preconditions(if_absent=True)),
     "copy": lambda client: client.writer.copy(KEY, "to", client.head(KEY).etag),
     "upload": _upload,
 }
@@ -119,5 +119,5 @@ def test_a_file_that_is_edited_while_it_is_put_is_not_the_one_that_was_put(
         Path(path).write_bytes(b"another's")
 
     monkeypatch.setattr(os, "replace", replace_and_edit)
-    made = client.writer.put("to", Given(b"x"), Terms())
+    made = client.writer.put("to", Given(b"x"), Preconditions())
     assert client.head("to").etag != made.etag

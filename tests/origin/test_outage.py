@@ -1,4 +1,4 @@
-"""A store that does not answer at all: when that is believed, what requests get meanwhile, and how it ends."""
+"""An origin that does not answer at all: how that is found, what requests get meanwhile, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     CachefsError,
     NotFound,
     OriginFailed,
@@ -21,10 +21,11 @@ from cachefs.errors import (
     Transient,
     Unreachable,
 )
-from cachefs.metrics import Metrics
-from cachefs.names import OnOutage
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import OnOutage
 from cachefs.origin import ListPage, ObjectInfo, Origin
-from cachefs.origin.outage import FAILING_S, FAILURES, PROBE_S, SILENT_S, Outage
+from cachefs.origin.attempts import Attempts
+from cachefs.origin.outage import FAILING_S, FAILURES, SILENT_S, Outage
 from tests.origin.reading import Collect
 
 # -- the policy ----------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ BROKEN = [("asked", 0.0)] + [("failed", 0.0)] * FAILURES + [("ended", 0.0)]
         ([("asked", 0)], SILENT_S, True),
         ([("asked", 0), ("heard", 3)], SILENT_S + 1, False),
         ([("asked", 0), ("asked", 0), ("heard", 3), ("ended", 3)], 3 + SILENT_S, True),
-        ([("asked", 0), ("ended", 1)], 1000, False),  # whoever asked has gone
+        ([("asked", 0), ("ended", 1)], 1000, False),  # the caller has gone
         ([("asked", 0), ("ended", 1), ("asked", 1000)], 1001, False),
         (BROKEN, FAILING_S - 0.1, False),
         (BROKEN, FAILING_S, True),
@@ -61,32 +62,32 @@ BROKEN = [("asked", 0.0)] + [("failed", 0.0)] * FAILURES + [("ended", 0.0)]
     ],
 )
 def test_what_is_suspicious(steps: list[tuple[str, float]], at: float, suspicious: bool) -> None:
-    assert outage(*steps).suspicious(at) is suspicious
+    assert (outage(*steps).suspicious(at) is not None) is suspicious
 
 
 def test_a_probe_in_vain_decides_only_if_nothing_was_heard_meanwhile() -> None:
     here = outage(*BROKEN)
-    here.probing()
+    probed = 0.0, here.replies
     here.heard(FAILING_S)
-    assert not here.probed_in_vain()
+    assert not here.probed_in_vain(*probed)
     out = outage(*BROKEN)
-    out.probing()
-    assert out.probed_in_vain() and out.since == 0
-    assert not out.probed_in_vain()  # said once
+    assert out.suspicious(FAILING_S) == 0
+    assert out.probed_in_vain(*probed) and out.since == 0
+    assert not out.probed_in_vain(*probed)  # said once
     assert out.heard(9.0) == 9.0 and out.since is None and out.heard(10.0) is None and out.idle
 
 
 def test_who_gives_up_while_it_is_probed_was_met_with_silence_all_the_same() -> None:
     out = outage(("asked", 1.0))
-    assert out.suspicious(1 + SILENT_S)
-    out.probing()
+    assert out.suspicious(1 + SILENT_S) == 1
     out.ended()
-    assert out.probed_in_vain() and out.since == 1
+    assert out.probed_in_vain(1, out.replies) and out.since == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from(["asked", "ended", "failed", "heard", "probe"]), st.floats(0, 4))))
 def test_it_is_never_out_unless_all_was_quiet_for_long_enough(steps: list[tuple[str, float]]) -> None:
-    here, now, heard_at, waiting, probed = Outage(), 0.0, 0.0, 0, False
+    here, now, heard_at, waiting = Outage(), 0.0, 0.0, 0
+    probed: tuple[float, int] | None = None
     for what, wait in steps:
         now += wait
         if what == "ended" and not waiting:
@@ -95,20 +96,22 @@ def test_it_is_never_out_unless_all_was_quiet_for_long_enough(steps: list[tuple[
         match what:
             case "heard":
                 here.heard(now)
-                heard_at, probed = now, False
+                heard_at = now
                 assert here.since is None
             case "asked":
                 here.asked(now)
-            case "probe" if not probed and here.suspicious(now):
-                assert now - heard_at >= FAILING_S
-                here.probing()
-                probed = True
+            case "probe" if probed is None:
+                quiet_since = here.suspicious(now)
+                if quiet_since is not None:
+                    assert now - heard_at >= FAILING_S
+                    probed = quiet_since, here.replies
             case "probe":
-                assert not here.probed_in_vain() or probed
+                here.probed_in_vain(*probed)
+                probed = None
             case _:
                 getattr(here, what)()
         if here.since is not None:
-            assert probed and here.since >= heard_at and not here.idle
+            assert here.since >= heard_at and not here.idle
 
 
 # -- requests ------------------------------------------------------------------------------------------
@@ -143,7 +146,7 @@ class Store:
         if isinstance(state, CachefsError):
             raise state
 
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         self._meet("probe" if limit == 1 else "list")
         return ListPage([], [], None)
 
@@ -182,7 +185,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(how: OnOutage, scenario: Callable[[Origin, Store, Metrics], Awaitable[None]]) -> None:
     async def main() -> None:
         store, metrics = Store(), Metrics()
-        origin = Origin(store, source="s3://b", on_outage=how, metrics=metrics)  # type: ignore[arg-type]
+        origin = Origin(Attempts(store, source="s3://b", on_outage=how, metrics=metrics))  # type: ignore[arg-type]
         try:
             with trio.fail_after(1000):
                 await scenario(origin, store, metrics)
@@ -213,7 +216,7 @@ def test_an_outage_is_found_ends_by_itself_and_is_said_twice(
         await origin.head("a")
         assert not origin.serves_stale and origin.complaint == ""
         store.state = state
-        assert await fails(origin.head("a")) <= SILENT_S + PROBE_S + 1
+        assert await fails(origin.head("a")) <= SILENT_S + SILENT_S + 1
         assert origin.serves_stale is how.stale
         assert "s3://b has not answered for" in origin.complaint and origin.status()["out_s"] >= FAILING_S
         store.asked.clear()
@@ -223,7 +226,7 @@ def test_an_outage_is_found_ends_by_itself_and_is_said_twice(
         await trio.sleep(60)
         assert set(store.asked) == {"probe"} and len(store.asked) <= 60
         store.state = "ok"
-        await trio.sleep(PROBE_S + 1.1)
+        await trio.sleep(SILENT_S + 1.1)
         assert origin.complaint == "" and origin.status()["out_s"] is None
         assert (await origin.head("a")).size == len(BODY)
         store.asked.clear()
@@ -275,7 +278,7 @@ def test_who_hangs_when_the_outage_is_found_is_let_go() -> None:
                 nursery.start_soon(read)
             await trio.sleep(1)
             store.state = "hangs"
-        assert max(took) <= SILENT_S + PROBE_S + 2
+        assert max(took) <= SILENT_S + SILENT_S + 2
 
     play(EIO, scenario)
 
@@ -295,7 +298,7 @@ def test_waiting_for_a_store(state: str) -> None:
             await trio.sleep(25)
             assert not done
             store.state = "ok"
-        assert bytes(sink.data) == BODY and done[0] <= 25 + PROBE_S + 1.1
+        assert bytes(sink.data) == BODY and done[0] <= 25 + SILENT_S + 1.1
 
     play(WAIT, scenario)
 
@@ -320,7 +323,7 @@ def test_waiting_ends() -> None:
     async def scenario(origin: Origin, store: Store, metrics: Metrics) -> None:
         store.state = "breaks"
         first = await fails(origin.head("a"))
-        assert 30 <= first <= 30 + SILENT_S + PROBE_S
+        assert 30 <= first <= 30 + SILENT_S + SILENT_S
         assert await fails(origin.head("a")) == 30
 
     play(WAIT, scenario)
@@ -336,7 +339,7 @@ def test_any_reply_ends_it() -> None:
         await trio.sleep(1)
         assert origin.complaint
         assert (
-            await origin.call(lambda: 7, "writing", "origin_put", "a") == 7
+            await origin._attempts.call(lambda: 7, "writing", "origin_put", "a") == 7
         )  # writes are tried all the same
         assert origin.complaint == ""
 

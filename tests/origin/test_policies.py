@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from cachefs.origin.bucket import RateLimit, Throughput, TokenBucket
-from cachefs.origin.gate import Gate, Turn
+from cachefs.origin.attempts import Backoff
+from cachefs.origin.credentials import Opened
+from cachefs.origin.gate import Gate, Ticket
 from cachefs.origin.limiter import Concurrency
-from cachefs.origin.opened import Opened
-from cachefs.origin.retry import Backoff
-from cachefs.origin.signed import expressible
+from cachefs.origin.obstore_client import expressible
+from cachefs.origin.rates import RateLimit, Throughput, TokenBucket
 
 
 def test_throttling_halves_once_per_window() -> None:
@@ -59,12 +59,12 @@ def test_demand_overtakes_background_and_each_is_in_order() -> None:
         order: list[str] = []
 
         async def pass_through(name: str, background: bool) -> None:
-            turn = Turn(background)
+            turn = Ticket(background)
             await gate.enter(turn)
             order.append(name)
             gate.leave(turn)
 
-        first = Turn()
+        first = Ticket()
         await gate.enter(first)
         async with trio.open_nursery() as nursery:
             for name in ("b1", "b2", "d1", "d2"):
@@ -82,13 +82,13 @@ def test_background_leaves_room_for_demand() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(16))
         for _ in range(14):
-            await gate.enter(Turn(background=True))
+            await gate.enter(Ticket(background=True))
         with trio.move_on_after(1) as waited:
-            await gate.enter(Turn(background=True))
+            await gate.enter(Ticket(background=True))
         assert waited.cancelled_caught
         with trio.fail_after(0.5):
-            await gate.enter(Turn())
-            await gate.enter(Turn())
+            await gate.enter(Ticket())
+            await gate.enter(Ticket())
         assert (gate.in_flight, gate.background_in_flight) == (16, 14)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -97,26 +97,26 @@ def test_background_leaves_room_for_demand() -> None:
 def test_a_cancelled_waiter_takes_no_slot() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(1))
-        first = Turn()
+        first = Ticket()
         await gate.enter(first)
         with trio.move_on_after(1):
-            await gate.enter(Turn())
+            await gate.enter(Ticket())
         gate.leave(first)
         assert (gate.in_flight, len(gate.line)) == (0, 0)
-        await gate.enter(Turn())
+        await gate.enter(Ticket())
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_a_lower_limit_lets_nobody_in_until_it_is_met() -> None:
+def test_a_lower_limit_admits_no_request_until_it_is_met() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(4))
-        turns = [Turn() for _ in range(4)]
+        turns = [Ticket() for _ in range(4)]
         for turn in turns:
             await gate.enter(turn)
         gate.concurrency.throttled(0.0, 1.0)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(gate.enter, Turn())
+            nursery.start_soon(gate.enter, Ticket())
             for waiting in (1, 1, 0):
                 gate.leave(turns.pop())
                 await trio.testing.wait_all_tasks_blocked()
@@ -136,7 +136,7 @@ def test_backoff_grows_to_its_ceiling_and_no_further(failures: int, seed: int) -
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 0.5)), min_size=1, max_size=50))
 def test_the_download_limit_is_kept(takes: list[tuple[int, float]]) -> None:
-    """Whoever obeys the waits gets no more than the rate, but for the burst that a pause leaves."""
+    """A taker that waits as told gets no more than the rate, but for the burst that a pause leaves."""
     rate = 1e6
     bucket, now, done = TokenBucket(rate, 0.0), 0.0, 0
     for count, pause in takes:
@@ -156,22 +156,22 @@ def test_a_readers_bytes_are_paid_for_first() -> None:
     async def main() -> None:
         limit, order = RateLimit(100.0), []
 
-        async def take(name: str, turn: Turn) -> None:
+        async def take(name: str, turn: Ticket) -> None:
             await limit.pay(100, turn)
             order.append((name, trio.current_time() - start))
 
         start = trio.current_time()
-        turns = {name: Turn(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
+        turns = {name: Ticket(name.startswith("b")) for name in ("b1", "b2", "b3", "d1", "d2")}
         async with trio.open_nursery() as nursery:
             for name, turn in turns.items():
                 nursery.start_soon(take, name, turn)
                 await trio.testing.wait_all_tasks_blocked()
-            with trio.move_on_after(0.5):  # who gives up leaves no gap
-                await take("d3", Turn())
+            with trio.move_on_after(0.5):  # a cancelled taker leaves no gap
+                await take("d3", Ticket())
             turns["b3"].promote()
         assert [name for name, _ in order] == ["b1", "d1", "d2", "b3", "b2"]
         assert [when for _, when in order] == pytest.approx([1, 2, 3, 4, 5], abs=TokenBucket.BURST_S)
-        await take("alone", Turn())
+        await take("alone", Ticket())
         assert order[-1][1] == pytest.approx(6, abs=TokenBucket.BURST_S)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -189,10 +189,10 @@ def test_throughput_is_of_the_last_seconds() -> None:
 def test_a_turn_promoted_at_the_gate_takes_the_slots_kept_for_demand() -> None:
     async def main() -> None:
         gate = Gate(Concurrency(8))
-        inside = [Turn(background=True) for _ in range(7)]
+        inside = [Ticket(background=True) for _ in range(7)]
         for turn in inside:
             await gate.enter(turn)
-        late = Turn(background=True)
+        late = Ticket(background=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(gate.enter, late)
             await trio.testing.wait_all_tasks_blocked()
@@ -221,7 +221,7 @@ def test_expressible_is_what_obstore_keeps_as_it_is(key: str) -> None:
     assert expressible(key) == (kept == [key])
 
 
-def test_what_was_opened_with_other_credentials_is_opened_anew() -> None:
+def test_what_was_opened_with_other_credentials_is_opened_again() -> None:
     credentials = "a"
     opened: list[str] = []
 
@@ -248,12 +248,12 @@ def test_background_has_its_turn_among_many_demands() -> None:
         order: list[str] = []
 
         async def pass_through(name: str, background: bool) -> None:
-            turn = Turn(background)
+            turn = Ticket(background)
             await gate.enter(turn)
             order.append(name)
             gate.leave(turn)
 
-        first = Turn()
+        first = Ticket()
         await gate.enter(first)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pass_through, "ahead", True)

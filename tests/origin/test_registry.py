@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cachefs.errors import ConfigError, NotFound
-from cachefs.metrics import Metrics
+from cachefs.base.errors import ConfigError, NotFound
+from cachefs.base.metrics import Metrics
 from cachefs.origin import open_origin
 from tests.origin.servers import AZURITE_KEY
 
@@ -88,6 +88,8 @@ def test_directories(tmp_path: Path) -> None:
         ("az://c", {}, "which Azure account"),
         ("http://user:pw@h/", {}, "credentials do not belong in a URL"),
         ("http://h/?list", {}, "a URL with a query"),
+        ("az://c", {"requester_pays": True}, "--requester-pays is for s3:// with obstore"),
+        ("s3://b", {"sse_kms_key": "k", "client": "fsspec"}, "--sse-kms-key is for s3:// with obstore"),
         ("http:///x", {}, "names no host"),
     ],
 )
@@ -108,7 +110,7 @@ def test_what_is_wrong_with_a_url_is_one_line(url: str, options: dict[str, Any],
 )
 def test_only_what_the_url_needs_is_imported(url: str, unwanted: list[str]) -> None:
     script = (
-        "import sys; from cachefs.metrics import Metrics; from cachefs.origin import open_origin; "
+        "import sys; from cachefs.base.metrics import Metrics; from cachefs.origin import open_origin; "
         f"open_origin({url!r}, metrics=Metrics()); print(*[n for n in {unwanted!r} if n in sys.modules])"
     )
     done = subprocess.run(

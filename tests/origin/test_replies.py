@@ -8,10 +8,10 @@ from email.utils import formatdate
 
 import pytest
 
-from cachefs.errors import PermissionDenied
+from cachefs.base.errors import PermissionDenied
 from cachefs.origin.fsspec_client import in_our_words
-from cachefs.origin.listing.s3 import parse_page
 from cachefs.origin.replies import refusal
+from cachefs.origin.s3 import parse_page
 
 ENTRY = "<Contents><Key>{}</Key><LastModified>2026-01-01T00:00:00Z</LastModified>{}<Size>1</Size></Contents>"
 
@@ -32,7 +32,7 @@ def test_an_entry_of_a_listing_has_only_its_own_fields(last: bool) -> None:
 
 def test_an_entry_without_a_size_is_no_listing() -> None:
     without = ENTRY.replace("<Size>1</Size>", "").format("b", "")
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="no Size in Contents"):
         parse_page(
             f"<ListBucketResult>{ENTRY.format('a', '')}{without}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
         )

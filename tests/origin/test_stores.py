@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.errors import ConfigError, NotFound, ObjectChanged, OriginFailed, PermissionDenied
-from cachefs.metrics import Metrics
+from cachefs.base.errors import ConfigError, NotFound, ObjectChanged, OriginFailed, PermissionDenied
+from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
-from cachefs.origin.listing.azure import parse_page as parse_azure
-from cachefs.origin.listing.html import names_in
+from cachefs.origin.azure import parse_page as parse_azure
 from cachefs.origin.obstore_client import client_options
+from cachefs.origin.web import names_in
 from tests.origin.reading import Collect, content, pages, run
 from tests.origin.servers import QUICK, Azurite, Web
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     NotFound,
     ObjectChanged,
     OriginFailed,
@@ -18,10 +18,10 @@ from cachefs.errors import (
     Throttled,
     Transient,
 )
-from cachefs.metrics import Metrics
-from cachefs.origin import ListPage, ObjectInfo, Origin, Turn
+from cachefs.base.metrics import Metrics
+from cachefs.origin import ListPage, ObjectInfo, Origin, Ticket
+from cachefs.origin.attempts import Attempts, Backoff
 from cachefs.origin.protocol import AskedToWait
-from cachefs.origin.retry import Backoff
 from tests.origin.reading import Collect, run, until
 
 Step = Exception | int | Callable[[], None]
@@ -47,7 +47,7 @@ class Scripted:
             raise step
         return step
 
-    def list_page(self, prefix: str, token: str | None, start_after: str | None, limit: int) -> ListPage:
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
         self._step()
         return ListPage([], [], None)
 
@@ -82,7 +82,7 @@ def origin(client: Scripted, **options: Any) -> Origin:
         "metrics": Metrics(),
         "backoff": Backoff(retries=3, first_s=0.001, longest_s=0.01),
     }
-    return Origin(client, source="test://", **{**given, **options})
+    return Origin(Attempts(client, source="test://", **{**given, **options}))
 
 
 def read_all(client: Scripted, **options: Any) -> tuple[bytes, Origin]:
@@ -98,7 +98,7 @@ def test_a_broken_body_is_resumed_where_it_broke() -> None:
     assert data == BODY
     end = len(BODY)
     assert client.asked == [(0, end, True), (5000, end, False), (5001, end, False), (8001, end, False)]
-    metrics = there._metrics
+    metrics = there._attempts.metrics
     assert (metrics.origin_get, metrics.origin_retries, metrics.origin_bytes) == (4, 3, end)
 
 
@@ -140,7 +140,7 @@ def test_throttling_lowers_the_limit_and_uses_up_no_attempts() -> None:
         and status["limited_by"] == "throttled"
         and status["last_error"] == "slow down"
     )
-    assert there._metrics.origin_throttled == 10
+    assert there._attempts.metrics.origin_throttled == 10
 
 
 def test_the_store_says_how_long_to_wait() -> None:
@@ -179,7 +179,7 @@ def test_a_hanging_thread_is_left_behind_and_never_heard_of_again() -> None:
         assert len(sink.data) == 1000
         assert there.status()["in_flight"] == 0
         go_on.set()
-        await until(lambda: there._threads.borrowed_tokens == 0)
+        await until(lambda: there._attempts.threads.borrowed_tokens == 0)
 
     run(origin(client, deadline_s=0.2), use)
     assert len(sink.data) == 1000
@@ -203,7 +203,7 @@ def test_cancelling_waits_for_the_write_that_runs_and_allows_no_other() -> None:
             nursery.cancel_scope.cancel()
             threading.Timer(0.1, go_on.set).start()
         assert sink.chunks == 1, "the task ended before its last write did"
-        await until(lambda: there._threads.borrowed_tokens == 0)
+        await until(lambda: there._attempts.threads.borrowed_tokens == 0)
 
     run(origin(Scripted()), use)
     assert sink.chunks == 1
@@ -275,7 +275,7 @@ def test_background_work_waits_behind_demand_until_a_reader_waits_for_it(
     client = Slow()
 
     async def use(there: Origin) -> None:
-        turns = {key: Turn(key.startswith("ahead")) for key in ("first", "ahead1", "ahead2", "wanted")}
+        turns = {key: Ticket(key.startswith("ahead")) for key in ("first", "ahead1", "ahead2", "wanted")}
         async with trio.open_nursery() as nursery:
             for key, turn in turns.items():
                 nursery.start_soon(lambda k=key, t=turn: there.read(k, "e", 0, 9, Collect(), turn=t))

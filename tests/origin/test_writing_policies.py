@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.server
-import io
 import os
 import re
 import threading
@@ -19,7 +18,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.errors import (
+from cachefs.base.errors import (
     Conflict,
     NoSuchUpload,
     NotFound,
@@ -29,20 +28,20 @@ from cachefs.errors import (
     Throttled,
     Transient,
 )
-from cachefs.metrics import Metrics
-from cachefs.origin import FileRange, InMemory, ObjectInfo, Origin, Turn, open_origin
-from cachefs.origin.azure_writing import block_id, number_of
+from cachefs.base.metrics import Metrics
+from cachefs.origin import FileRange, InMemory, ObjectInfo, Origin, Ticket, open_origin
+from cachefs.origin.attempts import Attempts, Backoff
+from cachefs.origin.azure import LIMITS as AZURE
+from cachefs.origin.azure import block_id, number_of
 from cachefs.origin.conditions import HONOURED
-from cachefs.origin.credentials.aws import AwsCredentials
-from cachefs.origin.fsspec_store_writing import BodyFile
-from cachefs.origin.local import LocalClient
-from cachefs.origin.local_writing import UPLOADS
+from cachefs.origin.google import LIMITS as GOOGLE
+from cachefs.origin.local import LIMITS as LOCAL
+from cachefs.origin.local import UPLOADS, LocalClient
+from cachefs.origin.protocol import Body, Limits, Preconditions, Written
 from cachefs.origin.replies import refusal
-from cachefs.origin.retry import Backoff
-from cachefs.origin.s3 import Bucket
-from cachefs.origin.s3_writing import BucketWriter
+from cachefs.origin.s3 import LIMITS as S3
+from cachefs.origin.s3 import AwsCredentials, Bucket, S3Objects
 from cachefs.origin.transfer import CHUNK
-from cachefs.origin.writing import AZURE, GOOGLE, LOCAL, S3, Body, Limits, Terms, Written
 from tests.origin.reading import run, until
 from tests.origin.servers import aws_env
 from tests.origin.writing import MIB, file_of
@@ -69,7 +68,7 @@ def test_the_largest_object_needs_no_more_parts_than_there_are(limits: Limits) -
     assert limits.most_parts * 0.85 < number <= limits.most_parts
 
 
-# Bodies.
+# Bodies and blocks.
 
 
 class Given:
@@ -83,21 +82,6 @@ class Given:
 
     def look(self) -> Iterator[bytes]:
         return self.chunks()
-
-
-@given(data=st.binary(max_size=40), steps=st.lists(st.integers(-1, 12), max_size=12))
-def test_a_body_as_a_file_is_those_bytes(data: bytes, steps: list[int]) -> None:
-    """Numbers are reads; -1 begins again."""
-    file, model = BodyFile(Given(data)), io.BytesIO(data)
-    for step in steps:
-        if step < 0:
-            file.seek(0)
-            model.seek(0)
-        else:
-            assert file.read(step) == model.read(step)
-        assert file.tell() == model.tell()
-    assert file.read() == model.read()
-    assert file.seek(0, io.SEEK_END) == len(data)
 
 
 @given(st.text("0123456789abcdef", min_size=1, max_size=16), st.integers(1, 50_000))
@@ -132,7 +116,7 @@ def test_refusals_of_writes(status: int, code: str, kind: type[Exception]) -> No
 
 class Scripted:
     """Each request that sends takes the next step: an exception is raised when half of the body is read, a function is
-    called there. Then the object is there, under the stamp that was given."""
+    called there. Then the object is there, with the token that was given."""
 
     limits = S3
     conditions = HONOURED
@@ -148,7 +132,7 @@ class Scripted:
     def writer(self) -> Any:
         return self
 
-    def put(self, key: str, body: Body, terms: Terms) -> Written:
+    def put(self, key: str, body: Body, preconditions: Preconditions) -> Written:
         data = b""
         step = self.steps.pop(0) if self.steps else None
         for chunk in body.chunks():
@@ -159,18 +143,20 @@ class Scripted:
                 step()
                 step = None
         self.sent.append(data)
-        self.objects[key] = data, terms.stamp
+        self.objects[key] = data, preconditions.token
         return Written(f'"{len(data)}"', 1)
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
-        return self.put(f"{upload}/{number}", body, Terms()).etag
+        return self.put(f"{upload}/{number}", body, Preconditions()).etag
 
-    def begin(self, key: str, terms: Terms) -> str:
+    def begin(self, key: str, preconditions: Preconditions) -> str:
         return "upload"
 
-    def complete(self, key: str, upload: str, parts: Mapping[int, str], terms: Terms) -> Written:
+    def complete(
+        self, key: str, upload: str, parts: Mapping[int, str], preconditions: Preconditions
+    ) -> Written:
         self.completed += 1
-        self.objects[key] = b"", terms.stamp
+        self.objects[key] = b"", preconditions.token
         raise Transient("the reply was lost")
 
     def look(self, key: str) -> tuple[ObjectInfo, str]:
@@ -193,7 +179,7 @@ def origin(client: Any, **options: Any) -> Origin:
         "metrics": Metrics(),
         "backoff": Backoff(retries=3, first_s=0.001, longest_s=0.01),
     }
-    return Origin(client, source="test://", **{**given, **options})
+    return Origin(Attempts(client, source="test://", **{**given, **options}))
 
 
 DATA = bytes(range(256)) * 4096
@@ -208,7 +194,7 @@ def test_a_repeated_attempt_reads_the_file_again_from_its_beginning(tmp_path: Pa
             os.lseek(fd, 17, os.SEEK_SET)  # where the descriptor stands does not matter
             upload = await there.begin_upload("k")
             await upload.part(1, fd, 4, len(DATA))
-        metrics = there._metrics
+        metrics = there._attempts.metrics
         assert client.sent == [DATA, DATA]
         assert (metrics.origin_put, metrics.origin_put_part, metrics.origin_retries) == (4, 1, 3)
         assert metrics.origin_bytes_sent == 3 * (len(DATA) // 2) + 2 * len(DATA)
@@ -244,7 +230,7 @@ def test_a_cancelled_write_reads_its_file_no_more() -> None:
             nursery.cancel_scope.cancel()
             threading.Timer(0.1, go_on.set).start()
         assert go_on.is_set(), "the task ended before its last read did"
-        await until(lambda: there._threads.borrowed_tokens == 0)
+        await until(lambda: there._attempts.threads.borrowed_tokens == 0)
         assert there.status()["in_flight"] == 0
 
     run(origin(client), use)
@@ -259,7 +245,7 @@ def test_a_write_that_hangs_is_left_behind() -> None:
         with pytest.raises(OriginFailed, match=r"gave up after 0\.2 s without progress"):
             await there.put("k", InMemory(DATA), len(DATA))
         go_on.set()
-        await until(lambda: there._threads.borrowed_tokens == 0)
+        await until(lambda: there._attempts.threads.borrowed_tokens == 0)
 
     run(origin(client, deadline_s=0.2), use)
     assert client.sent == []
@@ -271,14 +257,14 @@ def test_waiting_for_a_slot_is_not_the_store_being_silent() -> None:
 
     async def main() -> None:
         there = origin(client, concurrency=1, deadline_s=60)
-        other = Turn()
-        await there._gate.enter(other)
+        other = Ticket()
+        await there._attempts.gate.enter(other)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(there.put, "k", InMemory(DATA), len(DATA))
             await trio.testing.wait_all_tasks_blocked()
             clock.jump(1000)
             await trio.testing.wait_all_tasks_blocked()
-            there._gate.leave(other)
+            there._attempts.gate.leave(other)
         assert client.sent == [DATA]
 
     trio.run(main, clock=clock)
@@ -309,7 +295,7 @@ def test_completing_that_got_through_is_not_repeated() -> None:
         # Another process that only has the state does not even ask once.
         assert await there.resume_upload("k", upload.state()).complete() == info
         assert client.completed == 1
-        client.objects["k"] = b"", "of somebody else"
+        client.objects["k"] = b"", "of another client"
         await there.resume_upload("k", upload.state()).complete()
         assert client.completed == 2
 
@@ -322,7 +308,7 @@ def test_conflicts_are_no_failures_of_the_store() -> None:
     async def use(there: Origin) -> None:
         with pytest.raises(Conflict):
             await there.put("k", InMemory(DATA), len(DATA), if_absent=True)
-        assert there._metrics.origin_retries == 0 == there._metrics.origin_errors
+        assert there._attempts.metrics.origin_retries == 0 == there._attempts.metrics.origin_errors
         assert there.status()["concurrency"] == 64
 
     run(origin(client), use)
@@ -364,7 +350,7 @@ def test_what_is_sent_to_s3_is_what_was_signed(monkeypatch: pytest.MonkeyPatch) 
     endpoint = f"http://127.0.0.1:{server.server_port}"
 
     async def use(there: Origin) -> None:
-        assert isinstance(there.writer, BucketWriter)
+        assert isinstance(there.writer, S3Objects)
         there.writer.conditions = HONOURED  # this server answers nothing that could be probed
         for key in ("plain", "sp ace+%2F~é/quo'te(*)!"):
             await there.put(key, InMemory(DATA), len(DATA), if_match='"old"', content_type="text/plain")
@@ -408,9 +394,35 @@ def test_over_tls_a_body_is_not_read_for_a_digest(monkeypatch: pytest.MonkeyPatc
         ("https://x/k", "UNSIGNED-PAYLOAD"),
         ("http://x/k", hashlib.sha256(b"data").hexdigest()),
     ):
-        _, headers = bucket.sign_body("PUT", url, {}, Counted(b"data"))
+        _, headers = bucket.sign("PUT", url, {}, Counted(b"data"))
         assert headers["X-Amz-Content-SHA256"] == digest
     assert looks == [1]
+
+
+def test_requester_pays_and_encryption_are_asked_for_where_s3_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Payment with every request, encryption where an object begins: S3 refuses it for parts, completions and reads."""
+    for name, value in aws_env().items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket("b", None, None, AwsCredentials(None, False), requester_pays=True, sse_kms_key="alias/x")
+    encrypted = []
+    for method, query in (
+        *(("PUT", ""), ("PUT", "?partNumber=1&uploadId=u"), ("POST", "?uploads="), ("POST", "?uploadId=u")),
+        *(("DELETE", ""), ("POST", "?delete=")),
+    ):
+        _, headers = bucket.sign(method, f"https://x/k{query}", {}, b"")
+        assert headers["x-amz-request-payer"] == "requester"
+        assert "x-amz-request-payer" in headers["Authorization"]
+        if "x-amz-server-side-encryption" in headers:
+            assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "alias/x"
+            encrypted.append((method, query))
+    assert encrypted == [("PUT", ""), ("POST", "?uploads=")]
+    _, headers = bucket.sign("GET", "https://x/k", {}, b"")
+    assert headers["x-amz-request-payer"] == "requester"
+    assert "x-amz-server-side-encryption" not in headers
+    store = bucket.open_store(1.0)
+    assert store.config["request_payer"] == "true"  # type: ignore[index]
 
 
 # A directory.
@@ -420,7 +432,7 @@ def test_over_tls_a_body_is_not_read_for_a_digest(monkeypatch: pytest.MonkeyPatc
 def test_a_part_that_was_given_up_may_still_land_while_its_upload_ends(tmp_path: Path, way: str) -> None:
     writer = LocalClient(str(tmp_path)).writer
     for _ in range(20):
-        upload = writer.begin("k", Terms())
+        upload = writer.begin("k", Preconditions())
         etag = writer.put_part("k", upload, 1, Given(b"x"))
         landed = threading.Event()
 
@@ -434,8 +446,8 @@ def test_a_part_that_was_given_up_may_still_land_while_its_upload_ends(tmp_path:
         thread.start()
         landed.wait()
         if way == "complete":
-            writer.complete("k", upload, {1: etag}, Terms())
+            writer.complete("k", upload, {1: etag}, Preconditions())
         else:
             writer.abort("k", upload)
         thread.join()
-        assert writer.list_uploads("") == [] and not (tmp_path / UPLOADS).exists()
+        assert not (tmp_path / UPLOADS).exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.peers.places import Endpoint
+from cachefs.peers.settings import Endpoint
 from cachefs.peers.wire import Address
 from tests.conftest import ON_CI, free_ports
 

@@ -1,4 +1,4 @@
-"""A server with shelves of bytes behind it, a peer that follows a script, and sinks: for the tests of the exchange."""
+"""A server with plan stores of bytes behind it, a peer that follows a script, and sinks: for the tests of the exchange."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import trio
 import trio.testing
 import xxhash
 
-from cachefs.errors import CachefsError
-from cachefs.names import ObjectId, block_count
+from cachefs.base.errors import CachefsError
+from cachefs.base.names import ObjectId, block_count
 from cachefs.peers.auth import Key, Verifier
-from cachefs.peers.protocol import NotShared, Piece
+from cachefs.peers.health import PeerTable
 from cachefs.peers.server import Limits, Server
-from cachefs.peers.stats import PeerTable
-from cachefs.peers.wire import VERSION, Address, BlockRequest, Hello
+from cachefs.peers.wire import VERSION, Address, BlockRequest, Handshake, NotShared, Piece
 
 MIB = 1 << 20
 KIB = 1 << 10
 KEY = Key(b"thirty-two bytes that both know!")
-HELLO = Hello("node-1", VERSION, "group", "sources", 1.5)
+HANDSHAKE = Handshake("node-1", VERSION, "group", "sources", 1.5)
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -65,7 +64,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await trio.sleep(0.001)
 
 
-class Shelf:
+class PlanStore:
     """Objects in files of memory. What it is told to raise it raises (`failure_in_body`: when it has to wait);
     blocks from `held_back` on come when `more` is set."""
 
@@ -109,41 +108,41 @@ class Shelf:
 
 
 class _Served:
-    def __init__(self, shelf: Shelf, request: BlockRequest) -> None:
-        self._shelf = shelf
-        fd, sums = shelf.files[request.object]
+    def __init__(self, plan_store: PlanStore, request: BlockRequest) -> None:
+        self._plan_store = plan_store
+        fd, sums = plan_store.files[request.object]
         self._pieces = []
         for block in range(request.start_block, request.stop_block):
             start, length = block * request.block_size, request.length(block)
-            step = -(-length // shelf.pieces)
+            step = -(-length // plan_store.pieces)
             for at in range(0, length, step):
                 part = min(step, length - at)
                 last = at + part == length
-                checksum = sums[block] ^ shelf.shift if last else None
-                self._pieces.append((block, Piece(fd, start + at, part, shelf.in_ram, checksum)))
+                checksum = sums[block] ^ plan_store.shift if last else None
+                self._pieces.append((block, Piece(fd, start + at, part, plan_store.in_ram, checksum)))
         self._pieces.reverse()
 
     def take(self) -> Piece | None:
         block, piece = self._pieces[-1]
-        held = self._shelf.held_back
-        if held is not None and block >= held and not self._shelf.more.is_set():
+        held = self._plan_store.held_back
+        if held is not None and block >= held and not self._plan_store.more.is_set():
             return None
         self._pieces.pop()
         return piece
 
     async def wait(self) -> None:
-        self._shelf.waited_for.set()
-        if self._shelf.failure_in_body is not None:
+        self._plan_store.waited_for.set()
+        if self._plan_store.failure_in_body is not None:
             await trio.lowlevel.checkpoint()
-            raise self._shelf.failure_in_body
+            raise self._plan_store.failure_in_body
         try:
-            await self._shelf.more.wait()
+            await self._plan_store.more.wait()
         except trio.Cancelled:
-            self._shelf.cancelled += 1
+            self._plan_store.cancelled += 1
             raise
 
     def close(self) -> None:
-        self._shelf.closed += 1
+        self._plan_store.closed += 1
 
 
 def asking(version: ObjectId, start: int = 0, stop: int | None = None, block_size: int = MIB) -> BlockRequest:
@@ -166,7 +165,7 @@ class Kept:
 
 @asynccontextmanager
 async def serving(
-    shelf: Shelf,
+    plan_store: PlanStore,
     *,
     verifier: Verifier | None = None,
     tls: ssl.SSLContext | None = None,
@@ -180,9 +179,9 @@ async def serving(
         listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     stats = PeerTable()
     server = Server(
-        shelf,
-        lambda: HELLO,
-        block_size=shelf.block_size,
+        plan_store,
+        lambda: HANDSHAKE,
+        block_size=plan_store.block_size,
         verifier=verifier,
         tls=tls,
         names=names,
@@ -193,7 +192,7 @@ async def serving(
         await nursery.start(functools.partial(server.serve, [listener]))
         yield Address("127.0.0.1", listener.socket.getsockname()[1]), stats
         nursery.cancel_scope.cancel()
-    assert shelf.opened == shelf.closed
+    assert plan_store.opened == plan_store.closed
 
 
 @asynccontextmanager

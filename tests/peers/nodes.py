@@ -16,17 +16,17 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
 from cachefs.fetch.serving import Serving
 from cachefs.fetch.upstream import Upstream
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
 from cachefs.peers.client import Client
 from cachefs.peers.cluster import Cluster
-from cachefs.peers.membership import Membership, Report, Sighting
+from cachefs.peers.health import PeerTable
+from cachefs.peers.membership import Membership, Sighting
 from cachefs.peers.server import Server
-from cachefs.peers.stats import PeerTable
-from cachefs.peers.wire import VERSION, Address, Hello
+from cachefs.peers.wire import VERSION, Address, Handshake
 from cachefs.store import open_store
 from tests.fetch.scripted import SOURCE, ScriptedOrigin
 from tests.store.lab import BLOCK, MIB, Lab, until
@@ -35,14 +35,16 @@ SIZES: dict[str, Any] = {"ssd": 64 * MIB, "ram": 0}
 
 
 class Told:
-    """A source of members that a test speaks through."""
+    """A source that is never polled: `Nodes.introduce` reports the members."""
 
-    def __init__(self) -> None:
-        self.report: Report | None = None
+    trouble = ""
 
-    async def run(self, report: Report) -> None:
-        self.report = report
-        await trio.sleep_forever()
+    async def present(self) -> None:
+        return None
+
+    def heard(self, host: str) -> None: ...
+
+    async def leave(self) -> None: ...
 
 
 class Node(Lab):
@@ -51,7 +53,7 @@ class Node(Lab):
     cluster: Cluster
     client: Client
     address: Address
-    hello: Hello
+    handshake: Handshake
     serving: Serving
 
     def start(self, nursery: trio.Nursery, listener: trio.SocketListener, server: Server) -> None:
@@ -86,7 +88,7 @@ class Nodes(list[Node]):
 
     def owner(self, object_id: ObjectId, extent: int = 0) -> Node:
         (name,) = self[0].cluster.membership.ring.owners(object_id.digest, extent)
-        return next(node for node in self if node.hello.node == name)
+        return next(node for node in self if node.handshake.node == name)
 
     def others(self, object_id: ObjectId, extent: int = 0) -> list[Node]:
         owner = self.owner(object_id, extent)
@@ -103,12 +105,12 @@ class Nodes(list[Node]):
 
     def introduce(self, to: Iterable[Node] | None = None, members: Iterable[Node] | None = None) -> None:
         """Tell nodes (all) who is there (all)."""
-        sightings = [Sighting(node.address, node.hello) for node in members or self]
+        sightings = [Sighting(node.address, node.handshake) for node in members or self]
         for node in to or self:
             node.cluster.membership._report(sightings)
 
     async def quiet(self) -> None:
-        await until(lambda: not any(node.fetcher.flights for node in self), 30.0)
+        await until(lambda: not any(node.fetcher.in_flight_fetches for node in self), 30.0)
 
     def check_accounts(self) -> None:
         for node in self:
@@ -169,9 +171,9 @@ async def _node(
     )
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     address = Address("127.0.0.1", listener.socket.getsockname()[1])
-    hello = Hello(f"node-{number}", VERSION, "group", "sources", 1.0)
+    handshake = Handshake(f"node-{number}", VERSION, "group", "sources", 1.0)
     client = Client(stats=stats, metrics=metrics)
-    membership = Membership(Told(), hello)
+    membership = Membership(Told(), handshake)
     cluster = Cluster(
         membership, client, stats, rng, block_size=block, replicas=replicas, deadline_s=deadline_s
     )
@@ -180,9 +182,9 @@ async def _node(
         opened.store, nursery, metrics, max_readahead=readahead, part_bytes=part_bytes, upstream=upstream
     )
     node = Node(opened, fetcher, origin, metrics)
-    node.cluster, node.client, node.address, node.hello = cluster, client, address, hello
+    node.cluster, node.client, node.address, node.handshake = cluster, client, address, handshake
     node.serving = Serving(opened.store, fetcher, cluster, [origin])  # type: ignore[list-item]
-    server = Server(node.serving, lambda: hello, block_size=block, stats=stats, metrics=metrics)
+    server = Server(node.serving, lambda: handshake, block_size=block, stats=stats, metrics=metrics)
     node.start(nursery, listener, server)
     await node.serve()
     if background:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.errors import ConfigError
+from cachefs.base.errors import ConfigError
 from cachefs.peers import auth
-from cachefs.peers.auth import Key, Signer, Unauthorized, Verifier, check_believed, check_listen, read_key
+from cachefs.peers.auth import Key, Signer, Unauthorized, Verifier, check_fresh, check_listen, read_key
 
 KEY = Key(b"k" * 16)
 ASKED = ("GET", "/v1/hello", "node-1:7000")
@@ -33,8 +33,8 @@ def pair(key: Key = KEY) -> tuple[Signer, Verifier, Clock]:
 def test_a_signed_request_is_taken_once() -> None:
     signer, verifier, _ = pair()
     signed = signer.sign(*ASKED)
-    assert verifier.verify(*ASKED, signed.authorization) == signed.seals
-    with pytest.raises(Unauthorized, match="played before"):
+    assert verifier.verify(*ASKED, signed.authorization) == signed.macs
+    with pytest.raises(Unauthorized, match="replay"):
         verifier.verify(*ASKED, signed.authorization)
 
 
@@ -125,8 +125,8 @@ def test_senders_are_forgotten_once_their_requests_are_too_old(monkeypatch: pyte
 
 
 def test_seals_say_what_they_seal() -> None:
-    one, other = auth.Seals(KEY, b"n"), auth.Seals(KEY, b"m")
-    seals = {
+    one, other = auth.Macs(KEY, b"n"), auth.Macs(KEY, b"m")
+    macs = {
         one.reply(200, 3, b"abc"),
         other.reply(200, 3, b"abc"),
         one.reply(404, 3, b"abc"),
@@ -137,7 +137,7 @@ def test_seals_say_what_they_seal() -> None:
         one.block(1, b"12345679").hex(),
         other.block(1, b"12345678").hex(),
     }
-    assert len(seals) == 9
+    assert len(macs) == 9
     assert KEY.mac(b"a", b"bc") != KEY.mac(b"ab", b"c")
 
 
@@ -159,12 +159,12 @@ def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
 def test_on_loopback_no_key_is_needed(host: str) -> None:
     check_listen(host, None, None)
-    check_believed(host, None, None)
+    check_fresh(host, None, None)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]", "10.0.0.1", "node-1", "localhost.example.org"])
 def test_elsewhere_strangers_must_be_kept_out(host: str) -> None:
-    for check in (check_listen, check_believed):
+    for check in (check_listen, check_fresh):
         with pytest.raises(ConfigError) as caught:
             check(host, None, None)
         assert "\n" not in str(caught.value)

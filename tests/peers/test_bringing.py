@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.peers.membership import Sighting
 from cachefs.peers.wire import Address
 from tests.fetch.scripted import content, in_trio
@@ -29,13 +29,13 @@ def holders(cluster: Nodes, object_id: ObjectId, extent: int) -> set[str]:
     """Who has all of it, and not only borrowed."""
     found = set()
     for node in cluster:
-        catalog = node.store._catalog
+        catalog = node.store.catalog
         copy = catalog.copy(node.store.object(object_id), node.store.tiers[0].number, extent)
-        if copy is not None and copy.key not in catalog.borrowed:
+        if copy is not None and copy.key not in node.store.eviction.remote_owned:
             first = extent * (EXTENT // BLOCK)
             blocks = range(first, min(first + EXTENT // BLOCK, -(-object_id.size // BLOCK)))
             if all(node.store.has(node.store.object(object_id), block) for block in blocks):
-                found.add(node.hello.node)
+                found.add(node.handshake.node)
     return found
 
 
@@ -64,7 +64,7 @@ async def test_as_many_nodes_as_replicas_have_it_and_the_store_gave_it_once(
 
 
 @in_trio
-async def test_past_a_dead_owner_its_heir_brings_or_we_do(cache_dir: Path) -> None:
+async def test_past_a_dead_owner_its_successor_brings_or_we_do(cache_dir: Path) -> None:
     async with nodes(cache_dir, 3) as cluster:
         dead, here, _ = cluster
         size = 12 * EXTENT
@@ -74,7 +74,7 @@ async def test_past_a_dead_owner_its_heir_brings_or_we_do(cache_dir: Path) -> No
         await bring_all(here, object_id)
         await cluster.quiet()
         for extent in range(12):
-            standing = [name for name in order(cluster, object_id, extent, 3) if name != dead.hello.node]
+            standing = [name for name in order(cluster, object_id, extent, 3) if name != dead.handshake.node]
             assert holders(cluster, object_id, extent) == {standing[0]}
         assert cluster.origin.delivered == size
         (row,) = [row for row in here.cluster.status() if row["name"] == str(dead.address)]
@@ -94,16 +94,18 @@ async def test_alone_among_the_dead_all_is_brought_here(cache_dir: Path) -> None
 
 
 @in_trio
-async def test_who_is_greeted_is_judged_so_that_heirs_keep_the_share_of_the_dead(cache_dir: Path) -> None:
+async def test_who_is_greeted_is_judged_so_that_successors_keep_the_share_of_the_dead(
+    cache_dir: Path,
+) -> None:
     async with nodes(cache_dir, 4) as cluster:
         dead, *others = cluster
         ids = [cluster.put_owned_by(dead, f"f{n}-", content(n, BLOCK)) for n in range(12)]
         assert not any(node.owns(object_id) for node in others for object_id in ids)
-        assert await others[0].cluster.greet() == []
+        assert await others[0].cluster.probe() == []
         dead.die()
         await trio.lowlevel.checkpoint()
         for node in others:
-            assert await node.cluster.greet() == [str(dead.address)]
+            assert await node.cluster.probe() == [str(dead.address)]
         # Each of them has one keeper, the same in everybody's view, and may be asked for it even by who knows of no death.
         for object_id in ids:
             keepers = [node for node in others if node.owns(object_id)]
@@ -116,9 +118,9 @@ async def test_who_never_answered_is_told_of_too(cache_dir: Path) -> None:
     async with nodes(cache_dir, 2) as cluster:
         here, _ = cluster
         nobody = Sighting(Address("203.0.113.9", 7070), None)
-        sightings = [Sighting(node.address, node.hello) for node in cluster]
+        sightings = [Sighting(node.address, node.handshake) for node in cluster]
         here.cluster.membership._report([*sightings, nobody])
-        assert await here.cluster.greet() == ["203.0.113.9:7070"]
+        assert await here.cluster.probe() == ["203.0.113.9:7070"]
 
 
 @in_trio
@@ -129,8 +131,8 @@ async def test_of_two_addresses_the_one_that_answers_is_asked(cache_dir: Path) -
             await closed.bind(("127.0.0.1", 0))
             dead_end = Address("127.0.0.1", closed.getsockname()[1])
             first = min(dead_end, there.address)
-            places = [Sighting(place, there.hello) for place in (dead_end, there.address)]
-            here.cluster.membership._report([Sighting(here.address, here.hello), *places])
+            places = [Sighting(place, there.handshake) for place in (dead_end, there.address)]
+            here.cluster.membership._report([Sighting(here.address, here.handshake), *places])
             assert here.cluster.membership.members["node-1"].addresses[0] == first
             for number in range(5):
                 object_id = cluster.put_owned_by(there, f"f{number}-", content(number, BLOCK))
@@ -150,11 +152,11 @@ async def test_who_is_back_under_another_address_is_asked_at_once(cache_dir: Pat
     async with nodes(cache_dir, 2) as cluster:
         here, there = cluster
         elsewhere = Address("127.0.0.1", 1)
-        mine = Sighting(here.address, here.hello)
-        here.cluster.membership._report([mine, Sighting(elsewhere, there.hello)])
-        assert await here.cluster.greet() == [str(elsewhere)]
+        mine = Sighting(here.address, here.handshake)
+        here.cluster.membership._report([mine, Sighting(elsewhere, there.handshake)])
+        assert await here.cluster.probe() == [str(elsewhere)]
         owned = cluster.put_owned_by(there, "f", content(1, BLOCK))
-        here.cluster.membership._report([mine, Sighting(there.address, replace(there.hello, life="new"))])
+        here.cluster.membership._report([mine, Sighting(there.address, replace(there.handshake, life="new"))])
         assert await here.read(owned) == content(1, BLOCK)
         await until(lambda: there.metrics.peer_served == 1)
         assert there.metrics.peer_served == 1

@@ -13,12 +13,11 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs import errors
-from cachefs.names import ObjectId
+from cachefs.base import errors
+from cachefs.base.names import ObjectId
 from cachefs.peers.client import CONNECTIONS_PER_PEER, Client
 from cachefs.peers.membership import Sighting
-from cachefs.peers.protocol import Busy, NotShared, PeerFailed
-from cachefs.peers.wire import BlockRequest, Kind
+from cachefs.peers.wire import BlockRequest, Busy, Kind, NotShared, PeerFailed
 from tests.fetch.scripted import SOURCE, ScriptedOrigin, content, in_trio
 from tests.peers.nodes import Node, Nodes, in_time, nodes
 from tests.store.lab import BLOCK, EXTENT, KIB, MIB, cache_files, until
@@ -128,7 +127,12 @@ async def test_bytes_of_an_owner_that_dies_within_a_reply_are_not_fetched_twice(
             await until(lambda: reader.metrics.peer_requests > 0)
             await until(lambda: owner.metrics.peer_bytes_out == 5 * BLOCK, 5)
             await until(
-                lambda: next(iter(reader.store.object(object_id).flights.values())).fill.landed == 5 * BLOCK,
+                lambda: (
+                    next(
+                        iter(reader.fetcher.transfers.of(reader.store.object(object_id)).values())
+                    ).fill.landed
+                    == 5 * BLOCK
+                ),
                 5,
             )
             owner.die()
@@ -143,7 +147,7 @@ async def test_bytes_of_an_owner_that_dies_within_a_reply_are_not_fetched_twice(
 
 
 @in_time(rate=4)
-async def test_an_owner_that_hangs_is_given_up_for_its_heir_within_the_deadline(cache_dir: Path) -> None:
+async def test_an_owner_that_hangs_is_given_up_for_its_successor_within_the_deadline(cache_dir: Path) -> None:
     async with nodes(cache_dir) as cluster:
         data = content(1, 3 * BLOCK)
         object_id = cluster.origin.put("k", data)
@@ -158,7 +162,7 @@ async def test_an_owner_that_hangs_is_given_up_for_its_heir_within_the_deadline(
 
 
 @in_trio
-async def test_heirs_of_a_dead_owner_fetch_once_for_all(cache_dir: Path) -> None:
+async def test_successors_of_a_dead_owner_fetch_once_for_all(cache_dir: Path) -> None:
     async with nodes(cache_dir, 5) as cluster:
         dead = cluster[0]
         files = [content(number, 2 * BLOCK) for number in range(12)]
@@ -181,7 +185,7 @@ async def test_a_peer_that_lies_costs_a_request_and_is_left_alone(cache_dir: Pat
         ids = [cluster.put_owned_by(liar, f"file{n}-", data) for n, data in enumerate(files)]
         for object_id, data in zip(ids, files, strict=True):
             await read_all(liar, object_id, data)
-            for copy in liar.store._catalog.copies(liar.store.object(object_id), 1):
+            for copy in liar.store.catalog.copies(liar.store.object(object_id), 1):
                 copy.checksums[1] ^= 1
         for object_id, data in zip(ids, files, strict=True):
             await read_all(reader, object_id, data)
@@ -286,14 +290,14 @@ async def test_a_long_queue_in_front_of_a_slow_peer_is_left_for_the_store(cache_
 
 
 @in_time(rate=4)
-async def test_what_a_dead_node_kept_is_kept_by_its_heir_until_it_is_back(cache_dir: Path) -> None:
+async def test_what_a_dead_node_kept_is_kept_by_its_successor_until_it_is_back(cache_dir: Path) -> None:
     async with nodes(cache_dir, 3, sizes={"ssd": 8 * MIB, "ram": 8 * MIB}) as cluster:
         dead, *others = cluster
         ids = [cluster.put_owned_by(dead, f"file{n}-", content(n, BLOCK)) for n in range(12)]
 
         def kept(node: Node, object_id: ObjectId) -> bool:
-            (copy,) = node.store._catalog.copies(node.store.object(object_id), 0)
-            return copy.key not in node.store._catalog.borrowed
+            (copy,) = node.store.catalog.copies(node.store.object(object_id), 0)
+            return copy.key not in node.store.eviction.remote_owned
 
         dead.die()
         for object_id in ids:
@@ -305,15 +309,17 @@ async def test_what_a_dead_node_kept_is_kept_by_its_heir_until_it_is_back(cache_
         assert sorted(states) == ["dead", "dead", "healthy", "healthy"]
         for object_id in ids[8:]:
             assert [kept(node, object_id) for node in others].count(True) == 1
-            assert not any(kept(node, object_id) and node is not heir(cluster, object_id) for node in others)
+            assert not any(
+                kept(node, object_id) and node is not successor(cluster, object_id) for node in others
+            )
         for node in others:
-            node.cluster._of(dead.hello.node).succeeded(0.01)
+            node.cluster._of(dead.handshake.node).succeeded(0.01)
             assert not any(node.owns(object_id) for object_id in ids)
 
 
-def heir(cluster: Nodes, object_id: ObjectId) -> Node:
+def successor(cluster: Nodes, object_id: ObjectId) -> Node:
     name = cluster[1].cluster.membership.ring.owners(object_id.digest, 0, 2)[1]
-    return next(node for node in cluster if node.hello.node == name)
+    return next(node for node in cluster if node.handshake.node == name)
 
 
 @in_trio
@@ -380,12 +386,12 @@ async def test_what_is_not_shown_here_is_not_given(cache_dir: Path) -> None:
 
 
 @in_trio
-async def test_only_owners_and_heirs_fetch_and_everybody_gives_what_lies_here(cache_dir: Path) -> None:
+async def test_only_owners_and_successors_fetch_and_everybody_gives_what_lies_here(cache_dir: Path) -> None:
     async with nodes(cache_dir, 4) as cluster:
         data = content(1, 2 * BLOCK)
         object_id = cluster.origin.put("k", data)
         order = cluster[0].cluster.membership.ring.owners(object_id.digest, 0, 4)
-        ranked = sorted(cluster, key=lambda node: order.index(node.hello.node))
+        ranked = sorted(cluster, key=lambda node: order.index(node.handshake.node))
         for place, node in enumerate(ranked):
             for rank in range(4):
                 allowed = node.cluster.may_fetch(object_id.digest, 0, rank)
@@ -414,8 +420,10 @@ async def test_nodes_that_ask_each_other_for_the_same_do_not_wait_for_each_other
         object_id = cluster.origin.put("k", data)
         # Each believes that the other owns everything, and may fetch it, too.
         for node, other in ((a, b), (b, a)):
-            heavy = Sighting(other.address, replace(other.hello, weight=1e6))
-            node.cluster.membership._report([heavy, Sighting(node.address, replace(node.hello, weight=1e-6))])
+            heavy = Sighting(other.address, replace(other.handshake, weight=1e6))
+            node.cluster.membership._report(
+                [heavy, Sighting(node.address, replace(node.handshake, weight=1e-6))]
+            )
         with trio.fail_after(5):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(read_all, a, object_id, data)
@@ -460,9 +468,9 @@ async def test_replicas_ask_the_owner_and_keep_what_they_get(cache_dir: Path, re
         order = cluster[0].cluster.membership.ring.owners(object_id.digest, 0, 3)
         for node in cluster:
             assert await node.read(object_id) == data
-            kept = order.index(node.hello.node) < replicas
-            copies = node.store._catalog.copies(node.store.object(object_id), 0)
-            assert copies and all((copy.key in node.store._catalog.borrowed) != kept for copy in copies)
+            kept = order.index(node.handshake.node) < replicas
+            copies = node.store.catalog.copies(node.store.object(object_id), 0)
+            assert copies and all((copy.key in node.store.eviction.remote_owned) != kept for copy in copies)
         assert len(cluster.origin.gets) == 1
 
 
@@ -492,7 +500,7 @@ async def test_what_another_node_keeps_never_comes_to_ssd_and_displaces_nothing(
         gets = len(cluster.origin.gets)
         assert gets == len(own) + len(other)
         assert all(here.fetcher.whole(object_id) for object_id in own)
-        catalog = here.store._catalog
+        catalog = here.store.catalog
         held = [object_id for object_id in other if here.fetcher.whole(object_id)]
         assert 5 <= len(held) <= 24
         for object_id in other:
@@ -507,7 +515,7 @@ async def test_what_another_node_keeps_never_comes_to_ssd_and_displaces_nothing(
 
 
 @in_trio
-async def test_borrowed_blocks_that_find_no_room_pass_through_memory(cache_dir: Path) -> None:
+async def test_remote_owned_blocks_that_find_no_room_pass_through_memory(cache_dir: Path) -> None:
     async with nodes(cache_dir, 2, sizes={"ssd": 8 * MIB, "ram": 10 * BLOCK}) as cluster:
         here, there = cluster
         own = [cluster.put_owned_by(here, f"own{n}-", content(n, BLOCK)) for n in range(8)]
@@ -524,7 +532,7 @@ async def test_borrowed_blocks_that_find_no_room_pass_through_memory(cache_dir: 
                 one.release.set()
         await cluster.quiet()
         assert here.metrics.bypassed_blocks == 12  # of ten, eight are its own
-        catalog = here.store._catalog
+        catalog = here.store.catalog
         assert not any(catalog.copies(here.store.object(object_id), 1) for object_id in other)
         assert all(here.fetcher.whole(object_id) for object_id in own)
         assert not await here.fetcher.bring(cluster.origin, own[0])  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cachefs.base.names import ObjectId
 from cachefs.fetch.comparing import SHARE, Sampler
-from cachefs.names import ObjectId
 from tests.fetch.scripted import SOURCE, content, in_trio
 from tests.peers.nodes import Node, Nodes, nodes
 from tests.store.lab import BLOCK, KIB, until

@@ -8,16 +8,27 @@ from functools import partial
 import pytest
 import trio
 
-from cachefs.errors import CachefsError, ObjectChanged
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
+from cachefs.base.errors import CachefsError, ObjectChanged
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
 from cachefs.peers.client import Client
-from cachefs.peers.protocol import Busy, NotShared, PeerFailed
-from cachefs.peers.receiving import LITTLE
+from cachefs.peers.connection import LITTLE
 from cachefs.peers.server import Limits
-from cachefs.peers.wire import Address, Kind
-from tests.peers.exchange import HELLO, KEY, KIB, MIB, Kept, Shelf, asking, content, in_trio, serving, until
+from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
+from tests.peers.exchange import (
+    HANDSHAKE,
+    KEY,
+    KIB,
+    MIB,
+    Kept,
+    PlanStore,
+    asking,
+    content,
+    in_trio,
+    serving,
+    until,
+)
 
 SIZES = [1, 100 * KIB, LITTLE, LITTLE + 1, MIB, MIB + 1, 5 * MIB + 7, 16 * MIB]
 
@@ -26,14 +37,14 @@ SIZES = [1, 100 * KIB, LITTLE, LITTLE + 1, MIB, MIB + 1, 5 * MIB + 7, 16 * MIB]
 @pytest.mark.parametrize("keyed", [False, True])
 @in_trio
 async def test_bytes_arrive_as_they_are(keyed: bool, in_ram: bool) -> None:
-    shelf = Shelf(in_ram=in_ram, pieces=3)
+    plan_store = PlanStore(in_ram=in_ram, pieces=3)
     signer, verifier = (Signer(KEY), Verifier(KEY)) if keyed else (None, None)
     metrics = Metrics()
     client = Client(signer=signer, metrics=metrics)
-    async with serving(shelf, verifier=verifier) as (address, stats):
+    async with serving(plan_store, verifier=verifier) as (address, stats):
         for size in SIZES:
             data = content(size, size)
-            version = shelf.put(data, f"key-{size}")
+            version = plan_store.put(data, f"key-{size}")
             for sink_waits in (True, False):
                 sink = Kept()
                 await client.read(address, asking(version), sink, deadline_s=5, sink_waits=sink_waits)
@@ -47,11 +58,11 @@ async def test_bytes_arrive_as_they_are(keyed: bool, in_ram: bool) -> None:
 
 @in_trio
 async def test_a_part_of_an_object_is_the_blocks_that_were_asked_for() -> None:
-    shelf = Shelf()
+    plan_store = PlanStore()
     data = content(20 * MIB + 5)
-    version = shelf.put(data)
+    version = plan_store.put(data)
     client = Client()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         for start, stop in ((3, 4), (14, 16), (16, 21), (20, 21)):
             sink = Kept()
             await client.read(address, asking(version, start, stop), sink, deadline_s=5)
@@ -61,12 +72,12 @@ async def test_a_part_of_an_object_is_the_blocks_that_were_asked_for() -> None:
 
 @in_trio
 async def test_one_connection_serves_one_after_the_other_and_many_at_once() -> None:
-    shelf = Shelf()
+    plan_store = PlanStore()
     data = content(100 * KIB)
-    version = shelf.put(data)
+    version = plan_store.put(data)
     client = Client()
     connections = set()
-    async with serving(shelf, limits=Limits(connections_per_host=16, in_flight_per_host=16)) as (
+    async with serving(plan_store, limits=Limits(connections_per_host=16, in_flight_per_host=16)) as (
         address,
         stats,
     ):
@@ -91,18 +102,18 @@ async def test_one_connection_serves_one_after_the_other_and_many_at_once() -> N
 
 @in_trio
 async def test_blocks_are_delivered_while_later_ones_are_still_on_their_way_to_the_owner() -> None:
-    shelf = Shelf()
-    shelf.held_back = 2
+    plan_store = PlanStore()
+    plan_store.held_back = 2
     data = content(4 * MIB)
-    version = shelf.put(data)
+    version = plan_store.put(data)
     client = Client()
     sink = Kept()
-    async with serving(shelf) as (address, _), trio.open_nursery() as nursery:
+    async with serving(plan_store) as (address, _), trio.open_nursery() as nursery:
         nursery.start_soon(lambda: client.read(address, asking(version), sink, deadline_s=5))
-        await shelf.waited_for.wait()
+        await plan_store.waited_for.wait()
         await until(lambda: len(sink.parts) == 2)
         assert sink.data == data[: 2 * MIB]
-        shelf.more.set()
+        plan_store.more.set()
     assert sink.data == data
     client.close()
 
@@ -118,34 +129,33 @@ REFUSALS: list[tuple[CachefsError, Kind]] = [
 @pytest.mark.parametrize(("failure", "kind"), REFUSALS)
 @pytest.mark.parametrize("late", [False, True])
 @in_trio
-async def test_what_the_owner_says_is_what_the_asker_hears(
+async def test_what_the_owner_says_is_what_the_requester_hears(
     failure: CachefsError, kind: Kind, late: bool, keyed: bool
 ) -> None:
     """`late`: the owner learns it only while it waits for the first piece."""
-    shelf = Shelf()
-    version = shelf.put(content(MIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(MIB))
     if late:
-        shelf.held_back, shelf.failure_in_body = 0, failure
+        plan_store.held_back, plan_store.failure_in_body = 0, failure
     else:
-        shelf.failure = failure
+        plan_store.failure = failure
     client = Client(signer=Signer(KEY) if keyed else None)
-    async with serving(shelf, verifier=Verifier(KEY) if keyed else None) as (address, _):
+    async with serving(plan_store, verifier=Verifier(KEY) if keyed else None) as (address, _):
         for _ in range(2):
             with pytest.raises(PeerFailed, match=str(failure)) as caught:
                 await client.read(address, asking(version), Kept(), deadline_s=5)
             assert caught.value.kind == kind and caught.value.delivered == 0
-            assert (caught.value.retry_after_s > 0) == (kind == "busy")
         assert len(client._peers[address].idle) == 1  # a refusal costs no connection
         client.close()
 
 
 @in_trio
 async def test_an_owner_that_fails_halfway_breaks_off_and_says_how_far_it_came() -> None:
-    shelf = Shelf()
-    shelf.held_back, shelf.failure_in_body = 2, ObjectChanged("replaced meanwhile")
-    version = shelf.put(content(4 * MIB))
+    plan_store = PlanStore()
+    plan_store.held_back, plan_store.failure_in_body = 2, ObjectChanged("replaced meanwhile")
+    version = plan_store.put(content(4 * MIB))
     client, sink = Client(), Kept()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), sink, deadline_s=5)
     assert caught.value.kind == "reset"
@@ -155,14 +165,14 @@ async def test_an_owner_that_fails_halfway_breaks_off_and_says_how_far_it_came()
 
 @in_trio
 async def test_a_block_that_is_not_what_its_checksum_says_reaches_no_sink() -> None:
-    shelf = Shelf()
-    shelf.shift = 1
+    plan_store = PlanStore()
+    plan_store.shift = 1
     client = Client()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         for size in (100 * KIB, 4 * MIB):
             sink = Kept()
             with pytest.raises(PeerFailed) as caught:
-                await client.read(address, asking(shelf.put(content(size))), sink, deadline_s=5)
+                await client.read(address, asking(plan_store.put(content(size))), sink, deadline_s=5)
             assert caught.value.kind == "corrupt" and caught.value.delivered == 0 and not sink.parts
     client.close()
 
@@ -180,10 +190,10 @@ async def test_what_a_sink_raises_is_raised_and_ends_the_transfer(size: int) -> 
             self.calls += 1
             raise Full
 
-    shelf, sink, client = Shelf(), Sink(), Client()
-    async with serving(shelf) as (address, _):
+    plan_store, sink, client = PlanStore(), Sink(), Client()
+    async with serving(plan_store) as (address, _):
         with pytest.raises(Full):
-            await client.read(address, asking(shelf.put(content(size))), sink, deadline_s=5)
+            await client.read(address, asking(plan_store.put(content(size))), sink, deadline_s=5)
         assert sink.calls == 1
         assert not client._peers
     client.close()
@@ -193,21 +203,21 @@ async def test_what_a_sink_raises_is_raised_and_ends_the_transfer(size: int) -> 
 @in_trio
 async def test_who_gives_up_is_noticed_by_the_owner(held_back: int) -> None:
     """Before the head, and within a body that a thread receives."""
-    shelf = Shelf()
-    shelf.held_back = held_back
-    version = shelf.put(content(8 * MIB))
+    plan_store = PlanStore()
+    plan_store.held_back = held_back
+    version = plan_store.put(content(8 * MIB))
     client, sink = Client(), Kept()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: client.read(address, asking(version), sink, deadline_s=20))
-            await shelf.waited_for.wait()
+            await plan_store.waited_for.wait()
             nursery.cancel_scope.cancel()
         came = len(sink.data)
-        await until(lambda: shelf.closed == 1)
-        assert shelf.cancelled == 1
-        shelf.more.set()
+        await until(lambda: plan_store.closed == 1)
+        assert plan_store.cancelled == 1
+        plan_store.more.set()
         assert len(sink.data) == came <= held_back * MIB
-        shelf.held_back = None
+        plan_store.held_back = None
         await client.read(address, asking(version), sink, deadline_s=20)
     client.close()
 
@@ -228,9 +238,9 @@ async def test_a_sink_is_not_called_after_a_cancelled_read_has_returned() -> Non
             self.go_on.wait(10)
             self.ended += 1
 
-    shelf, sink, client = Shelf(), Slow(), Client()
-    version = shelf.put(content(4 * MIB))
-    async with serving(shelf) as (address, _):
+    plan_store, sink, client = PlanStore(), Slow(), Client()
+    version = plan_store.put(content(4 * MIB))
+    async with serving(plan_store) as (address, _):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: client.read(address, asking(version), sink, deadline_s=5))
             await trio.to_thread.run_sync(sink.inside.wait, 10)
@@ -245,10 +255,10 @@ async def test_a_sink_is_not_called_after_a_cancelled_read_has_returned() -> Non
 
 @in_trio
 async def test_a_read_that_takes_too_long_in_all_ends() -> None:
-    shelf, sink, client = Shelf(), Kept(), Client()
-    shelf.held_back = 1
-    version = shelf.put(content(4 * MIB))
-    async with serving(shelf) as (address, _):
+    plan_store, sink, client = PlanStore(), Kept(), Client()
+    plan_store.held_back = 1
+    version = plan_store.put(content(4 * MIB))
+    async with serving(plan_store) as (address, _):
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), sink, deadline_s=20, total_s=0.2)
         assert caught.value.kind == "timeout" and caught.value.delivered == len(sink.data) == MIB
@@ -257,10 +267,10 @@ async def test_a_read_that_takes_too_long_in_all_ends() -> None:
 
 @in_trio
 async def test_a_connection_that_died_while_idle_is_replaced_unseen() -> None:
-    shelf, client = Shelf(), Client()
+    plan_store, client = PlanStore(), Client()
     data = content(100 * KIB)
-    version = shelf.put(data)
-    async with serving(shelf) as (address, _):
+    version = plan_store.put(data)
+    async with serving(plan_store) as (address, _):
         await client.read(address, asking(version), Kept(), deadline_s=5)
         (_, connection) = client._peers[address].idle[0]
         connection._socket.shutdown(socket.SHUT_RDWR)
@@ -271,15 +281,15 @@ async def test_a_connection_that_died_while_idle_is_replaced_unseen() -> None:
 
 
 @in_trio
-async def test_hello_and_have() -> None:
-    shelf = Shelf()
-    version = shelf.put(content(MIB))
+async def test_handshake_and_have() -> None:
+    plan_store = PlanStore()
+    version = plan_store.put(content(MIB))
     large = ObjectId(version.source, "large", "e", 100 * MIB)
-    shelf.files[large] = shelf.files[version]
+    plan_store.files[large] = plan_store.files[version]
     for signer, verifier in ((None, None), (Signer(KEY), Verifier(KEY))):
         client = Client(signer=signer)
-        async with serving(shelf, verifier=verifier) as (address, _):
-            assert await client.hello(address) == HELLO
+        async with serving(plan_store, verifier=verifier) as (address, _):
+            assert await client.handshake(address) == HANDSHAKE
             assert await client.have(address, asking(large, 0, 40)) == [i % 3 == 0 for i in range(40)]
             with pytest.raises(PeerFailed) as caught:
                 await client.have(address, asking(ObjectId("s", "k", "e", 5)))
@@ -297,45 +307,45 @@ async def test_hello_and_have() -> None:
 )
 @in_trio
 async def test_without_the_key_or_at_the_wrong_time_there_is_nothing(signer: Signer | None) -> None:
-    shelf = Shelf()
-    version = shelf.put(content(MIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(MIB))
     client = Client(signer=signer)
-    async with serving(shelf, verifier=Verifier(KEY)) as (address, stats):
+    async with serving(plan_store, verifier=Verifier(KEY)) as (address, stats):
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), Kept(), deadline_s=5)
         assert caught.value.kind == "refused"
         with pytest.raises(PeerFailed):
-            await client.hello(address)
-        assert shelf.opened == 0 and stats.of("127.0.0.1").turned_away == 2
+            await client.handshake(address)
+        assert plan_store.opened == 0 and stats.of("127.0.0.1").turned_away == 2
     client.close()
 
 
 @in_trio
 async def test_a_peer_without_the_key_is_not_believed() -> None:
-    shelf = Shelf()
-    version = shelf.put(content(MIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(MIB))
     client, sink = Client(signer=Signer(KEY)), Kept()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         with pytest.raises(PeerFailed, match="not signed") as caught:
             await client.read(address, asking(version), sink, deadline_s=5)
         assert caught.value.kind == "refused" and not sink.parts
-        shelf.failure = ObjectChanged("so they say")
+        plan_store.failure = ObjectChanged("so they say")
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), sink, deadline_s=5)
         assert caught.value.kind == "refused"
         with pytest.raises(PeerFailed, match="not signed"):
-            await client.hello(address)
+            await client.handshake(address)
     client.close()
 
 
 @in_trio
 async def test_a_request_for_another_node_is_refused_by_one_that_knows_its_name() -> None:
-    shelf = Shelf()
-    version = shelf.put(content(MIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(MIB))
     client = Client(signer=Signer(KEY))
     names = frozenset({"node-1:7000"})
-    async with serving(shelf, verifier=Verifier(KEY), names=names) as (address, _):
-        assert await client.hello(address) == HELLO  # that is how names are learnt
+    async with serving(plan_store, verifier=Verifier(KEY), names=names) as (address, _):
+        assert await client.handshake(address) == HANDSHAKE  # that is how names are learnt
         with pytest.raises(PeerFailed, match="another node") as caught:
             await client.read(address, asking(version), Kept(), deadline_s=5)
         assert caught.value.kind == "refused"
@@ -368,26 +378,26 @@ async def test_nobody_there() -> None:
 
 @in_trio
 async def test_more_at_once_than_a_server_allows_is_told_to_come_later() -> None:
-    shelf = Shelf()
-    shelf.held_back = 0
-    version = shelf.put(content(MIB))
+    plan_store = PlanStore()
+    plan_store.held_back = 0
+    version = plan_store.put(content(MIB))
     client = Client()
     limits = Limits(in_flight_per_host=2)
-    async with serving(shelf, limits=limits) as (address, _), trio.open_nursery() as nursery:
+    async with serving(plan_store, limits=limits) as (address, _), trio.open_nursery() as nursery:
         for _ in range(2):
             nursery.start_soon(lambda: client.read(address, asking(version), Kept(), deadline_s=20))
-        await until(lambda: shelf.opened == 2)
+        await until(lambda: plan_store.opened == 2)
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), Kept(), deadline_s=5)
-        assert caught.value.kind == "busy" and caught.value.retry_after_s == limits.retry_after_s
-        shelf.more.set()
+        assert caught.value.kind == "busy"
+        plan_store.more.set()
     client.close()
 
 
 @in_trio
 async def test_names_that_are_too_long_or_of_another_block_size_are_refused() -> None:
-    shelf, client = Shelf(), Client()
-    async with serving(shelf) as (address, _):
+    plan_store, client = PlanStore(), Client()
+    async with serving(plan_store) as (address, _):
         with pytest.raises(PeerFailed, match="too long") as caught:
             await client.read(address, asking(ObjectId("s", "k" * 20_000, "e", 5)), Kept(), deadline_s=5)
         assert caught.value.kind == "refused"

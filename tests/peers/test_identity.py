@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs import durable
-from cachefs.peers.identity import FILE, fresh_id, node_id
+from cachefs.base import durable
+from cachefs.peers.node import FILE, fresh_id, node_id
 
 
 def test_an_id_is_made_once_and_kept(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.peers.membership import Member, Membership, Report, Sighting, fingerprint
-from cachefs.peers.wire import VERSION, Address, Hello
+from cachefs.peers.membership import POLL_S, Member, Membership, Sighting, fingerprint
+from cachefs.peers.wire import VERSION, Address, Handshake
 
-ME = Hello("me", VERSION, "g", "f", 1.0, "life", 1 << 20, "s3://a")
+ME = Handshake("me", VERSION, "g", "f", 1.0, "life", 1 << 20, "s3://a")
 OTHER = replace(ME, node="other", life="another")
 HERE, THERE = Address("10.0.0.1", 7070), Address("10.0.0.2", 7070)
 
@@ -21,18 +22,36 @@ HERE, THERE = Address("10.0.0.1", 7070), Address("10.0.0.2", 7070)
 class Scripted:
     """A source that reports what it is told, one report after the other."""
 
-    def __init__(self, *reports: Iterable[Sighting]) -> None:
-        self.reports = reports
+    trouble = ""
 
-    async def run(self, report: Report) -> None:
-        for sightings in self.reports:
-            report(sightings)
-            await trio.lowlevel.checkpoint()
+    def __init__(self, *reports: Iterable[Sighting] | None) -> None:
+        self.reports = list(reports)
+        self.left = False
+
+    async def present(self) -> Iterable[Sighting] | None:
+        return self.reports.pop(0) if self.reports else None
+
+    def heard(self, host: str) -> None: ...
+
+    async def leave(self) -> None:
+        self.left = True
 
 
-def after(*reports: Iterable[Sighting], me: Hello = ME) -> Membership:
-    membership = Membership(Scripted(*reports), me)
-    trio.run(membership.run)
+def after(*reports: Iterable[Sighting] | None, me: Handshake = ME) -> Membership:
+    """A membership after as many polls; then it stops."""
+    return polled(Membership(Scripted(*reports), me))
+
+
+def polled(membership: Membership) -> Membership:
+    source = membership.source
+    assert isinstance(source, Scripted)
+
+    async def main() -> None:
+        with trio.move_on_after(POLL_S * len(source.reports)):
+            await membership.run()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert source.left and not source.reports
     return membership
 
 
@@ -42,13 +61,13 @@ def test_members_and_the_ring_of_them() -> None:
         "me": Member("me", (HERE,), 1.0, "g", "life"),
         "other": Member("other", (THERE,), 3.0, "g", "another"),
     }
-    assert (found.own, found.own_addresses, found.apart) == ({"me"}, {HERE}, {})
+    assert (found.own, found.own_addresses, found.incompatible) == ({"me"}, {HERE}, {})
     assert found.ring.members == {"me": 1.0, "other": 3.0}
     assert found.members["other"].address == THERE
 
 
 @pytest.mark.parametrize(
-    ("hello", "state"),
+    ("handshake", "state"),
     [
         (OTHER, ""),
         (replace(OTHER, weight=0.5), ""),
@@ -62,14 +81,16 @@ def test_members_and_the_ring_of_them() -> None:
         (replace(ME, life="another"), "our id"),
     ],
 )
-def test_who_belongs_and_why_the_others_do_not(hello: Hello | None, state: str) -> None:
-    found = after([Sighting(HERE, ME), Sighting(THERE, hello)])
+def test_who_belongs_and_why_the_others_do_not(handshake: Handshake | None, state: str) -> None:
+    found = after([Sighting(HERE, ME), Sighting(THERE, handshake)])
     assert set(found.members) == ({"me"} if state else {"me", "other"})
-    assert {address: why.state for address, why in found.apart.items()} == ({THERE: state} if state else {})
+    assert {address: why.state for address, why in found.incompatible.items()} == (
+        {THERE: state} if state else {}
+    )
 
 
 @pytest.mark.parametrize(
-    ("hello", "values"),
+    ("handshake", "values"),
     [
         (replace(OTHER, sources="e", block_size=4 << 20), ["4194304", "1048576"]),
         (replace(OTHER, sources="e", shows="s3://b"), ["s3://b", "s3://a"]),
@@ -79,10 +100,10 @@ def test_who_belongs_and_why_the_others_do_not(hello: Hello | None, state: str) 
     ],
 )
 def test_who_should_share_and_cannot_is_told_of_once_with_both_values(
-    caplog: pytest.LogCaptureFixture, hello: Hello | None, values: list[str]
+    caplog: pytest.LogCaptureFixture, handshake: Handshake | None, values: list[str]
 ) -> None:
-    membership = Membership(Scripted(*[[Sighting(HERE, ME), Sighting(THERE, hello)]] * 3), ME)
-    trio.run(membership.run)
+    membership = Membership(Scripted(*[[Sighting(HERE, ME), Sighting(THERE, handshake)]] * 3), ME)
+    polled(membership)
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == bool(values)
     assert all(value in told[0] for value in [*values, str(THERE)] if values)
@@ -92,7 +113,7 @@ def test_who_answers_and_is_not_trusted_is_told_of_until_he_is(caplog: pytest.Lo
     refused = [Sighting(HERE, ME), Sighting(THERE, None, "another key")]
     again = [Sighting(HERE, ME), Sighting(THERE, None, "the clock is 31 s off")]
     membership = after(refused, again)
-    assert membership.apart[THERE].state == "refused" and "31 s" in membership.apart[THERE].why
+    assert membership.incompatible[THERE].state == "refused" and "31 s" in membership.incompatible[THERE].why
     assert [r.levelname for r in caplog.records if r.levelname != "INFO"] == ["WARNING"]
     assert "other" in after(refused, [Sighting(HERE, ME), Sighting(THERE, OTHER)]).members
 
@@ -132,6 +153,11 @@ def test_a_node_listed_twice_knows_both_addresses() -> None:
     assert found.own == {"me"} and found.own_addresses == {HERE, Address("node1", 7070)}
 
 
+def test_while_a_source_knows_nothing_yet_members_stay() -> None:
+    found = after([Sighting(HERE, ME), Sighting(THERE, OTHER)], None)
+    assert set(found.members) == {"me", "other"}
+
+
 def test_changes_are_told_once() -> None:
     told: list[set[str]] = []
     source = Scripted(
@@ -144,18 +170,18 @@ def test_changes_are_told_once() -> None:
         [Sighting(HERE, ME)],
     )
     membership = Membership(source, ME, lambda: told.append(set(membership.members)))
-    trio.run(membership.run)
+    polled(membership)
     assert told == [{"me"}, {"me"}, {"me", "other"}, {"me", "other"}, {"me"}]
 
 
 def test_another_self_is_recognised_from_the_next_report_on() -> None:
     membership = after([Sighting(HERE, ME), Sighting(THERE, replace(ME, life="copy"))])
-    assert membership.own_addresses == {HERE} and membership.apart[THERE].state == "our id"
+    assert membership.own_addresses == {HERE} and membership.incompatible[THERE].state == "our id"
     fresh = replace(ME, node="fresh")
     membership.become(Scripted([Sighting(HERE, fresh), Sighting(THERE, replace(ME, life="copy"))]), fresh)
-    trio.run(membership.run)
+    polled(membership)
     assert membership.own == {"fresh"} and membership.own_addresses == {HERE}
-    assert set(membership.members) == {"fresh", "me"} and not membership.apart
+    assert set(membership.members) == {"fresh", "me"} and not membership.incompatible
 
 
 SIGHTINGS = st.lists(
@@ -164,7 +190,7 @@ SIGHTINGS = st.lists(
         st.builds(Address, st.sampled_from(["a", "b", "fd00::1"]), st.integers(1, 3)),
         st.none()
         | st.builds(
-            Hello,
+            Handshake,
             st.sampled_from(["me", "x"]),
             st.sampled_from([VERSION, 9]),
             st.sampled_from(["g", "h"]),
@@ -183,12 +209,14 @@ SIGHTINGS = st.lists(
 @given(st.lists(SIGHTINGS, max_size=5))
 def test_the_last_report_is_what_holds(reports: list[list[Sighting]]) -> None:
     found, alone = after(*reports), after(reports[-1] if reports else [])
-    assert (found.members, found.own, found.apart) == (alone.members, alone.own, alone.apart)
+    assert (found.members, found.own, found.incompatible) == (alone.members, alone.own, alone.incompatible)
     assert found.own <= found.members.keys()
     assert found.ring.members == {name: member.weight for name, member in found.members.items()}
     places = [address for member in found.members.values() for address in member.addresses]
-    assert len(set(places)) == len(places) and not found.apart.keys() & set(places)
-    assert {*places, *found.apart} <= {sighting.address for sighting in (reports[-1] if reports else [])}
+    assert len(set(places)) == len(places) and not found.incompatible.keys() & set(places)
+    assert {*places, *found.incompatible} <= {
+        sighting.address for sighting in (reports[-1] if reports else [])
+    }
 
 
 def test_a_fingerprint_is_of_the_set_of_sources_and_the_block_size() -> None:

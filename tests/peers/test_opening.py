@@ -8,21 +8,22 @@ import pytest
 import trio
 
 from cachefs.peers.etcd import Registry
+from cachefs.peers.listed import Dns
 from cachefs.peers.membership import Membership
-from cachefs.peers.opening import _narrowed, open_source
-from cachefs.peers.places import parse_peers
-from cachefs.peers.wire import VERSION, Address, Hello
+from cachefs.peers.node import open_source
+from cachefs.peers.settings import parse_peers
+from cachefs.peers.wire import VERSION, Address, Handshake
 
-ME = Hello("me", VERSION, "g", "f", 1.0)
+ME = Handshake("me", VERSION, "g", "f", 1.0)
 
 
 @pytest.mark.parametrize("text", ["static:localhost:7070,localhost:7071", "dns:localhost:7070"])
 def test_a_node_finds_itself_and_the_others(text: str) -> None:
     asked: list[tuple[str, int]] = []
 
-    async def identify(host: str, port: int) -> Hello:
+    async def identify(host: str, port: int) -> Handshake:
         asked.append((host, port))
-        return Hello("other", VERSION, "g", "f", 2.0)
+        return Handshake("other", VERSION, "g", "f", 2.0)
 
     async def main() -> None:
         source = open_source(parse_peers(text), ME, Address("0.0.0.0", 7070), identify, random.Random(1))
@@ -42,7 +43,7 @@ def test_a_node_finds_itself_and_the_others(text: str) -> None:
 
 
 def test_etcd_is_a_registry() -> None:
-    async def identify(host: str, port: int) -> Hello:
+    async def identify(host: str, port: int) -> Handshake:
         raise AssertionError("who registers says who it is")
 
     source = open_source(
@@ -68,5 +69,5 @@ def test_a_name_means_the_family_that_is_listened_on(
     async def resolve(name: str, port: int) -> list[str]:
         return found
 
-    narrowed = _narrowed(resolve, Address(listen, 7070) if listen else None)
-    assert trio.run(narrowed, "svc", 7070) == kept
+    look = Dns("svc", 7070, resolve, Address(listen, 7070) if listen else None)
+    assert [address.host for address in trio.run(look)] == kept

@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.names import ObjectId
-from cachefs.origin.bucket import TransferRate
-from cachefs.peers import pace
+from cachefs.base.names import ObjectId
+from cachefs.origin.rates import TransferRate
+from cachefs.peers import health
 from cachefs.peers.client import Client
-from cachefs.peers.pace import FLOOR_S, TIMES, Pace
-from cachefs.peers.protocol import PeerFailed
+from cachefs.peers.health import FLOOR_S, TIMES, Pace
+from cachefs.peers.wire import PeerFailed
 from tests.fetch.scripted import content
 from tests.peers.exchange import KIB, MIB, Kept, asking, in_jumping_time, in_trio, scripted
 from tests.peers.nodes import BLOCK, nodes
@@ -137,7 +137,7 @@ async def test_a_peer_on_a_slow_network_is_waited_for_as_long_as_the_origin_woul
 async def test_what_came_before_a_long_body_became_slow_is_kept(
     monkeypatch: pytest.MonkeyPatch, drop: int, every_s: float
 ) -> None:
-    monkeypatch.setattr(pace, "FLOOR_S", 0.5)
+    monkeypatch.setattr(health, "FLOOR_S", 0.5)
     data, client, sink = content(1, 16 * MIB), Client(), Kept()
     async with scripted(dripping(data, MIB, drop, every_s, at_once=2 * MIB + 500)) as address:
         with pytest.raises(PeerFailed) as caught:
@@ -150,7 +150,7 @@ async def test_what_came_before_a_long_body_became_slow_is_kept(
 
 @in_trio
 async def test_a_sink_that_is_slow_is_not_the_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "FLOOR_S", 0.3)
+    monkeypatch.setattr(health, "FLOOR_S", 0.3)
 
     class Slow(Kept):
         def write_block(self, data: memoryview, checksum: int) -> None:
@@ -172,7 +172,7 @@ async def test_a_sink_that_is_slow_is_not_the_peers_fault(monkeypatch: pytest.Mo
 async def test_the_origin_takes_over_the_rest_and_the_slow_peer_is_left_alone(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, drop: int
 ) -> None:
-    monkeypatch.setattr(pace, "FLOOR_S", 0.5)
+    monkeypatch.setattr(health, "FLOOR_S", 0.5)
     async with nodes(cache_dir, 2, deadline_s=15.0) as cluster:
         slow, reader = cluster
         cluster.origin.transfer_rate = 50e6
@@ -203,7 +203,7 @@ async def test_a_slow_network_leaves_the_peer_healthy(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both send 400 KB/s."""
-    monkeypatch.setattr(pace, "FLOOR_S", 0.3)
+    monkeypatch.setattr(health, "FLOOR_S", 0.3)
     async with nodes(cache_dir, 2) as cluster:
         slow, reader = cluster
         cluster.origin.transfer_rate = 400e3

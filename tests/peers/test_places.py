@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.peers.places import (
+from cachefs.peers.settings import (
     DnsPeers,
     Endpoint,
     EtcdPeers,

@@ -10,11 +10,11 @@ import pytest
 import trio
 import xxhash
 
-from cachefs.names import ObjectId
-from cachefs.peers import receiving
-from cachefs.peers.heads import Head
-from cachefs.peers.pace import Pace
-from cachefs.peers.receiving import LITTLE, Checked, Delivery, Receiver
+from cachefs.base.http1 import Reply
+from cachefs.base.names import ObjectId
+from cachefs.peers import connection
+from cachefs.peers.connection import LITTLE, Checked, Delivery, Receiver
+from cachefs.peers.health import Pace
 from cachefs.peers.wire import CHECKSUM, BlockRequest
 from tests.peers.exchange import KIB, content, in_trio
 
@@ -43,7 +43,7 @@ class Line:
     address = "peer"
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.read, self.lent, self.returned = data, 0, 0, 0
+        self.data, self.read, self.passthrough, self.returned = data, 0, 0, 0
 
     def fill(self, view: memoryview) -> None:
         block = self.data[self.read * BLOCK : (self.read + 1) * BLOCK]
@@ -57,17 +57,17 @@ class Line:
     def received(self) -> int:
         return self.read * BLOCK
 
-    def lend(self, silence_s: float) -> None:
-        self.lent += 1
+    def hand_over(self, silence_s: float) -> None:
+        self.passthrough += 1
 
-    def give_back(self) -> None:
+    def take_back(self) -> None:
         self.returned += 1
 
 
-def asked(blocks: int) -> tuple[Any, BlockRequest, Head]:
+def asked(blocks: int) -> tuple[Any, BlockRequest, Reply]:
     data = content(blocks * BLOCK)
     request = BlockRequest(ObjectId("s", "k", "e", len(data)), 0, blocks, BLOCK)
-    return Line(data), request, Head(200, request.body_length(False), "", 0, False)
+    return Line(data), request, Reply(200, {}, request.body_length(False), False, 0)
 
 
 FEW, MANY = LITTLE // BLOCK, LITTLE // BLOCK + 1
@@ -98,7 +98,7 @@ async def test_a_sink_that_raised_is_called_no_more_and_nothing_is_read_for_it(
         await Receiver().blocks(
             line, head, request, None, Delivery(sink), silence_s=5, sink_waits=sink_waits, pace=Pace()
         )
-    assert sink.blocks == 2 and line.read == 2 and line.lent == line.returned == (blocks == MANY)
+    assert sink.blocks == 2 and line.read == 2 and line.passthrough == line.returned == (blocks == MANY)
     line, request, head = asked(blocks)
     sink = Sink()
     delivery = Delivery(sink)
@@ -124,7 +124,7 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
         await trio.sleep_forever()
 
     with monkeypatch.context() as patch:
-        patch.setattr(receiving.trio.to_thread, "run_sync", later)
+        patch.setattr(connection.trio.to_thread, "run_sync", later)
         async with trio.open_nursery() as nursery:
             take = Receiver().blocks
             nursery.start_soon(
@@ -134,7 +134,7 @@ async def test_a_thread_that_begins_after_its_reader_has_gone_touches_nothing(
             )
             await reached.wait()
             nursery.cancel_scope.cancel()
-    assert line.lent == line.returned == 1
+    assert line.passthrough == line.returned == 1
     thread = threading.Thread(target=called[0])
     thread.start()
     thread.join(30)

@@ -130,14 +130,14 @@ def test_what_a_leaver_had_is_spread_over_the_rest() -> None:
     gone, *rest = members
     ring = Ring(members)
     rng = random.Random(3)
-    heirs: Counter[str] = Counter()
+    successors: Counter[str] = Counter()
     for _ in range(30_000):
         first, second = ring.owners(rng.randbytes(16), 0, 2)
         if first == gone:
-            heirs[second] += 1
-    assert set(heirs) == set(rest)
-    assert 4500 < heirs.total() < 5500
-    assert max(heirs.values()) < 1.2 * min(heirs.values())
+            successors[second] += 1
+    assert set(successors) == set(rest)
+    assert 4500 < successors.total() < 5500
+    assert max(successors.values()) < 1.2 * min(successors.values())
 
 
 def test_extents_of_one_object_are_spread() -> None:

@@ -15,21 +15,23 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cachefs.base.http1 import MAX_HEAD_BYTES
 from cachefs.peers import sending
 from cachefs.peers.auth import Signer, Verifier
 from cachefs.peers.client import Client
+from cachefs.peers.health import MAX_PEERS, PeerTable
 from cachefs.peers.server import Limits
-from cachefs.peers.stats import MAX_PEERS, PeerTable
-from cachefs.peers.wire import BLOCKS, MAX_HEAD_BYTES, Address
+from cachefs.peers.wire import BLOCKS, Address
+from tests.conftest import examples
 from tests.peers.exchange import (
-    HELLO as NODE,
+    HANDSHAKE as NODE,
 )
 from tests.peers.exchange import (
     KEY,
     KIB,
     MIB,
     Kept,
-    Shelf,
+    PlanStore,
     asking,
     content,
     in_jumping_time,
@@ -73,7 +75,10 @@ BAD = {
         400,
     ),
     "many headers": (
-        LINE + b"Host: a\r\nConnection: close\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(40)) + b"\r\n",
+        LINE
+        + b"Host: a\r\nConnection: close\r\n"
+        + b"".join(b"x%d: y\r\n" % i for i in range(140))
+        + b"\r\n",
         431,
     ),
     "a long target": (b"GET /" + b"x" * 15_000 + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 400),
@@ -84,17 +89,17 @@ BAD = {
 @in_jumping_time
 async def test_what_is_no_request_gets_a_refusal(what: str) -> None:
     request, status = BAD[what]
-    shelf = Shelf()
-    async with serving(shelf) as (address, stats):
+    plan_store = PlanStore()
+    async with serving(plan_store) as (address, stats):
         assert status_of(await said(address, request)) == status
         assert status_of(await said(address, GOOD)) == 200
         assert stats.of("127.0.0.1").turned_away == 1
-    assert shelf.opened == 0
+    assert plan_store.opened == 0
 
 
 @in_jumping_time
 async def test_a_head_without_end_is_cut_off() -> None:
-    async with serving(Shelf()) as (address, _):
+    async with serving(PlanStore()) as (address, _):
         reply = await said(address, LINE + b"x: " + b"y" * (MAX_HEAD_BYTES + 100))
         assert not reply or status_of(reply) == 431
 
@@ -102,7 +107,7 @@ async def test_a_head_without_end_is_cut_off() -> None:
 @in_jumping_time
 async def test_a_head_that_comes_too_slowly_is_not_waited_for() -> None:
     limits = Limits(head_s=5, idle_s=60)
-    async with serving(Shelf(), limits=limits) as (address, _):
+    async with serving(PlanStore(), limits=limits) as (address, _):
         async with await trio.open_tcp_stream(*address) as stream:
             begun = trio.current_time()
             try:
@@ -119,7 +124,7 @@ async def test_a_head_that_comes_too_slowly_is_not_waited_for() -> None:
 
 @in_jumping_time
 async def test_a_stranger_holds_a_connection_for_seconds() -> None:
-    async with serving(Shelf(), verifier=Verifier(KEY)) as (address, _):
+    async with serving(PlanStore(), verifier=Verifier(KEY)) as (address, _):
         for request, status in ((b"", None), (GOOD, 401)):
             begun = trio.current_time()
             reply = await said(address, request)
@@ -134,7 +139,7 @@ async def test_a_stranger_holds_a_connection_for_seconds() -> None:
 
 @in_jumping_time
 async def test_many_requests_on_one_connection_each_get_their_time() -> None:
-    async with serving(Shelf()) as (address, _), await trio.open_tcp_stream(*address) as stream:
+    async with serving(PlanStore()) as (address, _), await trio.open_tcp_stream(*address) as stream:
         for _ in range(5):
             await stream.send_all(GOOD)
             received = b""
@@ -146,7 +151,7 @@ async def test_many_requests_on_one_connection_each_get_their_time() -> None:
 @in_jumping_time
 async def test_connections_are_bounded_for_each_host() -> None:
     limits = Limits(connections_per_host=3)
-    async with serving(Shelf(), limits=limits) as (address, stats):
+    async with serving(PlanStore(), limits=limits) as (address, stats):
         streams = [await trio.open_tcp_stream(*address) for _ in range(3)]
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert await said(address, b"") == b""
@@ -165,23 +170,23 @@ async def test_connections_are_bounded_for_each_host() -> None:
 async def test_who_does_not_take_a_reply_loses_it(in_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing taken for ten seconds, or so little at a time that two minutes are not enough."""
     monkeypatch.setattr(sending, "PATIENCE_S", 0.0)  # of a thread, whose time does not jump
-    shelf = Shelf()
-    version = shelf.put(content(16 * MIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(16 * MIB))
     target = asking(version).target(BLOCKS)
-    async with serving(shelf, send_buffer=64 * KIB) as (address, stats):
+    async with serving(plan_store, send_buffer=64 * KIB) as (address, stats):
         sock = trio.socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
         await sock.connect(address)
         stream = trio.SocketStream(sock)
         begun = trio.current_time()
         await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
-        while in_bits and not shelf.closed:
+        while in_bits and not plan_store.closed:
             try:
                 await stream.receive_some(64 * KIB)
             except trio.BrokenResourceError:
                 break
             await trio.sleep(2)
-        while not shelf.closed:  # noqa: ASYNC110
+        while not plan_store.closed:  # noqa: ASYNC110
             await trio.sleep(1)
         waited_s = trio.current_time() - begun
         assert 119 < waited_s < 130 if in_bits else 9 < waited_s < 15
@@ -191,11 +196,11 @@ async def test_who_does_not_take_a_reply_loses_it(in_bits: bool, monkeypatch: py
 
 @in_trio
 async def test_who_takes_nothing_holds_no_thread() -> None:
-    shelf, client, sink = Shelf(), Client(), Kept()
+    plan_store, client, sink = PlanStore(), Client(), Kept()
     data = content(16 * MIB)
-    version = shelf.put(data)
+    version = plan_store.put(data)
     target = asking(version).target(BLOCKS)
-    async with serving(shelf, limits=Limits(threads=1), send_buffer=64 * KIB) as (address, stats):
+    async with serving(plan_store, limits=Limits(threads=1), send_buffer=64 * KIB) as (address, stats):
         stuck = [await trio.open_tcp_stream(*address) for _ in range(3)]
         for stream in stuck:
             await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
@@ -211,10 +216,10 @@ async def test_who_takes_nothing_holds_no_thread() -> None:
 @in_trio
 async def test_a_little_reply_that_is_taken_in_bits_comes_whole() -> None:
     """Head, block and check are one call, which takes what there is room for."""
-    shelf, client, sink = Shelf(), Client(), Kept()
+    plan_store, client, sink = PlanStore(), Client(), Kept()
     data = content(100 * KIB)
-    version = shelf.put(data)
-    async with serving(shelf, send_buffer=4 * KIB) as (address, stats):
+    version = plan_store.put(data)
+    async with serving(plan_store, send_buffer=4 * KIB) as (address, stats):
         for _ in range(3):
             await client.read(address, asking(version), sink, deadline_s=20)
         assert sink.data == 3 * data and stats.of("127.0.0.1").served == 3
@@ -223,29 +228,29 @@ async def test_a_little_reply_that_is_taken_in_bits_comes_whole() -> None:
 
 @in_trio
 async def test_who_hangs_up_within_a_body_leaves_nothing_behind() -> None:
-    shelf = Shelf()
-    version = shelf.put(content(16 * MIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(16 * MIB))
     target = asking(version).target(BLOCKS)
-    async with serving(shelf) as (address, stats):
+    async with serving(plan_store) as (address, stats):
         async with await trio.open_tcp_stream(*address) as stream:
             await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
             assert await stream.receive_some(1000)
-        await until(lambda: shelf.closed == 1)
+        await until(lambda: plan_store.closed == 1)
         assert stats.of("127.0.0.1").served == 0
 
 
 @in_trio
 async def test_a_body_is_what_the_protocol_says() -> None:
     """Read by hand, so that client and server cannot agree on something else."""
-    shelf = Shelf()
+    plan_store = PlanStore()
     data = content(MIB + 3)
-    version = shelf.put(data)
+    version = plan_store.put(data)
     target = asking(version).target(BLOCKS)
     request = f"GET {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
     expected = b"".join(
         block + struct.pack(">Q", xxhash.xxh3_64_intdigest(block)) for block in (data[:MIB], data[MIB:])
     )
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         head, _, body = (await said(address, request)).partition(b"\r\n\r\n")
         assert b"content-length: %d" % len(expected) in head.lower()
         assert body == expected
@@ -253,11 +258,11 @@ async def test_a_body_is_what_the_protocol_says() -> None:
 
 @in_trio
 async def test_a_signed_request_that_is_played_again_gets_nothing() -> None:
-    shelf = Shelf()
-    version = shelf.put(content(5))
+    plan_store = PlanStore()
+    version = plan_store.put(content(5))
     signer = Signer(KEY)
     target = asking(version).target(BLOCKS)
-    async with serving(shelf, verifier=Verifier(KEY)) as (address, _):
+    async with serving(plan_store, verifier=Verifier(KEY)) as (address, _):
         signed = signer.sign("GET", target, str(address))
         request = (
             f"GET {target} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
@@ -266,36 +271,36 @@ async def test_a_signed_request_that_is_played_again_gets_nothing() -> None:
         assert status_of(await said(address, request)) == 200
         assert status_of(await said(address, request)) == 401
         assert status_of(await said(address, request.replace(b"stop=1", b"stop=2"))) == 401
-    assert shelf.opened == 1
+    assert plan_store.opened == 1
 
 
 @in_trio
 async def test_a_fault_of_ours_costs_one_connection(caplog: pytest.LogCaptureFixture) -> None:
-    shelf = Shelf()
-    version = shelf.put(content(100 * KIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(100 * KIB))
 
     def broken(request: object, peer: str, background: bool = False) -> None:
         raise ZeroDivisionError
 
-    good, shelf.open = shelf.open, broken  # type: ignore[method-assign, assignment]
+    good, plan_store.open = plan_store.open, broken  # type: ignore[method-assign, assignment]
     client, sink = Client(), Kept()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         with pytest.raises(Exception, match="hung up"):
             await client.read(address, asking(version), sink, deadline_s=5)
         assert "ZeroDivisionError" in caplog.text
-        shelf.open = good  # type: ignore[method-assign]
+        plan_store.open = good  # type: ignore[method-assign]
         await client.read(address, asking(version), sink, deadline_s=5)
     client.close()
 
 
 @in_trio
 async def test_a_file_that_became_shorter_breaks_the_reply_off() -> None:
-    shelf = Shelf()
-    version = shelf.put(content(100 * KIB))
-    os.truncate(shelf.files[version][0], 1000)
+    plan_store = PlanStore()
+    version = plan_store.put(content(100 * KIB))
+    os.truncate(plan_store.files[version][0], 1000)
     client, sink = Client(), Kept()
-    async with serving(shelf) as (address, _):
-        for shelf.in_ram in (True, False):
+    async with serving(plan_store) as (address, _):
+        for plan_store.in_ram in (True, False):
             with pytest.raises(Exception, match="hung up"):
                 await client.read(address, asking(version), sink, deadline_s=5)
     assert not sink.parts
@@ -329,12 +334,12 @@ TALK = st.lists(st.one_of(WORDS, st.binary(max_size=50)), max_size=12)
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(talk=TALK)
 def test_whatever_is_said_the_server_goes_on(keyed: bool, talk: list[bytes]) -> None:
     async def main() -> None:
-        shelf = Shelf()
-        async with serving(shelf, verifier=Verifier(KEY) if keyed else None) as (address, _):
+        plan_store = PlanStore()
+        async with serving(plan_store, verifier=Verifier(KEY) if keyed else None) as (address, _):
             async with await trio.open_tcp_stream(*address) as stream:
                 try:
                     for part in talk:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trustme
 
-from cachefs.config import Config, Source
-from cachefs.errors import ConfigError
-from cachefs.options import WEIGHT
+from cachefs.base.errors import ConfigError
+from cachefs.config.config import Config, Source
+from cachefs.config.options import WEIGHT
 from cachefs.peers.settings import NEED_PEERS, settings
 
 ALONE = Config(sources=(Source("", "file:///x"),), mountpoint=Path("/mnt"))

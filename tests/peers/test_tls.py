@@ -12,18 +12,17 @@ import pytest
 import trio
 import trustme
 
-from cachefs.errors import ConfigError
+from cachefs.base.errors import ConfigError
 from cachefs.peers.auth import Signer, Verifier, check_listen, client_tls, server_tls
 from cachefs.peers.client import Client
-from cachefs.peers.protocol import PeerFailed
-from cachefs.peers.wire import Address
+from cachefs.peers.wire import Address, PeerFailed
 from tests.peers.exchange import (
-    HELLO,
+    HANDSHAKE,
     KEY,
     KIB,
     MIB,
     Kept,
-    Shelf,
+    PlanStore,
     asking,
     content,
     in_jumping_time,
@@ -66,21 +65,21 @@ def strangers(tmp_path: Path) -> Cluster:
 @pytest.mark.parametrize("keyed", [False, True])
 @in_trio
 async def test_bytes_arrive_as_they_are(cluster: Cluster, keyed: bool, in_ram: bool) -> None:
-    shelf = Shelf(in_ram=in_ram)
+    plan_store = PlanStore(in_ram=in_ram)
     client = Client(tls=cluster.client(), signer=Signer(KEY) if keyed else None)
     connections = set()
-    async with serving(shelf, tls=cluster.server(), verifier=Verifier(KEY) if keyed else None) as (
+    async with serving(plan_store, tls=cluster.server(), verifier=Verifier(KEY) if keyed else None) as (
         address,
         _,
     ):
         for size in (1, 100 * KIB, 3 * MIB + 7, 16 * MIB):
             data = content(size, size)
             sink = Kept()
-            await client.read(address, asking(shelf.put(data, f"{size}")), sink, deadline_s=10)
+            await client.read(address, asking(plan_store.put(data, f"{size}")), sink, deadline_s=10)
             assert sink.data == data
             connections |= {connection for _, connection in client._peers[address].idle}
         assert len(connections) == 1
-        await client.hello(address)
+        await client.handshake(address)
     client.close()
 
 
@@ -93,31 +92,31 @@ async def test_whoever_has_no_certificate_of_the_ca_is_not_served(
     nobody.check_hostname = False
     half = strangers.client()
     half.load_verify_locations(cluster.ca)  # believes our server, but has a certificate of somebody else
-    shelf = Shelf()
-    version = shelf.put(content(100 * KIB))
-    async with serving(shelf, tls=cluster.server()) as (address, _):
+    plan_store = PlanStore()
+    version = plan_store.put(content(100 * KIB))
+    async with serving(plan_store, tls=cluster.server()) as (address, _):
         for context in (nobody, half, None):
             client, sink = Client(tls=context), Kept()
             with pytest.raises(PeerFailed) as caught:
                 await client.read(address, asking(version), sink, deadline_s=5)
             assert caught.value.kind in ("refused", "reset") and not sink.parts
             client.close()
-    assert shelf.opened == 0
+    assert plan_store.opened == 0
 
 
 @in_trio
 async def test_a_server_of_another_ca_is_not_believed(cluster: Cluster, strangers: Cluster) -> None:
-    shelf = Shelf()
-    version = shelf.put(content(100 * KIB))
+    plan_store = PlanStore()
+    version = plan_store.put(content(100 * KIB))
     client, sink = Client(tls=cluster.client()), Kept()
-    async with serving(shelf, tls=strangers.server()) as (address, _):
+    async with serving(plan_store, tls=strangers.server()) as (address, _):
         with pytest.raises(PeerFailed, match="TLS") as caught:
             await client.read(address, asking(version), sink, deadline_s=5)
         assert caught.value.kind == "refused"
-    async with serving(shelf) as (address, _):  # one without TLS at all
+    async with serving(plan_store) as (address, _):  # one without TLS at all
         with pytest.raises(PeerFailed):
             await client.read(address, asking(version), sink, deadline_s=5)
-    assert shelf.opened == 0
+    assert plan_store.opened == 0
     client.close()
 
 
@@ -130,7 +129,7 @@ async def test_what_follows_a_reply_in_one_record_is_not_taken_for_the_next(clus
         with suppress(trio.BrokenResourceError):  # the client hangs up without TLS's goodbye
             while await stream.receive_some():
                 asked += 1
-                said = HELLO.pack() if asked == 1 else replace(HELLO, node="another").pack()
+                said = HANDSHAKE.pack() if asked == 1 else replace(HANDSHAKE, node="another").pack()
                 reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said)
                 await stream.send_all(reply * 2)
 
@@ -139,24 +138,24 @@ async def test_what_follows_a_reply_in_one_record_is_not_taken_for_the_next(clus
         listener = (await trio.open_ssl_over_tcp_listeners(0, cluster.server(), host="127.0.0.1"))[0]
         nursery.start_soon(partial(trio.serve_listeners, answer, [listener]))
         address = Address(*listener.transport_listener.socket.getsockname())
-        assert [(await client.hello(address)).node for _ in range(2)] == [HELLO.node, "another"]
+        assert [(await client.handshake(address)).node for _ in range(2)] == [HANDSHAKE.node, "another"]
         nursery.cancel_scope.cancel()
     client.close()
 
 
 @in_trio
 async def test_who_gives_up_is_noticed(cluster: Cluster) -> None:
-    shelf = Shelf()
-    shelf.held_back = 2
-    version = shelf.put(content(8 * MIB))
+    plan_store = PlanStore()
+    plan_store.held_back = 2
+    version = plan_store.put(content(8 * MIB))
     client, sink = Client(tls=cluster.client()), Kept()
-    async with serving(shelf, tls=cluster.server()) as (address, _):
+    async with serving(plan_store, tls=cluster.server()) as (address, _):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: client.read(address, asking(version), sink, deadline_s=20))
-            await shelf.waited_for.wait()
+            await plan_store.waited_for.wait()
             nursery.cancel_scope.cancel()
-        await until(lambda: shelf.closed == 1)
-        assert shelf.cancelled == 1
+        await until(lambda: plan_store.closed == 1)
+        assert plan_store.cancelled == 1
     client.close()
 
 
@@ -169,7 +168,7 @@ async def test_a_listener_that_only_connects_is_not_waited_for(cluster: Cluster)
     client = Client(tls=cluster.client())
     with pytest.raises(PeerFailed) as caught:
         address = Address("127.0.0.1", listener.socket.getsockname()[1])
-        await client.hello(address, deadline_s=0.1)
+        await client.handshake(address, deadline_s=0.1)
     assert caught.value.kind == "timeout"
     await listener.aclose()
     client.close()
@@ -177,7 +176,7 @@ async def test_a_listener_that_only_connects_is_not_waited_for(cluster: Cluster)
 
 @in_jumping_time
 async def test_who_connects_and_never_shakes_hands_is_not_waited_for(cluster: Cluster) -> None:
-    async with serving(Shelf(), tls=cluster.server()) as (address, _):
+    async with serving(PlanStore(), tls=cluster.server()) as (address, _):
         begun = trio.current_time()
         async with await trio.open_tcp_stream(*address) as stream:
             assert await stream.receive_some() == b""

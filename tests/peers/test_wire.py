@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.peers.wire import (
     BLOCKS,
     MAX_TARGET_BYTES,
     Address,
     BlockRequest,
-    Hello,
+    Handshake,
     Malformed,
     pack_bitmap,
     parse_bitmap,
@@ -129,10 +129,10 @@ def test_a_bitmap_is_read_as_it_was_written(held: list[bool]) -> None:
         parse_bitmap(body + b"\0", len(held))
 
 
-def test_a_hello_is_read_as_it_was_written() -> None:
-    hello = Hello("node", 1, "group", "sources", 0.0)
-    assert Hello.parse(hello.pack()) == hello
-    assert Hello.parse(hello.pack()[:-1] + b', "later": []}') == hello
+def test_a_handshake_is_read_as_it_was_written() -> None:
+    handshake = Handshake("node", 1, "group", "sources", 0.0)
+    assert Handshake.parse(handshake.pack()) == handshake
+    assert Handshake.parse(handshake.pack()[:-1] + b', "later": []}') == handshake
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_hello_is_read_as_it_was_written() -> None:
         b"\xff\xfe",
     ],
 )
-def test_what_is_no_hello_is_refused(body: bytes) -> None:
+def test_what_is_no_handshake_is_refused(body: bytes) -> None:
     with pytest.raises(Malformed):
-        Hello.parse(body)
+        Handshake.parse(body)
 
 
 def test_addresses_are_said_as_a_host_header_has_them() -> None:

@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
-from cachefs.errors import ObjectChanged
+from cachefs.base.errors import ObjectChanged
 from cachefs.peers.auth import Signer, Verifier
 from cachefs.peers.client import SILENCE_S, Client
-from cachefs.peers.protocol import PeerFailed
+from cachefs.peers.wire import PeerFailed
 from tests.peers.exchange import (
     KEY,
     KIB,
     MIB,
     Kept,
-    Shelf,
+    PlanStore,
     asking,
     content,
     in_jumping_time,
@@ -31,16 +31,16 @@ DATA = content(100 * KIB)
 @pytest.mark.parametrize("key", [None, KEY])
 @in_jumping_time
 async def test_a_slow_owner_is_waited_for_far_beyond_the_deadline(key: object) -> None:
-    shelf = Shelf()
-    shelf.held_back = 0
-    version = shelf.put(DATA)
+    plan_store = PlanStore()
+    plan_store.held_back = 0
+    version = plan_store.put(DATA)
     signer, verifier = (Signer(KEY), Verifier(KEY)) if key else (None, None)
     client, sink = Client(signer=signer), Kept()
-    async with serving(shelf, verifier=verifier) as (address, _), trio.open_nursery() as nursery:
+    async with serving(plan_store, verifier=verifier) as (address, _), trio.open_nursery() as nursery:
 
         async def later() -> None:
             await trio.sleep(20)
-            shelf.more.set()
+            plan_store.more.set()
 
         nursery.start_soon(later)
         begun = trio.current_time()
@@ -54,12 +54,12 @@ async def test_a_slow_owner_is_waited_for_far_beyond_the_deadline(key: object) -
 @pytest.mark.parametrize("failure", [ObjectChanged("replaced")])
 @in_jumping_time
 async def test_a_status_may_follow_signs_of_life(failure: ObjectChanged) -> None:
-    shelf = Shelf()
-    shelf.held_back = 0
-    shelf.failure_in_body = failure
-    version = shelf.put(DATA)
+    plan_store = PlanStore()
+    plan_store.held_back = 0
+    plan_store.failure_in_body = failure
+    version = plan_store.put(DATA)
     client = Client()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         with pytest.raises(PeerFailed) as caught:
             await client.read(address, asking(version), Kept(), deadline_s=0.5)
         assert caught.value.kind == "changed"
@@ -68,12 +68,12 @@ async def test_a_status_may_follow_signs_of_life(failure: ObjectChanged) -> None
 
 @in_jumping_time
 async def test_a_reply_that_would_have_to_pause_is_broken_off_after_whole_blocks() -> None:
-    shelf = Shelf()
-    shelf.block_size = 16 * KIB
-    shelf.held_back = 3
-    version = shelf.put(DATA)
+    plan_store = PlanStore()
+    plan_store.block_size = 16 * KIB
+    plan_store.held_back = 3
+    version = plan_store.put(DATA)
     client, sink = Client(), Kept()
-    async with serving(shelf) as (address, _):
+    async with serving(plan_store) as (address, _):
         begun = trio.current_time()
         with pytest.raises(PeerFailed) as caught:
             await client.read(
@@ -115,7 +115,7 @@ async def test_promises_renew_the_deadline_up_to_a_total(
         with pytest.raises(PeerFailed) as caught:
             await client.read(
                 address,
-                asking(Shelf().put(DATA)),
+                asking(PlanStore().put(DATA)),
                 Kept(),
                 deadline_s=0.5,
                 working_s=working_s,
@@ -128,11 +128,11 @@ async def test_promises_renew_the_deadline_up_to_a_total(
 
 @in_jumping_time
 async def test_bringing_is_answered_when_all_blocks_are_there_and_sends_none() -> None:
-    shelf = Shelf()
-    shelf.held_back = 2
-    version = shelf.put(content(3 * MIB))
+    plan_store = PlanStore()
+    plan_store.held_back = 2
+    version = plan_store.put(content(3 * MIB))
     client = Client()
-    async with serving(shelf) as (address, stats), trio.open_nursery() as nursery:
+    async with serving(plan_store) as (address, stats), trio.open_nursery() as nursery:
         done = trio.Event()
 
         async def bring() -> None:
@@ -142,7 +142,7 @@ async def test_bringing_is_answered_when_all_blocks_are_there_and_sends_none() -
         nursery.start_soon(bring)
         await trio.sleep(10)
         assert not done.is_set()
-        shelf.more.set()
+        plan_store.more.set()
         await done.wait()
         assert stats.of("127.0.0.1").bytes_out == 0
     client.close()

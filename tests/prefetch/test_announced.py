@@ -4,8 +4,6 @@ stops it, and what is never finished takes no memory for long."""
 from __future__ import annotations
 
 import base64
-import hashlib
-import os
 import sys
 from array import array
 from pathlib import Path
@@ -13,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from cachefs.errors import ConfigError
+from cachefs.base.errors import ConfigError
 from cachefs.prefetch import announced
-from cachefs.prefetch import shelf as on_disk
 from cachefs.prefetch.announced import UNFINISHED_S, Announced
 from cachefs.prefetch.files import MOST_FILES, Files
+from cachefs.prefetch.plan_store import PlanStore, Snapshot
 from cachefs.prefetch.plans import Plans
-from cachefs.prefetch.shelf import Shelf, Snapshot
-from tests.prefetch.test_plans import order_of, plan_of
+from tests.prefetch.test_plans import plan_of
 
 
 def numbers(*indices: int) -> str:
@@ -28,10 +25,10 @@ def numbers(*indices: int) -> str:
 
 
 class Told:
-    def __init__(self, shelf: Shelf | None = None) -> None:
+    def __init__(self, plan_store: PlanStore | None = None) -> None:
         self.now = 1000.0
         self.plans = Plans()
-        self.announced = Announced(self.plans, shelf, lambda: self.now)
+        self.announced = Announced(self.plans, plan_store, lambda: self.now)
 
 
 WRONG: list[Any] = [2.0, "2", None, [2], True, float("nan")]
@@ -107,63 +104,56 @@ async def test_who_has_to_go_leaves_no_part_of_an_order(monkeypatch: pytest.Monk
     assert list(told.announced._files) == ["t", "u"]
 
 
-# -- the shelf -----------------------------------------------------------------------------------------
+# -- the plan store -----------------------------------------------------------------------------------------
+
+
+def test_plans_and_the_list_that_they_share_are_read_again_and_dropped(tmp_path: Path) -> None:
+    plans = [plan_of(3, [0, 1, 2], [2, 1, 0]), plan_of(3, [1, 0, 2])]
+    plan_store = PlanStore(tmp_path / "plans")
+    for name, plan in zip("pq", plans, strict=True):
+        plan.name, plan.used_at = name, 7.0
+        plan_store.save(Snapshot.of(plan))
+    plans[0].orders.pop()
+    plan_store.save(Snapshot.of(plans[0]))  # fewer orders than before
+    plan_store.close()
+
+    plan_store = PlanStore(tmp_path / "plans")
+    loaded = {plan.name: plan for plan in plan_store.load()}
+    assert [[order.numbers.tolist() for order in loaded[name].orders] for name in "pq"] == [
+        [[0, 1, 2]],
+        [[1, 0, 2]],
+    ]
+    assert loaded["p"].files is loaded["q"].files and loaded["p"].used_at == 7.0
+    plan_store.drop("p")
+    plan_store.drop("never there")
+    assert [plan.name for plan in plan_store.load()] == ["q"]
+    plan_store.drop("q")
+    assert plan_store.load() == [] and plan_store._database().count("lists") == 0
+    plan_store.close()
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"no json\n", b"{}\n", b"[]\n", b"7\n", b"\xff\xfe\n", b'{"files": []}\n']
+    "row", [b"no json", b"{}", b"[]", b"7", b"\xff", b'["p", "00", 1.0, []]', b'["p", 7, 1.0, []]']
 )
-async def test_rubbish_among_the_plans_stops_nobody(tmp_path: Path, body: bytes) -> None:
-    shelf = Shelf(tmp_path)
-    shelf.save(Snapshot.of(plan_of(3, [0, 1, 2])))
-    (tmp_path / "rubbish.plan").write_bytes(body)
-    told = Told(shelf)
-    told.plans.put(plan_of(3, [0, 1, 2]))
-    assert await told.announced.drop("p")
-    assert os.listdir(tmp_path) == ["rubbish.plan"]
-    assert shelf.load() == []
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_plan_of_a_later_format_is_dropped_and_one_from_before_formats_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_rubbish_in_the_database_is_a_line_in_the_log(
+    tmp_path: Path, row: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = Shelf(tmp_path)
-    monkeypatch.setattr(on_disk, "FORMAT", 2)
-    shelf.save(Snapshot.of(plan_of(3, [0, 1, 2])))
-    monkeypatch.undo()
-    assert shelf.load() == [] and os.listdir(tmp_path) == []
-    (line,) = caplog.records
-    assert "cannot be read, and is dropped: its format is 2, this version reads 1" in line.message
+    plan_store = PlanStore(tmp_path)
+    plan_store._database().write([("plans", b"x" * 16, row)])
+    assert plan_store.load() == []
     plan = plan_of(3, [0, 1, 2])
-    shelf.save(Snapshot.of(plan))
-    (path,) = tmp_path.glob("*.plan")
-    body = path.read_bytes()[:-16].replace(b'"format": 1, ', b"")
-    path.write_bytes(body + hashlib.blake2b(body, digest_size=16).digest())
-    assert [loaded.name for loaded in shelf.load()] == [plan.name]
+    plan_store.save(Snapshot.of(plan))
+    plan_store.drop(plan.name)
+    plan_store.close()
+    assert any("cannot be read" in record.message for record in caplog.records)
 
 
-def test_a_directory_that_is_read_only_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unlink(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(30, "Read-only file system")
-
-    shelf = Shelf(tmp_path)
-    plan = plan_of(3, [0, 1, 2])
-    shelf.save(Snapshot.of(plan))
-    (tmp_path / "rubbish.plan").write_bytes(b"rubbish")
-    (tmp_path / "old.files").write_bytes(b"rubbish")
-    monkeypatch.setattr(Path, "unlink", unlink)
-    assert [loaded.name for loaded in shelf.load()] == ["p"]
-    shelf.drop("p")
-    assert len([r for r in caplog.records if "cannot be removed" in r.message]) >= 3
-    Shelf(tmp_path / "none").load()
-
-
-def test_an_order_without_numbers_is_damage(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    plan = plan_of(3)
-    plan.orders = [order_of(0.5, [0, 1, 2], 3)]  # type: ignore[arg-type]
-    shelf.save(Snapshot.of(plan))
-    assert shelf.load() == []
+def test_a_place_that_cannot_be_used_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "plans").write_text("not a directory")
+    plan_store = PlanStore(tmp_path / "plans")
+    assert plan_store.load() == []
+    plan_store.save(Snapshot.of(plan_of(3, [0, 1, 2])))
+    plan_store.drop("p")
+    plan_store.close()
+    assert len(caplog.records) == 3
+    assert PlanStore(tmp_path / "none").load() == []

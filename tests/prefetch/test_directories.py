@@ -7,9 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.prefetch.directories import (
-    FORGET_AFTER_S,
-    REMEMBERED,
-    Directories,
     Directory,
     share,
 )
@@ -111,17 +108,6 @@ def test_a_long_listing_is_not_gone_through_for_every_file() -> None:
         policy.missed(0.0)
         passes += policy.begin_pass()
     assert passes == 10  # one for a hundred files
-
-
-def test_directories_are_forgotten_by_time_and_by_number() -> None:
-    known = Directories()
-    first = known.at(1, 0.0)
-    assert known.at(1, FORGET_AFTER_S) is first
-    assert known.at(1, FORGET_AFTER_S + 1) is not first
-    for key in range(2, REMEMBERED + 2):
-        known.at(key, 1000.0)
-    assert known.get(1) is None
-    assert [key for key, _ in known.newest_first()][:2] == [REMEMBERED + 1, REMEMBERED]
 
 
 @given(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.errors import ConfigError
+from cachefs.base.errors import ConfigError
 from cachefs.prefetch.files import Files
 from cachefs.prefetch.plans import DROP_AFTER_S, LOOKAHEAD, MOST_PLANS, NEAR_MOST, Item, Order, Plan, Plans
 

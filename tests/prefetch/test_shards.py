@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.prefetch.shards import AHEAD, FRONT_AHEAD, MOST_TRUST, MOST_WAITING, STREAMS, Shards
-
-STRAY = 2 * AHEAD
-"""What the guesses of single processes may cost besides."""
+from cachefs.prefetch.shards import AHEAD, MOST_UNREAD, STREAMS, Shards
 
 
 class Names:
@@ -31,7 +28,7 @@ class Names:
 
 
 class Reader:
-    """Who reads each shard through before the next is opened."""
+    """Reads each shard through before the next is opened."""
 
     def __init__(self) -> None:
         self.shards = Shards()
@@ -122,7 +119,7 @@ def test_workers_that_share_a_queue_are_foretold_the_directory_s_next() -> None:
         hits += name in foretold
         foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
     assert hits >= 195
-    assert len(foretold - set(PADDED.names[:200])) <= FRONT_AHEAD
+    assert len(foretold - set(PADDED.names[:200])) <= 2 * AHEAD
 
 
 @pytest.mark.parametrize("node", range(4))
@@ -133,7 +130,7 @@ def test_of_shards_that_are_dealt_out_to_nodes_only_this_node_s_are_foretold(nod
         hits += name in foretold
         foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
     assert hits >= len(own) - 5
-    assert len(foretold - set(own)) <= FRONT_AHEAD
+    assert len(foretold - set(own)) <= 2 * AHEAD
 
 
 def blocks(processes: int, size: int) -> list[tuple[int, int]]:
@@ -153,28 +150,26 @@ def turns(nodes: int, size: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "order",
+    ("order", "runs"),
     [
-        blocks(4, 8),
-        blocks(8, 10),
-        queue(turns(4, 4)),
-        queue(turns(2, 2)),
-        queue(turns(8, 8)),
-        queue([0, *range(1, 800, 4)]),
+        (blocks(4, 8), 4),
+        (blocks(8, 10), 8),
+        (queue(turns(4, 4)), 60),
+        (queue(turns(2, 2)), 240),
+        (queue(turns(8, 8)), 15),
+        (queue([0, *range(1, 800, 4)]), 1),
     ],
     ids=["4 blocks of 8", "8 blocks of 10", "4 of 16", "2 of 4", "8 of 64", "every fourth, and the first"],
 )
-def test_a_front_that_is_nobody_s_way_guesses_as_often_as_it_is_right(order: list[tuple[int, int]]) -> None:
-    readers, foretold, hits = Reader(), set[bytes](), 0
+def test_a_run_of_shards_that_ends_costs_two(order: list[tuple[int, int]], runs: int) -> None:
+    readers, foretold = Reader(), set[bytes]()
     for process, shard in order:
-        name = PADDED.names[shard]
-        hits += name in foretold
-        foretold |= set(readers.opened(1, process, name, PADDED))
+        foretold |= set(readers.opened(1, process, PADDED.names[shard], PADDED))
     wasted = foretold - {PADDED.names[shard] for _, shard in order}
-    assert len(wasted) <= hits + MOST_WAITING + STRAY
+    assert len(wasted) <= AHEAD * (runs + 8)
 
 
-def test_where_another_number_counts_a_front_begins_anew() -> None:
+def test_at_the_end_of_a_number_the_next_directory_of_names_is_not_guessed() -> None:
     """part-0-9, part-0-10, part-0-11, part-1-0: the step from one to the other is of the listing."""
     names = Names(f"part-{a}-{b}" for a in range(4) for b in range(12))
     for processes in (2, 4, 8):
@@ -183,10 +178,10 @@ def test_where_another_number_counts_a_front_begins_anew() -> None:
         order = [f"part-{a}-{b}".encode() for a in range(4) for b in range(12)]
         for name in order[:36]:
             foretold |= set(reader.opened(1, rng.randrange(processes), name, names))
-        assert len(foretold - set(order[:36])) <= FRONT_AHEAD
+        assert len(foretold - set(order[:36])) <= AHEAD * processes
 
 
-def test_readers_of_scattered_shards_make_no_front() -> None:
+def test_readers_of_scattered_shards_predict_little() -> None:
     rng = random.Random(3)
     shards = Reader()
     count = sum(len(shards.opened(1, rng.randrange(4), rng.choice(PADDED.names), PADDED)) for _ in range(300))
@@ -203,10 +198,10 @@ def test_directories_and_processes_are_told_apart() -> None:
     assert len(shards.shards) == 2
 
 
-# -- who looks, and who reads ----------------------------------------------------------------------
+# -- looking and reading ----------------------------------------------------------------------------
 
 
-def test_who_only_looks_is_foretold_nothing() -> None:
+def test_looking_at_shards_predicts_nothing() -> None:
     shards = Shards()
     for number, name in enumerate(PADDED.names):
         assert shards.opened(1, 1 + number % 3, name, PADDED) == []
@@ -216,78 +211,48 @@ def test_who_only_looks_is_foretold_nothing() -> None:
 def test_the_next_is_foretold_when_one_has_been_read() -> None:
     shards, names = Shards(), PADDED.names
     assert [shards.opened(1, 1, name, PADDED) for name in names[:4]] == [[], [], [], []]
-    assert shards.was_read(1, 1, PADDED) == names[4:5]  # while others are under way, in another thread
-    assert shards.opened(1, 1, names[4], PADDED) == names[5:6]
-    assert shards.was_read(1, 1, PADDED) == names[5:7]
+    assert shards.was_read(1, 1, PADDED) == names[4:6]  # while others are in flight, in another thread
+    assert shards.opened(1, 1, names[4], PADDED) == names[5:7]
 
 
 @pytest.mark.parametrize("read", [1, 2, 5, 100])
-def test_who_turns_to_looking_is_believed_for_a_few(read: int) -> None:
+def test_a_reader_that_turns_to_looking_costs_a_few(read: int) -> None:
     shards, foretold = Shards(), set[bytes]()
     for number, name in enumerate(PADDED.names[:200]):
         foretold |= set(shards.opened(1, 1, name, PADDED))
         if number < read:
             foretold |= set(shards.was_read(1, 1, PADDED))
-    wasted = foretold - set(PADDED.names[:read])
-    assert len(wasted) <= min(read, MOST_TRUST) + AHEAD
+    assert len(foretold - set(PADDED.names[:read])) <= MOST_UNREAD + AHEAD
     assert shards.opened(1, 1, PADDED.names[200], PADDED) == [] and not shards.trusts(1, 1)
-    assert shards.was_read(1, 1, PADDED) == [PADDED.names[201]]  # and begins anew
+    assert shards.was_read(1, 1, PADDED) == PADDED.names[201:203]  # and begins again
 
 
-def test_some_of_what_nobody_would_see_should_be_seen() -> None:
-    """Lent shards show nothing: those that are not lent on account of a doubt keep the trust, or end it."""
-    shards, seen = Shards(), list[int]()
-    shards.opened(1, 1, PADDED.names[0], PADDED)
-    shards.was_read(1, 1, PADDED)
-    for number, name in enumerate(PADDED.names[1:60], 1):
-        doubts = shards.doubts(1, 1)
-        assert shards.opened(1, 1, name, PADDED, seen=doubts)
-        if doubts:
-            seen.append(number)
-            shards.was_read(1, 1, PADDED)
-    assert len(seen) <= 59 / 3 + MOST_TRUST
-
-
-def test_of_processes_at_one_front_fewer_have_to_be_seen() -> None:
-    shards, seen, processes = Shards(), list[int](), 4
-    for number, name in enumerate(PADDED.names[:200]):
+@pytest.mark.parametrize("processes", [1, 2, 4, 16])
+def test_one_in_three_is_seen_and_no_prediction_is_lost(processes: int) -> None:
+    """Passthrough hides reads: the shards that are opened without it because of a doubt keep the trust."""
+    shards, seen, count = Shards(), 0, 60 * processes
+    for number, name in enumerate(PADDED.names[:count]):
         pid = number % processes
         doubts = shards.doubts(1, pid) or number < processes
-        foretold = shards.opened(1, pid, name, PADDED, seen=doubts)
+        foretold = shards.opened(1, pid, name, PADDED)
         if doubts:
-            seen.append(number)
+            seen += 1
             shards.was_read(1, pid, PADDED)
         elif number > 2 * processes:
             assert foretold
-    assert len(seen) <= 200 / 7 + processes
-
-
-def test_while_one_is_watched_the_others_need_not_be() -> None:
-    """Whoever is seen reads more slowly than who is lent its files: they pass it."""
-    shards = Shards()
-    for number, name in enumerate(PADDED.names[:40]):
-        shards.opened(1, number % 4, name, PADDED)
-        shards.was_read(1, number % 4, PADDED)
-    watched = []
-    for number, name in enumerate(PADDED.names[40:56], 40):
-        doubts = shards.doubts(1, number % 4)
-        assert shards.opened(1, number % 4, name, PADDED, seen=doubts)
-        if doubts:
-            watched.append(number - 40)
-    assert watched == [8, 15], "one at half of the trust, and the last before it is lost"
+    assert seen <= count * 0.4 + processes
 
 
 @pytest.mark.parametrize("processes", [2, 4, 16])
-def test_processes_that_turn_to_looking_are_believed_for_a_few_each(processes: int) -> None:
+def test_processes_that_turn_to_looking_cost_a_few_each(processes: int) -> None:
     shards, foretold, opened = Shards(), set[bytes](), PADDED.names[:400]
     for number, name in enumerate(opened):
         pid = number % processes
-        doubts = shards.doubts(1, pid)
-        foretold |= set(shards.opened(1, pid, name, PADDED, seen=doubts))
+        foretold |= set(shards.opened(1, pid, name, PADDED))
         if number < 200:
             foretold |= set(shards.was_read(1, pid, PADDED))
     assert foretold >= set(opened[processes + 2 : 200])
-    assert len(foretold - set(opened[:200])) <= (MOST_TRUST + AHEAD) * processes
+    assert len(foretold - set(opened[:200])) <= (MOST_UNREAD + AHEAD) * processes
 
 
 def test_what_was_here_already_says_nothing() -> None:
@@ -303,7 +268,7 @@ def test_streams_are_bounded() -> None:
     shards = Shards()
     for pid in range(2 * STREAMS):
         shards.opened(pid, pid, b"a1", PLAIN)
-    assert len(shards._streams) == len(shards._fronts) == STREAMS
+    assert len(shards._streams) == STREAMS
 
 
 @given(
@@ -317,4 +282,4 @@ def test_whatever_the_names_only_files_that_exist_are_foretold(
     for pid, name in opened:
         foretold = shards.opened(1, pid, name, listing)
         assert set(foretold) <= names
-        assert len(foretold) <= FRONT_AHEAD + 2
+        assert len(foretold) <= 2 * AHEAD

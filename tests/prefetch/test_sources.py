@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from cachefs.base.names import ObjectId
 from cachefs.fs import Sibling
 from cachefs.fs.inodes import LOW_BITS
-from cachefs.names import ObjectId
 from cachefs.prefetch.directories import START
-from cachefs.prefetch.sources import FromDirectories, Paths
+from cachefs.prefetch.sources import FORGET_AFTER_S, REMEMBERED, FromDirectories, Paths
 
 NAMES = [b"f%03d" % number for number in range(300)]
 INO = 1 << LOW_BITS
 
 
-class Survey:
+class TreeQueries:
     """A listing that has landed; `shown` are the names that it was asked for."""
 
     def __init__(self, origin: Any) -> None:
@@ -39,8 +39,8 @@ def _version(name: bytes) -> ObjectId:
 async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(first: int) -> None:
     origin: Any = SimpleNamespace(prefix="", source="s3://b")
     volume: Any = SimpleNamespace(name="", origin=origin)
-    survey = Survey(origin)
-    fs: Any = SimpleNamespace(survey=survey)
+    tree_queries = TreeQueries(origin)
+    fs: Any = SimpleNamespace(tree_queries=tree_queries)
     offered: list[bytes] = []
 
     def wanted(obj: ObjectId) -> bool:
@@ -52,6 +52,24 @@ async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(firs
         source.missed(INO, origin, _version(NAMES[first]), 1, 0.0)
     assert await source.next() is None
     assert set(offered) == set(NAMES)
-    assert len(survey.shown) < len(NAMES) + 64
-    before = len(survey.shown)
-    assert await source.next() is None and len(survey.shown) == before  # a pass is over until more was missed
+    assert len(tree_queries.shown) < len(NAMES) + 64
+    before = len(tree_queries.shown)
+    assert (
+        await source.next() is None and len(tree_queries.shown) == before
+    )  # a pass is over until more was missed
+
+
+def test_directories_are_forgotten_by_time_and_by_number() -> None:
+    origin: Any = SimpleNamespace(prefix="", source="s3://b")
+    volume: Any = SimpleNamespace(name="", origin=origin)
+    fs: Any = None
+    source = FromDirectories(fs, Paths([volume]), lambda obj: True)
+
+    def demanded(directory: int, now: float) -> int:
+        source.missed(directory << LOW_BITS, origin, _version(NAMES[0]), 1, now)
+        return source._walks[directory].policy.demanded
+
+    assert [demanded(1, now) for now in (0.0, FORGET_AFTER_S, 2 * FORGET_AFTER_S + 1)] == [1, 2, 1]
+    for directory in range(2, REMEMBERED + 2):
+        demanded(directory, 2 * FORGET_AFTER_S + 1)
+    assert list(source._walks) == list(range(2, REMEMBERED + 2))

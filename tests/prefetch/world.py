@@ -11,8 +11,8 @@ from typing import Any
 
 import trio
 
-from cachefs.database import Database
-from cachefs.errors import ObjectChanged
+from cachefs.base.database import Database
+from cachefs.base.errors import ObjectChanged
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.prefetch import Prefetcher
 from tests.fs.bucket import Bucket

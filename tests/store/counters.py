@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cachefs.names import block_length
+from cachefs.base.names import block_length
 from cachefs.store import Store, index
 from cachefs.store.index import Copy
 from cachefs.store.tier import allocated
@@ -27,7 +27,7 @@ def block_bytes(store: Store, copy: Copy, bits: int) -> int:
 def rows(store: Store) -> dict[Any, Copy]:
     """All copies that the index has, by key."""
     found = {}
-    for key, row in store._catalog._index._db.scan("copies"):
+    for key, row in store.catalog._index._db.scan("copies"):
         name = index._KEY.unpack(key)
         copy = index.unpack_copy(name, row)
         assert copy is not None, f"a damaged row of {name}"
@@ -36,25 +36,24 @@ def rows(store: Store) -> dict[Any, Copy]:
 
 
 def loaded(store: Store) -> list[Copy]:
-    return [copy for obj in store._catalog._objects.values() for copy in obj.copies.values() if copy]
+    return [copy for obj in store.catalog._objects.values() for copy in obj.copies.values() if copy]
 
 
 def check_at_rest(store: Store) -> None:
     """No transfer, move or read is under way, whatever is still open."""
-    for obj in store._catalog._objects.values():
-        assert not obj.flights, f"{obj.id.key}: a transfer is left"
+    for obj in store.catalog._objects.values():
         assert not any(copy.arriving for copy in obj.copies.values() if copy), f"{obj.id.key}: blocks arrive"
         for (tier, extent), copy in obj.copies.items():
             assert copy is None or (copy.tier, copy.extent) == (tier, extent)
             assert copy is None or not copy.verified & ~copy.bitmap, f"{obj.id.key}: verified, but not there"
-    assert store._catalog._loaded == len(loaded(store)), "loaded copies are miscounted"
-    assert not store._catalog._flushing
+    assert store.catalog._loaded == len(loaded(store)), "loaded copies are miscounted"
+    assert not store.catalog._flushing
 
 
 def check_unused(store: Store, *, files: bool = True) -> None:
     """No handle, no passthrough file, no pin of a transfer: every use was given back."""
     check_at_rest(store)
-    for obj in store._catalog._objects.values():
+    for obj in store.catalog._objects.values():
         assert obj.refs == 0, f"{obj.id.key}: {obj.refs} users are left"
         pins = {key: copy.pins for key, copy in obj.copies.items() if copy and copy.pins}
         assert not pins or obj.backing is not None, f"{obj.id.key}: pins are left: {pins}"
@@ -69,7 +68,7 @@ def check_unused(store: Store, *, files: bool = True) -> None:
 
 def check_counted(store: Store) -> None:
     """After a flush: tiers count what copies hold, and the index has a row, and a place in the order, for each."""
-    catalog = store._catalog
+    catalog = store.catalog
     if store.index_error:
         return
     assert not catalog._dirty and not catalog._removed, "a flush left something unwritten"
@@ -91,15 +90,15 @@ def check_counted(store: Store) -> None:
         mine = [copy for copy in copies.values() if copy.tier == tier.number]
         held = sum(block_bytes(store, copy, copy.bitmap) for copy in mine)
         dropped = sum(block_bytes(store, copy, copy.forgotten) for copy in mine)
-        borrowed = [copy for copy in mine if copy.key in catalog.borrowed]
+        remote_owned = [copy for copy in mine if copy.key in store.eviction.remote_owned]
         counted = {
             "used": (tier.used_bytes, held + dropped),
             "unlisted": (tier.unlisted_bytes, dropped),
             "blocks": (tier.blocks, sum(copy.bitmap.bit_count() for copy in mine)),
             "pinned": (tier.pinned_bytes, sum(block_bytes(store, c, c.bitmap) for c in mine if c.pinned)),
             "borrowed": (
-                tier.borrowed_bytes,
-                sum(block_bytes(store, c, c.bitmap | c.forgotten) for c in borrowed),
+                tier.remote_owned_bytes,
+                sum(block_bytes(store, c, c.bitmap | c.forgotten) for c in remote_owned),
             ),
         }
         wrong = {name: pair for name, pair in counted.items() if pair[0] != pair[1]}
@@ -111,7 +110,7 @@ def check_counted(store: Store) -> None:
 
 def check_order(store: Store, known: dict[Any, Copy]) -> None:
     """One place in the order of eviction for each row that has one, and no place for what has no row."""
-    database = store._catalog._index._db
+    database = store.catalog._index._db
     places = []
     for key, value in database.scan("order"):
         tier, clock = index._CLOCK.unpack(key)
@@ -126,7 +125,7 @@ def check_order(store: Store, known: dict[Any, Copy]) -> None:
     twice = [name for name, count in Counter(places).items() if count > 1]
     assert not twice, f"more than one place in the order: {twice}"
     ages = [copy.stored_clock for copy in known.values() if copy.stored_clock is not None]
-    assert store._catalog._index.newest_clock() == max(ages, default=0)
+    assert store.catalog._index.newest_clock() == max(ages, default=0)
     missing = {name for name, copy in known.items() if copy.stored_clock is not None} - set(places)
     assert not missing, f"no place in the order: {missing}"
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import trio
 
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
-from cachefs.store import Opened, Store, disposal, open_store, ram
+from cachefs.store import Opened, Store, disk, open_store, ram
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin
 from tests.store import counters
@@ -33,8 +33,8 @@ ram.HUGE = "huge=never"
 """Here counts are compared with what the file system says, to the page. `test_ram.py` has huge pages."""
 
 
-disposal.Disposal._begin = lambda self: self._work(0.0)  # type: ignore[method-assign]
-"""Here files are looked at as soon as they were dropped. `test_disposal.py` has the thread."""
+disk.Disposal._begin = lambda self: self._work(0.0)  # type: ignore[method-assign]
+"""Here files are looked at as soon as they were dropped. `test_disk.py` has the thread."""
 
 
 class Lab:
@@ -72,7 +72,7 @@ class Lab:
 
     async def quiet(self) -> None:
         """Until no transfer is under way."""
-        await until(lambda: not self.fetcher.flights, 30.0)
+        await until(lambda: not self.fetcher.in_flight_fetches, 30.0)
 
     async def aclose(self, spill_deadline_s: float = 10.0) -> None:
         if not self.closed:

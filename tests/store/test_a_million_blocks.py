@@ -20,10 +20,10 @@ START = """
     import resource, sys, time
     from pathlib import Path
     import trio
-    from cachefs.metrics import Metrics
+    from cachefs.base.metrics import Metrics
     from cachefs.store import open_store
     from tests.fetch.scripted import SOURCE
-    from cachefs.names import ObjectId
+    from cachefs.base.names import ObjectId
 
     async def main():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -38,7 +38,7 @@ START = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.parametrize("stop", ["clean", "killed"])
 @in_trio

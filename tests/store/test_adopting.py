@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.store import adopting, backing, scrub
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
@@ -34,7 +34,7 @@ from tests.store.lab import (
     killed_at_random,
     running,
 )
-from tests.store.test_lending import Front, kill, spread
+from tests.store.test_passthrough import Backend, kill, spread
 
 LARGE = 5 * EXTENT + 5
 """Too large to be fetched whole for a look at it."""
@@ -42,7 +42,7 @@ LARGE = 5 * EXTENT + 5
 SIZES = [1, 4097, BLOCK, BLOCK + 1, 3 * BLOCK - 1, EXTENT, EXTENT + 5, 2 * EXTENT]
 
 
-def draft(lab: Lab, data: bytes, name: str = "draft") -> Path:
+def dirty_file(lab: Lab, data: bytes, name: str = "draft") -> Path:
     """A file as the upload room leaves it."""
     staging = lab.store.tiers[-1].path / "staging" if lab.store.tiers else lab.opened.state_dir / "staging"
     staging.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def draft(lab: Lab, data: bytes, name: str = "draft") -> Path:
 async def adopt(lab: Lab, object_id: ObjectId, name: str = "draft") -> bool:
     """What the store has been given before."""
     data = lab.origin.objects[object_id.key][1]
-    return await lab.store.adopt(object_id, draft(lab, data, name))
+    return await lab.store.adopt(object_id, dirty_file(lab, data, name))
 
 
 def whole(size: int) -> list[int]:
@@ -70,32 +70,32 @@ def whole(size: int) -> list[int]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ram", [0, 8 * MIB])
 @in_trio
-async def test_what_was_adopted_is_lent_and_read_at_once(
+async def test_what_was_adopted_is_passthrough_and_read_at_once(
     cache_dir: Path, ram: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(cache_dir, ram=ram) as lab:
         data = content(1, size)
         object_id = lab.origin.put("k", data)
-        path = draft(lab, data)
+        path = dirty_file(lab, data)
         inode = path.stat().st_ino
         assert await lab.store.adopt(object_id, path)
         assert not path.exists()
         monkeypatch.setattr(backing, "_checksums", None)  # nobody looks at the bytes once more
-        front = Front(lab)
-        lent = front.lend(object_id, data)
-        assert lent is not None and lent.tier.number == SSD
-        front.check()
-        file = lent.tier.file_path(object_id.digest)
+        backend = Backend(lab)
+        passthrough = backend.open_backing(object_id, data)
+        assert passthrough is not None and passthrough.tier.number == SSD
+        backend.check()
+        file = passthrough.tier.file_path(object_id.digest)
         assert (file.stat().st_ino, stat.S_IMODE(file.stat().st_mode)) == (inode, 0o400)
         assert bytes(await lab.store.read(lab.store.object(object_id), 0, size) or b"") == data
-        lab.store.give_back(lent)
+        lab.store.release_backing(passthrough)
         assert await lab.read(object_id) == data
         assert lab.store.cached_bytes(object_id) == size
         assert not lab.origin.gets
         assert lab.metrics.adopted_versions == 1
         assert lab.metrics.admitted_blocks == -(-size // BLOCK)
         lab.check_accounts()
-        assert lent.tier.unlisted_bytes == 0
+        assert passthrough.tier.unlisted_bytes == 0
     async with running(cache_dir, lab.origin) as lab:
         assert await lab.read(object_id) == data
         assert not lab.origin.gets and lab.metrics.checksum_failures == 0
@@ -106,7 +106,7 @@ async def test_what_was_adopted_is_lent_and_read_at_once(
 async def test_of_an_empty_file_nothing_is_kept(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         object_id = lab.origin.put("k", b"")
-        path = draft(lab, b"")
+        path = dirty_file(lab, b"")
         assert await lab.store.adopt(object_id, path)
         assert not path.exists() and cache_files(cache_dir) == [] and lab.used() == 0
 
@@ -116,7 +116,7 @@ async def test_of_an_empty_file_nothing_is_kept(cache_dir: Path) -> None:
 async def test_holes_take_their_place_on_the_disk(cache_dir: Path, where: str) -> None:
     size = 2 * EXTENT + 3 * BLOCK + 77
     async with running(cache_dir) as lab:
-        path = draft(lab, b"")
+        path = dirty_file(lab, b"")
         full = bytearray(content(1, size))
         holes = {
             "begin": (0, EXTENT + 2 * BLOCK),
@@ -186,7 +186,7 @@ async def test_what_cannot_be_adopted_is_left_alone(
     async with running(cache_dir, ssd=ssd) as lab:
         data = content(1, EXTENT + 5)
         object_id = lab.origin.put("k", data)
-        path = draft(lab, data + b"x" if why == "longer" else data[:-1] if why == "shorter" else data)
+        path = dirty_file(lab, data + b"x" if why == "longer" else data[:-1] if why == "shorter" else data)
         if why == "a link":
             path = path.rename(path.with_name("other"))
             path.with_name("draft").symlink_to(path)
@@ -245,7 +245,7 @@ async def test_a_file_that_is_written_meanwhile_is_not_adopted(
     async with running(cache_dir) as lab:
         data = content(1, 2 * EXTENT)
         object_id = lab.origin.put("k", data)
-        path = draft(lab, data)
+        path = dirty_file(lab, data)
         hashing = adopting._hash
 
         def write_then_hash(fd: int, start: int, lengths: list[int]) -> list[int]:
@@ -283,7 +283,7 @@ async def test_of_two_files_of_one_version_one_is_adopted(cache_dir: Path) -> No
     async with running(cache_dir) as lab:
         data = content(1, 2 * EXTENT)
         object_id = lab.origin.put("k", data)
-        paths = [draft(lab, data, name) for name in ("a", "b")]
+        paths = [dirty_file(lab, data, name) for name in ("a", "b")]
         said: list[bool] = []
 
         async def one(path: Path) -> None:
@@ -303,7 +303,7 @@ async def test_a_cancelled_adoption_gives_its_room_back(cache_dir: Path) -> None
     async with running(cache_dir) as lab:
         data = content(1, 8 * EXTENT)
         object_id = lab.origin.put("k", data)
-        path = draft(lab, data)
+        path = dirty_file(lab, data)
         with trio.CancelScope() as scope:
             scope.cancel()
             await lab.store.adopt(object_id, path)
@@ -324,7 +324,7 @@ async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str)
         object_id = lab.origin.put("k", data)
         obj = lab.store.object(object_id)
         if tier == "borrowed":
-            fill = lab.store.begin_fill(obj, 16, 18, borrowed=True)
+            fill = lab.store.begin_fill(obj, 16, 18, remote_owned=True)
             assert fill is not None
             fill.write(data[EXTENT : EXTENT + 2 * BLOCK])
             lab.store.end_fill(obj, fill)
@@ -334,21 +334,21 @@ async def test_parts_that_were_cached_are_superseded(cache_dir: Path, tier: str)
         await lab.quiet()
         if tier == "both":
             assert lab.store._moves is not None
-            for copy in lab.store._catalog.copies(obj, RAM):
+            for copy in lab.store.catalog.copies(obj, RAM):
                 assert await lab.store._moves.move(obj, copy, lab.store.tiers[1], True)  # type: ignore[arg-type]
         asked = len(lab.origin.gets)
         reader = lab.fetcher.open(lab.origin, object_id)  # type: ignore[arg-type]
         assert await adopt(lab, object_id)
         assert spread(lab, object_id, SSD) == whole(len(data))
-        assert not any(copy.key in lab.store._catalog.borrowed for copy in obj.on(lab.store.tiers[-1]))
+        assert not any(copy.key in lab.store.eviction.remote_owned for copy in obj.on(lab.store.tiers[-1]))
         lab.check_accounts()
         assert await lab.read_open(reader, 0, len(data)) == data
         lab.fetcher.close(reader)
         assert len(lab.origin.gets) == asked
-        lent = Front(lab).lend(object_id, data)
-        assert lent is not None and lent.tier.number == SSD
+        passthrough = Backend(lab).open_backing(object_id, data)
+        assert passthrough is not None and passthrough.tier.number == SSD
         await lab.store.flush()
-        assert lab.store._catalog._loaded == sum(map(bool, obj.copies.values()))
+        assert lab.store.catalog._loaded == sum(map(bool, obj.copies.values()))
 
 
 @in_trio
@@ -373,50 +373,50 @@ async def test_parts_that_somebody_reads_are_not_torn(cache_dir: Path) -> None:
 
 
 @in_trio
-async def test_what_ram_lends_goes_on_being_lent(cache_dir: Path) -> None:
+async def test_what_ram_lends_goes_on_being_passthrough(cache_dir: Path) -> None:
     async with running(cache_dir, ram=8 * MIB) as lab:
-        front = Front(lab)
+        backend = Backend(lab)
         data = content(1, EXTENT + 5)
         object_id = lab.origin.put("k", data)
         await lab.read(object_id)
         await lab.quiet()
-        lent = front.lend(object_id, data)
-        assert lent is not None and lent.tier.number == RAM
+        passthrough = backend.open_backing(object_id, data)
+        assert passthrough is not None and passthrough.tier.number == RAM
         assert await adopt(lab, object_id)
-        front.check()
+        backend.check()
         lab.check_accounts()
-        assert front.lend(object_id) is lent
-        lab.store.give_back(lent)
-        lab.store.give_back(lent)
-        ram = lent.tier
-        first, *_ = lab.store._catalog.copies(lent.object, RAM)
-        lab.store.room.drop(lent.object, first, first.bitmap)  # and all of the file with it
-        assert front.retired == [lent] and not ram.used_bytes
-        again = front.lend(object_id, data)
+        assert backend.open_backing(object_id) is passthrough
+        lab.store.release_backing(passthrough)
+        lab.store.release_backing(passthrough)
+        ram = passthrough.tier
+        first, *_ = lab.store.catalog.copies(passthrough.object, RAM)
+        lab.store.space.drop(passthrough.object, first, first.bitmap)  # and all of the file with it
+        assert backend.retired == [passthrough] and not ram.used_bytes
+        again = backend.open_backing(object_id, data)
         assert again is not None and again.tier.number == SSD
         assert len(lab.origin.gets) <= 2
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("immutable", [False, True])
 @in_trio
-async def test_what_an_earlier_daemon_left_unchecked_is_superseded(cache_dir: Path, sealed: bool) -> None:
+async def test_what_an_earlier_daemon_left_unchecked_is_superseded(cache_dir: Path, immutable: bool) -> None:
     origin = ScriptedOrigin()
     data = content(1, EXTENT + 5)
     object_id = origin.put("k", data)
     async with running(cache_dir, origin) as lab:
         await lab.read(object_id)
         await lab.quiet()
-        if sealed:
-            assert Front(lab).lend(object_id)
+        if immutable:
+            assert Backend(lab).open_backing(object_id)
     asked = len(origin.gets)
     async with running(cache_dir, origin) as lab:
         mapping = None
-        if sealed:
+        if immutable:
             with lab.store.tiers[0].file_path(object_id.digest).open("rb") as file:
                 mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        assert Front(lab).lend(object_id) is None
+        assert Backend(lab).open_backing(object_id) is None
         assert await adopt(lab, object_id)
-        assert Front(lab).lend(object_id, data)
+        assert Backend(lab).open_backing(object_id, data)
         assert mapping is None or bytes(mapping) == data
         lab.check_accounts()
     assert len(origin.gets) == asked
@@ -465,7 +465,7 @@ async def test_an_evicted_file_leaves_its_readers_what_they_have(cache_dir: Path
     async with running(cache_dir, ssd=5 * EXTENT) as lab:
         data = content("mine", 2 * EXTENT + 100)
         mine = lab.origin.put("mine", data)
-        path = draft(lab, data)
+        path = dirty_file(lab, data)
         with path.open("rb") as own:
             assert await lab.store.adopt(mine, path)
             await lab.store.flush()
@@ -509,7 +509,7 @@ async def test_bytes_that_the_disk_has_already_displace_nothing(
             await lab.quiet()
         data = content("new", 4 * EXTENT)
         new = lab.origin.put("new", data)
-        path = draft(lab, data)
+        path = dirty_file(lab, data)
         assert disk.free == 2 * EXTENT, "not a byte to spare"
         lab.store.tiers[0]._free_read_again_at = 0
         assert await lab.store.adopt(new, path)
@@ -571,7 +571,7 @@ async def test_a_checkpoint_beside_a_dataset_is_no_part_of_it(cache_dir: Path) -
     async with running(cache_dir, ssd=64 * EXTENT) as lab:
         ids = [lab.origin.put(f"train/{i:03d}", content(i, BLOCK)) for i in range(64)]
         checkpoint = lab.origin.put("train/checkpoint", content("c", 2 * EXTENT))
-        catalog = lab.store._catalog
+        catalog = lab.store.catalog
         rng = random.Random(1)
         for epoch in range(3):
             for object_id in rng.sample(ids, len(ids)):
@@ -586,10 +586,10 @@ async def test_a_checkpoint_beside_a_dataset_is_no_part_of_it(cache_dir: Path) -
         assert known["mode"] == "epoch" and known["footprint_bytes"] == 64 * BLOCK
         for object_id in rng.sample(ids, 10):  # the next epoch: what it has not had is kept
             await lab.read(object_id)
-        kept = [catalog.kept(c) for i in ids for c in catalog.copies(catalog.object(i), SSD)]
+        kept = [lab.store.eviction.protected(c) for i in ids for c in catalog.copies(catalog.object(i), SSD)]
         assert sum(kept) == 54
         copies = catalog.copies(catalog.object(checkpoint), SSD)
-        assert len(copies) == 2 and not any(map(catalog.kept, copies))
+        assert len(copies) == 2 and not any(map(lab.store.eviction.protected, copies))
         await lab.read(checkpoint)
         assert {copy.dataset for copy in copies} == {lab.store.datasets(checkpoint)}, "now it was used"
 
@@ -652,7 +652,7 @@ async def writer(place: Path, seed: int) -> None:
         async def adopter() -> None:
             while True:
                 i = rng.randrange(COUNT)
-                path = draft(lab, data[i], str(next(names)))
+                path = dirty_file(lab, data[i], str(next(names)))
                 if not await lab.store.adopt(ids[i], path):
                     path.unlink()
 
@@ -672,7 +672,7 @@ async def writer(place: Path, seed: int) -> None:
             print("ready", flush=True)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_never_make_a_wrong_byte_of_what_was_adopted(cache_dir: Path, kills: int) -> None:
     for number in killed_at_random(CHILD, cache_dir, kills):
         look(cache_dir, ("first", "none", "full")[number % 3])
@@ -705,8 +705,8 @@ async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size:
         new = lab.origin.put("final", data)
         file = lab.store.tiers[-1].file_path(old.digest)
         inode = file.stat().st_ino
-        front = Front(lab)
-        lent = front.lend(old, data) if used == "lent" else None
+        backend = Backend(lab)
+        passthrough = backend.open_backing(old, data) if used == "lent" else None
         was = lab.store.object(old)
         if used == "open":
             was.refs += 1
@@ -714,14 +714,14 @@ async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size:
         assert lab.store.recast(old, new)
         assert lab.store.tiers[-1].file_path(new.digest).stat().st_ino == inode
         assert await lab.read(new) == data and not lab.origin.gets
-        front.check()
-        again = front.lend(new, data)
+        backend.check()
+        again = backend.open_backing(new, data)
         assert again is not None
-        lab.store.give_back(again)
-        if lent is not None:
-            lab.store.give_back(lent)
+        lab.store.release_backing(again)
+        if passthrough is not None:
+            lab.store.release_backing(passthrough)
         if used == "open":
-            lab.store.release(was)
+            was.release()
         assert not file.exists() and lab.store.cached_bytes(old) == 0
         lab.check_accounts()
     async with running(cache_dir, lab.origin) as lab:

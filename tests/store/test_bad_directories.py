@@ -442,8 +442,8 @@ async def test_a_spill_that_runs_into_a_full_disk_gives_its_bytes_back(
 async def test_an_index_that_cannot_be_written_is_said_and_served_around(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cachefs.database import Database
-    from cachefs.errors import NoRoom
+    from cachefs.base.database import Database
+    from cachefs.base.errors import NoRoom
 
     async with running(cache_dir, ssd=2 * MIB) as lab:
         ids, data = objects(lab.origin, count=12)

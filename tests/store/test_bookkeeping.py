@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.names import ObjectId
-from cachefs.store import catalog, checked, scrub
-from cachefs.store.checked import Checked
+from cachefs.base.names import ObjectId
+from cachefs.store import catalog, scrub
+from cachefs.store.catalog import Checked
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, flip_bit, running
 
 SMALL = 4096
 
 
-def lendable(lab: Lab, ids: list[ObjectId]) -> int:
-    return sum(lends(lab, object_id) for object_id in ids)
+def passthrough_ready(lab: Lab, ids: list[ObjectId]) -> int:
+    return sum(passthrough(lab, object_id) for object_id in ids)
 
 
-def lends(lab: Lab, object_id: ObjectId) -> bool:
-    lent = lab.store.lend_now(lab.store.object(object_id))
-    if lent is None:
+def passthrough(lab: Lab, object_id: ObjectId) -> bool:
+    passthrough = lab.store.open_backing(lab.store.object(object_id))
+    if passthrough is None:
         return False
-    lent.registered(1)
-    lab.store.give_back(lent)
+    passthrough.registered(1)
+    lab.store.release_backing(passthrough)
     return True
 
 
@@ -37,13 +37,13 @@ async def forget_all(lab: Lab) -> None:
     """As thousands of other versions would."""
     await lab.quiet()
     await lab.store.flush()
-    while lab.store._catalog._objects:
-        lab.store._catalog._forget_some()
-    assert lab.store._catalog._loaded == 0
+    while lab.store.catalog._objects:
+        lab.store.catalog._forget_some()
+    assert lab.store.catalog._loaded == 0
 
 
 def held(lab: Lab) -> int:
-    return sum(bool(copy) for obj in lab.store._catalog._objects.values() for copy in obj.copies.values())
+    return sum(bool(copy) for obj in lab.store.catalog._objects.values() for copy in obj.copies.values())
 
 
 @in_trio
@@ -54,17 +54,17 @@ async def test_a_look_leaves_no_trace(cache_dir: Path) -> None:
             await lab.read(object_id)
         await forget_all(lab)
         await lab.read(ids[0])
-        books, loaded = lab.store._catalog._objects, lab.store._catalog._loaded
+        books, loaded = lab.store.catalog._objects, lab.store.catalog._loaded
         before = list(books)
         for object_id in (*ids, *(ObjectId("s", f"other{i}", "e", SMALL) for i in range(100))):
             assert lab.fetcher.whole(object_id) == (object_id in ids[:3])
             assert lab.fetcher.cached_bytes(object_id) == SMALL * (object_id in ids[:3])
         assert list(books) == before == [ids[0].digest]
-        assert lab.store._catalog._loaded == loaded == held(lab)
+        assert lab.store.catalog._loaded == loaded == held(lab)
 
 
 @in_trio
-async def test_looks_at_others_take_nothing_from_what_is_lent(
+async def test_looks_at_others_take_nothing_from_what_is_passthrough(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 64)
@@ -72,7 +72,7 @@ async def test_looks_at_others_take_nothing_from_what_is_lent(
         ids = put(lab, 20)
         for object_id in ids:
             await lab.read(object_id)
-        assert lendable(lab, ids) == 20
+        assert passthrough_ready(lab, ids) == 20
         await lab.store.flush()
         backings = [lab.store.object(object_id).backing for object_id in ids]
         for number in range(200):
@@ -82,7 +82,7 @@ async def test_looks_at_others_take_nothing_from_what_is_lent(
 
 
 @in_trio
-async def test_what_was_brought_can_be_lent_after_it_was_forgotten(
+async def test_what_was_brought_can_be_passthrough_after_it_was_forgotten(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 64)
@@ -91,12 +91,12 @@ async def test_what_was_brought_can_be_lent_after_it_was_forgotten(
         for object_id in ids:
             await lab.fetcher.bring(lab.origin, object_id)  # type: ignore[arg-type]
             await lab.store.flush()
-        assert len(lab.store._catalog._objects) <= 64
-        assert lendable(lab, ids) == 200
+        assert len(lab.store.catalog._objects) <= 64
+        assert passthrough_ready(lab, ids) == 200
 
 
 @in_trio
-async def test_what_nobody_has_checked_is_not_lent_after_it_was_forgotten(cache_dir: Path) -> None:
+async def test_what_nobody_has_checked_is_not_passthrough_after_it_was_forgotten(cache_dir: Path) -> None:
     async with running(cache_dir) as lab:
         ids = put(lab, 3)
         for object_id in ids:
@@ -107,7 +107,7 @@ async def test_what_nobody_has_checked_is_not_lent_after_it_was_forgotten(cache_
         assert lab.fetcher.whole(ids[1])
         lab.store.object(ids[2])
         await forget_all(lab)
-        assert [lends(lab, object_id) for object_id in ids] == [True, False, False]
+        assert [passthrough(lab, object_id) for object_id in ids] == [True, False, False]
 
 
 @in_trio
@@ -118,11 +118,11 @@ async def test_a_block_that_comes_again_is_judged_anew(cache_dir: Path) -> None:
         await lab.read(object_id)
         await forget_all(lab)
         obj = lab.store.object(object_id)
-        [copy] = lab.store._catalog.copies(obj, lab.store.tiers[-1].number)
+        [copy] = lab.store.catalog.copies(obj, lab.store.tiers[-1].number)
         assert copy.verified == 0b11
         copy.verified = 0b01  # as of a block that was moved, and not read since
         await forget_all(lab)
-        assert not lends(lab, object_id)
+        assert not passthrough(lab, object_id)
         flip_bit(lab.store.tiers[-1].file_path(object_id.digest), random.Random(1), BLOCK + 1)
         assert await lab.read(object_id) == content(0, 2 * BLOCK)
         assert lab.metrics.checksum_failures == 1
@@ -136,13 +136,13 @@ async def test_large_versions_are_not_remembered(cache_dir: Path) -> None:
         for object_id in (large, fits):
             await lab.read(object_id)
             await lab.quiet()  # the last block exists for all once its transfer has ended
-            assert lends(lab, object_id)
+            assert passthrough(lab, object_id)
         await forget_all(lab)
-        assert [lends(lab, large), lends(lab, fits)] == [False, True]
+        assert [passthrough(lab, large), passthrough(lab, fits)] == [False, True]
 
 
 def test_copies_are_remembered_in_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked, "COPIES", 100)
+    monkeypatch.setattr(catalog, "CHECKED_COPIES", 100)
     known = Checked()
     keys = [(n % 2, ObjectId("s", str(n), "e", 1).digest, n % 3) for n in range(1000)]
     for number, key in enumerate(keys, 1):
@@ -169,10 +169,10 @@ async def test_a_scrub_counts_nothing_that_it_looked_at(cache_dir: Path) -> None
         await lab.read(ids[0])
         for _ in range(3):
             await scrub(lab.store)
-            assert lab.store._catalog._loaded == held(lab)
-        lab.store._catalog.forget_tier(lab.store.tiers[-1].number)
+            assert lab.store.catalog._loaded == held(lab)
+        lab.store.catalog.forget_tier(lab.store.tiers[-1].number)
         lab.counts = False  # who gives a tier up, counts it no more
-        assert lab.store._catalog._loaded == held(lab) == 0
+        assert lab.store.catalog._loaded == held(lab) == 0
 
 
 @in_trio
@@ -183,7 +183,7 @@ async def test_the_clock_never_goes_back(cache_dir: Path) -> None:
         for object_id in ids:
             await lab.read(object_id)
             lab.store.pin(lab.store.object(object_id))
-        origin, clock = lab.origin, lab.store._catalog._clock
+        origin, clock = lab.origin, lab.store.catalog.clock
         assert clock >= len(ids)
     async with running(cache_dir, origin, eviction="lru") as lab:
-        assert lab.store._catalog._clock > clock
+        assert lab.store.catalog.clock > clock

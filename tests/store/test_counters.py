@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.store.scrub import reclaim as reclaimed
 from cachefs.store.tier import RAM
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store import counters
@@ -102,15 +103,15 @@ async def test_a_cache_that_is_used_in_every_way(cache_dir: Path, ram: int, ssd:
 def borrow(lab: Lab, object_id: Any, block: int, *, land: bool = True) -> bool:
     """A block that another node keeps comes here, or not wholly."""
     obj = lab.store.object(object_id)
-    if lab.store.has(obj, block) or obj.flights:
+    if lab.store.has(obj, block) or lab.fetcher.transfers.of(obj):
         return False
-    fill = lab.store.begin_fill(obj, block, block + 1, borrowed=True)
+    fill = lab.store.begin_fill(obj, block, block + 1, remote_owned=True)
     if fill is None:
         return False
     length = min(BLOCK, object_id.size - block * BLOCK)
     fill.write(bytes(length if land else length // 2))
     lab.store.end_fill(obj, fill)
-    lab.store.rest(obj)
+    obj.rest()
     return land
 
 
@@ -139,7 +140,7 @@ async def test_no_two_fills_write_one_block(cache_dir: Path) -> None:
         again = lab.store.begin_fill(obj, 4, 6)
         assert again is not None, "it did not come, so it may come again"
         lab.store.end_fill(obj, again)
-        lab.store.rest(obj)
+        obj.rest()
         await settled(lab)
         assert lab.used() == 2 * BLOCK
 
@@ -161,7 +162,7 @@ async def test_only_a_file_that_never_changes_goes_on_under_a_new_name(cache_dir
 
 
 @in_trio
-async def test_what_is_borrowed_becomes_ones_own_with_all_that_it_counts(cache_dir: Path) -> None:
+async def test_what_is_remote_owned_becomes_ones_own_with_all_that_it_counts(cache_dir: Path) -> None:
     """Landed, on its way, and dropped while it is used."""
     async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
         [tier] = lab.store.tiers
@@ -169,38 +170,38 @@ async def test_what_is_borrowed_becomes_ones_own_with_all_that_it_counts(cache_d
         obj = lab.store.object(object_id)
         assert tier.number == RAM and borrow(lab, object_id, 0)
         assert not borrow(lab, object_id, 1, land=False)
-        assert tier.borrowed_bytes == tier.used_bytes == BLOCK
-        coming = lab.store.begin_fill(obj, 2, 4, borrowed=True)
-        assert coming is not None and tier.borrowed_bytes == tier.used_bytes == 3 * BLOCK
+        assert tier.remote_owned_bytes == tier.used_bytes == BLOCK
+        coming = lab.store.begin_fill(obj, 2, 4, remote_owned=True)
+        assert coming is not None and tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
         lab.store.evict(obj)  # its bytes stay as long as something comes into it
-        assert tier.borrowed_bytes == tier.used_bytes == 3 * BLOCK
+        assert tier.remote_owned_bytes == tier.used_bytes == 3 * BLOCK
         own = lab.store.begin_fill(obj, 8, 9)
         assert own is not None
-        assert (tier.borrowed_bytes, tier.kept_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
+        assert (tier.remote_owned_bytes, tier.kept_bytes) == (0, 4 * BLOCK), "an extent is kept as a whole"
         for fill in (coming, own):
             lab.store.end_fill(obj, fill)
-        lab.store.rest(obj)
+        obj.rest()
         await settled(lab)
-        assert (tier.borrowed_bytes, tier.used_bytes) == (0, 0)
+        assert (tier.remote_owned_bytes, tier.used_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("while_used", [False, True])
 @in_trio
-async def test_what_is_borrowed_and_dropped_counts_no_more(cache_dir: Path, while_used: bool) -> None:
+async def test_what_is_remote_owned_and_dropped_counts_no_more(cache_dir: Path, while_used: bool) -> None:
     async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
         [tier] = lab.store.tiers
         object_id = lab.origin.put("k", content(1, EXTENT))
         obj = lab.store.object(object_id)
         for block in range(3):
             assert borrow(lab, object_id, block)
-        coming = lab.store.begin_fill(obj, 4, 5, borrowed=True) if while_used else None
+        coming = lab.store.begin_fill(obj, 4, 5, remote_owned=True) if while_used else None
         lab.store.evict(obj)
-        assert tier.borrowed_bytes == tier.used_bytes == (4 * BLOCK if while_used else 0)
+        assert tier.remote_owned_bytes == tier.used_bytes == (4 * BLOCK if while_used else 0)
         if coming is not None:
             lab.store.end_fill(obj, coming)
-        lab.store.rest(obj)
+        obj.rest()
         await settled(lab)
-        assert tier.borrowed_bytes == tier.used_bytes == 0
+        assert tier.remote_owned_bytes == tier.used_bytes == 0
 
 
 @in_trio
@@ -240,12 +241,12 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         obj = lab.store.object(object_id)
         for block in (0, 1, 5, 9, 20):
             assert borrow(lab, object_id, block)
-        lab.store.room.own(lab.store._catalog.copies(obj, tier.number)[0])
+        lab.store.space.own(lab.store.catalog.copies(obj, tier.number)[0])
         file = tier.file_path(object_id.digest)
 
         async def reclaim() -> int:
             await lab.store.flush()
-            return await lab.store.room.reclaim(tier, object_id.digest, file.stat().st_blocks * 512)
+            return await reclaimed(lab.store, tier, object_id.digest, file.stat().st_blocks * 512)
 
         assert await reclaim() == 0, "a file with holes between its blocks is as it should be"
         fd = os.open(file, os.O_RDWR)
@@ -267,7 +268,7 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         assert await reclaim() == 2 * BLOCK
         assert lab.store.has(obj, 0) and not lab.store.has(obj, 1) and not lab.store.has(obj, 9)
         file.unlink()
-        assert await lab.store.room.reclaim(tier, object_id.digest, 0) == BLOCK
+        assert await reclaimed(lab.store, tier, object_id.digest, 0) == BLOCK
         os.close(fd)
         assert not lab.store.cached_bytes(object_id)
 
@@ -334,23 +335,23 @@ def _first(lab: Lab) -> Any:
 
 
 def _drop_order(lab: Lab) -> None:
-    database = lab.store._catalog._index._db
+    database = lab.store.catalog._index._db
     database.write([("order", database.scan("order")[0][0], None)])
 
 
 def _second_place(lab: Lab) -> None:
-    database = lab.store._catalog._index._db
+    database = lab.store.catalog._index._db
     key, value = database.scan("order")[0]
     database.write([("order", key[:-1] + b"\xff", value)])
 
 
 def _drop_row(lab: Lab) -> None:
-    database = lab.store._catalog._index._db
+    database = lab.store.catalog._index._db
     database.write([("copies", database.scan("copies")[0][0], None)])
 
 
 def _user(lab: Lab) -> None:
-    next(iter(lab.store._catalog._objects.values())).refs += 1
+    next(iter(lab.store.catalog._objects.values())).refs += 1
 
 
 def _add(owner: Callable[[Lab], Any], name: str, count: int) -> Callable[[Lab], None]:
@@ -362,8 +363,8 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "unlisted": _add(_tier, "unlisted_bytes", -1),
     "blocks": _add(_tier, "blocks", 1),
     "pinned": _add(_tier, "pinned_bytes", 1),
-    "borrowed": _add(_tier, "borrowed_bytes", -1),
-    "loaded": _add(lambda lab: lab.store._catalog, "_loaded", 1),
+    "borrowed": _add(_tier, "remote_owned_bytes", -1),
+    "loaded": _add(lambda lab: lab.store.catalog, "_loaded", 1),
     "arriving": _add(_first, "arriving", 1),
     "forgotten": _add(_first, "forgotten", 1),
     "pins": _add(_first, "pins", 1),

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs import statusview
-from cachefs.names import ObjectId
-from cachefs.store.datasets import MOST, Datasets
-from cachefs.store.epochs import TRACKED, Epochs, unit_hash
-from cachefs.store.seen import Seen
-from cachefs.store.turns import SAMPLE
+from cachefs.base.names import ObjectId
+from cachefs.cli import status as statusview
+from cachefs.store.epochs import MOST, SAMPLE, TRACKED, Datasets, Epochs, Seen, unit_hash
+from tests.conftest import examples
 
 
 class Watched:
@@ -127,7 +125,7 @@ def test_a_dataset_that_is_left_in_the_middle_is_given_up() -> None:
 
 
 @given(seed=st.integers(0, 1000), at=st.integers(0, 1199))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_a_restart_at_any_moment_changes_nothing(seed: int, at: int) -> None:
     uses = [unit for order in orders(300, 4, seed) for unit in order]
     whole = Watched().use(uses)

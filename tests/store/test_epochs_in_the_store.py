@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.errors import NoRoom
-from cachefs.names import ObjectId
+from cachefs.base.errors import NoRoom
+from cachefs.base.names import ObjectId
 from cachefs.store.tier import RAM
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, Lab, as_kill_leaves_it, running
@@ -44,7 +44,7 @@ def shuffled(ids: list[ObjectId], seed: object) -> list[ObjectId]:
     return random.Random(str(seed)).sample(ids, len(ids))
 
 
-@pytest.mark.parametrize("ram_share", [0, 0.2])
+@pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.2])
 @pytest.mark.parametrize("order", ["shuffled", "scan"])
 @in_trio
 async def test_half_of_many_small_files_is_half_the_hits(
@@ -63,6 +63,7 @@ async def test_half_of_many_small_files_is_half_the_hits(
         lab.check_accounts()
 
 
+@pytest.mark.long
 @in_trio
 async def test_by_recency_it_is_a_sixth_or_nothing(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=FILES * SMALL // 2, block=128 * KIB, eviction="lru") as lab:
@@ -72,7 +73,7 @@ async def test_by_recency_it_is_a_sixth_or_nothing(cache_dir: Path) -> None:
         assert max(hits) <= 0.25, hits
 
 
-@pytest.mark.parametrize("ram_share", [0, 0.2])
+@pytest.mark.parametrize("ram_share", [pytest.param(0, marks=pytest.mark.long), 0.2])
 @in_trio
 async def test_shards_read_in_pieces_by_a_sequential_reader(cache_dir: Path, ram_share: float) -> None:
     count = 60
@@ -85,6 +86,7 @@ async def test_shards_read_in_pieces_by_a_sequential_reader(cache_dir: Path, ram
         lab.check_accounts()
 
 
+@pytest.mark.long
 @in_trio
 async def test_another_dataset_takes_over_within_two_epochs(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=FILES * SMALL // 2, block=128 * KIB) as lab:
@@ -99,7 +101,7 @@ async def test_another_dataset_takes_over_within_two_epochs(cache_dir: Path) -> 
         assert min(hits[2:]) >= 0.48, hits
 
 
-@pytest.mark.parametrize("kind", ["clean", "killed"])
+@pytest.mark.parametrize("kind", [pytest.param("clean", marks=pytest.mark.long), "killed"])
 @in_trio
 async def test_a_restart_in_the_middle_goes_on(cache_dir: Path, kind: str) -> None:
     origin = ScriptedOrigin()
@@ -136,7 +138,7 @@ async def test_what_is_fetched_ahead_displaces_nothing_that_is_wanted(cache_dir:
         while (fill := store.begin_fill(obj := store.object(ids[32 + began]), 0, 1, ahead=True)) is not None:
             fill.write(b"y" * BLOCK)
             store.end_fill(obj, fill)
-            store.rest(obj)
+            obj.rest()
             fills.append(ids[32 + began])
             began += 1
             if began % 3 == 0:
@@ -183,7 +185,7 @@ async def test_what_a_reader_left_behind_does_not_keep_the_rest_out(cache_dir: P
             assert fill is not None, number
             fill.write(data)
             store.end_fill(obj, fill)
-            store.rest(obj)
+            obj.rest()
             await store.flush()
         obj = store.object(lab.origin.put("e/9", b"y"))
         assert store.begin_fill(obj, 0, 1, ahead=True) is None, (
@@ -209,10 +211,10 @@ async def test_a_reader_that_joins_makes_what_came_ahead_a_used_one(cache_dir: P
             if how == "read":
                 fill.read(0, 10)
             store.end_fill(obj, fill)
-            store.rest(obj)
-            copy = store._catalog.copy(obj, 1, 0)
+            obj.rest()
+            copy = store.catalog.copy(obj, 1, 0)
             assert copy is not None
-            states.append(store._catalog.kept(copy))
+            states.append(store.eviction.protected(copy))
         assert states == [True, False, False]
 
 
@@ -313,33 +315,33 @@ async def test_evict_drops_what_is_not_pinned_and_says_how_much(cache_dir: Path)
 
 
 @in_trio
-async def test_what_is_lent_leaves_when_its_last_user_does(cache_dir: Path) -> None:
+async def test_what_is_passthrough_leaves_when_its_last_user_does(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=64 * BLOCK) as lab:
         object_id = lab.origin.put("k", content(1, 2 * BLOCK))
         await lab.read(object_id)
         await lab.quiet()
         obj = lab.store.object(object_id)
-        backing = lab.store.lend_now(obj)
+        backing = lab.store.open_backing(obj)
         assert backing is not None
         assert lab.store.evict(obj) == 2 * BLOCK
         assert lab.store.cached_bytes(object_id) == 0
         assert lab.used() == 2 * BLOCK, "somebody reads it"
-        lab.store.give_back(backing)
+        lab.store.release_backing(backing)
         assert lab.used() == 0
         lab.check_accounts()
 
 
 @in_trio
-async def test_a_pinned_lent_file_stays(cache_dir: Path) -> None:
+async def test_a_pinned_passthrough_file_stays(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=32 * BLOCK) as lab:
         ids = [lab.origin.put(f"k{i}", content(i, 2 * BLOCK)) for i in range(40)]
         await lab.read(ids[0])
         await lab.quiet()
         obj = lab.store.object(ids[0])
-        backing = lab.store.lend_now(obj)
+        backing = lab.store.open_backing(obj)
         assert backing is not None
         lab.store.pin(obj)
-        lab.store.give_back(backing)
+        lab.store.release_backing(backing)
         assert lab.store.evict(obj) == 0
         await epoch(lab, ids[1:])
         assert lab.store.whole(obj)
@@ -347,7 +349,7 @@ async def test_a_pinned_lent_file_stays(cache_dir: Path) -> None:
 
 
 @in_trio
-async def test_lending_is_a_use(cache_dir: Path) -> None:
+async def test_passthrough_is_a_use(cache_dir: Path) -> None:
     async with running(cache_dir, ram=64 * BLOCK, ssd=0) as lab:
         ids = [lab.origin.put(f"d/{i}", content(i, BLOCK)) for i in range(40)]
         for _ in range(2):
@@ -355,9 +357,9 @@ async def test_lending_is_a_use(cache_dir: Path) -> None:
                 if not lab.store.whole(lab.store.object(i)):
                     await lab.read(i)
                     await lab.quiet()
-                backing = lab.store.lend_now(lab.store.object(i))
+                backing = lab.store.open_backing(lab.store.object(i))
                 assert backing is not None and backing.tier.number == RAM
-                lab.store.give_back(backing)
+                lab.store.release_backing(backing)
                 await lab.store.flush()
         (known,) = lab.store.eviction_status()["datasets"]
         assert (known["epoch"], known["mode"]) == (2, "epoch")

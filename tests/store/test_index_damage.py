@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.database import Database
-from cachefs.names import ObjectId
+from cachefs.base.database import Database
+from cachefs.base.names import ObjectId
 from cachefs.store.ram import remove_ram
 from tests.fetch.scripted import SOURCE, ScriptedOrigin, content
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, running
@@ -147,7 +147,12 @@ def run_trials(trials: list[tuple[str, Callable[[], str]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stopped", "count"), [("clean", 10), ("killed", 10), pytest.param("killed", 50, marks=pytest.mark.slow)]
+    ("stopped", "count"),
+    [
+        ("clean", 10),
+        pytest.param("killed", 10, marks=pytest.mark.long),
+        pytest.param("killed", 50, marks=pytest.mark.long),
+    ],
 )
 def test_random_bit_flips_in_the_index(
     warm: tuple[Path, Path], tmp_path: Path, stopped: str, count: int
@@ -166,7 +171,7 @@ def test_random_bit_flips_in_the_index(
     run_trials(trials)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.long)])
 def test_random_bit_flips_in_live_pages_of_the_index(
     warm: tuple[Path, Path], tmp_path: Path, count: int
 ) -> None:
@@ -184,7 +189,7 @@ def test_random_bit_flips_in_live_pages_of_the_index(
     )
 
 
-@pytest.mark.parametrize("stopped", ["clean", "killed"])
+@pytest.mark.parametrize("stopped", [pytest.param("clean", marks=pytest.mark.long), "killed"])
 def test_an_index_cut_short_or_overwritten(warm: tuple[Path, Path], tmp_path: Path, stopped: str) -> None:
     source = warm[stopped == "killed"]
     size = (source / "index" / "data.mdb").stat().st_size

@@ -57,7 +57,7 @@ async def filler(place: Path, seed: int) -> None:
             print("ready", flush=True)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_in_the_middle_of_transfers_never_make_a_wrong_byte(cache_dir: Path, kills: int) -> None:
     for kill in killed_at_random(CHILD, cache_dir, kills):
         look(cache_dir, ("first", "none", "full")[kill % 3])

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.mountinfo import Mount, mount_at
+from cachefs.base.linux import Mount, mount_at
 from cachefs.store import ram, scrub
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, cache_files, du, running, until
-from tests.store.test_lending import Front, kill
+from tests.store.test_passthrough import Backend, kill
 
 
 def may_mount() -> bool:
@@ -393,21 +393,21 @@ async def test_remove_ram_takes_both_away(cache_dir: Path) -> None:
 
 @mounts
 @in_trio
-async def test_a_mapping_of_a_lent_file_outlives_the_mount(cache_dir: Path, huge: None) -> None:
+async def test_a_mapping_of_a_passthrough_file_outlives_the_mount(cache_dir: Path, huge: None) -> None:
     async with running(cache_dir, ram=16 * MIB) as lab:
         data = await filled(lab, count=2, size=4 * EXTENT + 77)
-        front = Front(lab)
-        lent = [front.lend(object_id, d) for object_id, d in data.items()]  # type: ignore[arg-type]
-        assert all(lent)
+        backend = Backend(lab)
+        passthrough = [backend.open_backing(object_id, d) for object_id, d in data.items()]  # type: ignore[arg-type]
+        assert all(passthrough)
         place = lab.store.tiers[0].path
         free = os.open(place, os.O_RDONLY)
-        for backing in lent:
+        for backing in passthrough:
             assert backing is not None
-            lab.store.give_back(backing)
+            lab.store.release_backing(backing)
     assert mounted(cache_dir) is None and not place.exists()
-    front.check()
+    backend.check()
     assert taken_of(free) > 0
-    for mapping, _ in front.maps:
+    for mapping, _ in backend.maps:
         mapping.close()
     assert taken_of(free) == 0, "the memory goes with the last mapping"
     os.close(free)
@@ -465,7 +465,7 @@ async def test_the_other_half_of_a_huge_page_goes_with_its_block(cache_dir: Path
         await lab.quiet()
         pages = 3 * 2 * HUGE_BLOCK
         assert taken(tier.path) - before == pages, "no huge page was seen: this tests nothing"
-        catalog, room = lab.store._catalog, lab.store.room
+        catalog, room = lab.store.catalog, lab.store.space
         first, second = catalog.copies(obj, tier.number)
         room.drop(obj, first, 1 << 5)
         # Both halves of its own page, and the empty one of the other page, which is no huge one any more.

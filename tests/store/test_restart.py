@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.errors import CacheInUse
-from cachefs.metrics import Metrics
+from cachefs.base.errors import CacheInUse
+from cachefs.base.metrics import Metrics
 from cachefs.store import open_store, scrub
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
@@ -37,7 +37,7 @@ async def filled(cache_dir: Path, origin: ScriptedOrigin, count: int = 6, **how:
 
 
 def ids_of(origin: ScriptedOrigin) -> list[object]:
-    from cachefs.names import ObjectId
+    from cachefs.base.names import ObjectId
     from tests.fetch.scripted import SOURCE
 
     return [ObjectId(SOURCE, k, etag, len(d)) for k, (etag, d) in origin.objects.items()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.names import ObjectId
+from cachefs.base.names import ObjectId
 from cachefs.store.epochs import Epochs, unit_hash
 from tests.fetch.scripted import in_trio
 from tests.store.lab import BLOCK, Lab, running
@@ -24,35 +24,35 @@ def asked(units: int, epoch: object, nodes: Iterable[str] = NODES) -> list[tuple
     return [(node, order[at]) for at in range(units) for node, order in orders]
 
 
-def put(lab: Lab, object_id: ObjectId, asker: str = "", **how: bool) -> bool:
+def put(lab: Lab, object_id: ObjectId, requester: str = "", **how: bool) -> bool:
     """Its block comes; whether there was room for it."""
     obj = lab.store.object(object_id)
     fill = lab.store.begin_fill(obj, 0, 1, **how)
     if fill is None:
         return False
-    fill.asker = asker
+    fill.requester = requester
     fill.write(bytes(object_id.size))
     lab.store.end_fill(obj, fill)
-    lab.store.rest(obj)
+    obj.rest()
     return True
 
 
-async def use(lab: Lab, object_id: ObjectId, asker: str) -> bool:
+async def use(lab: Lab, object_id: ObjectId, requester: str) -> bool:
     """As a reader here, or as another node through this one. Whether it was cached."""
     obj = lab.store.object(object_id)
     if not lab.store.has(obj, 0):
-        assert put(lab, object_id, asker)
+        assert put(lab, object_id, requester)
         return False
-    if not asker:
+    if not requester:
         assert await lab.store.read(obj, 0, object_id.size) is not None
-        lab.store.rest(obj)
+        obj.rest()
         return True
     obj.refs += 1
     assert await lab.store.read(obj, 0, 1, count=False) is not None  # so its file is open
-    shared = lab.store.share(obj, 0, asker=asker)
+    shared = lab.store.share(obj, 0, requester=requester)
     assert shared is not None
     lab.store.unshare(obj, shared)
-    lab.store.release(obj)
+    obj.release()
     return True
 
 
@@ -60,12 +60,12 @@ async def epoch(lab: Lab, own: list[ObjectId], number: int, others: list[ObjectI
     """How many units had to be fetched. With `others`, as much of them is fetched ahead as there is room for."""
     missed = 0
     rng = random.Random(number)
-    for at, (asker, unit) in enumerate(asked(len(own), number)):
-        missed += not await use(lab, own[unit], asker)
+    for at, (requester, unit) in enumerate(asked(len(own), number)):
+        missed += not await use(lab, own[unit], requester)
         for _ in range(2 if others else 0):
             other = rng.choice(others or [])
             if not lab.store.has(lab.store.object(other), 0):
-                put(lab, other, ahead=True, borrowed=True)
+                put(lab, other, ahead=True, remote_owned=True)
         if at % 16 == 0:
             await lab.store.flush()
             if lab.store._moves is not None and lab.store._moves._over(0.9):
@@ -104,9 +104,9 @@ async def test_what_waits_here_for_others_gives_way_to_what_is_kept(cache_dir: P
     async with running(cache_dir, ssd=32 * BLOCK, ram=32 * BLOCK) as lab:
         ram, ssd = lab.store.tiers
         number = 0
-        while put(lab, lab.origin.put(f"other/{number}", bytes(BLOCK)), ahead=True, borrowed=True):
+        while put(lab, lab.origin.put(f"other/{number}", bytes(BLOCK)), ahead=True, remote_owned=True):
             number += 1
-        assert ram.kept_bytes == 0 and ram.borrowed_bytes == ram.used_bytes >= 30 * BLOCK
+        assert ram.kept_bytes == 0 and ram.remote_owned_bytes == ram.used_bytes >= 30 * BLOCK
         own = [lab.origin.put(f"own/{n}", bytes(BLOCK)) for n in range(60)]
         for object_id in own:
             assert put(lab, object_id)
@@ -120,9 +120,9 @@ async def test_what_waits_here_for_others_gives_way_to_what_is_kept(cache_dir: P
 
 
 def played(epochs: Epochs, uses: Iterable[tuple[str, int]]) -> None:
-    for asker, unit in uses:
+    for requester, unit in uses:
         epochs._now += 1
-        epochs.used(1, key(unit), epochs._now, 1 << 20, hit=True, asker=asker)
+        epochs.used(1, key(unit), epochs._now, 1 << 20, hit=True, requester=requester)
 
 
 def key(unit: int) -> int:
@@ -137,12 +137,12 @@ def test_each_node_reads_everything_and_an_epoch_is_one(count: int) -> None:
         assert epochs.number(1) == number + 1 and epochs.has_epochs(1)
     order = asked(count, 3)
     played(epochs, order[: 2 * count])
-    had = {unit: [asker for asker, u in order[: 2 * count] if u == unit] for unit in range(count)}
+    had = {unit: [requester for requester, u in order[: 2 * count] if u == unit] for unit in range(count)}
     spent = {unit for unit in had if epochs.spent(1, key(unit))}
-    all_had = {unit for unit, askers in had.items() if len(askers) == len(NODES)}
+    all_had = {unit for unit, requesters in had.items() if len(requesters) == len(NODES)}
     # A filter is wrong now and then; the first uses of an epoch were counted for the one before.
     assert len(spent - all_had) <= count // 100 and len(all_had - spent) <= max(8, 0.2 * len(all_had))
-    here = {unit for unit, askers in had.items() if "" in askers}
+    here = {unit for unit, requesters in had.items() if "" in requesters}
     assert abs(sum(epochs.had(1, key(unit)) for unit in range(count)) - len(here)) <= 0.03 * count + 2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.errors import Transient
+from cachefs.base.errors import Transient
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
     BLOCK,

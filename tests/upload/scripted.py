@@ -1,4 +1,4 @@
-"""A store that does as it is told, where drafts go: holds requests back, fails, loses replies, and counts."""
+"""A store that does as it is told, where dirty files go: holds requests back, fails, loses replies, and counts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unittest import mock
 import trio
 import trio.testing
 
-from cachefs.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
+from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, ObjectChanged
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
-from cachefs.upload import Draft, Uploads
+from cachefs.upload import DirtyFile, Uploads
 from tests.upload import counters
 
 SOURCE = "scripted://bucket"
@@ -119,7 +119,7 @@ class ScriptedStore:
         self.rules: list[Rule] = []
         self.in_flight = self.most_in_flight = 0
         self.latency_s = 0.0
-        self.stamps: dict[str, tuple[str, str]] = {}
+        self.tokens: dict[str, tuple[str, str]] = {}
         self.seen: dict[str, list[bytes]] = {}  # every content a key ever showed
         self._numbers = itertools.count(1)
 
@@ -183,7 +183,7 @@ class ScriptedStore:
         *,
         if_match: str | None = None,
         if_absent: bool = False,
-        stamp: str = "",
+        token: str = "",
         settle: bool = True,
         turn: Any = None,
     ) -> ObjectInfo:
@@ -192,12 +192,12 @@ class ScriptedStore:
             data = source.read(0, size)
             assert len(data) == size
             info = self.show(key, data)
-            self.stamps[key] = (info.etag, stamp)
+            self.tokens[key] = (info.etag, token)
         return info
 
-    async def ours(self, key: str, stamp: str, size: int | None, error: CachefsError) -> ObjectInfo:
+    async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
         etag, data = self.objects.get(key, ("", b""))
-        if etag and self.stamps.get(key) == (etag, stamp):
+        if etag and self.tokens.get(key) == (etag, token):
             return ObjectInfo(key, len(data), 0, etag)
         raise error
 
@@ -232,8 +232,8 @@ class ScriptedStore:
             if key not in self.objects:
                 raise NotFound(key)
             etag, data = self.objects[key]
-            made_by, stamp = self.stamps.get(key, ("", ""))
-            return ObjectInfo(key, len(data), 0, etag), stamp if made_by == etag else ""
+            made_by, token = self.tokens.get(key, ("", ""))
+            return ObjectInfo(key, len(data), 0, etag), token if made_by == etag else ""
 
 
 class ScriptedUpload:
@@ -279,7 +279,7 @@ class ScriptedUpload:
             for number, etag in parts.items():
                 assert etag == f'"{hashlib.md5(held[number]).hexdigest()}"'
             info = self.store.show(self.key, b"".join(held[n] for n in sorted(parts)))
-            self.store.stamps[self.key] = (info.etag, f"stamp of {self.id}")
+            self.store.tokens[self.key] = (info.etag, f"stamp of {self.id}")
             del self.store.uploads[self.id]
         return info
 
@@ -321,33 +321,33 @@ class Desk:
         self.staging, self.state = path / "staging", path / "state"
         self.told: list[tuple[str, ObjectInfo]] = []
         self.settled: list[str] = []
-        uploads.on_committed = lambda draft, info: self.told.append((draft.key, info))
-        uploads.on_settled = lambda draft: self.settled.append(draft.key)
+        uploads.on_committed = lambda dirty_file, info: self.told.append((dirty_file.key, info))
+        uploads.on_settled = lambda dirty_file: self.settled.append(dirty_file.key)
 
-    async def create(self, key: str = "k", data: bytes = b"", **how: Any) -> Draft:
-        """An open draft with this content."""
-        draft = await self.uploads.begin(self.store, key, **how)
-        self.uploads.open(draft)
+    async def create(self, key: str = "k", data: bytes = b"", **how: Any) -> DirtyFile:
+        """An open dirty file with this content."""
+        dirty_file = await self.uploads.begin(self.store, key, **how)
+        self.uploads.open(dirty_file)
         if data:
-            await draft.write(0, data)
-        return draft
+            await dirty_file.write(0, data)
+        return dirty_file
 
-    async def close(self, draft: Draft) -> None:
+    async def close(self, dirty_file: DirtyFile) -> None:
         """As close(2) and what follows."""
         try:
-            await self.uploads.commit(draft)
+            await self.uploads.commit(dirty_file)
         finally:
-            self.uploads.release(draft)
+            self.uploads.release(dirty_file)
 
-    async def save(self, key: str, data: bytes, **how: Any) -> Draft:
-        draft = await self.create(key, data, **how)
-        await self.close(draft)
-        return draft
+    async def save(self, key: str, data: bytes, **how: Any) -> DirtyFile:
+        dirty_file = await self.create(key, data, **how)
+        await self.close(dirty_file)
+        return dirty_file
 
-    async def rename(self, draft: Draft, key: str, **how: Any) -> None:
+    async def rename(self, dirty_file: DirtyFile, key: str, **how: Any) -> None:
         """As rename(2) does it."""
-        old = draft.key
-        if await self.uploads.rename(draft, self.store, key, **how):
+        old = dirty_file.key
+        if await self.uploads.rename(dirty_file, self.store, key, **how):
             await self.store.delete(old)
 
     async def quiet(self) -> None:
@@ -361,9 +361,9 @@ class Desk:
 
 def let_go(uploads: Uploads) -> None:
     """A dead process has no file open."""
-    for draft in uploads._drafts.values():
-        while draft.handles:
-            draft.release()
+    for dirty_file in uploads._dirty_files.values():
+        while dirty_file.handles:
+            dirty_file.release()
 
 
 @asynccontextmanager

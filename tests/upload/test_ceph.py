@@ -9,9 +9,10 @@ import pytest
 import trio
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.errors import Conflict, ObjectChanged
-from cachefs.names import ObjectId
+from cachefs.base.errors import Conflict, ObjectChanged
+from cachefs.base.names import ObjectId
 from cachefs.origin import ObjectInfo, Upload
+from tests.origin.pending import abort, pending
 from tests.origin.servers import Lab, Server
 from tests.upload.test_servers import BODY, LARGE, at_the_store, daemon, none_of, run, until
 
@@ -59,15 +60,15 @@ def test_an_upload_that_vanished_while_the_daemon_was_dead_is_begun_again(
             patched.setattr(Upload, "complete", never)
             async with daemon(ceph, tmp_path, writeback=True, upload_delay_s=0.0) as (d, _, _):
                 await none_of(d.store, "k")
-                draft = await d.create("k", BODY)
-                await d.uploads.commit(draft)
-                await until(lambda: draft.parts.sent_bytes > 0)
+                dirty_file = await d.create("k", BODY)
+                await d.uploads.commit(dirty_file)
+                await until(lambda: dirty_file.parts.sent_bytes > 0)
         async with daemon(ceph, tmp_path, writeback=True) as (d, _, _):
-            [pending] = await d.store.list_uploads("k")
-            await d.store.resume_upload("k", pending.state()).abort()
+            [upload] = await pending(d.store, "k")
+            await abort(d.store, upload)
             assert await d.uploads.flush() == []
             assert await at_the_store(d.store, "k") == BODY
-            assert await d.store.list_uploads("k") == []
+            assert await pending(d.store, "k") == []
 
     run(use)
 
@@ -107,15 +108,15 @@ def test_an_overwrite_that_nobody_disturbed_is_no_conflict_and_another_is(
             info = await d.store.head("k")
             version = ObjectId(d.store.source, "k", info.etag, size)
             changed = BODY[::-1][:size]
-            draft = await d.create("k", changed, base=version)
-            await d.close(draft)
+            dirty_file = await d.create("k", changed, base=version)
+            await d.close(dirty_file)
             assert await at_the_store(d.store, "k") == changed
             ceph.put("k", b"theirs")
             now = await d.store.head("k")
             assert now.etag != info.etag
-            draft = await d.create("k", BODY[:size], base=version)
+            dirty_file = await d.create("k", BODY[:size], base=version)
             with pytest.raises(Conflict):
-                await d.close(draft)
+                await d.close(dirty_file)
             assert await at_the_store(d.store, "k") == b"theirs"
 
     run(use)

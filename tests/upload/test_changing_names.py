@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import trio
 
-from cachefs.errors import Conflict, OriginFailed
-from cachefs.names import ObjectId
+from cachefs.base.errors import Conflict, OriginFailed
+from cachefs.base.names import ObjectId
+from cachefs.upload import DirtyFile
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, Room, ScriptedStore, desk, in_trio
+from tests.upload.scripted import PART, Desk, Room, ScriptedStore, desk, in_trio
 
 
 @in_trio
 async def test_renaming_what_is_not_uploaded_is_free(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("a", b"data")
-        await d.rename(draft, "b")
-        assert draft.key == "b" and d.store.counts == {}
-        await d.close(draft)
+        dirty_file = await d.create("a", b"data")
+        await d.rename(dirty_file, "b")
+        assert dirty_file.key == "b" and d.store.counts == {}
+        await d.close(dirty_file)
         assert d.store.counts == {"put": 1} and d.store.content("b") == b"data" and "a" not in d.store.objects
 
 
@@ -27,12 +30,12 @@ async def test_renaming_what_is_not_uploaded_is_free(tmp_path: Path) -> None:
 async def test_renaming_while_parts_are_sent(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 20 * PART)
-        draft = await d.create("a", data)
+        dirty_file = await d.create("a", data)
         await d.quiet()
         assert d.store.counts["part"] == 19
-        await d.rename(draft, "b")
+        await d.rename(dirty_file, "b")
         assert d.store.counts["abort"] == 1
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("b") == data and d.store.uploads == {} and d.store.objects.keys() == {"b"}
 
 
@@ -43,15 +46,15 @@ async def test_renaming_breaks_a_commit_off_that_goes_on_under_the_new_name(
 ) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 300 * PART)
-        draft = await d.create("a")
-        await draft.write(PART, data[PART:])  # nothing is sent early
-        await draft.write(0, data[:100])
-        await draft.write(0, data[:PART])
+        dirty_file = await d.create("a")
+        await dirty_file.write(PART, data[PART:])  # nothing is sent early
+        await dirty_file.write(0, data[:100])
+        await dirty_file.write(0, data[:PART])
         held = d.store.hold(kind)
         done = trio.Event()
 
         async def commit() -> None:
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
             done.set()
 
         async with trio.open_nursery() as nursery:
@@ -59,7 +62,7 @@ async def test_renaming_breaks_a_commit_off_that_goes_on_under_the_new_name(
             await held.reached.wait()
             if kind == "begin":  # that one is waited for: nobody else would know of the upload
                 nursery.start_soon(release_later, held)
-            await d.rename(draft, "b")
+            await d.rename(dirty_file, "b")
             await done.wait()
         assert d.store.content("b") == data and d.store.objects.keys() == {"b"} and d.store.uploads == {}
         assert [key for key, _ in d.told] == ["b"]
@@ -75,17 +78,17 @@ async def release_later(held: object) -> None:
 async def test_renaming_waits_for_an_outcome_out_of_our_hands(tmp_path: Path, size: int) -> None:
     async with desk(tmp_path) as d:
         data = content(1, size)
-        draft = await d.create("a", data)
+        dirty_file = await d.create("a", data)
         held = d.store.hold("put" if size == 10 else "complete")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             await held.reached.wait()
             nursery.start_soon(release_later, held)
-            await d.rename(draft, "b")
+            await d.rename(dirty_file, "b")
         assert d.store.objects.keys() == {"b"} and d.store.content("b") == data
         assert d.store.counts["copy"] == d.store.counts["delete"] == 1
-        assert [key for key, _ in d.told] == ["a", "b"] and not draft.dirty
-        await d.close(draft)
+        assert [key for key, _ in d.told] == ["a", "b"] and not dirty_file.dirty
+        await d.close(dirty_file)
         await d.quiet()
         assert d.store.objects.keys() == {"b"} and d.settled == ["b"]
 
@@ -95,13 +98,13 @@ async def test_renaming_waits_for_an_outcome_out_of_our_hands(tmp_path: Path, si
 async def test_renaming_after_an_upload_whose_outcome_nobody_knows(tmp_path: Path, lost: bool) -> None:
     async with desk(tmp_path) as d:
         d.store.fail("put", lambda: OriginFailed("silence"), lost=lost)
-        draft = await d.create("a", b"data")
+        dirty_file = await d.create("a", b"data")
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         assert ("a" in d.store.objects) == lost
-        await d.rename(draft, "b")
+        await d.rename(dirty_file, "b")
         assert "a" not in d.store.objects
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.objects.keys() == {"b"}
 
 
@@ -110,29 +113,29 @@ async def test_once_it_has_another_name_its_outcome_is_known(tmp_path: Path) -> 
     """So what another client puts there is not taken for ours when the file is removed."""
     async with desk(tmp_path) as d:
         d.store.fail("put", lambda: OriginFailed("silence"), lost=True)
-        draft = await d.create("a", b"data")
+        dirty_file = await d.create("a", b"data")
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
-        await d.rename(draft, "b")
+            await d.uploads.commit(dirty_file)
+        await d.rename(dirty_file, "b")
         assert d.store.content("b") == b"data"
         d.store.show("b", b"theirs")
-        await d.uploads.discard(draft)
+        await d.uploads.discard(dirty_file)
         assert d.store.content("b") == b"theirs"
 
 
 @in_trio
 async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("a", b"one")
-        await d.uploads.commit(draft)
-        await draft.append(b" two")
+        dirty_file = await d.create("a", b"one")
+        await d.uploads.commit(dirty_file)
+        await dirty_file.append(b" two")
         d.store.fail("copy", lambda: OriginFailed("no"))
         with pytest.raises(OriginFailed):
-            await d.rename(draft, "b")
-        assert draft.key == "a" and d.store.objects.keys() == {"a"}
-        await d.rename(draft, "b")
+            await d.rename(dirty_file, "b")
+        assert dirty_file.key == "a" and d.store.objects.keys() == {"a"}
+        await d.rename(dirty_file, "b")
         assert d.store.content("b") == b"one" and d.store.objects.keys() == {"b"}, "half a change is not sent"
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("b") == b"one two" and d.uploads.journal.rows("drafts") == {}
 
 
@@ -145,21 +148,24 @@ async def test_the_old_name_does_not_go_before_the_new_one_is_there(
     store = ScriptedStore()
     store.show("a", b"v1")
     async with desk(tmp_path, store, on_conflict=conflict) as d:
-        draft = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        dirty_file = await d.create("a", b"v2!", base=store.version("a"), upto=0)
         store.fail("put", lambda: OriginFailed("500"), times=3, lost=lost, key="a")
         with pytest.raises(OriginFailed):
-            await d.close(draft)
+            await d.close(dirty_file)
         at_store = store.content("a")
         store.fail("put", lambda: OriginFailed("500"), key="b")
         with pytest.raises(OriginFailed):
-            await d.rename(draft, "b")
+            await d.rename(dirty_file, "b")
         assert (
-            draft.key == "a" and draft.dirty and store.content("a") == at_store and "b" not in store.objects
+            dirty_file.key == "a"
+            and dirty_file.dirty
+            and store.content("a") == at_store
+            and "b" not in store.objects
         )
-        row = d.uploads.journal.rows("drafts")[draft.id]
+        row = d.uploads.journal.rows("drafts")[dirty_file.id]
         assert row["key"] == "a" and row["acknowledged"]
-        await d.rename(draft, "b")
-        assert store.objects.keys() == {"b"} and store.content("b") == b"v2!" and not draft.dirty
+        await d.rename(dirty_file, "b")
+        assert store.objects.keys() == {"b"} and store.content("b") == b"v2!" and not dirty_file.dirty
         await trio.sleep(100)
         assert store.objects.keys() == {"b"} and d.uploads.journal.rows("drafts") == {} and d.settled == ["b"]
 
@@ -169,11 +175,11 @@ async def test_with_writeback_neither(tmp_path: Path) -> None:
     store = ScriptedStore()
     store.show("a", b"v1")
     async with desk(tmp_path, store, writeback=True, upload_delay_s=10) as d:
-        draft = await d.create("a", b"v2!", base=store.version("a"), upto=0)
-        await d.close(draft)
+        dirty_file = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        await d.close(dirty_file)
         held = store.hold("put")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.rename, draft, "b")
+            nursery.start_soon(d.rename, dirty_file, "b")
             await held.reached.wait()
             assert store.content("a") == b"v1"
             assert held.release is not None
@@ -186,10 +192,10 @@ async def test_half_a_change_takes_along_what_it_was_of(tmp_path: Path) -> None:
     store = ScriptedStore()
     store.show("a", b"v1")
     async with desk(tmp_path, store) as d:
-        draft = await d.create("a", b"v2!", base=store.version("a"), upto=0)
-        await d.rename(draft, "b")
+        dirty_file = await d.create("a", b"v2!", base=store.version("a"), upto=0)
+        await d.rename(dirty_file, "b")
         assert store.objects.keys() == {"b"} and store.content("b") == b"v1"
-        await d.close(draft)
+        await d.close(dirty_file)
         assert store.content("b") == b"v2!" and store.counts["put"] == 1
 
 
@@ -199,16 +205,16 @@ async def test_what_somebody_else_has_put_there_stays(tmp_path: Path, conflict: 
     store = ScriptedStore()
     store.show("a", b"v1")
     async with desk(tmp_path, store, on_conflict=conflict) as d:
-        draft = await d.create("a", b"mine", base=store.version("a"), upto=0)
+        dirty_file = await d.create("a", b"mine", base=store.version("a"), upto=0)
         store.fail("put", lambda: OriginFailed("500"))
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         store.show("a", b"theirs")
         if conflict == "fail":
             with pytest.raises(Conflict):
-                await d.uploads.commit(draft)
-        d.uploads.release(draft)
-        await d.rename(draft, "b")
+                await d.uploads.commit(dirty_file)
+        d.uploads.release(dirty_file)
+        await d.rename(dirty_file, "b")
         assert store.content("a") == b"theirs"
         await trio.sleep(0.1)
         await d.quiet()
@@ -219,14 +225,14 @@ async def test_what_somebody_else_has_put_there_stays(tmp_path: Path, conflict: 
 async def test_removing_what_is_in_conflict_leaves_theirs(tmp_path: Path) -> None:
     store = ScriptedStore()
     async with desk(tmp_path, store, on_conflict="fail") as d:
-        draft = await d.create("a", b"mine")
+        dirty_file = await d.create("a", b"mine")
         store.fail("put", lambda: OriginFailed("500"))
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         store.show("a", b"theirs")
         with pytest.raises(Conflict):
-            await d.close(draft)
-        await d.uploads.discard(draft)
+            await d.close(dirty_file)
+        await d.uploads.discard(dirty_file)
         assert store.content("a") == b"theirs" and d.files() == [] and d.uploads.pending() == []
 
 
@@ -239,17 +245,17 @@ async def test_what_the_store_has_is_not_sent_again_when_it_is_renamed(tmp_path:
             return await super().adopt(object_id, path)
 
     async with desk(tmp_path, cache=Slow()) as d:
-        draft = await d.create("a", content(1, 5 * PART))
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("a", content(1, 5 * PART))
+        await d.uploads.commit(dirty_file)
         if closed:
-            d.uploads.release(draft)
+            d.uploads.release(dirty_file)
             await trio.sleep(1)
-        await d.rename(draft, "b")
+        await d.rename(dirty_file, "b")
         await d.quiet()
         assert d.store.counts["begin"] == d.store.counts["complete"] == 1 and d.store.uploads == {}
         assert d.store.counts["part"] == 5
         if not closed:
-            await d.close(draft)
+            await d.close(dirty_file)
         await trio.sleep(10)
         assert d.store.uploads == {} and d.store.objects.keys() == {"b"} and d.settled == ["b"]
 
@@ -257,12 +263,12 @@ async def test_what_the_store_has_is_not_sent_again_when_it_is_renamed(tmp_path:
 @in_trio
 async def test_a_removed_file_is_not_uploaded_and_its_users_keep_it(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"data")
-        await d.uploads.discard(draft)
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.discard(dirty_file)
         assert d.files() == [] and d.uploads.pending() == []
-        await draft.append(b" more")
-        assert bytes(await draft.read(0, 100)) == b"data more"
-        await d.close(draft)
+        await dirty_file.append(b" more")
+        assert bytes(await dirty_file.read(0, 100)) == b"data more"
+        await d.close(dirty_file)
         await trio.sleep(100)
         assert d.store.counts == {} and d.settled == []
 
@@ -271,27 +277,50 @@ async def test_a_removed_file_is_not_uploaded_and_its_users_keep_it(tmp_path: Pa
 async def test_removing_while_parts_are_sent(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         held = d.store.hold("part", times=3)
-        draft = await d.create("k", content(1, 5 * PART))
+        dirty_file = await d.create("k", content(1, 5 * PART))
         await held.reached.wait()
-        await d.uploads.discard(draft)
+        await d.uploads.discard(dirty_file)
         assert d.store.counts["abort"] == 1 and d.store.uploads == {} and d.store.in_flight == 0
-        await d.close(draft)
+        await d.close(dirty_file)
         await trio.sleep(100)
         assert d.store.counts["begin"] == 1 and d.store.objects == {}
         assert d.uploads.journal.rows("drafts") == {}
+
+
+@in_trio
+async def test_what_was_replaced_is_not_kept_in_memory(tmp_path: Path) -> None:
+    made: list[weakref.ref[DirtyFile]] = []
+
+    async def replace(d: Desk, old: DirtyFile) -> DirtyFile:
+        new = await d.save("tmp", b"data")
+        made.append(weakref.ref(new))
+
+        async def rename() -> None:
+            await d.rename(new, "k", over=old)
+
+        await d.uploads.discard(old, replaced=True, instead=rename)
+        return new
+
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        dirty_file = await d.save("k", b"data")
+        for _ in range(20):
+            dirty_file = await replace(d, dirty_file)
+            await trio.sleep(0.5)
+        gc.collect()
+        assert d.store.counts == {} and sum(one() is not None for one in made) < 10
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 @in_trio
 async def test_removing_what_is_just_becoming_an_object(tmp_path: Path, replaced: bool) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"data")
+        dirty_file = await d.create("k", b"data")
         held = d.store.hold("put")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             await held.reached.wait()
             nursery.start_soon(release_later, held)
-            await d.uploads.discard(draft, replaced=replaced)
+            await d.uploads.discard(dirty_file, replaced=replaced)
         assert ("k" in d.store.objects) == replaced
         assert d.store.counts["delete"] == (not replaced)
 
@@ -299,10 +328,10 @@ async def test_removing_what_is_just_becoming_an_object(tmp_path: Path, replaced
 @in_trio
 async def test_an_upload_that_cannot_be_aborted_now_is_aborted_later(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", content(1, 5 * PART))
+        dirty_file = await d.create("k", content(1, 5 * PART))
         await d.quiet()
         d.store.fail("abort", lambda: OriginFailed("no"), times=2)
-        await d.uploads.discard(draft)
+        await d.uploads.discard(dirty_file)
         assert len(d.store.uploads) == 1 and len(d.uploads.journal.rows("orphans")) == 1
         await trio.sleep(200)
         await d.quiet()
@@ -318,8 +347,8 @@ async def test_a_file_removed_while_the_cache_takes_it(tmp_path: Path) -> None:
 
     for adopts in (True, False):
         async with desk(tmp_path / str(adopts), cache=Slow(adopts)) as d:
-            draft = await d.save("k", b"data")
+            dirty_file = await d.save("k", b"data")
             await trio.sleep(1)
-            await d.uploads.discard(draft, replaced=True)
+            await d.uploads.discard(dirty_file, replaced=True)
             await trio.sleep(10)
             assert d.files() == [] and d.settled == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.errors import OriginFailed, PermissionDenied
+from cachefs.base.errors import OriginFailed, PermissionDenied
 from tests.fetch.scripted import content
 from tests.upload.scripted import MIB, PART, ScriptedStore, desk, in_trio
 
@@ -17,11 +17,11 @@ from tests.upload.scripted import MIB, PART, ScriptedStore, desk, in_trio
 async def test_a_small_file_is_one_request(tmp_path: Path, size: int) -> None:
     async with desk(tmp_path) as d:
         data = content(1, size)
-        draft = await d.create("k", data)
-        await d.uploads.commit(draft)
-        assert d.store.content("k") == data and draft.committed is not None and not draft.dirty
+        dirty_file = await d.create("k", data)
+        await d.uploads.commit(dirty_file)
+        assert d.store.content("k") == data and dirty_file.committed is not None and not dirty_file.dirty
         assert d.store.counts == {"put": 1}
-        await d.close(draft)
+        await d.close(dirty_file)
         await d.quiet()
         assert d.store.counts == {"put": 1}
         assert d.files() == [] and d.settled == ["k"]
@@ -32,16 +32,16 @@ async def test_a_small_file_is_one_request(tmp_path: Path, size: int) -> None:
 async def test_a_large_file_goes_in_parts_while_it_is_written(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 40 * PART + 17)
-        draft = await d.create("big")
+        dirty_file = await d.create("big")
         for at in range(0, len(data), PART // 2):
-            await draft.write(at, data[at : at + PART // 2])
+            await dirty_file.write(at, data[at : at + PART // 2])
         await d.quiet()
         early = d.store.counts["part"]
         assert early >= 30 and d.store.counts["begin"] == 1 and d.store.objects == {}
-        assert bytes(await draft.read(PART - 5, 10)) == data[PART - 5 : PART + 5]
-        await d.close(draft)
+        assert bytes(await dirty_file.read(PART - 5, 10)) == data[PART - 5 : PART + 5]
+        await d.close(dirty_file)
         assert d.store.content("big") == data
-        assert d.store.counts == {"begin": 1, "part": draft.parts.count or early + 1, "complete": 1}
+        assert d.store.counts == {"begin": 1, "part": dirty_file.parts.count or early + 1, "complete": 1}
         await d.quiet()
         assert d.cache.adopted == {d.store.version("big"): data} and d.files() == []
         assert d.uploads.journal.rows("drafts") == {}
@@ -51,42 +51,42 @@ async def test_a_large_file_goes_in_parts_while_it_is_written(tmp_path: Path) ->
 async def test_what_is_written_back_into_a_sent_part_is_sent_again(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         data = bytearray(content(1, 8 * PART))
-        draft = await d.create("k", bytes(data))
+        dirty_file = await d.create("k", bytes(data))
         await d.quiet()
         assert d.store.counts["part"] == 7
         data[3:9] = b"header"
-        await draft.write(3, b"header")
-        await d.close(draft)
+        await dirty_file.write(3, b"header")
+        await d.close(dirty_file)
         assert d.store.content("k") == data and d.store.counts["part"] == 9
 
 
 @in_trio
 async def test_appending_truncating_and_gaps(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"hello")
-        assert await draft.append(b" world") == 5
-        await draft.truncate(8)
-        await draft.truncate(12)
-        await draft.write(20, b"end")
+        dirty_file = await d.create("k", b"hello")
+        assert await dirty_file.append(b" world") == 5
+        await dirty_file.truncate(8)
+        await dirty_file.truncate(12)
+        await dirty_file.write(20, b"end")
         wanted = b"hello wo" + bytes(12) + b"end"
-        assert bytes(await draft.read(0, 100)) == wanted and draft.size == 23
-        await draft.allocate(0, 30)
-        await d.close(draft)
+        assert bytes(await dirty_file.read(0, 100)) == wanted and dirty_file.size == 23
+        await dirty_file.allocate(0, 30)
+        await d.close(dirty_file)
         assert d.store.content("k") == wanted + bytes(7)
 
 
 @in_trio
-async def test_a_draft_begins_with_the_version_that_it_replaces(tmp_path: Path) -> None:
+async def test_a_dirty_file_begins_with_the_version_that_it_replaces(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         old = content(1, 3 * PART)
         d.store.show("k", old)
-        draft = await d.create("k", b"new", base=d.store.version("k"))
-        assert bytes(await draft.read(0, len(old))) == b"new" + old[3:]
-        await d.close(draft)
+        dirty_file = await d.create("k", b"new", base=d.store.version("k"))
+        assert bytes(await dirty_file.read(0, len(old))) == b"new" + old[3:]
+        await d.close(dirty_file)
         assert d.store.content("k") == b"new" + old[3:]
-        draft = await d.create("k", b"", base=d.store.version("k"), upto=PART)
-        await draft.append(b"!")
-        await d.close(draft)
+        dirty_file = await d.create("k", b"", base=d.store.version("k"), upto=PART)
+        await dirty_file.append(b"!")
+        await d.close(dirty_file)
         assert d.store.content("k") == b"new" + old[3:PART] + b"!"
 
 
@@ -94,14 +94,14 @@ async def test_a_draft_begins_with_the_version_that_it_replaces(tmp_path: Path) 
 async def test_fsync_in_the_middle(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         first, second = content(1, 3 * PART), content(2, 3 * PART)
-        draft = await d.create("k", first)
-        await d.uploads.commit(draft)
-        assert d.store.content("k") == first and not draft.dirty
-        await d.uploads.commit(draft)  # nothing changed
+        dirty_file = await d.create("k", first)
+        await d.uploads.commit(dirty_file)
+        assert d.store.content("k") == first and not dirty_file.dirty
+        await d.uploads.commit(dirty_file)  # nothing changed
         assert d.store.counts["complete"] == 1
-        await draft.append(second)
-        assert draft.dirty and draft.committed is None
-        await d.close(draft)
+        await dirty_file.append(second)
+        assert dirty_file.dirty and dirty_file.committed is None
+        await d.close(dirty_file)
         assert d.store.content("k") == first + second
         assert [key for key, _ in d.told] == ["k", "k"] and d.told[-1][1].etag == d.store.version("k").etag
 
@@ -109,24 +109,24 @@ async def test_fsync_in_the_middle(tmp_path: Path) -> None:
 @in_trio
 async def test_those_who_commit_at_once_share_an_upload(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"data")
+        dirty_file = await d.create("k", b"data")
         async with trio.open_nursery() as nursery:
             for _ in range(5):
-                nursery.start_soon(d.uploads.commit, draft)
+                nursery.start_soon(d.uploads.commit, dirty_file)
         assert d.store.counts == {"put": 1}
 
 
 @in_trio
 async def test_a_waiter_that_is_cancelled_ends_nothing(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"data")
+        dirty_file = await d.create("k", b"data")
         held = d.store.hold("put")
         with trio.move_on_after(5):
-            await d.uploads.commit(draft)
-        assert held.reached.is_set() and draft.dirty
+            await d.uploads.commit(dirty_file)
+        assert held.reached.is_set() and dirty_file.dirty
         held.release.set()
         await d.quiet()
-        assert d.store.content("k") == b"data" and not draft.dirty
+        assert d.store.content("k") == b"data" and not dirty_file.dirty
 
 
 @pytest.mark.parametrize("kind", ["put", "begin", "part", "complete"])
@@ -135,16 +135,16 @@ async def test_a_failure_is_told_and_tried_again(tmp_path: Path, kind: str) -> N
     async with desk(tmp_path) as d:
         data = content(1, 10 if kind == "put" else 5 * PART)
         d.store.fail(kind, lambda: OriginFailed("no luck"), times=100 if kind in ("part", "begin") else 2)
-        draft = await d.create("k", data)
+        dirty_file = await d.create("k", data)
         with pytest.raises(OriginFailed, match="no luck"):
-            await d.uploads.commit(draft)
-        assert isinstance(draft.failure, OriginFailed) and d.uploads.pending() == [draft]
-        assert draft.acknowledged  # its writer knows that it is not there, and we do not give it up
-        d.uploads.release(draft)
+            await d.uploads.commit(dirty_file)
+        assert isinstance(dirty_file.failure, OriginFailed) and d.uploads.pending() == [dirty_file]
+        assert dirty_file.acknowledged  # its writer knows that it is not there, and we do not give it up
+        d.uploads.release(dirty_file)
         d.store.rules.clear()
         await trio.sleep(5)
         await d.quiet()
-        assert d.store.content("k") == data and draft.failure is None and d.files() == []
+        assert d.store.content("k") == data and dirty_file.failure is None and d.files() == []
         assert d.uploads.pending() == [] and d.settled == ["k"]
         assert d.uploads.journal.rows("drafts") == {} and d.store.uploads == {}
 
@@ -153,9 +153,9 @@ async def test_a_failure_is_told_and_tried_again(tmp_path: Path, kind: str) -> N
 async def test_what_is_refused_is_tried_again_rarely(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         d.store.fail("put", lambda: PermissionDenied("403"), times=1000)
-        draft = await d.create("k", b"data")
+        dirty_file = await d.create("k", b"data")
         with pytest.raises(PermissionDenied):
-            await d.close(draft)
+            await d.close(dirty_file)
         await trio.sleep(25)
         assert d.store.counts["put"] == 1
         await trio.sleep(600)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import CachefsError, CacheUnusable, NoRoom, OriginFailed
+from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, OriginFailed
 from cachefs.upload.staging import HELD
 from tests.upload.scripted import ScriptedStore, desk, in_trio
 
@@ -54,21 +54,21 @@ async def test_a_failed_fsync_is_not_followed_by_one_that_says_it_is_safe(
 ) -> None:
     sync = Failing(monkeypatch, "fdatasync", number, tmp_path / "staging")
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.create("k", b"1" * LARGE)
+        dirty_file = await d.create("k", b"1" * LARGE)
         sync.on = True
         with pytest.raises(NoRoom if number == errno.ENOSPC else CacheUnusable):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         sync.on = False
         for _ in range(3):
             with pytest.raises(CacheUnusable, match="write the file again"):
-                await d.uploads.commit(draft)
-        await draft.write(10, b"a part of it")
+                await d.uploads.commit(dirty_file)
+        await dirty_file.write(10, b"a part of it")
         with pytest.raises(CacheUnusable):
-            await d.uploads.commit(draft)
-        d.uploads.release(draft)
+            await d.uploads.commit(dirty_file)
+        d.uploads.release(dirty_file)
         await trio.sleep(200)
         assert d.store.counts["put"] == 0, "bytes that no fsync vouches for are not uploaded"
-        assert not draft.acknowledged and d.uploads.pending() == [draft]
+        assert not dirty_file.acknowledged and d.uploads.pending() == [dirty_file]
 
 
 @pytest.mark.parametrize("how", ["rewritten", "rewritten in pieces", "emptied", "cut and rewritten"])
@@ -79,26 +79,26 @@ async def test_a_file_that_is_written_again_after_a_failed_fsync_is_right(
     sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
     data = b"2" * LARGE
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.create("k", b"1" * LARGE)
+        dirty_file = await d.create("k", b"1" * LARGE)
         sync.on = True
         with pytest.raises(CacheUnusable):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         sync.on = False
         if how == "rewritten":
-            await draft.write(0, data)
+            await dirty_file.write(0, data)
         elif how == "rewritten in pieces":
             for at in range(0, LARGE, 5000):
-                await draft.write(at, data[at : at + 5000])
+                await dirty_file.write(at, data[at : at + 5000])
         elif how == "emptied":
-            await draft.truncate(0)
-            await draft.write(0, data)
+            await dirty_file.truncate(0)
+            await dirty_file.write(0, data)
         else:
-            await draft.truncate(1000)
+            await dirty_file.truncate(1000)
             with pytest.raises(CacheUnusable):
-                await d.uploads.commit(draft)
-            await draft.write(0, data)
-        await d.close(draft)
-        assert draft.acknowledged
+                await d.uploads.commit(dirty_file)
+            await dirty_file.write(0, data)
+        await d.close(dirty_file)
+        assert dirty_file.acknowledged
         assert await d.uploads.flush() == []
         assert d.store.content("k") == data
 
@@ -107,17 +107,17 @@ async def test_a_file_that_is_written_again_after_a_failed_fsync_is_right(
 async def test_what_was_not_rewritten_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.create("k", b"1" * LARGE)
+        dirty_file = await d.create("k", b"1" * LARGE)
         sync.on = True
         with pytest.raises(CacheUnusable):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         sync.on = False
-        await draft.write(0, b"2" * 1000)
-        await draft.write(1001, b"2" * LARGE)  # one byte is left out
+        await dirty_file.write(0, b"2" * 1000)
+        await dirty_file.write(1001, b"2" * LARGE)  # one byte is left out
         with pytest.raises(CacheUnusable):
-            await d.uploads.commit(draft)
-        await draft.write(1000, b"2" * LARGE)
-        await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
+        await dirty_file.write(1000, b"2" * LARGE)
+        await d.uploads.commit(dirty_file)
 
 
 @in_trio
@@ -126,20 +126,20 @@ async def test_a_durable_file_whose_upload_and_fsync_failed_is_not_uploaded_late
 ) -> None:
     sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"1" * LARGE)
+        dirty_file = await d.create("k", b"1" * LARGE)
         d.store.fail("put", lambda: OriginFailed("down"), times=1)
         d.store.fail("part", lambda: OriginFailed("down"), times=100)
         sync.on = True
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         sync.on = False
         d.store.rules.clear()
         with pytest.raises(CacheUnusable):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         assert "k" not in d.store.objects
-        await draft.truncate(0)
-        await draft.write(0, b"2" * LARGE)
-        await d.close(draft)
+        await dirty_file.truncate(0)
+        await dirty_file.write(0, b"2" * LARGE)
+        await d.close(dirty_file)
         assert d.store.content("k") == b"2" * LARGE
 
 
@@ -188,7 +188,7 @@ async def test_a_file_that_cannot_be_opened_for_the_cache_is_settled(
     """The origin has it: that the cache does not get it hurts no caller."""
     opening = Failing(monkeypatch, "open", errno.EMFILE, tmp_path / "staging")
     async with desk(tmp_path, writeback=writeback, upload_delay_s=1.0) as d:
-        d.uploads.on_committed = lambda draft, info: setattr(opening, "on", True)
+        d.uploads.on_committed = lambda dirty_file, info: setattr(opening, "on", True)
         await d.save("k", b"1" * LARGE)
         await trio.sleep(10)
         assert d.store.content("k") == b"1" * LARGE
@@ -215,11 +215,11 @@ async def test_a_file_that_cannot_be_removed_is_settled(
 @in_trio
 async def test_the_staging_file_of_a_waiting_upload_was_removed(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.save("k", b"1" * LARGE)
-        draft.file.path.unlink()
+        dirty_file = await d.save("k", b"1" * LARGE)
+        dirty_file.file.path.unlink()
         await trio.sleep(100)
-        assert [draft.key for draft in d.uploads.pending()] == ["k"]
-        assert isinstance(draft.failure, CacheUnusable)
+        assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
+        assert isinstance(dirty_file.failure, CacheUnusable)
         await d.save("other", b"2")
         assert [left.key for left in await d.uploads.flush()] == ["k"]
         assert d.store.content("other") == b"2"
@@ -234,14 +234,14 @@ async def test_a_disk_that_does_not_say_how_full_it_is(
 ) -> None:
     asking = Failing(monkeypatch, "statvfs", errno.EIO, tmp_path / "staging")
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"1")
+        dirty_file = await d.create("k", b"1")
         await trio.sleep(1)
         asking.on = True
         with pytest.raises(CacheUnusable):
-            await draft.append(b"2")
+            await dirty_file.append(b"2")
         asking.on = False
-        await draft.append(b"3")
-        await d.close(draft)
+        await dirty_file.append(b"3")
+        await d.close(dirty_file)
         assert d.store.content("k") == b"13"
 
 
@@ -262,13 +262,13 @@ async def test_a_bug_in_the_task_of_one_file_ends_nothing_else(
             d.uploads.on_settled = broken
         elif where == "attempt":
             d.uploads.on_committed = broken
-        draft = await d.create("k", b"1")
+        dirty_file = await d.create("k", b"1")
         if where == "release":
-            draft.file.sync = broken  # type: ignore[method-assign]
-            d.uploads.release(draft)
+            dirty_file.file.sync = broken  # type: ignore[method-assign]
+            d.uploads.release(dirty_file)
         else:
             try:
-                await d.close(draft)
+                await d.close(dirty_file)
             except CachefsError:
                 assert where == "attempt"
         await d.quiet()
@@ -280,17 +280,17 @@ async def test_a_bug_in_the_task_of_one_file_ends_nothing_else(
 
 
 @in_trio
-async def test_a_draft_is_kept_while_its_name_still_shows_it(tmp_path: Path) -> None:
+async def test_a_dirty_file_is_kept_while_its_name_still_shows_it(tmp_path: Path) -> None:
     """The names database could not take the row of what the origin has."""
     async with desk(tmp_path) as d:
         shows = True
-        d.uploads.on_settling = lambda draft: not shows
-        draft = await d.save("k", b"1" * LARGE)
+        d.uploads.on_settling = lambda dirty_file: not shows
+        dirty_file = await d.save("k", b"1" * LARGE)
         await trio.sleep(10)
         assert d.settled == [] and d.cache.adopted == {} and len(d.files()) == 1
-        d.uploads.open(draft)
-        assert bytes(await draft.read(0, 1)) == b"1"
-        d.uploads.release(draft)
+        d.uploads.open(dirty_file)
+        assert bytes(await dirty_file.read(0, 1)) == b"1"
+        d.uploads.release(dirty_file)
         shows = False
         await trio.sleep(10)
         assert d.settled == ["k"] and d.files() == []

@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.errors import PermissionDenied
+from cachefs.base.errors import PermissionDenied
 from tests.upload.scripted import ScriptedStore, desk, in_trio
 
 
 @in_trio
 async def test_a_failure_that_flush_was_told_is_told_to_the_writer(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
-        draft = await d.create("k", b"one")
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("k", b"one")
+        await d.uploads.commit(dirty_file)
         d.store.fail("put", lambda: PermissionDenied("no"), times=2)
-        assert await d.uploads.flush() == [draft]
+        assert await d.uploads.flush() == [dirty_file]
         with pytest.raises(PermissionDenied):
-            await d.uploads.commit(draft)
-        await d.uploads.commit(draft)  # once is enough
-        assert await d.uploads.flush() == [draft]
+            await d.uploads.commit(dirty_file)
+        await d.uploads.commit(dirty_file)  # once is enough
+        assert await d.uploads.flush() == [dirty_file]
         with pytest.raises(PermissionDenied):
-            await d.close(draft)
+            await d.close(dirty_file)
         assert await d.uploads.flush() == []
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.errors import CachefsError, OriginFailed
-from cachefs.upload import Draft, sending
+from cachefs.base.errors import CachefsError, OriginFailed
+from cachefs.upload import DirtyFile, sending
 from tests.upload.scripted import PART, Desk, Room, ScriptedStore, desk, in_trio
 
 NAMES = ["a", "b", "c", "d"]
 
 
 class File:
-    """What a draft should hold, and all that it ever held."""
+    """What a dirty file should hold, and all that it ever held."""
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
+    def __init__(self, dirty_file: DirtyFile) -> None:
+        self.dirty_file = dirty_file
         self.data = bytearray()
         self.history = {b""}
         self.promised = False  # a commit has returned, and nothing was changed since
@@ -49,18 +49,18 @@ class World:
         rng, file = self.rng, self.live.get(name)
         self.done += 1
         if file is None:
-            draft = await d.uploads.begin(self.store, name)  # type: ignore[arg-type]
-            d.uploads.open(draft)
-            self.live[name] = file = File(draft)
+            dirty_file = await d.uploads.begin(self.store, name)  # type: ignore[arg-type]
+            d.uploads.open(dirty_file)
+            self.live[name] = file = File(dirty_file)
         what = rng.choice(
             ["write", "write", "append", "append", "cut", "commit", "close", "sleep", "rename", "rm"]
         )
-        if not file.draft.handles:
-            if d.uploads._drafts.get(file.draft.id) is not file.draft:
+        if not file.dirty_file.handles:
+            if d.uploads._dirty_files.get(file.dirty_file.id) is not file.dirty_file:
                 del self.live[name]  # the cache has it
                 return
-            d.uploads.open(file.draft)
-        draft, data = file.draft, file.data
+            d.uploads.open(file.dirty_file)
+        dirty_file, data = file.dirty_file, file.data
         size = rng.choice([1, 100, PART // 3, PART, 3 * PART])
         piece = bytes([rng.randrange(1, 255)]) * size
         match what:
@@ -70,31 +70,31 @@ class World:
                 data[offset : offset + size] = piece
                 file.changed()
                 self.note(name, file)
-                await draft.write(offset, piece)
+                await dirty_file.write(offset, piece)
             case "append":
                 data.extend(piece)
                 file.changed()
                 self.note(name, file)
-                await draft.append(piece)
+                await dirty_file.append(piece)
             case "cut":
                 length = rng.randrange(len(data) + PART)
                 del data[length:]
                 data.extend(bytes(length - len(data)))
                 file.changed()
                 self.note(name, file)
-                await draft.truncate(length)
+                await dirty_file.truncate(length)
             case "commit" | "close":
                 self.note(name, file)
                 try:
-                    await d.uploads.commit(draft)
-                    if not draft.discarded:
+                    await d.uploads.commit(dirty_file)
+                    if not dirty_file.discarded:
                         file.promised = True
-                        if not self.writeback and draft.key == name:
+                        if not self.writeback and dirty_file.key == name:
                             assert self.store.content(name) == data
                 except OriginFailed:
                     pass
                 if what == "close":
-                    d.uploads.release(draft)
+                    d.uploads.release(dirty_file)
             case "sleep":
                 await trio.sleep(rng.choice([0.1, 1, 10]))
             case "rm":
@@ -106,24 +106,24 @@ class World:
                     self.live[to] = file  # nobody else takes it meanwhile
                     self.note(to, file)
                     try:
-                        await d.rename(draft, to)
+                        await d.rename(dirty_file, to)
                         del self.live[name]
                     except CachefsError:
                         del self.live[to]
-        if draft.handles:
-            assert bytes(await draft.read(0, len(data) + 1)) == data
+        if dirty_file.handles:
+            assert bytes(await dirty_file.read(0, len(data) + 1)) == data
 
     async def remove(self, d: Desk, name: str) -> None:
         file = self.live[name]
         there = name in self.store.objects
         try:
-            await d.uploads.discard(file.draft)
+            await d.uploads.discard(file.dirty_file)
             if there:
                 await self.store.delete(name)
         except OriginFailed:
             self.store.objects.pop(name, None)
-        while file.draft.handles:
-            d.uploads.release(file.draft)
+        while file.dirty_file.handles:
+            d.uploads.release(file.dirty_file)
         del self.live[name]
 
     async def run(self, d: Desk, steps: int) -> None:
@@ -132,7 +132,7 @@ class World:
         async def life(name: str) -> None:
             while self.done < steps:
                 file = self.live.get(name)
-                if file is not None and file.draft.key != name:
+                if file is not None and file.dirty_file.key != name:
                     await trio.sleep(0.5)  # it is just being renamed to here
                     continue
                 await self.step(d, name)
@@ -179,14 +179,14 @@ async def test_whatever_happens(
         if seed % 3:
             await d.uploads.flush()
         for name, file in world.live.items():
-            if file.draft.acknowledged and file.draft.dirty:
+            if file.dirty_file.acknowledged and file.dirty_file.dirty:
                 kept[name] = bytes(file.data)
-            elif not file.draft.dirty:
+            elif not file.dirty_file.dirty:
                 assert world.store.content(name) == file.data
         world.check_seen()
         promised = {name: bytes(f.data) for name, f in world.live.items() if f.promised}
     async with desk(tmp_path, world.store, writeback=writeback) as d:
-        assert {draft.key for draft in d.uploads.pending()} == kept.keys()
+        assert {dirty_file.key for dirty_file in d.uploads.pending()} == kept.keys()
         assert await d.uploads.flush() == []
         for name, data in {**promised, **kept}.items():
             assert world.store.content(name) == data

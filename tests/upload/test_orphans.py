@@ -10,11 +10,11 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from cachefs.cli_writing import recover
-from cachefs.errors import CacheUnusable
+from cachefs.base.errors import CacheUnusable
+from cachefs.cli.writing import recover
+from cachefs.daemon.uploading import left_behind
 from cachefs.upload import orphans
 from cachefs.upload.journal import Journal
-from cachefs.uploading import left_behind
 from tests.upload.scripted import SOURCE, Desk, ScriptedStore, desk, in_trio
 
 DATA = b"1" * 100_000
@@ -113,7 +113,7 @@ async def test_a_crash_leaves_nothing_aside(tmp_path: Path, writeback: bool) -> 
         again = await d.save("l", DATA)
         await d.uploads.flush()
         await d.quiet()
-        d.uploads.on_settling = lambda draft: False
+        d.uploads.on_settling = lambda dirty_file: False
         last = await d.save("m", DATA)
         await d.uploads.flush()
         await d.quiet()
@@ -128,9 +128,9 @@ async def test_a_crash_leaves_nothing_aside(tmp_path: Path, writeback: bool) -> 
 @in_trio
 async def test_a_renamed_file_has_its_new_name(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
-        draft = await d.save("old", DATA)
-        await d.rename(draft, "new")
-        assert await trio.to_thread.run_sync(orphans.is_acknowledged, draft.file.path)
+        dirty_file = await d.save("old", DATA)
+        await d.rename(dirty_file, "new")
+        assert await trio.to_thread.run_sync(orphans.is_acknowledged, dirty_file.file.path)
     lose_journal(tmp_path)
     async with desk(tmp_path):
         pass

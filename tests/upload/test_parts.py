@@ -7,8 +7,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cachefs.origin import Limits
-from cachefs.origin.writing import GOOGLE, LOCAL, MIB, S3, WHOLE
+from cachefs.origin.fsspec_client import LIMITS as WHOLE
+from cachefs.origin.google import LIMITS as GOOGLE
+from cachefs.origin.local import LIMITS as LOCAL
+from cachefs.origin.protocol import MIB
+from cachefs.origin.s3 import LIMITS as S3
 from cachefs.upload.parts import Parts, Piece
+from tests.conftest import examples
 
 
 class Tiny(Limits):
@@ -60,7 +65,7 @@ class Wire:
         return b"".join(self.held[piece.number] for piece in pieces)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @example(0, [("append", 0, 25), ("all", 0, 0), ("cut", 5, 0), ("cut", 25, 0)])
 @example(0, [("append", 0, 25), ("all", 0, 0), ("cut", 15, 0), ("write", 20, 5)])
 @given(st.integers(0, 60), st.lists(WRITES | APPENDS | CUTS | SENDS, max_size=25))
@@ -68,14 +73,14 @@ def test_what_is_assembled_is_the_file(base: int, steps: list[tuple[str, int, in
     file = bytearray(b"\xff" * base)
     parts = Parts(TINY, base)
     wire = Wire(parts, file)
-    stamp = 0
+    token = 0
     for what, where, length in steps:
-        stamp = stamp % 250 + 1
+        token = token % 250 + 1
         if what in ("write", "append"):
             offset = len(file) if what == "append" else where
             if length:
                 file.extend(bytes(max(0, offset + length - len(file))))
-                file[offset : offset + length] = bytes([stamp]) * length
+                file[offset : offset + length] = bytes([token]) * length
             parts.wrote(offset, length)
         elif what == "cut":
             del file[where:]

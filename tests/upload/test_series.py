@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs import database
-from cachefs.errors import CacheUnusable, NoRoom, OriginFailed
-from cachefs.names import ObjectId
+from cachefs.base import database
+from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
+from cachefs.base.names import ObjectId
 from cachefs.upload import refuse_foreign, room, through
-from cachefs.upload.journal import DRAFTS, Journal
+from cachefs.upload.journal import DIRTY_FILES, Journal
 from cachefs.upload.queue import IN_BACKGROUND
 from cachefs.upload.staging import HELD
 from tests.fetch.scripted import content
@@ -108,16 +108,16 @@ async def test_after_a_write_that_failed_the_store_gets_what_the_file_holds(
     """Parts that were sent before are sent again where the failure may have changed them."""
     async with desk(tmp_path) as d:
         data = content(1, 3 * PART)
-        draft = await d.create("k", data)
+        dirty_file = await d.create("k", data)
         await d.quiet()
         assert d.store.counts["part"] >= 2
         pwrite.times = 2
         with pytest.raises(NoRoom):
-            await draft.write(offset, b"2" * (PART // 2))
-        assert draft.size == len(data)
-        held = bytes(await draft.read(0, 4 * PART))
+            await dirty_file.write(offset, b"2" * (PART // 2))
+        assert dirty_file.size == len(data)
+        held = bytes(await dirty_file.read(0, 4 * PART))
         assert held[:offset] == data[:offset] and len(held) == len(data)
-        await d.close(draft)
+        await d.close(dirty_file)
         await d.quiet()
         assert d.store.content("k") == held
 
@@ -125,11 +125,11 @@ async def test_after_a_write_that_failed_the_store_gets_what_the_file_holds(
 @in_trio
 async def test_a_disk_that_was_full_for_a_moment_is_seen_by_nobody(tmp_path: Path, pwrite: Pwrite) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", content(1, 2 * PART))
+        dirty_file = await d.create("k", content(1, 2 * PART))
         pwrite.times = 1
-        await draft.write(PART, b"2" * PART)
+        await dirty_file.write(PART, b"2" * PART)
         assert not pwrite.times and d.cache.asked
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("k") == content(1, 2 * PART)[:PART] + b"2" * PART
 
 
@@ -139,18 +139,18 @@ async def test_an_outcome_out_of_our_hands_is_waited_for_by_who_writes(tmp_path:
     size = 100 if kind == "put" else 20 * PART
     async with desk(tmp_path, writeback=True) as d:
         if kind == "complete":
-            d.uploads.on_committed = lambda draft, info: None
+            d.uploads.on_committed = lambda dirty_file, info: None
         first = content(1, size)
         hold = d.store.hold(kind)
-        draft = await d.create("k", first)
+        dirty_file = await d.create("k", first)
         if kind == "complete":
-            draft.sender.upload = await d.store.begin_upload("k")
-        await d.uploads.commit(draft)
+            dirty_file.sender.upload = await d.store.begin_upload("k")
+        await d.uploads.commit(dirty_file)
         await hold.reached.wait()
         written = trio.Event()
 
         async def overwrite() -> None:
-            await draft.write(0, b"2")
+            await dirty_file.write(0, b"2")
             written.set()
 
         async with trio.open_nursery() as nursery:
@@ -158,7 +158,7 @@ async def test_an_outcome_out_of_our_hands_is_waited_for_by_who_writes(tmp_path:
             await trio.sleep(5)
             assert not written.is_set(), "the request may be at the store already"
             hold.release.set()
-        await d.close(draft)
+        await d.close(dirty_file)
         await trio.sleep(5)
         await d.quiet()
         assert d.store.seen["k"] == [first, b"2" + first[1:]]
@@ -168,21 +168,21 @@ async def test_an_outcome_out_of_our_hands_is_waited_for_by_who_writes(tmp_path:
 async def test_what_nobody_has_closed_or_synced_is_not_sent_by_itself(tmp_path: Path) -> None:
     """Its commit was given up, and broken off by a write."""
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"first")
+        dirty_file = await d.create("k", b"first")
         hold = d.store.hold("begin")
-        draft.sender.upload = None
+        dirty_file.sender.upload = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             await d.quiet()
             nursery.cancel_scope.cancel()
         hold.release.set()
-        await draft.write(0, b"F")
+        await dirty_file.write(0, b"F")
         await trio.sleep(1000)
         before = dict(d.store.counts)
-        await draft.append(b"!")
+        await dirty_file.append(b"!")
         await trio.sleep(1000)
         assert d.store.counts == before
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("k") == b"First!"
 
 
@@ -192,11 +192,11 @@ async def test_one_that_is_removed_while_it_is_promised(
 ) -> None:
     """It came in between and is due, so the promise would begin an upload; but there is nothing to send any more."""
     async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
-        draft = await d.save("k", b"first")
-        d.uploads.open(draft)
-        await draft.append(b", second")
+        dirty_file = await d.save("k", b"first")
+        d.uploads.open(dirty_file)
+        await dirty_file.append(b", second")
         await trio.sleep(5)
-        assert draft.overdue and not d.store.objects
+        assert dirty_file.overdue and not d.store.objects
         syncing, go_on = threading.Event(), threading.Event()
         real = os.fdatasync
 
@@ -207,12 +207,12 @@ async def test_one_that_is_removed_while_it_is_promised(
 
         monkeypatch.setattr(os, "fdatasync", slow)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             while not syncing.is_set():
                 await trio.lowlevel.checkpoint()
-            await d.uploads.discard(draft)
+            await d.uploads.discard(dirty_file)
             go_on.set()
-        d.uploads.release(draft)
+        d.uploads.release(dirty_file)
         await trio.sleep(100)
         assert not d.store.objects and d.files() == []
 
@@ -231,7 +231,7 @@ def test_a_journal_is_written_through(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     journal = Journal(tmp_path / "journal")
     try:
-        trio.run(journal.write, DRAFTS, "a", {"key": "k"})
+        trio.run(journal.write, DIRTY_FILES, "a", {"key": "k"})
         flags = environments[-1].flags()
         assert flags["sync"] and flags["metasync"] and not flags["map_async"]
     finally:
@@ -272,15 +272,15 @@ async def test_who_opens_it_while_the_cache_takes_it_is_the_last_to_settle_it(tm
             return await adopt(object_id, path)
 
         d.cache.adopt = slow  # type: ignore[method-assign]
-        draft = await d.save("k", b"data")
+        dirty_file = await d.save("k", b"data")
         await taking.wait()
-        d.uploads.open(draft)
+        d.uploads.open(dirty_file)
         go_on.set()
         await d.quiet()
-        assert d.settled == [] and await draft.read(0, 10) == b"data"
-        d.uploads.release(draft)
+        assert d.settled == [] and await dirty_file.read(0, 10) == b"data"
+        d.uploads.release(dirty_file)
         assert d.settled == ["k"], "at once: its file is the cache's"
-        assert draft not in d.uploads._drafts.values()
+        assert dirty_file not in d.uploads._dirty_files.values()
 
 
 @in_trio
@@ -289,10 +289,10 @@ async def test_a_store_without_parts_does_not_hold_the_writer_of_a_large_file(
 ) -> None:
     monkeypatch.setattr(room, "UNSENT", PART)
     async with desk(tmp_path, ScriptedStore(replace(LIMITS, most_parts=0))) as d:
-        draft = await d.create("k")
+        dirty_file = await d.create("k")
         for _ in range(8):
-            await draft.append(b"x" * PART)
-        await d.close(draft)
+            await dirty_file.append(b"x" * PART)
+        await d.close(dirty_file)
         assert d.store.counts == {"put": 1} and len(d.store.content("k")) == 8 * PART
 
 
@@ -300,16 +300,16 @@ async def test_a_store_without_parts_does_not_hold_the_writer_of_a_large_file(
 async def test_what_can_be_read_without_waiting_is_all_or_nothing(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 3 * HELD)
-        draft = await d.create("k", data)
+        dirty_file = await d.create("k", data)
         for offset, size in ((0, 10), (HELD - 5, HELD), (3 * HELD - 10, 10)):
-            found = draft.file.read_now(offset, size)
+            found = dirty_file.file.read_now(offset, size)
             assert found is None or bytes(found) == data[offset : offset + size]
-        assert draft.file.read_now(3 * HELD - 10, 20) is None, "it ends before"
-        await d.close(draft)
+        assert dirty_file.file.read_now(3 * HELD - 10, 20) is None, "it ends before"
+        await d.close(dirty_file)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_draft_begins_with_is_read_in_order_and_closed(fails: bool) -> None:
+def test_what_a_dirty_file_begins_with_is_read_in_order_and_closed(fails: bool) -> None:
     class Reader:
         opened = closed = 0
 
@@ -355,15 +355,15 @@ def _memory(d: Desk) -> None:
 
 
 def _writers(d: Desk) -> None:
-    d.uploads._lending._writers += 1
+    d.uploads._passthrough._writers += 1
 
 
 def _users(d: Desk) -> None:
-    next(iter(d.uploads._drafts.values())).file._users += 1
+    next(iter(d.uploads._dirty_files.values())).file._users += 1
 
 
 def _under_way(d: Desk) -> None:
-    next(iter(d.uploads._drafts.values())).parts._bytes_under_way += 1
+    next(iter(d.uploads._dirty_files.values())).parts._bytes_under_way += 1
 
 
 @pytest.mark.parametrize("damage", [_busy, _memory, _writers, _users, _under_way])
@@ -387,19 +387,19 @@ async def test_what_was_written_during_an_upload_follows_by_itself(tmp_path: Pat
     """Closed while the earlier content was on its way: nothing else brings it to the store."""
     async with desk(tmp_path, writeback=writeback) as d:
         hold = d.store.hold("put")
-        draft = await d.create("k", b"first")
+        dirty_file = await d.create("k", b"first")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             await d.quiet()
             if writeback:
                 await trio.sleep(2)
             await hold.reached.wait()
-            d.uploads.open(draft)
-            await draft.append(b", second")
+            d.uploads.open(dirty_file)
+            await dirty_file.append(b", second")
             if writeback:
-                await d.uploads.commit(draft)
-            d.uploads.release(draft)
-            d.uploads.release(draft)
+                await d.uploads.commit(dirty_file)
+            d.uploads.release(dirty_file)
+            d.uploads.release(dirty_file)
             await d.quiet()
             hold.release.set()
         await trio.sleep(100)

@@ -13,14 +13,15 @@ import pytest
 import trio
 
 from bench.lab.dataset import content as bytes_of
-from cachefs.errors import NotFound, PermissionDenied
+from cachefs.base.errors import NotFound, PermissionDenied
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.metrics import Metrics
-from cachefs.names import ObjectId
 from cachefs.origin import Origin, Upload
 from cachefs.store import open_store, ram
 from cachefs.upload import Uploads, through
 from cachefs.upload.records import Records
+from tests.origin.pending import abort, pending
 from tests.origin.reading import content as object_content
 from tests.origin.servers import Lab, Server
 from tests.origin.test_faults import credentials_file
@@ -80,17 +81,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def none_of(origin: Origin, key: str) -> None:
-    """Neither the object nor uploads of it, not even those whose begin nobody heard of."""
+    """Neither the object nor uploads of it, not even those whose begin got no reply."""
     await origin.delete(key)
-    for pending in await origin.list_uploads(key):
-        await origin.resume_upload(key, pending.state()).abort()
+    for upload in await pending(origin, key):
+        await abort(origin, upload)
 
 
 async def at_the_store(origin: Origin, key: str) -> bytes:
     return await object_content(origin, await origin.head(key))
 
 
-@pytest.fixture(params=["moto", "lab", "directory", "memory"])
+MOTO = pytest.param("moto", marks=pytest.mark.long)
+
+
+@pytest.fixture(params=[MOTO, "lab", "directory", "memory"])
 def server(request: pytest.FixtureRequest, start: Any) -> Server:
     server: Server = start(request.param)
     if isinstance(server, Lab):
@@ -104,12 +108,12 @@ def test_saved_changed_and_read_back(server: Server, tmp_path: Path, size: int) 
     async def use() -> None:
         async with daemon(server, tmp_path) as (d, _, fetcher):
             data = bytearray(BODY[:size])
-            draft = await d.create("dir/k")
+            dirty_file = await d.create("dir/k")
             for at in range(0, size, MIB):
-                await draft.write(at, data[at : min(at + MIB, size)])
-            await d.close(draft)
+                await dirty_file.write(at, data[at : min(at + MIB, size)])
+            await d.close(dirty_file)
             await until(lambda: len(d.settled) == 1)
-            info = draft.committed
+            info = dirty_file.committed
             assert info is not None and (await d.store.head("dir/k")).etag == info.etag
             assert info.mtime_ns > 0
             assert await at_the_store(d.store, "dir/k") == data
@@ -120,11 +124,11 @@ def test_saved_changed_and_read_back(server: Server, tmp_path: Path, size: int) 
                 assert await fetcher.read(opened, at, min(MIB, size - at), 1) == data[at : at + MIB]
             fetcher.close(opened)
             assert d.metrics.origin_get == got, "what was written here is warm here"
-            draft = await d.create("dir/k", base=version)
-            await draft.write(3, b"changed")
+            dirty_file = await d.create("dir/k", base=version)
+            await dirty_file.write(3, b"changed")
             wanted = data[:3].ljust(3, b"\0") + b"changed" + data[10:]
-            await d.uploads.rename(draft, d.store, "dir/l", base=None)
-            await d.close(draft)
+            await d.uploads.rename(dirty_file, d.store, "dir/l", base=None)
+            await d.close(dirty_file)
             assert await at_the_store(d.store, "dir/l") == wanted
             await until(lambda: len(d.settled) == 2)
             assert d.files() == [] and d.metrics.origin_get <= got + 60
@@ -143,20 +147,20 @@ def test_what_saving_costs(lab: Lab, tmp_path: Path) -> None:
             await d.save("small", b"small")
             assert asked(lab) == {"put": 1}
             lab.store.reset()
-            draft = await d.create("large")
+            dirty_file = await d.create("large")
             for at in range(0, LARGE, MIB):
-                await draft.write(at, BODY[at : at + MIB])
-            await until(lambda: draft.parts.sent_bytes == 16 * MIB)
+                await dirty_file.write(at, BODY[at : at + MIB])
+            await until(lambda: dirty_file.parts.sent_bytes == 16 * MIB)
             assert asked(lab) == {"create_upload": 1, "upload_part": 2}, (
                 "all but the last while it is written"
             )
-            await d.close(draft)
+            await d.close(dirty_file)
             assert asked(lab) == {"create_upload": 1, "upload_part": 3, "complete_upload": 1}
             await until(lambda: len(d.settled) == 2)
             info = d.told[-1][1]
-            backing = store.lend_now(store.object(ObjectId(d.store.source, "large", info.etag, LARGE)))
+            backing = store.open_backing(store.object(ObjectId(d.store.source, "large", info.etag, LARGE)))
             assert backing is not None and os.pread(backing.fd, 100, 5) == BODY[5:105]
-            store.give_back(backing)
+            store.release_backing(backing)
 
     run(use)
 
@@ -178,7 +182,7 @@ def test_faults_that_pass_are_seen_by_nobody(
             assert await at_the_store(d.store, "k") == BODY[:size]
             assert d.metrics.upload_failures == 0
             left = 1 if kind == "create_upload" and action in ("lost-reply", "reset") else 0
-            assert len(await d.store.list_uploads("k")) <= left, "one that nobody was told of"
+            assert len(await pending(d.store, "k")) <= left, "one without a reply"
 
     run(use)
 
@@ -213,11 +217,11 @@ def test_faults_that_stay_are_told_and_pass_in_the_end(
                 await d.save("k", BODY[:size])
             with pytest.raises(NotFound):
                 await d.store.head("k")
-            assert [draft.key for draft in d.uploads.pending()] == ["k"]
+            assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
             lab.store.clear_faults()
             assert await d.uploads.flush() == []
             assert await at_the_store(d.store, "k") == BODY[:size]
-            assert await d.store.list_uploads("k") == []
+            assert await pending(d.store, "k") == []
 
     run(use)
 
@@ -233,19 +237,19 @@ def test_credentials_that_expire_and_come_back(
 
     async def use() -> None:
         async with daemon(lab, tmp_path) as (d, _, _):
-            draft = await d.create("k", BODY[: LARGE // 2])
+            dirty_file = await d.create("k", BODY[: LARGE // 2])
             lab.store.credentials(expired=["key0"])
             with pytest.raises(PermissionDenied):
-                await d.uploads.commit(draft)
+                await d.uploads.commit(dirty_file)
             credentials_file(path, "key1")
-            await draft.append(BODY[LARGE // 2 :])
-            await d.close(draft)
+            await dirty_file.append(BODY[LARGE // 2 :])
+            await d.close(dirty_file)
             assert await at_the_store(d.store, "k") == BODY
 
     run(use)
 
 
-@pytest.mark.parametrize("name", ["moto", "lab", "directory"])
+@pytest.mark.parametrize("name", [MOTO, "lab", "directory"])
 @pytest.mark.parametrize("writeback", [True, False])
 def test_after_a_kill_in_the_middle(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, writeback: bool
@@ -266,12 +270,12 @@ def test_after_a_kill_in_the_middle(
     async def begin() -> None:
         async with daemon(server, tmp_path, writeback=writeback, upload_delay_s=0.0) as (d, _, _):
             await none_of(d.store, "k")
-            draft = await d.create("k", BODY)
+            dirty_file = await d.create("k", BODY)
             if writeback:
-                await d.uploads.commit(draft)
-                await until(lambda: draft.parts.sent_bytes > 0)
+                await d.uploads.commit(dirty_file)
+                await until(lambda: dirty_file.parts.sent_bytes > 0)
             else:
-                await until(lambda: draft.parts.sent_bytes == 16 * MIB)
+                await until(lambda: dirty_file.parts.sent_bytes == 16 * MIB)
 
     async def go_on() -> None:
         async with daemon(server, tmp_path, writeback=writeback) as (d, _, _):
@@ -283,7 +287,7 @@ def test_after_a_kill_in_the_middle(
                 await until(lambda: not d.uploads._records.orphans)
                 with pytest.raises(NotFound):
                     await d.store.head("k")
-            assert await d.store.list_uploads("k") == []
+            assert await pending(d.store, "k") == []
 
     run(use)
 
@@ -297,10 +301,10 @@ def test_memory_stays_flat(lab: Lab, tmp_path: Path, writeback: bool) -> None:
             await d.save("warm", BODY)
             forget_peak()
             before = peak()
-            draft = await d.create("big")
+            dirty_file = await d.create("big")
             for at in range(0, size, MIB):
-                await draft.write(at, piece)
-            await d.close(draft)
+                await dirty_file.write(at, piece)
+            await d.close(dirty_file)
             assert await d.uploads.flush() == []
             grown = peak() - before
             assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB for {size / MIB:.0f}"
@@ -315,7 +319,7 @@ def test_one_that_was_completed_before_a_death_is_not_sent_again(
 ) -> None:
     """Unless somebody has written it since."""
 
-    async def dies(records: Records, draft: Any) -> None:
+    async def dies(records: Records, dirty_file: Any) -> None:
         pass
 
     async def use() -> None:
@@ -323,12 +327,12 @@ def test_one_that_was_completed_before_a_death_is_not_sent_again(
             patch.setattr(Records, "forget", dies)
             async with daemon(server, tmp_path, writeback=True, upload_delay_s=0) as (d, _, _):
                 in_parts = d.store.limits.most_parts > 0
-                draft = await d.save("k", BODY)
+                dirty_file = await d.save("k", BODY)
                 await until(lambda: bool(d.settled))
                 body = (b"new" if changed else b"") + BODY[3 if changed else 0 :]
-                (d.staging / draft.id).write_bytes(body)
+                (d.staging / dirty_file.id).write_bytes(body)
         async with daemon(server, tmp_path, writeback=True, upload_delay_s=0) as (d, _, _):
-            assert [draft.key for draft in d.uploads.pending()] == ["k"]
+            assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
             assert await d.uploads.flush() == []
             assert await at_the_store(d.store, "k") == body
             if in_parts and isinstance(server, Lab):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import NoRoom, OriginFailed
+from cachefs.base.errors import NoRoom, OriginFailed
 from cachefs.upload import staging
 from cachefs.upload.staging import HELD
 from tests.upload.scripted import ScriptedStore, desk, in_trio
@@ -36,12 +36,12 @@ async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
 ) -> None:
     async with desk(tmp_path) as d:
         turns = Turns(monkeypatch)
-        draft = await d.create("k", b"1" * 10_000)
-        assert await draft.read(0, 20_000) == draft.read_now(0, 20_000) == b"1" * 10_000
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("k", b"1" * 10_000)
+        assert await dirty_file.read(0, 20_000) == dirty_file.read_now(0, 20_000) == b"1" * 10_000
+        await d.uploads.commit(dirty_file)
         assert d.files() == [] and turns.count == 0, "but for the request, which is the store's"
         assert d.store.counts == {"put": 1} and d.store.content("k") == b"1" * 10_000
-        d.uploads.release(draft)
+        d.uploads.release(dirty_file)
         await d.quiet()
         assert turns.count == 1 and list(d.cache.adopted.values()) == [b"1" * 10_000]
         assert d.files() == [] and d.uploads._memory.left == staging.HELD_ALTOGETHER
@@ -50,16 +50,16 @@ async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
 @in_trio
 async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"1" * HELD)
-        await draft.truncate(HELD // 2)
-        await draft.write(HELD - 1, b"2")
+        dirty_file = await d.create("k", b"1" * HELD)
+        await dirty_file.truncate(HELD // 2)
+        await dirty_file.write(HELD - 1, b"2")
         assert d.files() == []
-        await draft.append(b"3")
-        assert d.files() == [draft.id] and d.uploads._memory.left == staging.HELD_ALTOGETHER
-        await draft.truncate(10)
-        await draft.append(b"4")
-        assert await draft.read(0, 100) == b"1" * 10 + b"4"
-        await d.close(draft)
+        await dirty_file.append(b"3")
+        assert d.files() == [dirty_file.id] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+        await dirty_file.truncate(10)
+        await dirty_file.append(b"4")
+        assert await dirty_file.read(0, 100) == b"1" * 10 + b"4"
+        await d.close(dirty_file)
         assert d.store.content("k") == b"1" * 10 + b"4"
 
 
@@ -69,13 +69,13 @@ async def test_all_together_take_no_more_memory_than_they_may(
 ) -> None:
     async with desk(tmp_path) as d:
         d.uploads._memory.left = 2500
-        drafts = [await d.create(str(n), b"1" * 1000) for n in range(4)]
-        assert d.files() == sorted([drafts[2].id, drafts[3].id]) and d.uploads._memory.left == 500
-        await drafts[0].truncate(0)
-        await drafts[1].append(b"2" * 1500)
+        dirty_files = [await d.create(str(n), b"1" * 1000) for n in range(4)]
+        assert d.files() == sorted([dirty_files[2].id, dirty_files[3].id]) and d.uploads._memory.left == 500
+        await dirty_files[0].truncate(0)
+        await dirty_files[1].append(b"2" * 1500)
         assert len(d.files()) == 2 and d.uploads._memory.left == 0
-        for draft in drafts:
-            await d.close(draft)
+        for dirty_file in dirty_files:
+            await d.close(dirty_file)
         await d.quiet()
         assert d.uploads._memory.left == 2500 and d.files() == []
         d.uploads._memory.left = staging.HELD_ALTOGETHER
@@ -85,13 +85,13 @@ async def test_all_together_take_no_more_memory_than_they_may(
 @in_trio
 async def test_one_that_was_removed_leaves_no_file_however_it_grows(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"1" * 10)
-        await d.uploads.discard(draft)
-        assert await draft.read(0, 10) == b"1" * 10
-        await draft.append(b"2" * HELD)
-        assert await draft.read(0, 2 * HELD) == b"1" * 10 + b"2" * HELD
+        dirty_file = await d.create("k", b"1" * 10)
+        await d.uploads.discard(dirty_file)
+        assert await dirty_file.read(0, 10) == b"1" * 10
+        await dirty_file.append(b"2" * HELD)
+        assert await dirty_file.read(0, 2 * HELD) == b"1" * 10 + b"2" * HELD
         assert d.files() == []
-        d.uploads.release(draft)
+        d.uploads.release(dirty_file)
         other = await d.create("l", b"1" * 10)
         await d.uploads.discard(other)
         d.uploads.release(other)
@@ -101,16 +101,16 @@ async def test_one_that_was_removed_leaves_no_file_however_it_grows(tmp_path: Pa
 @in_trio
 async def test_what_is_written_while_it_lands_is_there_afterwards(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.create("k", b"1" * 1000)
+        dirty_file = await d.create("k", b"1" * 1000)
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(d.uploads.commit, draft)
+                nursery.start_soon(d.uploads.commit, dirty_file)
             for at in range(0, 1000, 100):
-                nursery.start_soon(draft.write, at, b"2" * 50)
-                nursery.start_soon(draft.read, 0, 1000)
-        assert await draft.read(0, 2000) == (b"2" * 50 + b"1" * 50) * 10
-        assert draft.file.path.read_bytes() == (b"2" * 50 + b"1" * 50) * 10
-        d.uploads.release(draft)
+                nursery.start_soon(dirty_file.write, at, b"2" * 50)
+                nursery.start_soon(dirty_file.read, 0, 1000)
+        assert await dirty_file.read(0, 2000) == (b"2" * 50 + b"1" * 50) * 10
+        assert dirty_file.file.path.read_bytes() == (b"2" * 50 + b"1" * 50) * 10
+        d.uploads.release(dirty_file)
 
 
 @in_trio
@@ -118,12 +118,12 @@ async def test_one_whose_upload_failed_is_on_the_disk_before_its_writer_hears_of
     store = ScriptedStore()
     async with desk(tmp_path, store) as d:
         store.fail("put", lambda: OriginFailed("no"))
-        draft = await d.create("k", b"1" * 1000)
+        dirty_file = await d.create("k", b"1" * 1000)
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
-        assert draft.acknowledged and draft.file.path.read_bytes() == b"1" * 1000
+            await d.uploads.commit(dirty_file)
+        assert dirty_file.acknowledged and dirty_file.file.path.read_bytes() == b"1" * 1000
     async with desk(tmp_path, store) as d:
-        assert [draft.key for draft in d.uploads.pending()] == ["k"]
+        assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
 
 
 @in_trio
@@ -136,11 +136,11 @@ async def test_a_disk_without_room_for_it_keeps_it_from_the_cache_and_from_nothi
     async with desk(tmp_path) as d:
         with monkeypatch.context() as patch:
             patch.setattr(staging, "_written_file", full)
-            draft = await d.create("k", b"1" * 1000)
+            dirty_file = await d.create("k", b"1" * 1000)
             with pytest.raises(NoRoom):
-                await draft.append(b"2" * HELD)
-            assert draft.size == 1000
-            await d.close(draft)
+                await dirty_file.append(b"2" * HELD)
+            assert dirty_file.size == 1000
+            await d.close(dirty_file)
             await d.quiet()
         assert d.store.content("k") == b"1" * 1000 and d.cache.adopted == {} and d.files() == []
         assert d.settled == ["k"]
@@ -151,7 +151,7 @@ async def test_a_landing_that_fails_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"1" * 1000)
+        dirty_file = await d.create("k", b"1" * 1000)
 
         def full(fd: int, data: Any, offset: int) -> int:
             raise OSError(errno.ENOSPC, "full")
@@ -159,8 +159,8 @@ async def test_a_landing_that_fails_leaves_nothing_behind(
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
             with pytest.raises(NoRoom):
-                await draft.file.land()
-        assert d.files() == [] and draft.read_now(0, 10) == b"1" * 10
-        await draft.file.land()
-        assert draft.file.path.read_bytes() == b"1" * 1000
-        await d.close(draft)
+                await dirty_file.file.land()
+        assert d.files() == [] and dirty_file.read_now(0, 10) == b"1" * 10
+        await dirty_file.file.land()
+        assert dirty_file.file.path.read_bytes() == b"1" * 1000
+        await d.close(dirty_file)

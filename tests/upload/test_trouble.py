@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.errors import Conflict, NoRoom, NoSuchUpload, ObjectChanged, OriginFailed, TooLarge
-from cachefs.names import ObjectId
+from cachefs.base.errors import Conflict, NoRoom, NoSuchUpload, ObjectChanged, OriginFailed, TooLarge
+from cachefs.base.names import ObjectId
 from cachefs.upload import room
 from tests.fetch.scripted import content
 from tests.upload.scripted import LIMITS, PART, Room, ScriptedStore, desk, in_trio
@@ -94,15 +94,15 @@ async def test_what_is_kept_free_stays_free_and_the_cache_gives_way(tmp_path: Pa
 @in_trio
 async def test_without_hope_a_full_disk_is_told_at_once(tmp_path: Path, disk: Disk) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"1" * 100)
+        dirty_file = await d.create("k", b"1" * 100)
         disk.free = 0
         await trio.sleep(1)
         before = trio.current_time()
         with pytest.raises(NoRoom):
-            await draft.append(b"2" * 100)
+            await dirty_file.append(b"2" * 100)
         assert trio.current_time() == before
-        assert bytes(await draft.read(0, 1000)) == b"1" * 100
-        await d.close(draft)
+        assert bytes(await dirty_file.read(0, 1000)) == b"1" * 100
+        await d.close(dirty_file)
         assert d.store.content("k") == b"1" * 100
 
 
@@ -115,10 +115,10 @@ async def test_when_nothing_helps_what_is_kept_free_is_written_into_but_for_a_te
         await d.save("k", b"1" * 40_000)
         disk.free = (1 << 20) // 10 + 30_000
         await trio.sleep(1)
-        draft = await d.create("l", b"2" * 20_000)
+        dirty_file = await d.create("l", b"2" * 20_000)
         with pytest.raises(NoRoom):
-            await draft.append(b"2" * 40_000)
-        assert draft.size == 20_000
+            await dirty_file.append(b"2" * 40_000)
+        assert dirty_file.size == 20_000
 
 
 @pytest.mark.parametrize("helps", [True, False])
@@ -126,7 +126,7 @@ async def test_when_nothing_helps_what_is_kept_free_is_written_into_but_for_a_te
 async def test_a_writer_waits_for_others_to_be_uploaded(tmp_path: Path, disk: Disk, helps: bool) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=10_000) as d:
         await d.save("other", b"1" * 100)
-        draft = await d.create("k", b"2" * 100)
+        dirty_file = await d.create("k", b"2" * 100)
         disk.free = 0
         await trio.sleep(1)
         d.store.latency_s = 10 if helps else 1000
@@ -135,15 +135,15 @@ async def test_a_writer_waits_for_others_to_be_uploaded(tmp_path: Path, disk: Di
             if helps:
                 disk.free = 1 << 20
 
-        d.uploads.on_committed = lambda draft, info: committed(draft.key)
+        d.uploads.on_committed = lambda dirty_file, info: committed(dirty_file.key)
         before = trio.current_time()
         if helps:
-            await draft.append(b"3" * 100)
+            await dirty_file.append(b"3" * 100)
             assert 10 <= trio.current_time() - before <= 11
         else:
             for _ in range(5):
                 with pytest.raises(NoRoom):
-                    await draft.append(b"3" * 100)
+                    await dirty_file.append(b"3" * 100)
             assert room.WAIT_S <= trio.current_time() - before <= room.WAIT_S + 1, "once, not for each write"
         assert d.store.objects.keys() == ({"other"} if helps else set())
 
@@ -155,13 +155,13 @@ async def test_who_writes_faster_than_the_store_takes_waits(
     monkeypatch.setattr(room, "UNSENT", 20 * PART)
     async with desk(tmp_path) as d:
         d.store.hold("part", times=1000)
-        draft = await d.create("k")
+        dirty_file = await d.create("k")
         written = 0
 
         async def write() -> None:
             nonlocal written
             for _ in range(60):
-                await draft.append(b"x" * PART)
+                await dirty_file.append(b"x" * PART)
                 written += PART
 
         async with trio.open_nursery() as nursery:
@@ -171,7 +171,7 @@ async def test_who_writes_faster_than_the_store_takes_waits(
             holding = d.store.rules.pop()
             assert holding.release is not None
             holding.release.set()
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("k") == b"x" * 60 * PART
 
 
@@ -182,31 +182,31 @@ async def test_a_store_that_fails_does_not_hold_the_writer(
     monkeypatch.setattr(room, "UNSENT", 20 * PART)
     async with desk(tmp_path) as d:
         d.store.fail("part", lambda: OriginFailed("down"), times=10_000)
-        draft = await d.create("k")
+        dirty_file = await d.create("k")
         for _ in range(60):
-            await draft.append(b"x" * PART)
+            await dirty_file.append(b"x" * PART)
         await d.quiet()
         assert d.store.counts["part"] <= 16, "who fails is not asked for every part"
         with pytest.raises(OriginFailed):
-            await d.uploads.commit(draft)
+            await d.uploads.commit(dirty_file)
         d.store.rules.clear()
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("k") == b"x" * 60 * PART
 
 
 @in_trio
 async def test_a_file_larger_than_the_store_takes(tmp_path: Path) -> None:
     async with desk(tmp_path, ScriptedStore(replace(LIMITS, largest_object=1000))) as d:
-        draft = await d.create("k", b"1" * 990)
+        dirty_file = await d.create("k", b"1" * 990)
         for change in (
-            draft.append(b"2" * 11),
-            draft.truncate(1001),
-            draft.allocate(0, 1001),
-            draft.write(1 << 50, b"2"),
+            dirty_file.append(b"2" * 11),
+            dirty_file.truncate(1001),
+            dirty_file.allocate(0, 1001),
+            dirty_file.write(1 << 50, b"2"),
         ):
             with pytest.raises(TooLarge):
                 await change
-        await d.close(draft)
+        await d.close(dirty_file)
         assert d.store.content("k") == b"1" * 990
 
 
@@ -223,13 +223,13 @@ async def test_writing_again_does_not_touch_what_the_cache_has(tmp_path: Path) -
 
     async with desk(tmp_path, cache=Slow()) as d:
         data = content(1, 3 * PART)
-        draft = await d.save("k", data)
+        dirty_file = await d.save("k", data)
         await trio.sleep(1)
         adopted = next(path for path in d.staging.iterdir() if path.suffix == ".adopted")
-        d.uploads.open(draft)  # while the cache is taking it
-        await draft.write(0, b"new")
-        assert bytes(await draft.read(0, 10)) == b"new" + data[3:10]
-        await d.close(draft)
+        d.uploads.open(dirty_file)  # while the cache is taking it
+        await dirty_file.write(0, b"new")
+        assert bytes(await dirty_file.read(0, 10)) == b"new" + data[3:10]
+        await d.close(dirty_file)
         await trio.sleep(20)
         assert d.store.content("k") == b"new" + data[3:] and d.settled == ["k"]
         assert adopted.read_bytes() == data
@@ -245,15 +245,15 @@ async def test_what_the_cache_does_not_take_is_removed(tmp_path: Path) -> None:
 
 
 @in_trio
-async def test_a_reader_keeps_the_draft_until_he_goes(tmp_path: Path) -> None:
+async def test_a_reader_keeps_the_dirty_file_until_he_goes(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"data")
-        d.uploads.open(draft)
-        await d.close(draft)
+        dirty_file = await d.create("k", b"data")
+        d.uploads.open(dirty_file)
+        await d.close(dirty_file)
         await d.quiet()
-        assert d.settled == [] and bytes(await draft.read(0, 10)) == b"data"
-        assert bytes(draft.read_now(1, 2) or b"") == b"at"
-        d.uploads.release(draft)
+        assert d.settled == [] and bytes(await dirty_file.read(0, 10)) == b"data"
+        assert bytes(dirty_file.read_now(1, 2) or b"") == b"at"
+        d.uploads.release(dirty_file)
         await d.quiet()
         assert d.settled == ["k"]
 
@@ -271,29 +271,29 @@ async def test_conflicts(tmp_path: Path, size: int, new: bool) -> None:
         async with desk(tmp_path / policy, store, on_conflict=policy) as d:
             if not new:
                 store.show("k", b"old")
-            draft = await d.create("k", data, base=None if new else store.version("k"))
-            store.show("k", b"of somebody else")
+            dirty_file = await d.create("k", data, base=None if new else store.version("k"))
+            store.show("k", b"of another client")
             if policy == "overwrite":
-                await d.close(draft)
+                await d.close(dirty_file)
                 assert store.content("k") == data
                 continue
             with pytest.raises(Conflict):
-                await d.uploads.commit(draft)
-            assert store.content("k") == b"of somebody else" and isinstance(draft.failure, Conflict)
-            await d.uploads.rename(draft, store, "elsewhere")
-            await d.close(draft)
-            assert store.content("elsewhere")[:size] == data and store.content("k") == b"of somebody else"
+                await d.uploads.commit(dirty_file)
+            assert store.content("k") == b"of another client" and isinstance(dirty_file.failure, Conflict)
+            await d.uploads.rename(dirty_file, store, "elsewhere")
+            await d.close(dirty_file)
+            assert store.content("elsewhere")[:size] == data and store.content("k") == b"of another client"
 
 
 @pytest.mark.parametrize("size", [10, 5 * PART])
 @in_trio
 async def test_without_conflict_the_next_commit_replaces_our_own(tmp_path: Path, size: int) -> None:
     async with desk(tmp_path, on_conflict="fail") as d:
-        draft = await d.create("k", content(1, size))
+        dirty_file = await d.create("k", content(1, size))
         for _ in range(3):
-            await d.uploads.commit(draft)
-            await draft.append(b"!")
-        await d.close(draft)
+            await d.uploads.commit(dirty_file)
+            await dirty_file.append(b"!")
+        await d.close(dirty_file)
         assert d.store.content("k") == content(1, size) + b"!!!"
 
 
@@ -307,39 +307,39 @@ async def test_an_object_of_an_earlier_attempt_is_no_conflict(tmp_path: Path, ki
             held = store.hold("put", lost=True)
         else:
             store.fail("put", lambda: OriginFailed("silence"), lost=True)
-        draft = await d.create("k", b"one")
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("k", b"one")
+        await d.uploads.commit(dirty_file)
         if kill:
             await held.reached.wait()
-            store.stamps["k"] = (store.show("k", b"one").etag, draft.stamps[-1])
+            store.tokens["k"] = (store.show("k", b"one").etag, dirty_file.tokens[-1])
         else:
             await trio.sleep(1.2)
             await d.quiet()
-            assert store.content("k") == b"one" and draft.dirty
-            await draft.append(b" two")
+            assert store.content("k") == b"one" and dirty_file.dirty
+            await dirty_file.append(b" two")
             with pytest.raises(OriginFailed):
-                await d.uploads.commit(draft)
+                await d.uploads.commit(dirty_file)
             await d.uploads.flush()
     if kill:
         store.rules.clear()
         async with desk(tmp_path, store, on_conflict="fail", writeback=True) as d:
-            draft = d.uploads.pending()[0]
-            d.uploads.open(draft)
-            await draft.append(b" two")
-            await d.close(draft)
+            dirty_file = d.uploads.pending()[0]
+            d.uploads.open(dirty_file)
+            await dirty_file.append(b" two")
+            await d.close(dirty_file)
             assert await d.uploads.flush() == []
     assert store.content("k") == b"one two"
 
 
 @in_trio
 async def test_who_is_replaced_as_soon_as_he_wrote_has_written(tmp_path: Path) -> None:
-    """The last one wins, and it was somebody else."""
+    """The last one wins, and it was another client."""
     async with desk(tmp_path) as d:
-        draft = await d.create("k", b"ours")
+        dirty_file = await d.create("k", b"ours")
         d.store.fail("put", lambda: ObjectChanged("was replaced"), lost=True)
         held = d.store.hold("head")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.close, draft)
+            nursery.start_soon(d.close, dirty_file)
             await held.reached.wait()
             d.store.show("k", b"theirs")
             assert held.release is not None
@@ -354,14 +354,14 @@ async def test_who_is_replaced_as_soon_as_he_wrote_has_written(tmp_path: Path) -
 async def test_an_upload_that_vanishes_in_the_middle_is_begun_anew(tmp_path: Path, kind: str) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 300 * PART)
-        draft = await d.create("k", data[: 10 * PART])
+        dirty_file = await d.create("k", data[: 10 * PART])
         await d.quiet()
         if kind == "part":
             d.store.uploads.clear()
         else:
             d.store.fail("complete", lambda: NoSuchUpload("expired"))
-        await draft.append(data[10 * PART :])
-        await d.close(draft)
+        await dirty_file.append(data[10 * PART :])
+        await d.close(dirty_file)
         assert d.store.content("k") == data and d.store.counts["begin"] == 2
 
 
@@ -380,4 +380,4 @@ async def test_what_is_shown(tmp_path: Path) -> None:
         status = d.uploads.status()
         assert (status["pending"], status["pending_bytes"], status["failed"]) == (2, 8, 2)
         assert status["oldest_s"] == 5.0 and status["last_error"] == "down"
-        assert [draft["key"] for draft in status["drafts"]] == ["a", "b"]
+        assert [dirty_file["key"] for dirty_file in status["dirty_files"]] == ["a", "b"]

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
+from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
 from cachefs.upload.journal import Journal
 from cachefs.upload.records import Records
 from tests.fetch.scripted import content
@@ -20,9 +20,9 @@ from tests.upload.scripted import PART, SOURCE, ScriptedStore, desk, in_trio
 @in_trio
 async def test_a_close_returns_before_the_store_hears_of_it(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.save("k", b"data")
-        assert d.store.counts == {} and draft.acknowledged and draft.dirty
-        row = d.uploads.journal.rows("drafts")[draft.id]
+        dirty_file = await d.save("k", b"data")
+        assert d.store.counts == {} and dirty_file.acknowledged and dirty_file.dirty
+        row = d.uploads.journal.rows("drafts")[dirty_file.id]
         assert (row["source"], row["key"], row["acknowledged"]) == (SOURCE, "k", True)
         await trio.sleep(2)
         await d.quiet()
@@ -44,25 +44,25 @@ async def test_an_acknowledged_file_is_on_the_disk_before_its_row(
         spy(os, "fdatasync")
         spy(os, "fsync")
         spy(d.uploads.journal._database, "write")
-        draft = await d.create("k", b"data")
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
         assert done == ["fdatasync", "fsync", "write"], "bytes, then the name, then the row"
-        await d.uploads.commit(draft)
+        await d.uploads.commit(dirty_file)
         assert len(done) == 3, "nothing changed"
-        await draft.append(b"more")
-        await d.uploads.commit(draft)
+        await dirty_file.append(b"more")
+        await d.uploads.commit(dirty_file)
         assert done[3:] == ["fdatasync"], "the row says the same"
 
 
 @in_trio
 async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
-        draft = await d.create("tmp", content(1, 30 * PART))
+        dirty_file = await d.create("tmp", content(1, 30 * PART))
         await d.quiet()
-        await d.close(draft)
+        await d.close(dirty_file)
         await trio.sleep(5)
         assert d.store.counts == {}
-        await d.uploads.rename(draft, d.store, "final")
+        await d.uploads.rename(dirty_file, d.store, "final")
         await trio.sleep(10)
         await d.quiet()
         assert d.store.objects.keys() == {"final"}
@@ -72,22 +72,22 @@ async def test_nothing_is_sent_before_the_delay_is_over(tmp_path: Path) -> None:
 @in_trio
 async def test_what_is_being_written_again_is_not_uploaded_by_halves(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
-        draft = await d.save("k", b"first")
+        dirty_file = await d.save("k", b"first")
         await trio.sleep(5)
-        d.uploads.open(draft)
-        await draft.truncate(0)
-        await draft.append(b"sec")
+        d.uploads.open(dirty_file)
+        await dirty_file.truncate(0)
+        await dirty_file.append(b"sec")
         await trio.sleep(100)
         assert await d.uploads.flush() == []
         assert d.store.counts == {}
-        await draft.append(b"ond")
-        await d.uploads.commit(draft)
+        await dirty_file.append(b"ond")
+        await d.uploads.commit(dirty_file)
         await trio.sleep(11)
         assert d.store.content("k") == b"second", "synced is as good as closed"
-        await draft.append(b", third")
+        await dirty_file.append(b", third")
         await trio.sleep(100)
         assert d.store.content("k") == b"second"
-        await d.close(draft)
+        await d.close(dirty_file)
         await trio.sleep(11)
         await d.quiet()
         assert d.store.content("k") == b"second, third"
@@ -98,10 +98,10 @@ async def test_a_file_replaced_again_and_again_is_uploaded_once(tmp_path: Path) 
     async with desk(tmp_path, writeback=True) as d:
         for number in range(20):
             old = next(iter(d.uploads.pending()), None)
-            draft = await d.save("tmp", b"%d" % number)
+            dirty_file = await d.save("tmp", b"%d" % number)
             if old is not None:
                 await d.uploads.discard(old, replaced=True)
-            await d.uploads.rename(draft, d.store, "final")
+            await d.uploads.rename(dirty_file, d.store, "final")
         await trio.sleep(5)
         await d.quiet()
         assert d.store.counts == {"put": 1} and d.store.content("final") == b"19"
@@ -126,15 +126,15 @@ async def test_a_file_that_stays_open_is_uploaded_from_time_to_time(tmp_path: Pa
 async def test_who_overwrites_breaks_an_upload_off_that_nobody_waits_for(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
         data = content(1, 300 * PART)
-        draft = await d.create("k", data)
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("k", data)
+        await d.uploads.commit(dirty_file)
         d.store.hold("part", times=16)
         await trio.sleep(3)
         await d.quiet()
         assert d.store.in_flight == 16
-        await draft.write(0, b"new")
-        assert d.store.in_flight == 0 and draft.attempt is None
-        await d.uploads.commit(draft)
+        await dirty_file.write(0, b"new")
+        assert d.store.in_flight == 0 and dirty_file.attempt is None
+        await d.uploads.commit(dirty_file)
         await trio.sleep(5)
         await d.quiet()
         assert d.store.content("k") == b"new" + data[3:] and d.store.seen["k"] == [b"new" + data[3:]]
@@ -144,20 +144,20 @@ async def test_who_overwrites_breaks_an_upload_off_that_nobody_waits_for(tmp_pat
 async def test_who_overwrites_waits_for_an_upload_that_somebody_waits_for(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 300 * PART)
-        draft = await d.create("k")
-        await draft.write(PART, data[PART:])
-        await draft.write(0, data[: PART - 1])
-        await draft.write(0, data[:PART])
+        dirty_file = await d.create("k")
+        await dirty_file.write(PART, data[PART:])
+        await dirty_file.write(0, data[: PART - 1])
+        await dirty_file.write(0, data[:PART])
         held = d.store.hold("part")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             await held.reached.wait()
-            nursery.start_soon(draft.write, 0, b"new")
-            await draft_waits()
-            assert draft.generation == 3
+            nursery.start_soon(dirty_file.write, 0, b"new")
+            await dirty_file_waits()
+            assert dirty_file.generation == 3
             held.release.set()
-        assert d.store.content("k") == data and draft.dirty
-        await d.close(draft)
+        assert d.store.content("k") == data and dirty_file.dirty
+        await d.close(dirty_file)
         assert d.store.seen["k"] == [data, b"new" + data[3:]]
 
 
@@ -165,19 +165,19 @@ async def test_who_overwrites_waits_for_an_upload_that_somebody_waits_for(tmp_pa
 async def test_who_appends_does_not_wait(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         data = content(1, 5 * PART)
-        draft = await d.create("k", data)
+        dirty_file = await d.create("k", data)
         held = d.store.hold("complete")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.uploads.commit, draft)
+            nursery.start_soon(d.uploads.commit, dirty_file)
             await held.reached.wait()
-            await draft.append(b"more")
+            await dirty_file.append(b"more")
             held.release.set()
-        assert d.store.content("k") == data and draft.dirty
-        await d.close(draft)
+        assert d.store.content("k") == data and dirty_file.dirty
+        await d.close(dirty_file)
         assert d.store.seen["k"] == [data, data + b"more"]
 
 
-async def draft_waits() -> None:
+async def dirty_file_waits() -> None:
     for _ in range(3):
         await trio.testing.wait_all_tasks_blocked(0.005)
 
@@ -186,13 +186,13 @@ async def draft_waits() -> None:
 async def test_a_failed_upload_is_told_once_by_the_next_commit(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
         d.store.fail("put", lambda: PermissionDenied("403"), times=1)
-        draft = await d.create("k", b"data")
-        await d.uploads.commit(draft)
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
         await trio.sleep(5)
         with pytest.raises(PermissionDenied):
-            await d.uploads.commit(draft)
-        await d.uploads.commit(draft)
-        await d.close(draft)
+            await d.uploads.commit(dirty_file)
+        await d.uploads.commit(dirty_file)
+        await d.close(dirty_file)
         await trio.sleep(120)
         await d.quiet()
         assert d.store.content("k") == b"data"
@@ -204,7 +204,7 @@ async def test_flush(tmp_path: Path) -> None:
         for number in range(40):
             await d.save(f"{number % 2}/{number}", b"%d" % number)
         being_written = await d.create("0/open", b"...")
-        assert await d.uploads.flush(lambda draft: draft.key.startswith("0/")) == []
+        assert await d.uploads.flush(lambda dirty_file: dirty_file.key.startswith("0/")) == []
         assert len(d.store.objects) == 20 and len(d.uploads.pending()) == 21
         d.store.fail("put", lambda: OriginFailed("no"), times=10_000)
         left = await d.uploads.flush()
@@ -225,7 +225,7 @@ async def test_flush(tmp_path: Path) -> None:
 async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -> None:
     store, data = ScriptedStore(), content(1, size)
     async with desk(tmp_path, store, writeback=True) as d:
-        draft = await d.save("k", data, attrs={"mode": 0o600}, mtime_ns=5)
+        dirty_file = await d.save("k", data, attrs={"mode": 0o600}, mtime_ns=5)
         await d.create("open", b"never acknowledged")
         moved = await d.save("from", b"x")
         await d.uploads.rename(moved, store, "to")
@@ -235,7 +235,7 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
         found = {f.key: f for f in await d.uploads.recover()}
         assert found.keys() == {"k", "to"} and len(d.files()) == 2 and d.uploads.pending()
         again = found["k"]
-        assert (again.id, again.size, again.attrs) == (draft.id, size, {"mode": 0o600}) and again.dirty
+        assert (again.id, again.size, again.attrs) == (dirty_file.id, size, {"mode": 0o600}) and again.dirty
         d.uploads.open(again)
         assert bytes(await again.read(0, size)) == data
         await again.append(b"!")
@@ -250,11 +250,11 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
 async def test_an_upload_in_parts_goes_on_with_what_the_store_has(tmp_path: Path) -> None:
     store, data = ScriptedStore(), bytearray(content(1, 300 * PART))
     async with desk(tmp_path, store, writeback=True) as d:
-        draft = await d.save("k", bytes(data))
+        dirty_file = await d.save("k", bytes(data))
         store.latency_s = 0.1
         held = store.hold("complete")
         await held.reached.wait()
-        file = draft.file.path
+        file = dirty_file.file.path
     store.latency_s = 0
     sent = store.counts["part"]
     assert sent > 20
@@ -307,14 +307,14 @@ async def test_a_durable_upload_that_failed_is_kept_over_a_crash(tmp_path: Path)
             await d.save("k", b"data")
     store.rules.clear()
     async with desk(tmp_path, store) as d:
-        assert [draft.key for draft in d.uploads.pending()] == ["k"]
+        assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
         await trio.sleep(5)
         await d.quiet()
         assert store.content("k") == b"data"
 
 
 @in_trio
-async def test_a_store_that_is_not_mounted_keeps_its_drafts_for_later(tmp_path: Path) -> None:
+async def test_a_store_that_is_not_mounted_keeps_its_dirty_files_for_later(tmp_path: Path) -> None:
     store, other = ScriptedStore(), ScriptedStore(source="scripted://other")
     async with desk(tmp_path, store, writeback=True) as d:
         await d.save("k", b"data")
@@ -331,11 +331,11 @@ async def test_a_staging_file_that_somebody_removed_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with desk(tmp_path, writeback=True) as d:
-        draft = await d.save("k", b"data")
-        draft.file.path.unlink()
+        dirty_file = await d.save("k", b"data")
+        dirty_file.file.path.unlink()
     async with desk(tmp_path, d.store, writeback=True) as d:
         assert d.uploads.pending() == []
-    assert "somebody has removed" in caplog.text
+    assert "was removed" in caplog.text
     async with desk(tmp_path, d.store, writeback=True) as d:
         assert d.uploads.journal.rows("drafts") == {}
 
@@ -353,11 +353,14 @@ async def test_a_stop_waits_until_its_deadline_and_leaves_the_rest_to_the_next_r
         before = trio.current_time()
         left = await d.uploads.aclose(10)
         assert held.reached.is_set() and 10 <= trio.current_time() - before <= 14
-        assert [draft.key for draft in left] == ["bad"] and store.objects.keys() == {"good", "shown"}
+        assert [dirty_file.key for dirty_file in left] == ["bad"] and store.objects.keys() == {
+            "good",
+            "shown",
+        }
         assert len(d.files()) == 1
     store.rules.clear()
     async with desk(tmp_path, store, writeback=True) as d:
-        assert [draft.key for draft in d.uploads.pending()] == ["bad"]
+        assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["bad"]
         assert await d.uploads.flush() == [] and store.counts["begin"] == 1
 
 
@@ -471,7 +474,7 @@ def test_a_kill_while_the_journal_is_made_is_no_damage(tmp_path: Path, left: str
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_draft_belongs_to_the_innermost_prefix_that_is_mounted(order: int) -> None:
+def test_a_dirty_file_belongs_to_the_innermost_prefix_that_is_mounted(order: int) -> None:
     stores = [ScriptedStore(), ScriptedStore(), ScriptedStore(source="s3://other")]
     stores[1].prefix = stores[2].prefix = "a/b/"
     records = Records(None, stores[::order])  # type: ignore[arg-type]

@@ -1,0 +1,193 @@
+"""Asking a daemon over its control socket: where the socket of a mount is, and one JSON line each way.
+
+A request is ``{"verb": "status", …arguments}``; the reply is ``{"ok": true, "result": …}`` or ``{"ok": false,
+"error": "one line"}``. The other end is `cachefs.daemon.control`. Everything here blocks.
+Standard library and Python 3.9 only: `cachefs.hints` uses this module inside of training images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cachefs.base.errors import CachefsError, MountError
+from cachefs.base.linux import is_dead, mount_at, probe
+
+T = TypeVar("T")
+
+MAX_REQUEST_BYTES = 512 << 10
+"""Long lists come in pieces. Measured: a request of half this size holds the daemon's loop up for 2 ms."""
+
+BATCH_BYTES = 256 << 10
+"""How much of a long list one request carries."""
+
+MAX_REPLY_BYTES = 64 << 20
+
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid and gid of the process that listens (SO_PEERCRED)."""
+
+_SOCKET_PATH_MAX = 107
+"""Derived: sun_path is 108 bytes with its terminating NUL."""
+
+
+class ControlError(CachefsError):
+    """The daemon could not be asked, or refused."""
+
+
+class NotRunning(ControlError):
+    """No daemon listens at that socket."""
+
+
+class OfAnother(NotRunning):
+    """Another user owns the socket or its directory, so no request is sent."""
+
+
+# -- where ------------------------------------------------------------------------------------------
+
+
+def slug(text: str, unique: str, longest: int = 48) -> str:
+    """A readable file name for `text` that differs whenever `unique` does."""
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:longest].strip("-.")
+    digest = hashlib.blake2b(unique.encode("utf-8", "surrogateescape"), digest_size=5).hexdigest()
+    return f"{readable}-{digest}" if readable else digest
+
+
+def runtime_dir() -> Path:
+    """Where this user's control sockets are."""
+    if os.getuid() == 0:
+        return Path("/run/cachefs")
+    shared = os.environ.get("XDG_RUNTIME_DIR")
+    if shared and len(os.fsencode(shared)) <= 40:  # leaves room for a socket's name
+        return Path(shared) / "cachefs"
+    return (
+        Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 40 else "/tmp") / f"cachefs-{os.getuid()}"
+    )
+
+
+def control_path(mountpoint: Path) -> Path:
+    """The control socket of the daemon that serves `mountpoint` (absolute, links resolved). Does not touch it."""
+    directory = runtime_dir()
+    room = _SOCKET_PATH_MAX - len(os.fsencode(directory)) - len("/-0123456789.sock")
+    return directory / f"{slug(str(mountpoint).strip('/'), str(mountpoint), min(room, 48))}.sock"
+
+
+def sockets(mountpoint: Path) -> Iterator[Path]:
+    """Where the daemon of `mountpoint` may listen: at this user's place and, for root, at other users'."""
+    own = control_path(mountpoint)
+    yield own
+    if os.getuid() == 0:
+        for pattern in ("run/user/*/cachefs", "tmp/cachefs-*"):
+            for directory in sorted(Path("/").glob(pattern)):
+                yield directory / own.name
+
+
+# -- what ------------------------------------------------------------------------------------------
+
+
+def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any) -> Any:
+    """The answer of the daemon that serves `mountpoint` (canonical). Raises `ControlError`, or `MountError`
+    when there is no such mount."""
+    mount = mount_at(mountpoint)
+    # The kernel says who has mounted it: root asks that user's daemon, and no other user's.
+    owners = {mount.owner} if mount is not None and mount.is_cachefs and mount.owner is not None else ()
+    for place in sockets(mountpoint):
+        try:
+            return request(place, verb, timeout_s, owners=owners, **arguments)
+        except NotRunning:
+            continue
+    if mount is None or not mount.is_cachefs:
+        raise MountError(f"{mountpoint} is not a cachefs mount: cachefs status lists those there are")
+    if is_dead(probe(mountpoint)):
+        raise MountError(
+            f"the daemon of {mountpoint} has died: cachefs umount {mountpoint}, then mount it again"
+        )
+    raise MountError(
+        f"the daemon of {mountpoint} does not answer this user: ask as the one who mounted it, or as root"
+    )
+
+
+def connected(path: Path, timeout_s: float, owners: Collection[int] = ()) -> socket.socket:
+    """A connection to a daemon of root, of this user or of one of `owners`. Other users may make directories in /tmp, and
+    sockets in them, that look like those of a daemon."""
+    trusted = {0, os.geteuid(), *owners}
+    foreign = OfAnother(f"{path} belongs to another user, who is not asked")
+    try:
+        directory = path.parent.lstat()
+    except OSError as exc:
+        raise NotRunning(f"no cachefs answers at {path}") from exc
+    if not stat.S_ISDIR(directory.st_mode) or directory.st_uid not in trusted or directory.st_mode & 0o022:
+        raise foreign
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as exc:
+        connection.close()
+        raise NotRunning(f"no cachefs answers at {path}") from exc
+    except OSError as exc:
+        connection.close()
+        raise ControlError(f"cannot ask the daemon at {path}: {exc.strerror or exc}") from exc
+    _, uid, _ = CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    )
+    if uid not in trusted:
+        connection.close()
+        raise foreign
+    return connection
+
+
+def request(
+    path: Path, verb: str, /, timeout_s: float = 5.0, *, owners: Collection[int] = (), **arguments: Any
+) -> Any:
+    """Ask the daemon at `path` and return its result. Blocking, at most about `timeout_s` in all. Raises
+    `NotRunning` when no daemon listens there that root, this user or one of `owners` runs, `ControlError` with the
+    daemon's line when it refuses."""
+    until = time.monotonic() + timeout_s
+    received = bytearray()
+    with connected(path, timeout_s, owners) as connection:
+        try:
+            connection.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+            while not received.endswith(b"\n") and len(received) < MAX_REPLY_BYTES:
+                connection.settimeout(max(until - time.monotonic(), 0.001))
+                chunk = connection.recv(256 << 10)
+                if not chunk:
+                    break
+                received += chunk
+        except TimeoutError as exc:
+            raise ControlError(f"the daemon at {path} did not answer within {timeout_s:g} s") from exc
+        except OSError as exc:
+            raise ControlError(f"the daemon at {path} hung up: {exc.strerror or exc}") from exc
+    try:
+        reply = json.loads(received)
+        ok = reply["ok"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ControlError(f"the daemon at {path} hung up before it answered") from exc
+    if not ok:
+        raise ControlError(str(reply.get("error", "refused")))
+    return reply.get("result")
+
+
+def batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """A long list in pieces that fit one request each. Items are what JSON can say; one that is too long alone is
+    refused by the daemon."""
+    batch: list[T] = []
+    room = BATCH_BYTES
+    for item in items:
+        length = len(json.dumps(item)) + 2
+        if length > room and batch:
+            yield batch
+            batch, room = [], BATCH_BYTES
+        batch.append(item)
+        room -= length
+    if batch:
+        yield batch

@@ -1,0 +1,647 @@
+"""The only file that opens LMDB: one environment, named tables of bytes to bytes.
+
+Idea: what the tables mean belongs to the rooms that own them; what a database can suffer belongs here. A damaged
+database is neither repaired nor used: it is dropped with one line in the log, because everything in it can be
+learnt again. Only a `precious` one (the journal of uploads) cannot: that is refused and left as it is.
+
+How damage is noticed, without scanning a healthy database at start: beside the file lies a mark, `version`, with the
+format of the rows and a state. `closed HASH` is the xxh3 of the file, so the next open compares one hash (a gigabyte a
+second and more). `open BOOT_ID` is there before LMDB changes anything, and until a clean close has written out all else; a
+mark that is missing or cannot be read says the same. Each mark is on the disk before what follows it, so a power cut at any
+moment leaves a state that opens. What was not closed is rewritten: a process of its own writes every row into a fresh file,
+which takes the old one's place. Whatever a damaged page makes LMDB do (raise, SIGBUS, SIGSEGV, loop), it does to that
+process, and no such page is ever written to. That is half a second for a million rows. `fsync=False` gives up the ordering
+of writes on power loss, so such a database is dropped when it was not closed and the machine has been rebooted since.
+
+What LMDB leaves to its user is done here. Pages it has read stay mapped and count as the process's memory:
+`release_memory` unmaps them (they stay in the page cache, where the kernel can take them when it needs to). A failed write
+of its meta page makes an environment useless: it is opened again in place. A disk that fills up under a database that must
+go on is left for the `refuge`, a directory elsewhere. LMDB maps its lock file and writes to it in every transaction with
+Python's lock held, so a hung disk below that file would stop the whole interpreter: the file is in memory. It maps the data,
+too: pages behind the end of a file that was cut short are a SIGBUS. So each transaction compares the file's length first.
+What remains: a file that is cut while a transaction runs, or a disk that fails to read a mapped page, ends the process.
+
+Calls are synchronous and short. Reads may run in any thread; writes take LMDB's single writer lock, and with
+``fsync=True`` they wait for the disk: call them from a worker thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lmdb
+import xxhash
+
+from cachefs.base import durable
+from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
+
+log = logging.getLogger(__name__)
+
+MAP_SIZES = (1 << 40, 1 << 36, 1 << 33, 1 << 30)
+"""Address space reserved, largest that the process may have (RLIMIT_AS). Not disk: the file grows as it is used."""
+
+LOCK_BYTES = 64 << 10
+"""Derived: 512 readers of 64 bytes, and LMDB's header."""
+
+BATCH_ROWS = 100_000
+"""Rows of one transaction in a rewrite. Derived: tens of megabytes of memory."""
+
+REWRITE_S = 120.0
+"""A rewrite that takes longer is killed. Guessed: a hundred times what ten million rows take here."""
+
+WAIT_S = 30.0
+"""How long another thread's transaction is waited for. Guessed: far longer than one takes on a disk that answers."""
+
+MARK = "version"
+"""Its name. A mark of an older cachefs has no state."""
+
+_MARK = re.compile(r"([ -~]+)(?:\n(open|closed) ([!-~]+)\n)?")
+
+_PR_SET_PDEATHSIG = 1
+_NO_ROOM = 2  # the exit status of a rewrite
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_DONTNEED = 4
+
+T = TypeVar("T")
+Put = tuple[str, bytes, bytes | None]
+"""(table, key, value) to write; a value of None deletes the key."""
+
+
+class Database:
+    """A set of ordered tables in one LMDB environment. Keys are at most 511 bytes."""
+
+    def __init__(
+        self,
+        path: Path,
+        tables: Sequence[str],
+        *,
+        version: str,
+        fsync: bool,
+        refuge: Path | None = None,
+        precious: bool = False,
+    ) -> None:
+        """Open or create. Raises `CacheInUse` if another process has it open, `CacheUnusable` if it cannot be created.
+
+        `version` names the format of the rows; a database of another version is dropped. When a write fails and there is
+        a `refuge` (a directory that must not exist yet), the database goes on there until it is closed. A `precious` one is
+        never dropped: `CacheUnusable` then, and nothing is changed."""
+        self.path = path
+        self._precious = precious
+        self._refuge = refuge
+        self._names = tuple(tables)
+        self.dropped: str | None = None
+        self.was_clean = False
+        self._left: _Environment | None = None
+        self._fsync = fsync
+        self._version = version
+        self._closed = False
+        self._place = path  # where it is open: there, or in the refuge
+        self._opened: _Environment | None = None  # None while it is opened again, and after that failed
+        self._turn = threading.Lock()  # of those that write, open again or close
+        self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
+        try:
+            durable.make_directory(path)
+            self._lock_fd = _lock(path / "lock.pid")
+        except OSError as exc:
+            raise CacheUnusable(f"cannot use {path}: {exc.strerror}") from exc
+        try:
+            if reason := self._distrust():
+                self._drop(reason)
+            # From here on, what is left at any moment is not closed.
+            self._mark(f"open {_boot_id()}")
+            durable.remove(path / "clean", path / "dirty")  # the marks of older versions
+            if not self._data.exists():
+                self._create()
+            try:
+                self._opened = self._open()
+            except (lmdb.Error, OSError) as exc:
+                if _is_disk_trouble(exc):
+                    raise
+                self._drop(str(exc))
+                self._create()
+                self._opened = self._open()
+        except (lmdb.Error, OSError, CacheUnusable) as exc:
+            os.close(self._lock_fd)
+            if isinstance(exc, CacheUnusable):
+                raise
+            raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
+
+    @property
+    def _data(self) -> Path:
+        return self.path / "data.mdb"
+
+    def _open(self) -> _Environment:
+        return _Environment(self._place, self._names, fsync=self._fsync and self._left is None)
+
+    def _mark(self, state: str) -> None:
+        durable.write(self.path / MARK, f"{self._version}\n{state}\n")
+
+    def _create(self) -> None:
+        """An empty database, whole or not at all: what a kill or a power cut leaves must not look like damage."""
+        fresh = self.path / "fresh"
+        shutil.rmtree(fresh, ignore_errors=True)
+        durable.make_directory(fresh)
+        _Environment(fresh, self._names, fsync=True).close()
+        durable.put(fresh / "data.mdb", self._data)
+        shutil.rmtree(fresh, ignore_errors=True)
+
+    def _distrust(self) -> str | None:
+        """Why what lies at `path` cannot be used, or None. One that was not closed is rewritten first."""
+        if not self._data.exists():
+            return None
+        found, state = read_mark(self.path)
+        if found not in ("", self._version):
+            return f"its format is {found}, this version reads {self._version}"
+        if state.startswith("closed "):
+            if state != f"closed {_file_hash(self._data)}":
+                return "its contents changed since it was closed"
+            self.was_clean = True
+            return None
+        if not self._fsync and state != f"open {_boot_id()}":
+            return "the machine stopped before it was written out"
+        return _rewrite(self.path, self._names, fsync=self._fsync)
+
+    def _drop(self, reason: str) -> None:
+        if self._precious:
+            raise CacheUnusable(
+                f"the database in {self.path} cannot be read ({reason}), and nothing else knows what is in it: "
+                "move the directory away to begin without"
+            )
+        self.dropped = reason
+        log.warning("dropping the database in %s: %s; it will be learnt again", self.path, reason)
+        durable.remove(self._data)  # before there is a mark that fits another format
+
+    def get(self, table: str, key: bytes) -> bytes | None:
+        """The value of `key`, or None. Like all reads, raises `CacheUnusable` when it meets damage."""
+
+        def take(opened: _Environment) -> bytes | None:
+            with opened.env.begin(db=opened.tables[table]) as txn:
+                value: bytes | None = txn.get(key)
+                return value
+
+        return self._read(take)
+
+    def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
+        """Values in the order of `keys`, from one snapshot."""
+        keys = list(keys)
+
+        def take(opened: _Environment) -> list[bytes | None]:
+            with opened.env.begin(db=opened.tables[table]) as txn:
+                return [txn.get(key) for key in keys]
+
+        return self._read(take)
+
+    def scan(
+        self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
+    ) -> list[tuple[bytes, bytes]]:
+        """Rows with start <= key < stop in key order, at most `limit`. One snapshot."""
+
+        def take(opened: _Environment) -> list[tuple[bytes, bytes]]:
+            rows: list[tuple[bytes, bytes]] = []
+            with opened.env.begin(db=opened.tables[table]) as txn, txn.cursor() as cursor:
+                if not cursor.set_range(start):
+                    return rows
+                for key, value in cursor:
+                    # A damaged page may hold keys out of order: a caller that pages on must never be led back.
+                    if key < start or (stop is not None and key >= stop) or len(rows) == limit:
+                        break
+                    rows.append((key, value))
+            return rows
+
+        return self._read(take)
+
+    def last(self, table: str, before: bytes | None = None) -> tuple[bytes, bytes] | None:
+        """The row with the greatest key (below `before`, when given)."""
+
+        def take(opened: _Environment) -> tuple[bytes, bytes] | None:
+            with opened.env.begin(db=opened.tables[table]) as txn, txn.cursor() as cursor:
+                past = before is not None and cursor.set_range(before)
+                found = cursor.prev() if past else cursor.last()
+                return (cursor.key(), cursor.value()) if found else None
+
+        return self._read(take)
+
+    def count(self, table: str) -> int:
+        def take(opened: _Environment) -> int:
+            with opened.env.begin() as txn:
+                entries: int = txn.stat(opened.tables[table])["entries"]
+                return entries
+
+        return self._read(take)
+
+    def _read(self, take: Callable[[_Environment], T]) -> T:
+        """What `take` returns. An environment that a failed write has made useless is opened again first."""
+        self._reading.append(None)  # before `_opened` is looked at: `_reopen` does it in the other order
+        opened = self._opened
+        try:
+            if opened is not None:
+                return self._take(opened, take)
+        except lmdb.PanicError:
+            pass
+        finally:
+            self._reading.pop()
+        with self._exclusive():  # so that no other write fails meanwhile
+            if self._opened is opened:
+                self._reopen()
+            assert self._opened is not None
+            try:
+                return self._take(self._opened, take)
+            except lmdb.PanicError as exc:
+                raise self._unreadable(exc) from exc
+
+    def _take(self, opened: _Environment, take: Callable[[_Environment], T]) -> T:
+        self._check_length(opened)
+        try:
+            return take(opened)
+        except lmdb.PanicError:
+            raise
+        except lmdb.Error as exc:
+            raise self._unreadable(exc) from exc
+
+    def _unreadable(self, why: object) -> CacheUnusable:
+        return CacheUnusable(f"the database in {self.path} cannot be read: {why}")
+
+    def _check_length(self, opened: _Environment) -> None:
+        if opened.length() < opened.committed:
+            raise self._unreadable("its file was cut short")
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=WAIT_S):
+            raise CacheUnusable(f"the database in {self.path} is stuck: its disk does not answer")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _reopen(self) -> None:
+        """Open the file again, with readers kept out, for the caller that has the turn; it then has all acknowledged rows.
+        Raises `CacheUnusable`; the next reader or writer tries again."""
+        if self._closed:
+            raise self._unreadable("it is closed")
+        broken, self._opened = self._opened, None
+        if broken is not None:
+            if not self._readers_left():
+                self._opened = broken
+                raise self._unreadable("a reader does not end")
+            broken.close()
+        try:
+            self._opened = self._open()
+        except (lmdb.Error, OSError) as exc:
+            raise self._unreadable(exc) from exc
+        log.warning("opened the database in %s again after a failed write", self.path)
+
+    def _readers_left(self) -> bool:
+        """Wait for the readers that saw the environment before `_opened` was None."""
+        until = time.monotonic() + WAIT_S
+        while self._reading:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def write(self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = ()) -> None:
+        """Delete the (table, start, stop) `ranges`, then apply `puts`, in one transaction. `NoRoom` when the disk is full,
+        `CacheUnusable` on any other failure; either way nothing of it is written."""
+        puts, ranges = list(puts), list(ranges)
+        with self._exclusive():
+            if self._closed:
+                return
+            try:
+                self._write_or_reopen(puts, ranges)
+            except (NoRoom, CacheUnusable) as exc:
+                if not self._flee(exc):
+                    raise
+                self._write(puts, ranges)
+
+    def _write_or_reopen(self, puts: Sequence[Put], ranges: Sequence[tuple[str, bytes, bytes]]) -> None:
+        """Write. An environment that this makes useless, or that was, is opened again, and the write tried once more."""
+        if self._opened is None:
+            self._reopen()
+        try:
+            self._write(puts, ranges)
+        except (NoRoom, CacheUnusable):
+            if not self._panicked():
+                raise
+            self._reopen()
+            try:
+                self._write(puts, ranges)
+            except (NoRoom, CacheUnusable):
+                if self._panicked():
+                    self._reopen()
+                raise
+
+    def _panicked(self) -> bool:
+        assert self._opened is not None
+        try:
+            self._opened.env.begin().abort()
+        except lmdb.Error:
+            return True
+        return False
+
+    def _write(self, puts: Sequence[Put], ranges: Sequence[tuple[str, bytes, bytes]]) -> None:
+        opened = self._opened
+        assert opened is not None
+        self._check_length(opened)
+        tables = opened.tables
+        try:
+            with opened.env.begin(write=True) as txn:
+                for table, start, stop in ranges:
+                    with txn.cursor(db=tables[table]) as cursor:
+                        alive = cursor.set_range(start)
+                        while alive and cursor.key() < stop:
+                            alive = cursor.delete()
+                for table, key, value in puts:
+                    if value is None:
+                        txn.delete(key, db=tables[table])
+                    else:
+                        txn.put(key, value, db=tables[table])
+        except lmdb.MapFullError as exc:
+            raise NoRoom(f"the database in {self.path} is full") from exc
+        except lmdb.Error as exc:
+            if _is_disk_trouble(exc):
+                raise NoRoom(f"cannot write the database in {self.path}: {exc}") from exc
+            raise CacheUnusable(f"the database in {self.path} failed: {exc}") from exc
+        opened.committed = opened.length()
+
+    def _flee(self, why: Exception) -> bool:
+        """Go on in the refuge, with a copy of what is here. False when there is none, or it fails too."""
+        if self._refuge is None or self._opened is None:
+            return False
+        refuge, self._refuge = self._refuge, None
+        try:
+            self._check_length(self._opened)
+            refuge.mkdir(mode=0o700)
+            self._opened.env.copy(str(refuge), compact=True)
+            opened = _Environment(refuge, self._names, fsync=False)
+        except (lmdb.Error, OSError, CacheUnusable) as exc:
+            log.warning("%s; and going on in %s failed: %s", why, refuge, exc)
+            return False
+        log.warning("%s; going on in %s until the end of this mount", why, refuge)
+        # Another thread may be reading the old one right now, so it stays open until the end.
+        self._left, self._opened, self._place = self._opened, opened, refuge
+        return True
+
+    def leave(self, why: str) -> None:
+        """Go on in the refuge, if there is one, for its disk does not answer. Blocking."""
+        self._flee(NoRoom(why))
+
+    def release_memory(self, above_bytes: int) -> None:
+        """Unmap the pages that reads have left mapped, when they are more than `above_bytes`."""
+        name = str(self.path / "data.mdb")
+        resident = start = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines() if _file_pages() > above_bytes else ():
+            if line.endswith(name):
+                start, stop = (int(edge, 16) for edge in line.split(" ", 1)[0].split("-"))
+            elif start and line.startswith("Rss:"):
+                resident = int(line.split()[1]) << 10
+                break
+        if resident > above_bytes:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Write everything out to the disk. Blocking."""
+        if not self._closed:
+            self._read(lambda opened: opened.env.sync(True))
+
+    def close(self, *, clean: bool = True) -> None:
+        """Close; when `clean`, the next open accepts the file after one hash. Idempotent."""
+        if self._closed:
+            return
+        try:
+            with self._exclusive():
+                self._closed = True
+                opened, self._opened = self._opened, None
+                if opened is None or not self._readers_left():
+                    return
+                opened.env.sync(True)
+                whole = opened.length() >= opened.committed
+                opened.close()
+                if self._left is not None:
+                    self._left.close()
+                    return  # what lies at `path` is true but older: it is not closed, so it is rewritten first
+                if clean and whole:
+                    self._mark(f"closed {_file_hash(self._data)}")
+        except (lmdb.Error, OSError, CacheUnusable) as exc:
+            log.warning("could not close the database in %s cleanly: %s", self.path, exc)
+        finally:
+            self._closed = True
+            os.close(self._lock_fd)
+
+
+class _Environment:
+    """An LMDB environment that is open, with its tables. Only this process has it open."""
+
+    def __init__(self, path: Path, names: Sequence[str], *, fsync: bool) -> None:
+        self.env = _open_env(path, len(names), fsync=fsync)
+        self._fd = -1
+        try:
+            self.tables = {name: self.env.open_db(name.encode()) for name in names}
+            self._fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+            os.fchmod(self._fd, durable.PRIVATE_FILE)
+        except BaseException:
+            self.close()
+            raise
+        self.committed = self.length()
+        """Of the file, after the last commit. It never shrinks."""
+
+    def length(self) -> int:
+        """Of the file now. Measured: a third of the cost of fstat."""
+        return os.lseek(self._fd, 0, os.SEEK_END)
+
+    def close(self) -> None:
+        self.env.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _file_pages() -> int:
+    """Resident bytes of this process that are backed by files."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
+
+
+def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:
+    """The environment, with a lock file in memory: LMDB follows a link to it, which is there only meanwhile."""
+    link = path / "lock.mdb"
+    memory = os.memfd_create("cachefs-lock", os.MFD_CLOEXEC)
+    try:
+        # LMDB maps it sparse: where memory is full, touching it would be a SIGBUS instead of an error.
+        os.posix_fallocate(memory, 0, LOCK_BYTES)
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"/proc/self/fd/{memory}")
+        return _open_lmdb(path, tables, sync=fsync, max_readers=512)
+    finally:
+        os.close(memory)
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+
+
+def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
+    for size in MAP_SIZES:
+        try:
+            return lmdb.open(
+                str(path),
+                map_size=size,
+                max_dbs=tables + 1,
+                mode=durable.PRIVATE_FILE,
+                readahead=False,  # rows are small and scattered: reading ahead only inflates resident memory
+                meminit=True,  # else what was in this memory before (headers, keys) would be written to the disk
+                **options,
+            )
+        except lmdb.MemoryError:
+            if size == MAP_SIZES[-1]:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _lock(path: Path) -> int:
+    """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, durable.PRIVATE_FILE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise CacheInUse(
+            f"{path.parent} is in use by another cachefs (pid {holder}): give this one another --cache-dir"
+        ) from exc
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError:
+        pass  # a full disk may not take eleven bytes; the lock itself holds
+    return fd
+
+
+def _is_disk_trouble(exc: Exception) -> bool:
+    if isinstance(exc, OSError):
+        return exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
+    text = str(exc)
+    return any(
+        os.strerror(code) in text
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+    )
+
+
+def read_mark(path: Path) -> tuple[str, str]:
+    """The format of the database in a directory, and its state ("open BOOT_ID", "closed HASH"). "" each where there is none,
+    or what is there cannot be a mark: only what can be read as another format is another format."""
+    try:
+        found = _MARK.fullmatch((path / MARK).read_text(errors="replace"))
+    except OSError:
+        return "", ""
+    return (found[1], f"{found[2]} {found[3]}" if found[2] else "") if found else ("", "")
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _file_hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        for chunk in _chunks(file):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(file: Any) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(4 << 20))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
+
+
+def _rewrite(path: Path, tables: Sequence[str], *, fsync: bool) -> str | None:
+    """Write every row of a database that was not closed into a fresh one, and put that in its place; or why that failed.
+    Another process reads it: see `_main`. Blocking, for `REWRITE_S` at most."""
+    fresh = path / "fresh"
+    shutil.rmtree(fresh, ignore_errors=True)
+    durable.make_directory(fresh)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "cachefs.base.database",
+        str(os.getpid()),
+        str(path),
+        str(int(fsync)),
+    ]
+    nothing = subprocess.DEVNULL
+    reader = subprocess.Popen([*command, *tables], stdin=nothing, stdout=nothing, stderr=nothing)
+    try:
+        status = reader.wait(REWRITE_S)
+    except subprocess.TimeoutExpired:
+        reader.kill()  # it is not waited for: on a disk that hangs, it cannot end
+        return f"it was not closed, and reading it takes more than {REWRITE_S:.0f} s"
+    if status == 0:
+        durable.put(fresh / "data.mdb", path / "data.mdb")
+    shutil.rmtree(fresh, ignore_errors=True)
+    if status < 0:
+        return f"reading it ends in {signal.Signals(-status).name}"
+    reasons = {0: None, _NO_ROOM: "it was not closed, and there is no room to write it again"}
+    return reasons.get(status, "it is truncated or damaged")
+
+
+def _main(parent: str, path: str, fsync: str, *tables: str) -> None:
+    """The process of `_rewrite`. Its exit status says how it went; it ends with its parent."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit(1)
+    try:
+        _copy_rows(Path(path), Path(path, "fresh"), tables, fsync=fsync == "1")
+    except Exception as exc:
+        sys.exit(_NO_ROOM if _is_disk_trouble(exc) else 1)
+
+
+def _copy_rows(path: Path, fresh: Path, tables: Sequence[str], *, fsync: bool) -> None:
+    """Raises what a damaged database makes LMDB raise: also for a missing table, and for keys out of order."""
+    old = _open_lmdb(path, len(tables), readonly=True, lock=False)
+    size, page = (path / "data.mdb").stat().st_size, old.stat()["psize"]
+    if size % page and size // page <= old.info()["last_pgno"]:
+        raise lmdb.CorruptedError(
+            "cut short"
+        )  # within a page; a page that is missing is a SIGBUS, if a row is there
+    sources = {name: old.open_db(name.encode(), create=False) for name in tables}
+    new = _open_lmdb(fresh, len(tables), lock=False, sync=False)
+    with old.begin() as reading:
+        for name, table in sources.items():
+            into = new.open_db(name.encode())
+            rows = iter(reading.cursor(db=table))
+            while batch := list(itertools.islice(rows, BATCH_ROWS)):
+                with new.begin(write=True) as writing, writing.cursor(db=into) as cursor:
+                    if cursor.putmulti(batch, append=True)[1] != len(batch):
+                        raise lmdb.CorruptedError("keys out of order")
+    new.sync(fsync)
+    new.close()
+
+
+def remove(path: Path) -> None:
+    """Delete a closed database."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

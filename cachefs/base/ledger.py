@@ -1,0 +1,504 @@
+"""What is remembered by name beside the counters: requests by dataset, waits by process, reasons of misses.
+
+It is noted where something waits anyway (a request to the origin, one of the kernel that could not be answered at once),
+so a warm read pays nothing, and requests that the kernel answers by itself are not seen. Every table is bounded: a row that
+falls out is added to the row `OTHERS`, or forgotten where only the latest counts.
+Only changed from the trio thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from cachefs.base.linux import UNSEEN, Identity, identify
+from cachefs.base.names import ObjectId
+
+OTHERS = "…"
+"""The row that adds up what has no row of its own."""
+
+DATASETS = 64
+"""Rows of datasets. Borrowed from the store's: a source with more first components has classes there, and not datasets."""
+
+PROCESSES = 512
+"""Rows of processes, about 1 KiB each. Guessed: those of a node's jobs, and their loaders'."""
+
+THREADS = 4096
+"""Threads whose process is known. Guessed."""
+
+THREAD_S = 10.0
+"""How long a thread's number is taken for that process's. Guessed: numbers are reused after minutes at the earliest."""
+
+REMEMBERED = 16_384
+"""Extents whose last miss, or whose end, is remembered; versions that were fetched. About 3 MB each. Guessed."""
+
+SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
+"""A wait from which on a read may be among the slowest, how many of those are kept, and for how long. Guessed."""
+
+STORE, PEER, DISK = "store", "peer", "disk"
+READ_FROM = (STORE, PEER, DISK)
+"""What a read waits for: bytes from the store, from another node, or from this node's own tiers."""
+
+NAMES, WRITES = "names", "writes"
+WAITED_FOR = (*READ_FROM, NAMES, WRITES)
+"""And what else it does: looking names up, listing, opening, making, moving and removing; or writing, close and fsync,
+until what was written is where it has to be."""
+
+REASONS = {
+    "cold": "it was never here, as far as is remembered",
+    "evicted": "it was here and went, to make room or by cachefs evict",
+    "changed": "another version of the file was here",
+    "damaged": "it was here, and its checksum or its disk failed",
+    "not_admitted": "it was read before, and no tier had room for it",
+    "prefetch_in_flight": "its prefetch was in flight, and had not arrived yet",
+}
+"""Why a reader had to wait for a block. The counters `misses_…` are these."""
+
+ORIGIN_REQUESTS = ("get", "head", "list", "put", "put_part", "upload", "copy", "delete")
+"""Kinds of requests; the counters `origin_…` are these."""
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms."""
+
+
+class Histogram:
+    """Durations, counted by the least bound of `BUCKETS_S` that they do not exceed; the last count is of longer ones."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+Account = Counter[str]
+"""Requests and bytes of one dataset or process, under the names of the counters (`origin_get`, `origin_bytes`, …)."""
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class Requests:
+    """Requests to the origin by dataset. A dataset is a first path component below the mounted prefix."""
+
+    def __init__(self) -> None:
+        self.datasets: dict[str, Account] = {}
+
+    def account(self, prefix: str, key: str) -> Account:
+        """The account of the dataset that a key (or the prefix of a listing) belongs to."""
+        first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
+        name = prefix + first if slash else prefix
+        found = self.datasets.get(name)
+        if found is None:
+            if len(self.datasets) >= DATASETS:
+                name = OTHERS
+            found = self.datasets.setdefault(name, Account())
+        return found
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+class Process:
+    """One process that waited. `waited` are seconds summed over its requests, `blocked_s` seconds in which at least one of
+    them waited; `calls` are those that were no reads. `account` is what was asked of the store for it: GETs that its reads
+    waited for, and everything else that its requests gave rise to."""
+
+    __slots__ = (
+        "_blocked_since",
+        "account",
+        "blocked_s",
+        "bytes",
+        "calls",
+        "identity",
+        "reads",
+        "since",
+        "waited",
+        "waiting",
+    )
+
+    def __init__(self, identity: Identity, now: float) -> None:
+        self.identity = identity
+        self.since = now
+        self.account = Account()
+        self.reads = self.calls = self.bytes = self.waiting = 0
+        self.waited = dict.fromkeys(WAITED_FOR, 0.0)
+        self.blocked_s = 0.0
+        self._blocked_since = 0.0
+
+    def began(self, now: float) -> None:
+        if not self.waiting:
+            self._blocked_since = now
+        self.waiting += 1
+
+    def ended(self, now: float) -> None:
+        self.waiting -= 1
+        if not self.waiting:
+            self.blocked_s += now - self._blocked_since
+
+    def blocked_until(self, now: float) -> float:
+        """`blocked_s`, with the time since it was blocked last if it still is."""
+        return self.blocked_s + (now - self._blocked_since if self.waiting else 0.0)
+
+    def add(self, other: Process) -> None:
+        """Add the totals of a process that is forgotten."""
+        self.account += other.account
+        self.reads += other.reads
+        self.calls += other.calls
+        self.bytes += other.bytes
+        self.blocked_s += other.blocked_s
+        for what in WAITED_FOR:
+            self.waited[what] += other.waited[what]
+
+
+class Wait:
+    """One read that waits. `end` is called whatever becomes of it."""
+
+    __slots__ = ("_clock", "_marked", "began", "object", "offset", "on", "process", "shares")
+
+    def __init__(
+        self, process: Process, object_id: ObjectId, offset: int, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
+        self.process = process
+        self.object = object_id
+        self.offset = offset
+        self.began = self._marked = clock()
+        self.on = DISK
+        self.shares = dict.fromkeys(READ_FROM, 0.0)
+
+    def now_for(self, what: str) -> None:
+        """From now on the read waits for `what`."""
+        now = self._clock()
+        self.shares[self.on] += now - self._marked
+        self._marked = now
+        self.on = what
+
+
+class Call:
+    """A request that is no read, and waits. `request` is its name; `end` may come more than once. As a context it is
+    the reason of what is asked of the store meanwhile."""
+
+    __slots__ = ("_token", "_waits", "began", "key", "on", "process", "request", "thread")
+
+    def __init__(self, waits: Waits, thread: int, on: str, request: str, began: float) -> None:
+        self._waits: Waits | None = waits
+        self.thread = thread
+        self.process = waits.process(thread)
+        self.on = on
+        self.request = request
+        self.key = ""
+        self.began = began
+
+    def end(self) -> None:
+        """The request was answered, or given up."""
+        if self._waits is not None:
+            waits, self._waits = self._waits, None
+            waits.ended(self)
+
+    def __enter__(self) -> None:
+        self._token = current_call.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        current_call.reset(self._token)
+        self.end()
+
+
+current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+"""What this task, or the one that began it, answers."""
+
+
+def about(key: str) -> None:
+    """Note the key that the current request is about."""
+    call = current_call.get()
+    if call is not None:
+        call.key = key
+
+
+class SlowRead(NamedTuple):
+    seconds: float
+    number: int
+    """Tells those of equal length apart."""
+    at: float
+    key: str
+    offset: int
+    on: str
+    process: Identity
+
+
+class Waits:
+    """Processes that waited, for how long and for what. Times are seconds of `clock`."""
+
+    def __init__(self, clock: Callable[[], float], look: Callable[[int], Identity]) -> None:
+        self._clock = clock
+        self._look = look
+        self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
+        self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
+        self._numbers = count()
+        self._slow: list[SlowRead] = []
+        self.under_way: set[Wait] = set()
+        self._calls: set[Call] = set()
+        self.everybody = Process(Identity(0, 0, 0, "all"), clock())
+        self.read_seconds = Histogram()
+        self.open_seconds = Histogram()
+
+    def process(self, thread: int) -> Process:
+        """The row of the process that a thread belongs to."""
+        now = self._clock()
+        known = self._threads.get(thread)
+        if known is not None and now < known[0]:
+            return known[1]
+        identity = self._look(thread) if thread else UNSEEN
+        process = self._row(identity, now)
+        self._threads[thread] = now + THREAD_S, process
+        self._threads.move_to_end(thread)
+        if len(self._threads) > THREADS:
+            self._threads.popitem(last=False)
+        return process
+
+    def _row(self, identity: Identity, now: float) -> Process:
+        key = identity.pid, identity.started
+        process = self._processes.get(key)
+        if process is None:
+            if len(self._processes) >= PROCESSES:
+                self._forget_one(now)
+            process = self._processes[key] = Process(identity, now)
+        process.identity = identity  # its name may have changed
+        self._processes.move_to_end(key)
+        return process
+
+    def _forget_one(self, now: float) -> None:
+        """Forget the process that was seen least recently, of those that do not wait now."""
+        rest = self._processes.setdefault((-1, 0), Process(Identity(-1, 0, 0, OTHERS), now))
+        for key, process in self._processes.items():
+            if not process.waiting and process is not rest:
+                rest.add(process)
+                del self._processes[key]
+                self._threads.clear()  # some may lead to it
+                break
+
+    def begin(self, thread: int, object_id: ObjectId, offset: int) -> Wait:
+        """Note that a read of that thread cannot be answered at once."""
+        wait = Wait(self.process(thread), object_id, offset, self._clock)
+        wait.process.began(wait.began)
+        self.everybody.began(wait.began)
+        self.under_way.add(wait)
+        return wait
+
+    def end(self, wait: Wait, count: int) -> None:
+        """Note that a read was answered with `count` bytes, or failed."""
+        self.under_way.discard(wait)
+        wait.now_for(wait.on)
+        now = self._clock()
+        seconds = now - wait.began
+        for process in (wait.process, self.everybody):
+            process.ended(now)
+            process.reads += 1
+            process.bytes += count
+            for what, share in wait.shares.items():
+                process.waited[what] += share
+        self.read_seconds.add(seconds)
+        if seconds >= SLOW_S:
+            on = max(READ_FROM, key=wait.shares.__getitem__)
+            self._keep(
+                SlowRead(
+                    seconds,
+                    next(self._numbers),
+                    now,
+                    wait.object.key,
+                    wait.offset,
+                    on,
+                    wait.process.identity,
+                )
+            )
+
+    def call(self, thread: int, on: str, request: str) -> Call:
+        """Note that a request of that thread, other than a read, cannot be answered at once."""
+        now = self._clock()
+        call = Call(self, thread, on, request, now)
+        call.process.began(now)
+        self.everybody.began(now)
+        self._calls.add(call)
+        return call
+
+    def ended(self, call: Call) -> None:
+        """See `Call.end`."""
+        self._calls.discard(call)
+        now = self._clock()
+        if call.request == "open":
+            self.open_seconds.add(now - call.began)
+        for process in (call.process, self.everybody):
+            process.ended(now)
+            process.calls += 1
+            process.waited[call.on] += now - call.began
+
+    def _keep(self, read: SlowRead) -> None:
+        if len(self._slow) >= SLOWEST:
+            self._slow = self._fresh(read.at)
+            heapq.heapify(self._slow)
+        if len(self._slow) < SLOWEST:
+            heapq.heappush(self._slow, read)
+        elif read > self._slow[0]:
+            heapq.heapreplace(self._slow, read)
+
+    def _fresh(self, now: float) -> list[SlowRead]:
+        return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
+
+    # What others see: plain values, times as seconds before now.
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Processes that have waited, the latest first."""
+        now = self._clock()
+        return [_shown(process, now) for process in reversed(self._processes.values())]
+
+    def totals(self) -> dict[str, Any]:
+        """All processes together: `blocked_s` are seconds in which at least one of them waited."""
+        return _shown(self.everybody, self._clock())
+
+    def slowest(self) -> list[dict[str, Any]]:
+        """The slowest reads of the last quarter of an hour, the slowest first."""
+        now = self._clock()
+        return [
+            {
+                "seconds": read.seconds,
+                "ago_s": now - read.at,
+                "key": read.key,
+                "offset": read.offset,
+                "on": read.on,
+                "pid": read.process.pid,
+                "name": read.process.name,
+            }
+            for read in sorted(self._fresh(now), reverse=True)
+        ]
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """What waits now, the longest first. `key` is "" where it is not known."""
+        now = self._clock()
+        rows: list[tuple[str, str, int, Wait | Call]]
+        rows = [("read", wait.object.key, wait.offset, wait) for wait in self.under_way]
+        rows += [(call.request, call.key, 0, call) for call in self._calls]
+        return [
+            {
+                "request": request,
+                "seconds": now - wait.began,
+                "key": key,
+                "offset": offset,
+                "on": wait.on,
+                "pid": wait.process.identity.pid,
+                "name": wait.process.identity.name,
+            }
+            for request, key, offset, wait in sorted(rows, key=lambda row: row[3].began)
+        ]
+
+
+def _shown(process: Process, now: float) -> dict[str, Any]:
+    identity = process.identity
+    return {
+        "pid": identity.pid,
+        "parent": identity.parent,
+        "name": identity.name,
+        "seen_s": now - process.since,
+        "waiting": process.waiting,
+        "reads": process.reads,
+        "calls": process.calls,
+        "bytes": process.bytes,
+        "blocked_s": process.blocked_until(now),
+        "waited_s": dict(process.waited),
+        "requests": dict(process.account),
+    }
+
+
+# -- misses ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Miss:
+    """The last time that a reader had to wait for blocks of an extent. `at` is the time of day; `way` says where they were
+    asked for, in that order."""
+
+    at: float
+    reason: str
+    way: list[str] = field(default_factory=list)
+
+
+class Misses:
+    """Why blocks were not cached when a reader wanted them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._gone: OrderedDict[tuple[bytes, int], str] = OrderedDict()
+        self._last: OrderedDict[tuple[bytes, int], Miss] = OrderedDict()
+        # Which version of a file was fetched last, and whether there was another before it.
+        self._versions: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
+
+    def gone(self, digest: bytes, extent: int, reason: str) -> None:
+        """Note that blocks of an extent were dropped, and why."""
+        _put(self._gone, (digest, extent), reason)
+
+    def fetched(self, object_id: ObjectId) -> None:
+        """Note that a version is being fetched."""
+        name = hash((object_id.source, object_id.key))
+        before = self._versions.get(name)
+        if before is None or before[0] != object_id.digest:
+            _put(self._versions, name, (object_id.digest, before is not None))
+
+    def missed(self, object_id: ObjectId, extent: int, *, joins: bool = False, late: bool) -> str:
+        """Note that a reader has to wait for blocks of that extent. Returns the reason. `joins`: another reader
+        waits for them already."""
+        place = object_id.digest, extent
+        before = self._last.get(place) if joins else None
+        reason = "prefetch_in_flight" if late else self._gone.get(place, "")
+        if not reason:
+            digest, changed = self._versions.get(
+                hash((object_id.source, object_id.key)), (object_id.digest, False)
+            )
+            reason = "changed" if changed or digest != object_id.digest else "cold"
+        _put(self._last, place, Miss(self._clock(), reason, before.way if before is not None else []))
+        return reason
+
+    def asked(self, digest: bytes, extent: int, way: str) -> None:
+        """Note where missing blocks were asked for, and the outcome."""
+        miss = self._last.get((digest, extent))
+        if miss is not None and len(miss.way) < 8 and way not in miss.way[-1:]:
+            miss.way.append(way)
+
+    def last(self, digest: bytes, extents: int) -> Iterator[tuple[int, Miss]]:
+        """(extent, its last miss) of a version with so many extents."""
+        for extent in range(extents):
+            miss = self._last.get((digest, extent))
+            if miss is not None:
+                yield extent, miss
+
+
+def _put(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > REMEMBERED:
+        table.popitem(last=False)
+
+
+class Ledger:
+    """Requests, waits and misses, and how long requests to the origin and uploads took. `clock` is monotonic."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        time_of_day: Callable[[], float] = time.time,
+        look: Callable[[int], Identity] = identify,
+    ) -> None:
+        self.requests = Requests()
+        self.waits = Waits(clock, look)
+        self.misses = Misses(time_of_day)
+        self.origin_seconds = {kind: Histogram() for kind in ORIGIN_REQUESTS}
+        self.upload_seconds = Histogram()

@@ -1,0 +1,302 @@
+"""What Linux says through /proc and does through libc: mounts, memory limits, processes.
+
+Reading `/proc/self/mountinfo` never touches a mount, so it answers also when the filesystem behind a path hangs or is dead.
+Standard library and Python 3.9 only: `cachefs.hints` uses this module inside of training images.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import posixpath
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+PROBE_DEADLINE_S = 5.0
+"""How long a mount may take to answer one stat before it counts as hanging."""
+
+CAP_SYS_ADMIN = 21
+MNT_FORCE, MNT_DETACH = 1, 2
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def umount(path: str | Path, flags: int = 0) -> None:
+    """umount2(2). Raises `OSError`."""
+    if libc.umount2(os.fsencode(path), flags) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+
+
+# -- mounts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of mountinfo. `number` identifies the mount until it is unmounted, and is then reused;
+    `device` is "major:minor"; `root` is the part of the filesystem that is mounted here."""
+
+    device: str
+    root: str
+    path: str
+    fstype: str
+    source: str
+    options: tuple[str, ...]
+    number: int = 0
+
+    @property
+    def owner(self) -> int | None:
+        """The user who mounted a FUSE filesystem."""
+        found = (option.removeprefix("user_id=") for option in self.options if option.startswith("user_id="))
+        uid = next(found, "")
+        return int(uid) if uid.isdigit() else None
+
+    def same(self, other: Mount | None) -> bool:
+        """Whether `other`, seen later, is this mount. Numbers alone do not tell, since they are reused."""
+        return other is not None and self.identity == other.identity
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.number, self.device, self.root, self.path, self.fstype, self.source
+
+    @property
+    def is_cachefs(self) -> bool:
+        return self.fstype == "fuse.cachefs" or (self.fstype == "fuse" and self.source == "cachefs")
+
+
+def parse(text: str) -> list[Mount]:
+    """Every line, in mount order: of several mounts on one path, the last is on top."""
+    mounts = []
+    for line in text.splitlines():
+        left, separator, right = line.partition(" - ")
+        before, after = left.split(" "), right.split(" ")
+        if not separator or len(before) < 6 or len(after) < 3:
+            continue
+        mounts.append(
+            Mount(
+                device=before[2],
+                root=unescape(before[3]),
+                path=unescape(before[4]),
+                fstype=after[0],
+                source=unescape(after[1]),
+                options=(*before[5].split(","), *after[2].split(",")),
+                number=int(before[0]),
+            )
+        )
+    return mounts
+
+
+def unescape(field: str) -> str:
+    """Undo the kernel's octal escapes of space, tab, newline, backslash and #."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mounts(root: Path = Path("/")) -> list[Mount]:
+    """All mounts that this process sees; none without /proc."""
+    try:
+        text = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return []
+    return parse(text)
+
+
+def mount_at(path: Path) -> Mount | None:
+    """The topmost mount whose mountpoint is exactly `path`."""
+    found = [mount for mount in mounts() if mount.path == str(path)]
+    return found[-1] if found else None
+
+
+class Finder:
+    """Which cachefs mount a path lies below, for long lists of paths.
+
+    A path that begins with a mountpoint is found by its text alone; any other has the links above its name resolved,
+    once for each directory. No path is touched that lies below a mount already."""
+
+    def __init__(self) -> None:
+        found = {mount.path for mount in mounts() if mount.is_cachefs}
+        # Of mounts within one another the inner one is meant.
+        self._inside = sorted(((path, path.rstrip("/") + "/") for path in found), key=lambda m: -len(m[1]))
+        self._resolved: dict[str, str] = {}
+
+    def find(self, path: str) -> tuple[str, str] | None:
+        """(mountpoint, path relative to it); None when there is no such mount."""
+        if "//" in path or "/." in path:
+            path = os.path.normpath(path)
+        return self._split(path) or self._split(self._resolve(path))
+
+    def _split(self, path: str) -> tuple[str, str] | None:
+        for mountpoint, inside in self._inside:
+            if path.startswith(inside):
+                return mountpoint, path[len(inside) :]
+            if path == mountpoint:
+                return mountpoint, ""
+        return None
+
+    def _resolve(self, path: str) -> str:
+        directory, name = os.path.split(os.path.abspath(path))
+        resolved = self._resolved.get(directory)
+        if resolved is None:
+            resolved = self._resolved[directory] = os.path.realpath(directory)
+        return os.path.join(resolved, name)
+
+
+def probe(path: Path, timeout_s: float = PROBE_DEADLINE_S) -> os.stat_result | OSError:
+    """`os.stat` of a mountpoint whose daemon answers; given up on after a while with ETIMEDOUT."""
+    answer: list[os.stat_result | OSError] = []
+
+    def ask() -> None:
+        try:
+            os.statvfs(path)  # the kernel answers stat from its cache, also for the dead; statfs it must ask
+            answer.append(path.stat())
+        except OSError as exc:
+            answer.append(exc)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answer[0] if answer else OSError(errno.ETIMEDOUT, "did not answer")
+
+
+def is_dead(answer: os.stat_result | OSError) -> bool:
+    """Whether the daemon behind a mount has gone ("Transport endpoint is not connected")."""
+    return isinstance(answer, OSError) and answer.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+LIMIT_FILES = {
+    "cgroup2": ("memory.max", "memory.high"),  # beyond `high` the kernel throttles: as good as a limit
+    "cgroup": ("memory.limit_in_bytes",),
+}
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes that this process may use: the smallest limit among the machine and its control groups.
+
+    A container's limit is what the OOM killer enforces, and it may be set on any parent group, under cgroup v1 or
+    v2. A file that cannot be read does not limit. `root` is where /proc and /sys are looked for."""
+    return min([_machine_memory(root), *_group_limits(root)])
+
+
+def _machine_memory(root: Path) -> int:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    for fstype, group in _groups(root):
+        for mount in mounts(root):
+            if mount.fstype != fstype or (fstype == "cgroup" and "memory" not in mount.options):
+                continue
+            top = root / mount.path.lstrip("/")
+            for directory in _upwards(top, group, mount.root):
+                yield from _limits_in(directory, LIMIT_FILES[fstype])
+
+
+def _groups(root: Path) -> list[tuple[str, str]]:
+    """(filesystem type, group) of this process, one for each hierarchy that can limit memory."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    groups = []
+    for line in lines:
+        hierarchy, controllers, group = [*line.split(":", 2), "", "", ""][:3]
+        if hierarchy == "0" and not controllers:
+            groups.append(("cgroup2", group))
+        elif "memory" in controllers.split(","):
+            groups.append(("cgroup", group))
+    return groups
+
+
+def _upwards(top: Path, group: str, mount_root: str) -> Iterator[Path]:
+    """The group's directory and its parents up to `top`. In a container the mount may show only a part of the
+    tree (`mount_root`), and the group's name may be the host's: what does not exist here is skipped."""
+    relative = posixpath.relpath(group, mount_root) if mount_root not in ("/", "") else group.lstrip("/")
+    if relative.startswith(".."):
+        relative = ""
+    directory = top / relative
+    while True:
+        yield directory
+        if directory == top:
+            return
+        directory = directory.parent
+
+
+def _limits_in(directory: Path, names: tuple[str, ...]) -> Iterator[int]:
+    for name in names:
+        try:
+            limit = int((directory / name).read_text())
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+        if limit > 0:
+            yield limit
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class Identity(NamedTuple):
+    """Which process a thread belongs to. `started` tells it from an earlier one of the same number."""
+
+    pid: int
+    started: int
+    parent: int
+    name: str
+
+
+UNSEEN = Identity(0, 0, 0, "?")
+"""The kernel itself, or a process outside of this PID namespace."""
+
+
+def identify(thread: int) -> Identity:
+    """The process of a thread; `UNSEEN` if /proc does not show it."""
+    try:
+        lines = Path(f"/proc/{thread}/status").read_text().splitlines()
+        pid = next(int(line.split()[1]) for line in lines if line.startswith("Tgid:"))
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        name, after = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
+        return Identity(pid, int(after[19]), int(after[1]), name)
+    except (OSError, ValueError, IndexError, StopIteration):
+        return UNSEEN
+
+
+def descendants(pid: int) -> set[int]:
+    """A process and all its present descendants."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+    found, before = {pid}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def may(capability: int) -> bool:
+    """Whether this process has the capability; True where /proc does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    except (OSError, StopIteration, ValueError):
+        return True
+    return bool(mask >> capability & 1)

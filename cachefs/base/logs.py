@@ -1,0 +1,201 @@
+"""Where log records go: one line each, as text for people or as JSON for machines.
+
+The loggers of this package are set up, not the root logger's level, so that `debug` does not mean the debug
+output of every library; warnings of the libraries still get through.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import logging.handlers
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from cachefs.base import ownership
+from cachefs.base.units import printable
+
+MAX_FILE_BYTES = 10 << 20
+KEPT_FILES = 3
+HANDLER = "cachefs"
+
+REPEATED_EVERY_S = 60.0
+"""Guessed: a line a minute fills a log of 40 MiB in months."""
+
+REPEATS_REMEMBERED = 256
+"""Pairs of operation and error. Derived: there are fewer than that."""
+
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class TextFormatter(logging.Formatter):
+    """``2024-05-01T12:00:00.123Z WARNING fetch: message`` and, for exceptions, a traceback below it."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(shortname)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.shortname = record.name.removeprefix("cachefs.")
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        # Names of objects may hold line breaks; a record is one line all the same.
+        return printable(super().formatMessage(record))
+
+
+class JsonFormatter(TextFormatter):
+    """One JSON object a line; `extra` fields are members, an exception is one escaped string."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            entry["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(entry, default=str)
+
+
+class _Rotating(logging.handlers.RotatingFileHandler):
+    """A log that only its owner reads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8", errors="backslashreplace"
+        )
+
+    def _open(self) -> TextIOWrapper:
+        fd = open_file(Path(self.baseFilename), ours=False)
+        return open(fd, "a", encoding=self.encoding, errors=self.errors)
+
+
+def open_file(path: Path, *, ours: bool) -> int:
+    """A descriptor for appending to a log, made with mode 0600. One that is `ours` has that mode also if it was there, and
+    is no link; the mode of a file that the user named, and what it links to (/dev/stdout), are the user's. `OSError`."""
+    if ours:
+        return ownership.open_file(path, LOG_FLAGS)
+    path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
+    return os.open(path, LOG_FLAGS | os.O_CLOEXEC, ownership.FILE_MODE)
+
+
+class Repeats:
+    """Limits equal lines in the log: the first one, and then one in `every_s`, with how many were left out.
+
+    Without it, a user of a mount could fill the log by making one operation fail."""
+
+    def __init__(
+        self,
+        every_s: float = REPEATED_EVERY_S,
+        *,
+        most: int = REPEATS_REMEMBERED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every_s, self._most, self._clock = every_s, most, clock
+        self._seen: dict[Hashable, list[float]] = {}  # when it was logged last, how many were left out since
+
+    def admit(self, what: Hashable) -> int | None:
+        """How many of the same were left out before this one, which is to be logged; None when it is left out, too."""
+        now = self._clock()
+        seen = self._seen.get(what)
+        if seen is None:
+            if len(self._seen) >= self._most:
+                del self._seen[next(iter(self._seen))]
+            self._seen[what] = [now, 0]
+            return 0
+        if now - seen[0] < self._every_s:
+            seen[1] += 1
+            return None
+        left_out = int(seen[1])
+        seen[:] = now, 0
+        return left_out
+
+
+def setup(level: str, format: str, file: Path | None = None) -> None:
+    """Send records to `file`, rotated, or to stderr. Replaces what an earlier call set up. Raises `OSError`
+    when the file cannot be written; then nothing has changed."""
+    handler = logging.StreamHandler(sys.stderr) if file is None else _Rotating(file)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if old.get_name() == HANDLER:
+            root.removeHandler(old)
+            old.close()
+    handler.set_name(HANDLER)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.raiseExceptions = False  # a full disk under the log is no reason to write tracebacks
+    set_level(level)
+
+
+QUEUED_RECORDS, DRAINED_WITHIN_S = 10_000, 2.0
+"""Records that wait for a log that cannot be written, and how long the end waits for them. Guessed."""
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Takes records without waiting; of too many, the new ones are lost. A `SimpleQueue` may be put to while the same thread
+    is putting: a destructor that the collector runs may log, too."""
+
+    def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None]) -> None:
+        super().__init__(records)
+        self._records = records
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._records.qsize() < QUEUED_RECORDS:
+            self._records.put(record)
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        record = copy.copy(record)
+        record.msg, record.args = record.getMessage(), None  # as it is now
+        return record
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Have a thread write records in this context: the log may lie on a disk that hangs, or be a pipe that is not read."""
+    root = logging.getLogger()
+    written = [handler for handler in root.handlers if handler.get_name() == HANDLER]
+    records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+    taking = _Queue(records)
+    taking.set_name(HANDLER)
+
+    def write() -> None:
+        while (record := records.get()) is not None:
+            for handler in written:
+                handler.handle(record)
+
+    thread = threading.Thread(target=write, name="log", daemon=True)
+    thread.start()
+    root.handlers = [*(handler for handler in root.handlers if handler not in written), taking]
+    try:
+        yield
+    finally:
+        records.put(None)
+        thread.join(DRAINED_WITHIN_S)
+        root.handlers = [handler for handler in root.handlers if handler is not taking]
+        if not thread.is_alive():
+            root.handlers += written
+
+
+def set_level(level: str) -> None:
+    """Change how much this package logs, at once: debug, info, warning or error."""
+    logging.getLogger("cachefs").setLevel(level.upper())

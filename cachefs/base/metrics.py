@@ -1,0 +1,306 @@
+"""One table of everything that is measured: name, unit, meaning.
+
+A counter is a plain integer attribute, so that counting costs one dictionary operation on the hot path. They are only
+changed from the trio thread; worker threads report back instead. Values that are not counted but looked up for a scrape
+(how full a tier is, what waits) have rows in `SERIES`. What is known by name is in the `ledger` that every room gets with
+the counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from cachefs.base.ledger import ORIGIN_REQUESTS, REASONS, Ledger
+
+
+def _counter(unit: str, meaning: str) -> Any:
+    return field(default=0, metadata={"unit": unit, "meaning": meaning})
+
+
+class Family(NamedTuple):
+    """A Prometheus counter that stands for several counters, told apart by a label: value of the label → counter."""
+
+    meaning: str
+    label: str
+    counters: Mapping[str, str]
+
+
+def _named(pattern: str, values: str) -> dict[str, str]:
+    return {value: pattern.format(value) for value in values.split()}
+
+
+FAMILIES = {
+    "fuse_requests": Family(
+        "FUSE messages",
+        "operation",
+        _named("fuse_{}", "lookup getattr open read release create write flush change opendir readdir other"),
+    ),
+    "fuse_bytes": Family(
+        "bytes of the kernel's reads and writes", "direction", _named("fuse_{}_bytes", "read write")
+    ),
+    "origin_requests": Family(
+        "requests sent to the origin, repetitions included",
+        "request",
+        _named("origin_{}", " ".join(ORIGIN_REQUESTS)),
+    ),
+    "origin_bytes": Family(
+        "body bytes from (in) and to (out) the origin",
+        "direction",
+        {"in": "origin_bytes", "out": "origin_bytes_sent"},
+    ),
+    "cache_hits": Family(
+        "blocks that readers found here; heap: in memory, because no tier could take them",
+        "tier",
+        _named("{}_hits", "ram ssd heap"),
+    ),
+    "cache_misses": Family(
+        "blocks that a reader had to wait for", "reason", _named("misses_{}", " ".join(REASONS))
+    ),
+    "cache_blocks": Family(
+        "blocks written to a tier, served without being cached, evicted, spilled, promoted",
+        "event",
+        _named("{}_blocks", "admitted bypassed evicted spilled promoted"),
+    ),
+    "cache_bytes": Family(
+        "bytes from the origin or other nodes: written to a tier, served without being cached, or discarded",
+        "event",
+        _named("{}_bytes", "admitted bypassed discarded"),
+    ),
+}
+NOT_EXPORTED = {"misses"}
+"""Counters that are the sum of a family."""
+
+
+class Counter(NamedTuple):
+    """A row of the table: `name` is the attribute, `family` and `labels` are Prometheus' ("": not exported)."""
+
+    name: str
+    unit: str
+    meaning: str
+    family: str
+    labels: dict[str, str]
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything the daemon counts since it started."""
+
+    # The kernel's requests to us (one each per FUSE message).
+    fuse_lookup: int = _counter("requests", "names the kernel asked for")
+    fuse_getattr: int = _counter("requests", "attributes the kernel asked for")
+    fuse_open: int = _counter("requests", "files opened")
+    passthrough_opens: int = _counter("requests", "files opened for the kernel to read by itself")
+    passthrough_blocks: int = _counter(
+        "blocks", "blocks of those files: each open counts with the size of its file"
+    )
+    fuse_read: int = _counter("requests", "reads the kernel could not answer from its page cache")
+    fuse_read_bytes: int = _counter("bytes", "bytes returned to those reads")
+    fuse_release: int = _counter("requests", "files closed for the last time")
+    fuse_create: int = _counter("requests", "files created")
+    fuse_write: int = _counter("requests", "writes to files")
+    fuse_write_bytes: int = _counter("bytes", "bytes of those writes")
+    fuse_flush: int = _counter("requests", "closes and fsyncs of files that are open for writing")
+    fuse_change: int = _counter("requests", "names made, moved and removed, and attributes set")
+    fuse_opendir: int = _counter("requests", "directories opened")
+    fuse_readdir: int = _counter("requests", "directory pages read")
+    fuse_other: int = _counter("requests", "every other FUSE request")
+    fuse_errors: int = _counter(
+        "requests", "requests answered with an errno that is not an expected ENOENT/ENODATA"
+    )
+    # The origin.
+    origin_get: int = _counter("requests", "ranged or whole GETs sent")
+    origin_head: int = _counter("requests", "HEADs sent")
+    origin_list: int = _counter("requests", "LIST pages requested")
+    origin_bytes: int = _counter("bytes", "body bytes received from the origin")
+    origin_put: int = _counter("requests", "objects put whole")
+    origin_put_part: int = _counter("requests", "parts of multipart uploads sent, or copied at the store")
+    origin_upload: int = _counter("requests", "multipart uploads begun, completed, aborted, looked at")
+    origin_copy: int = _counter("requests", "objects copied at the store in one request")
+    origin_delete: int = _counter("requests", "deletions, of one object or a thousand")
+    origin_bytes_sent: int = _counter("bytes", "body bytes sent to the origin, repetitions included")
+    origin_retries: int = _counter("requests", "attempts repeated after a transient failure")
+    origin_throttled: int = _counter("replies", "503/429 replies")
+    origin_errors: int = _counter("requests", "requests that failed for good")
+    origin_outages: int = _counter("events", "times that a store was found not to answer at all")
+    origin_refused: int = _counter("requests", "requests not sent because their store did not answer")
+    # What is written here.
+    uploaded_files: int = _counter("files", "files whose new content reached the store")
+    upload_failures: int = _counter("attempts", "uploads of files that failed and are tried again")
+    # Other nodes.
+    peer_requests: int = _counter(
+        "requests", "blocks asked of other nodes, asked after, or to be brought there"
+    )
+    peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
+    peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
+    peer_hits: int = _counter("blocks", "blocks that came from another node instead of the store")
+    peer_misses: int = _counter("blocks", "blocks asked of other nodes that came from the store all the same")
+    peer_compared: int = _counter(
+        "blocks", "blocks from other nodes that were compared with the origin or its MD5"
+    )
+    peer_lies: int = _counter("blocks", "of these, blocks that were not the origin's")
+    peer_served: int = _counter("requests", "blocks served to other nodes")
+    peer_bytes_out: int = _counter("bytes", "bytes of blocks sent to other nodes")
+    peer_turned_away: int = _counter("requests", "requests of other nodes answered with a refusal")
+    # The cache.
+    ram_hits: int = _counter("blocks", "blocks read from the RAM tier")
+    ssd_hits: int = _counter("blocks", "blocks read from the SSD tier")
+    heap_hits: int = _counter("blocks", "blocks read from memory because no tier could take them")
+    misses: int = _counter("blocks", "blocks a reader had to wait for, for one of these reasons")
+    misses_cold: int = _counter("blocks", "never here, as far as is remembered")
+    misses_evicted: int = _counter("blocks", "evicted before they were read again")
+    misses_changed: int = _counter("blocks", "of files of which an older version was here")
+    misses_damaged: int = _counter("blocks", "dropped because their checksum or their disk failed")
+    misses_not_admitted: int = _counter("blocks", "not kept the last time because no tier could take them")
+    misses_prefetch_in_flight: int = _counter(
+        "blocks", "on their way already, fetched ahead, but not here yet"
+    )
+    prefetched: int = _counter("blocks", "blocks fetched ahead of any reader")
+    prefetched_late: int = _counter(
+        "blocks", "blocks fetched ahead that a reader had to wait for all the same"
+    )
+    admitted_blocks: int = _counter("blocks", "blocks written to a tier")
+    bypassed_blocks: int = _counter(
+        "blocks", "blocks served without being cached because no tier could take them"
+    )
+    admitted_bytes: int = _counter("bytes", "of what the store or other nodes sent: written to a tier")
+    bypassed_bytes: int = _counter("bytes", "of that: served without being cached")
+    discarded_bytes: int = _counter(
+        "bytes", "of that: parts of blocks whose transfer ended before they were whole"
+    )
+    evicted_blocks: int = _counter("blocks", "blocks removed to make room")
+    spilled_blocks: int = _counter("blocks", "blocks moved from RAM to SSD")
+    promoted_blocks: int = _counter("blocks", "blocks copied from SSD to RAM on re-use")
+    prepared_versions: int = _counter(
+        "versions", "cached versions gathered or verified so that the kernel can read their file by itself"
+    )
+    adopted_versions: int = _counter(
+        "versions", "files written here that became cached versions as they were"
+    )
+    checksum_failures: int = _counter("blocks", "cached blocks dropped because their checksum did not match")
+    tier_errors: int = _counter("errors", "I/O errors on a cache tier (each costs a refetch, never data)")
+    # Prefetched files (readahead within a file is counted in blocks, above).
+    prefetch_files: int = _counter("files", "files fetched ahead of any reader, by directory, shard or plan")
+    prefetch_used_files: int = _counter("files", "of those, opened later")
+    prefetch_errors: int = _counter("errors", "files that could not be fetched ahead")
+    # The tree.
+    stale_answers: int = _counter("answers", "names used beyond their TTL because the origin did not answer")
+    negative_hits: int = _counter("lookups", "missing names answered without a request")
+    objects_changed: int = _counter("events", "open files whose object was replaced at the origin (ESTALE)")
+    hidden_names: int = _counter("names", "keys that no path can name, left out of listings")
+
+    ledger: Ledger = field(default_factory=Ledger)
+    """Requests, waits and misses by name."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Name → value, in the order of the table."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata}
+
+    @classmethod
+    def table(cls) -> list[Counter]:
+        """Every counter, for documentation and exporters."""
+        labelled = {
+            counter: (name, {family.label: value})
+            for name, family in FAMILIES.items()
+            for value, counter in family.counters.items()
+        }
+        labelled |= {name: ("", {}) for name in NOT_EXPORTED}
+        return [
+            Counter(f.name, f.metadata["unit"], f.metadata["meaning"], *labelled.get(f.name, (f.name, {})))
+            for f in fields(cls)
+            if f.metadata
+        ]
+
+
+def hit_ratios(counted: Mapping[str, int]) -> tuple[float | None, float | None]:
+    """The share of blocks that were cached: of all, and of those read through the daemon. None where there are none.
+
+    The daemon does not see how much of a passthrough file the kernel reads, so an open counts as reading all of it."""
+    hits = sum(counted.get(f"{tier}_hits", 0) for tier in ("ram", "ssd", "heap"))
+    misses, passed = counted.get("misses", 0), counted.get("passthrough_blocks", 0)
+    overall = (hits + passed) / (hits + passed + misses) if hits + passed + misses else None
+    return overall, hits / (hits + misses) if hits + misses else None
+
+
+class Series(NamedTuple):
+    """A row for what is looked up. `kind` is Prometheus' word: gauge, counter or histogram."""
+
+    name: str
+    kind: str
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+SERIES = (
+    Series("info", "gauge", "", "always 1: which daemon this is", ("version", "fuse", "mountpoint")),
+    Series("up_seconds", "gauge", "seconds", "since the daemon started"),
+    Series("ready", "gauge", "", "1 once the mount answers, 0 before and while it stops"),
+    Series("memory_bytes", "gauge", "bytes", "resident memory of the daemon, the RAM tier not included"),
+    Series("open_files", "gauge", "files", "open through the mount"),
+    Series("names", "gauge", "names", "known names of files and directories"),
+    Series("warnings", "gauge", "warnings", "what cachefs status warns of"),
+    Series("tier_used_bytes", "gauge", "bytes", "what a tier holds", ("tier",)),
+    Series("tier_limit_bytes", "gauge", "bytes", "what a tier may hold now", ("tier",)),
+    Series("tier_blocks", "gauge", "blocks", "blocks in a tier", ("tier",)),
+    Series("pinned_bytes", "gauge", "bytes", "what is pinned"),
+    Series(
+        "origin_concurrency",
+        "gauge",
+        "requests",
+        "requests that may be in flight to a store now",
+        ("source",),
+    ),
+    Series("origin_in_flight", "gauge", "requests", "requests in flight, by class", ("source", "class")),
+    Series(
+        "origin_waiting", "gauge", "requests", "requests that wait for a slot, by class", ("source", "class")
+    ),
+    Series("origin_out", "gauge", "", "1 while a store does not answer at all", ("source",)),
+    Series("origin_throughput_bytes", "gauge", "bytes a second", "what a store sends now", ("source",)),
+    Series("prefetch_in_flight", "gauge", "files", "files being fetched ahead"),
+    Series("prefetch_unused_bytes", "gauge", "bytes", "fetched ahead and not opened yet"),
+    Series("uploads_pending", "gauge", "files", "written here and not in the store yet"),
+    Series("uploads_pending_bytes", "gauge", "bytes", "the bytes of those"),
+    Series("peer_members", "gauge", "nodes", "other members of the group, by state", ("state",)),
+    Series("peer_bytes", "counter", "bytes", "blocks from (in) and to (out) a peer", ("peer", "direction")),
+    Series("peer_latency_seconds", "gauge", "seconds", "mean time until a peer's reply begins", ("peer",)),
+    Series("jobs_running", "gauge", "jobs", "cachefs warm, pin, … that run"),
+    Series("dataset_requests", "counter", "requests", "requests to the store", ("dataset", "request")),
+    Series(
+        "dataset_bytes",
+        "counter",
+        "bytes",
+        "bytes from (in) and to (out) the store",
+        ("dataset", "direction"),
+    ),
+    Series("waiting", "gauge", "requests", "requests of programs that wait now"),
+    Series("blocked_seconds", "counter", "seconds", "time in which at least one request waited"),
+    Series(
+        "waited_seconds",
+        "counter",
+        "seconds",
+        "time that requests waited, added up, by what for: reads for store, peer or disk, others for names or writes",
+        ("on",),
+    ),
+    Series(
+        "read_wait_seconds", "histogram", "seconds", "how long reads took that could not be answered at once"
+    ),
+    Series(
+        "open_wait_seconds", "histogram", "seconds", "how long opens took that could not be answered at once"
+    ),
+    Series(
+        "origin_seconds",
+        "histogram",
+        "seconds",
+        "how long requests to the origin took, one attempt each",
+        ("request",),
+    ),
+    Series(
+        "upload_seconds",
+        "histogram",
+        "seconds",
+        "how long files took to upload, by the attempt that succeeded",
+    ),
+)
+"""What exporters add to the counters. Names are without the prefix `cachefs_`."""

@@ -1,0 +1,303 @@
+"""The verbs about files: info, why, ls, du, locate.
+
+`ls` and `du` read the mount's extended attributes, so they also work where the daemon's socket is out of reach, as in a
+container.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cachefs.base import client
+from cachefs.base.errors import MountError
+from cachefs.base.ledger import REASONS
+from cachefs.base.units import about_bytes, about_share
+from cachefs.cli import show
+from cachefs.cli.places import Place
+from cachefs.cli.show import as_json, say
+
+EXTENTS_LISTED = 64
+"""Rows of `why`, without --json."""
+
+CACHED = "user.cachefs.cached"
+
+
+only_cached = click.option("--cached", is_flag=True, help="Accepted: it is what this shows.")
+
+
+@click.command("ls", short_help="Show how much of each file is cached.")
+@click.argument("path", type=Place())
+@only_cached
+@as_json("A list of objects: path, size, cached.")
+def list_cached(path: Path, cached: bool, as_json: bool) -> None:
+    """Show size, cached bytes and share of the file PATH, or of each file in the directory PATH."""
+    _below_a_mount(path)
+    try:
+        entries = sorted(os.scandir(path), key=lambda e: e.name) if path.is_dir() else [_Plain(path)]
+        rows = [(*_held(entry), entry) for entry in entries]
+    except OSError as exc:
+        raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
+    if as_json:
+        files = [{"path": e.path, "size": size, "cached": held} for size, held, e in rows if not e.is_dir()]
+        show.data(files)
+        return
+    for size, held, entry in rows:
+        if entry.is_dir():
+            say(f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/")
+        else:
+            say(_row(size, held, entry.name))
+
+
+@click.command("du", short_help="Add up how much of a directory is cached.")
+@click.argument("path", type=Place())
+@only_cached
+@click.option("-d", "--max-depth", type=click.IntRange(0), help="Show directories down to this depth.")
+@click.option("-s", "--summarize", is_flag=True, help="Show the total alone.")
+@as_json("A list of objects: path, files, size, cached.")
+def add_up(path: Path, cached: bool, max_depth: int | None, summarize: bool, as_json: bool) -> None:
+    """Add up size and cached bytes of the files below PATH, directory by directory, the total last."""
+    _below_a_mount(path)
+    found: list[dict[str, Any]] = []
+    deepest = 0 if summarize else max_depth
+
+    def visit(directory: Any, depth: int) -> tuple[int, int, int]:
+        files = size = held = 0
+        if not directory.is_dir():
+            files, (size, held) = 1, _held(directory)
+        else:
+            for entry in sorted(os.scandir(directory.path), key=lambda e: e.name):
+                more = visit(entry, depth + 1) if entry.is_dir() else (1, *_held(entry))
+                files, size, held = files + more[0], size + more[1], held + more[2]
+        if deepest is None or depth <= deepest:
+            row = {"path": directory.path, "files": files, "size": size, "cached": held}
+            if as_json:
+                found.append(row)
+            else:
+                say(_row(size, held, directory.path))
+        return files, size, held
+
+    try:
+        visit(_Plain(path), 0)
+    except OSError as exc:
+        raise MountError(f"{exc.filename or path}: {exc.strerror}") from exc
+    if as_json:
+        show.data(found)
+
+
+class _Plain:
+    """A path that looks like an entry of a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = self.name = str(path)
+        self._path = path
+
+    def is_dir(self) -> bool:
+        return self._path.is_dir()
+
+    def stat(self) -> os.stat_result:
+        return self._path.stat()
+
+
+def _held(entry: Any) -> tuple[int, int]:
+    """(size, cached bytes): zeros for a directory, and for a file that has just been removed."""
+    if entry.is_dir():
+        return 0, 0
+    try:
+        return entry.stat().st_size, int(os.getxattr(entry.path, CACHED))
+    except FileNotFoundError:
+        if isinstance(entry, _Plain):
+            raise
+        return 0, 0
+
+
+def _below_a_mount(path: Path) -> None:
+    """Refuse a path outside of a mount with our words rather than with the errno of a missing attribute."""
+    from cachefs.daemon import asking
+
+    asking.mount_of(path)
+
+
+def _row(size: int, held: int, name: str) -> str:
+    return f"{about_bytes(held):>10} {about_bytes(size):>10} {about_share(held, size):>7}  {name}"
+
+
+@click.command(short_help="Which nodes hold files.")
+@click.argument("paths", nargs=-1, required=True, metavar="PATH…", type=Place())
+@as_json("A list of objects: path, files, bytes, nodes, unreachable.")
+def locate(paths: tuple[Path, ...], as_json: bool) -> None:
+    """Show how many bytes of the files at and below each PATH which node holds."""
+    from cachefs.daemon import asking
+
+    answers = []
+    for path in paths:
+        mountpoint, relative = asking.mount_of(path)
+        answers.append({"path": str(path), **asking.ask(mountpoint, "locate", 60.0, path=relative)})
+    if as_json:
+        show.data(answers)
+        return
+    rows = []
+    for answer in answers:
+        for node, held in sorted(answer["nodes"].items()):
+            lost = node in answer["unreachable"]
+            rows.append(
+                (
+                    "?" if lost else about_bytes(held),
+                    about_bytes(answer["bytes"]),
+                    "?" if lost else about_share(held, answer["bytes"]),
+                    node,
+                    answer["path"],
+                )
+            )
+    say("\n".join(show.table(("#HELD", "#SIZE", "#SHARE", "NODE", "PATH"), rows)))
+    silent = {node: why for answer in answers for node, why in answer["unreachable"].items()}
+    for why in silent.values():
+        say(f"cachefs: {why}", err=True)
+
+
+# -- why -------------------------------------------------------------------------------------------
+
+
+def _explained(path: Path) -> dict[str, Any] | None:
+    """What the daemon knows of a file. Returns None for a directory."""
+    from cachefs.daemon import asking
+
+    mountpoint, relative = asking.mount_of(path)
+    try:
+        known: dict[str, Any] = asking.ask(mountpoint, "explain", 60.0, path=relative)
+    except client.ControlError as exc:
+        if "is a directory" in str(exc) or not relative:
+            return None
+        raise
+    return known
+
+
+@click.command(short_help="What is known of a file or directory.")
+@click.argument("path", type=Place())
+@as_json()
+def info(path: Path, as_json: bool) -> None:
+    """Show which object PATH is, and how much of it is cached; of a directory, all below it."""
+    from cachefs.daemon import asking
+
+    known = _explained(path)
+    if known is None:
+        mountpoint, relative = asking.mount_of(path)
+        held = asking.ask(mountpoint, "locate", 60.0, path=relative)
+        known = {"path": relative, **held}
+        lines = [
+            ("path", f"{mountpoint / relative}/"),
+            ("files", f"{held['files']:,}"),
+            ("size", about_bytes(held["bytes"])),
+            *((f"on {node}", _of(count, held["bytes"])) for node, count in sorted(held["nodes"].items())),
+        ]
+    else:
+        extents = known.pop("extents")
+        known["pinned"] = any(copy["pinned"] for row in extents for copy in row["tiers"])
+        tiers: dict[str, int] = {}
+        for row in extents:
+            for copy in row["tiers"]:
+                tiers[copy["tier"]] = tiers.get(copy["tier"], 0) + copy["blocks"]
+        known["tiers"] = tiers
+        lines = [
+            ("path", str(path)),
+            ("object", f"{known['source']}/{known['key']}"),
+            ("version", known["etag"]),
+            ("size", f"{known['size']:,} bytes in {known['blocks']:,} blocks"),
+            ("dataset", known["dataset"] or "/"),
+            ("cached", _of(known["cached_bytes"], known["size"])),
+            *((f"on {tier}", f"{count:,} blocks") for tier, count in tiers.items()),
+            ("pinned", "yes" if known["pinned"] else "no"),
+            (
+                "read by",
+                f"the kernel, from {known['passthrough_on']}" if known["passthrough_on"] else "the daemon",
+            ),
+        ]
+    if as_json:
+        show.data(known)
+        return
+    show.pairs(lines)
+
+
+def _of(part: int, whole: int) -> str:
+    return f"{about_bytes(part)} of {about_bytes(whole)} ({about_share(part, whole)})"
+
+
+@click.command(short_help="Why a file is as fast or slow as it is.")
+@click.argument("path", type=Place())
+@as_json("Of every extent, as JSON.")
+def why(path: Path, as_json: bool) -> None:
+    """Show where each part of the file PATH is, and why it was not cached when it was last read.
+
+    A part is an extent of 16 blocks. Reasons are remembered for some thousand extents, since the mount began.
+    """
+    known = _explained(path)
+    if known is None:
+        raise MountError(f"{path} is a directory: name a file, or ask cachefs info")
+    if as_json:
+        show.data(known)
+        return
+    for line in explain(known, time.time()):
+        say(line)
+
+
+def explain(known: Mapping[str, Any], now: float) -> Iterator[str]:
+    """The answer in words: the file, then its extents; neighbours that are alike share a line."""
+    yield f"{known['key']}: {_of(known['cached_bytes'], known['size'])} here"
+    if known["passthrough_on"]:
+        yield f"whole and verified on {known['passthrough_on']}: the kernel reads it by itself from the next open on"
+    elif known["cached_bytes"] >= known["size"] > 0:
+        yield "whole, but over several tiers or not verified yet: it is read through the daemon"
+    runs: list[tuple[int, int, str]] = []
+    for row in known["extents"]:
+        said = _extent(row, now)
+        if runs and runs[-1][2] == said:
+            runs[-1] = runs[-1][0], row["extent"], said
+        else:
+            runs.append((row["extent"], row["extent"], said))
+    for first, last, said in runs[:EXTENTS_LISTED]:
+        number = f"extent {first}" if first == last else f"extents {first}-{last}"
+        yield f"{number:<16}  {said}"
+    left = len(runs) - EXTENTS_LISTED
+    if left > 0 or known["left_out"]:
+        yield f"… and {max(left, 0) + known['left_out']:,} more: --json has them"
+    reasons = {row["last_miss"]["reason"] for row in known["extents"] if row["last_miss"]}
+    for reason in REASONS:
+        if reason in reasons:
+            yield f"{reason}: {REASONS[reason]}"
+
+
+def _extent(row: Mapping[str, Any], now: float) -> str:
+    parts = []
+    for copy in row["tiers"]:
+        if copy["blocks"]:
+            more = [word for word in ("pinned", "borrowed") if copy[word]]
+            if copy["verified"] < copy["blocks"]:
+                more.append("not verified yet")
+            some = "" if copy["blocks"] == row["blocks"] else f" {copy['blocks']} of {row['blocks']} blocks"
+            parts.append(f"{copy['tier']}{some}{' (' + ', '.join(more) + ')' if more else ''}")
+    if row["on_its_way"]:
+        parts.append(f"{row['on_its_way']} blocks on their way")
+    if not parts:
+        parts.append("not here")
+    if row["owner"]:
+        parts.append(f"kept by {row['owner']}")
+    miss = row["last_miss"]
+    if miss:
+        asked = f", asked {', then '.join(miss['asked'])}" if miss["asked"] else ""
+        parts.append(f"missed {_ago(now - miss['at'])} ago: {miss['reason']}{asked}")
+    return "; ".join(parts)
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+COMMANDS = (list_cached, add_up, info, why, locate)

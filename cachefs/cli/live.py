@@ -1,0 +1,396 @@
+"""The verbs that look at a mount while it works: stats, top, ledger.
+
+Each asks the daemon for its counters and ledger (`watch`) and shows what changed between two answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cachefs.base.errors import ConfigError
+from cachefs.base.linux import descendants
+from cachefs.base.metrics import hit_ratios
+from cachefs.base.units import about_bytes
+from cachefs.cli import show
+from cachefs.cli.places import mount_meant, mountpoint, seconds_of
+from cachefs.cli.show import as_json, rate, say, share
+
+HEADS_EVERY = 20
+
+every = click.option("-i", "--interval", metavar="TIME", help="Between two looks.  [1s; top: 2s]")
+times = click.option("-n", "--count", type=click.IntRange(1), help="End after so many.  [until Ctrl-C]")
+
+Known = Mapping[str, Any]
+
+
+def _looks(mountpoint: Path, interval: str, count: int | None) -> Iterator[tuple[Known, Known, float]]:
+    """(before, after, seconds between them), until Ctrl-C. Raises when the daemon goes."""
+    from cachefs.daemon import asking
+
+    interval_s = seconds_of(interval, "--interval")
+    if not 0.05 <= interval_s <= 86400:
+        raise ConfigError(f"--interval: {interval!r} is not between 50ms and 1d")
+    before, at = asking.ask(mountpoint, "watch"), time.monotonic()
+    try:
+        for _ in itertools.count() if count is None else range(count):
+            time.sleep(max(0.0, at + interval_s - time.monotonic()))
+            after, now = asking.ask(mountpoint, "watch"), time.monotonic()
+            yield before, after, now - at
+            before, at = after, now
+    except KeyboardInterrupt:
+        return
+
+
+def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before.get(name, 0) for name, count in now.items()}
+
+
+# -- stats -----------------------------------------------------------------------------------------
+
+COLUMNS = (
+    ("HIT", 6),
+    ("DAEMON", 6),
+    ("READS", 10),
+    ("OPENS", 7),
+    ("PASS", 6),
+    ("ORIGIN", 10),
+    ("GET", 6),
+    ("PEERS", 10),
+    ("SENT", 10),
+    ("EVICTED", 7),
+    ("WAIT", 6),
+    ("NOW", 4),
+)
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+
+
+@click.command(short_help="What a mount does, a line a second.")
+@mountpoint
+@every
+@times
+@as_json("Each line an object: what every counter grew by.")
+def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_json: bool) -> None:
+    """Print what the mount at MOUNTPOINT did in the last second, every second.
+
+    \b
+    HIT      of the blocks that programs asked for, how many were cached; a file that is opened in passthrough
+             counts with its size
+    DAEMON   the same of the blocks that were read through the daemon
+    READS    to readers, through the daemon; OPENS, and how many of them the kernel serves by itself (PASS)
+    ORIGIN   received from the origin, in GETs; PEERS the same from other nodes; SENT to the origin
+    WAIT     the part of the time in which at least one request of a program waited; NOW how many wait now
+    """
+    looks = _looks(mount_meant(mountpoint), interval or "1s", count)
+    for number, (before, after, passed) in enumerate(looks):
+        grown = _grown(after["metrics"], before["metrics"])
+        blocked_s = after["reads"]["blocked_s"] - before["reads"]["blocked_s"]
+        if as_json:
+            line = {
+                "time": round(time.time(), 3),
+                "seconds": round(passed, 3),
+                "blocked_s": round(blocked_s, 6),
+            }
+            show.data({**line, "waiting": after["reads"]["waiting"], **grown}, line=True)
+            continue
+        if number % HEADS_EVERY == 0:
+            say(_line(tuple(head for head, _ in COLUMNS)))
+        ratios = ("-" if ratio is None else share(ratio, 1) for ratio in hit_ratios(grown))
+        cells = (
+            *ratios,
+            rate(grown["fuse_read_bytes"], passed),
+            f"{grown['fuse_open'] / passed:,.0f}",
+            share(grown["passthrough_opens"], grown["fuse_open"]),
+            rate(grown["origin_bytes"], passed),
+            f"{grown['origin_get'] / passed:,.0f}",
+            rate(grown["peer_bytes_in"], passed),
+            rate(grown["origin_bytes_sent"], passed),
+            f"{grown['evicted_blocks']:,}",
+            share(blocked_s, passed),
+            str(after["reads"]["waiting"]),
+        )
+        say(_line(cells))
+
+
+# -- top -------------------------------------------------------------------------------------------
+
+
+@click.command(short_help="Which processes and datasets keep a mount busy.")
+@mountpoint
+@every
+@times
+@click.option("--by", type=click.Choice(["process", "dataset"]), help="Only these.  [both]")
+@click.option("--pid", type=click.IntRange(1), help="Only this process and its descendants.")
+@click.option("--total", is_flag=True, help="Since each process was first seen, once; with --json.")
+@as_json("Who waited how long, on what: an object a line.")
+def top(
+    mountpoint: Path | None,
+    interval: str | None,
+    count: int | None,
+    by: str | None,
+    pid: int | None,
+    total: bool,
+    as_json: bool,
+) -> None:
+    """Show which processes wait for the mount at MOUNTPOINT and what for, and which requests each dataset causes.
+
+    A process is seen when one of its requests has to wait: a read, a listing, a close. Requests that the kernel or the
+    cache answers at once are not seen.
+
+    In JSON, blocked_s are seconds in which at least one request of the process waited, blocked_share the part of its time
+    (seconds) that this was. waited_s are seconds added up over its requests, by what for: its reads for the origin
+    (store), a peer or this node's disk, other requests for names (looking up, listing, opening, renaming) or writes
+    (write, close, fsync). So a training loop can log "waited 38 % on data":
+
+    \b
+    cachefs top --json -i 60s -n 1 --pid $TRAINER /mnt/data | jq .processes[].blocked_share
+    """
+    from cachefs.daemon import asking
+
+    if total and not as_json:
+        raise ConfigError("--total goes with --json")
+    mount, pids = mount_meant(mountpoint), None if pid is None else descendants(pid)
+    if total:
+        show.data(waited(None, asking.ask(mount, "watch"), pids))
+        return
+    looks = _looks(mount, interval or "2s", count)
+    if as_json:
+        for before, after, _ in looks:
+            show.data(waited(before, after, pids), line=True)
+        return
+    show.screens(_frame(before, after, passed, by, pids) for before, after, passed in looks)
+
+
+PROCESS_HEADS = (
+    "PROCESS",
+    "#PID",
+    "#BLOCKED",
+    "#READS/s",
+    "#OTHERS/s",
+    "#GET/s",
+    "#FROM ORIGIN",
+    "WAITS FOR",
+)
+DATASET_HEADS = ("DATASET", "#GET/s", "#LIST/s", "#HEAD/s", "#PUT/s", "#FROM ORIGIN", "#TO ORIGIN")
+
+
+def _frame(
+    before: Known, after: Known, passed: float, by: str | None, pids: set[int] | None
+) -> Iterator[str]:
+    blocked = share(after["reads"]["blocked_s"] - before["reads"]["blocked_s"], passed)
+    yield (
+        f"{after['mountpoint']}: {after['reads']['waiting']} requests wait now; programs waited {blocked} of the last "
+        f"{passed:.0f} s"
+    )
+    if by != "dataset":
+        yield ""
+        yield from show.table(PROCESS_HEADS, _process_rows(before, after, passed, pids))
+    if by != "process":
+        yield ""
+        yield from show.table(DATASET_HEADS, _dataset_rows(before, after, passed))
+
+
+def _process_rows(before: Known, after: Known, passed: float, pids: set[int] | None) -> list[tuple[str, ...]]:
+    waiting: dict[int, str] = {}
+    for wait in after["waiting"]:
+        what = " ".join(part for part in (wait["request"], wait["key"]) if part)
+        waiting.setdefault(wait["pid"], f"{wait['on']}: {what} ({wait['seconds']:.1f} s)")
+    asked = {(row["pid"], row["name"]): row["requests"] for row in before["processes"]}
+    rows: list[tuple[str, ...]] = []
+    for row, now in zip(waited(before, after)["processes"], _by_blocked(before, after), strict=True):
+        if not (row["reads"] or row["calls"] or row["blocked_s"] > 0) or (pids and row["pid"] not in pids):
+            continue
+        grown = _grown(now["requests"], asked.get((row["pid"], row["name"]), {}))
+        rows.append(
+            (
+                row["name"],
+                str(row["pid"]) if row["pid"] > 0 else "",
+                share(row["blocked_s"], passed),
+                f"{row['reads'] / passed:,.0f}",
+                f"{row['calls'] / passed:,.0f}",
+                f"{grown.get('origin_get', 0) / passed:,.0f}",
+                rate(grown.get("origin_bytes", 0), passed),
+                waiting.get(row["pid"], ""),
+            )
+        )
+    return rows
+
+
+def _by_blocked(before: Known | None, after: Known) -> list[Known]:
+    """The rows of processes, the one that was blocked longest first."""
+    earlier = _earlier(before)
+    return sorted(
+        after["processes"],
+        key=lambda row: earlier.get((row["pid"], row["name"]), {}).get("blocked_s", 0.0) - row["blocked_s"],
+    )
+
+
+def _earlier(before: Known | None) -> dict[tuple[int, str], Known]:
+    return {(row["pid"], row["name"]): row for row in before["processes"]} if before else {}
+
+
+def _dataset_rows(before: Known, after: Known, passed: float) -> list[tuple[str, ...]]:
+    rows = []
+    for name, account in after["datasets"].items():
+        grown = _grown(account, before["datasets"].get(name, {}))
+        if not any(grown.values()):
+            continue
+        requests = (
+            grown.get("origin_get", 0),
+            grown.get("origin_list", 0),
+            grown.get("origin_head", 0),
+            grown.get("origin_put", 0) + grown.get("origin_put_part", 0),
+        )
+        received, sent = grown.get("origin_bytes", 0), grown.get("origin_bytes_sent", 0)
+        cells = (name or "/", *(f"{number / passed:,.0f}" for number in requests))
+        rows.append((sum(requests), (*cells, rate(received, passed), rate(sent, passed))))
+    return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
+
+
+def waited(before: Known | None, after: Known, pids: set[int] | None = None) -> dict[str, Any]:
+    """How long each process waited between two looks, or since it was first seen; the longest first."""
+    earlier = _earlier(before)
+    passed = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
+
+    def row_of(row: Known, old: Known) -> dict[str, Any]:
+        seconds = passed if passed is not None else row["seen_s"]
+        blocked_s = row["blocked_s"] - old.get("blocked_s", 0.0)
+        before_s = old.get("waited_s", {})
+        return {
+            "seconds": round(seconds, 3),
+            "blocked_s": round(blocked_s, 6),
+            "blocked_share": round(blocked_s / seconds, 4) if seconds else 0.0,
+            "waited_s": {on: round(s - before_s.get(on, 0.0), 6) for on, s in row["waited_s"].items()},
+            **{name: row[name] - old.get(name, 0) for name in ("reads", "bytes", "calls")},
+        }
+
+    return {
+        "mountpoint": after["mountpoint"],
+        **row_of(after["reads"], before["reads"] if before else {}),
+        "processes": [
+            {
+                **{name: row[name] for name in ("pid", "parent", "name", "waiting")},
+                **row_of(row, earlier.get((row["pid"], row["name"]), {})),
+            }
+            for row in _by_blocked(before, after)
+            if pids is None or row["pid"] in pids
+        ],
+        "waiting": [wait for wait in after["waiting"] if pids is None or wait["pid"] in pids],
+    }
+
+
+# -- ledger ----------------------------------------------------------------------------------------
+
+KINDS = ("get", "list", "head", "put", "put_part", "upload", "copy", "delete")
+
+
+@click.command(short_help="What was asked of the origin, and what it cost.")
+@mountpoint
+@click.option(
+    "--prices", type=click.Path(path_type=Path), help="TOML file with what requests and bytes cost."
+)
+@as_json("The same as JSON, also by process.")
+def ledger(mountpoint: Path | None, prices: Path | None, as_json: bool) -> None:
+    """Show the requests and bytes that the mount at MOUNTPOINT exchanged with its origins, by dataset, since it began.
+
+    --json has the same by process, without prefetched files. A price list looks like this; what it leaves out is free:
+
+    \b
+    currency = "USD"
+    [requests]            # for a thousand of them
+    get = 0.0004
+    list = 0.005
+    [bytes]               # for 10^9 of them: "in" is from the origin to here
+    in = 0.09
+    """
+    from cachefs.daemon import asking
+
+    known = asking.ask(mount_meant(mountpoint), "watch")
+    price = Prices.read(prices) if prices is not None else None
+    datasets = [_entry(name or "/", account, price) for name, account in known["datasets"].items()]
+    total = _entry("all", known["metrics"], price)
+    if as_json:
+        processes = [
+            {**_entry(row["name"], row["requests"], price), "pid": row["pid"]}
+            for row in known["processes"]
+            if row["requests"]
+        ]
+        since_s = round(time.time() - float(known["started"]), 1)
+        answer = {"since_s": since_s, "total": total, "datasets": datasets, "processes": processes}
+        show.data({**answer, "currency": price.currency if price else None})
+        return
+    shown = [kind for kind in KINDS if total["requests"].get(kind)]
+    heads = [
+        "DATASET",
+        *(f"#{kind.upper().replace('_', ' ')}" for kind in shown),
+        "#FROM ORIGIN",
+        "#TO ORIGIN",
+    ]
+    if price:
+        heads.append(f"#{price.currency}")
+    ordered = sorted(datasets, key=lambda entry: (-entry.get("cost", 0), -sum(entry["requests"].values())))
+    rows = [
+        (
+            entry["name"],
+            *(f"{entry['requests'].get(kind, 0):,}" for kind in shown),
+            about_bytes(entry["bytes_in"]),
+            about_bytes(entry["bytes_out"]),
+            *([f"{entry['cost']:,.4f}"] if price else []),
+        )
+        for entry in [*ordered, total]
+    ]
+    say("\n".join(show.table(heads, rows)))
+
+
+def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[str, Any]:
+    requests = {kind: account[f"origin_{kind}"] for kind in KINDS if account.get(f"origin_{kind}")}
+    bytes_in, bytes_out = account.get("origin_bytes", 0), account.get("origin_bytes_sent", 0)
+    entry: dict[str, Any] = {"name": name, "requests": requests, "bytes_in": bytes_in, "bytes_out": bytes_out}
+    if price is not None:
+        entry["cost"] = price.cost(requests, bytes_in, bytes_out)
+    return entry
+
+
+class Prices:
+    """The cost of a thousand requests of each kind, and of 10⁹ bytes each way."""
+
+    def __init__(self, currency: str, requests: Mapping[str, float], moved: Mapping[str, float]) -> None:
+        self.currency = currency
+        self._requests = requests
+        self._moved = moved
+
+    @classmethod
+    def read(cls, path: Path) -> Prices:
+        """Raises `ConfigError` for a file that is no price list."""
+        try:
+            table = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{path}: {getattr(exc, 'strerror', None) or exc}") from exc
+        requests, moved = table.get("requests", {}), table.get("bytes", {})
+        strange = (table.keys() - {"currency", "requests", "bytes"}) | (moved.keys() - {"in", "out"})
+        strange |= requests.keys() - set(KINDS)
+        if strange:
+            raise ConfigError(
+                f"{path}: {', '.join(sorted(strange))}: not in a price list, which has currency, [requests] with "
+                f"{', '.join(KINDS)}, and [bytes] with in, out"
+            )
+        wrong = [name for name, value in {**requests, **moved}.items() if not isinstance(value, int | float)]
+        if wrong:
+            raise ConfigError(f"{path}: {', '.join(wrong)}: a price is a number")
+        return cls(str(table.get("currency", "cost")), requests, moved)
+
+    def cost(self, requests: Mapping[str, int], bytes_in: int, bytes_out: int) -> float:
+        asked = sum(self._requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
+        return asked + (self._moved.get("in", 0.0) * bytes_in + self._moved.get("out", 0.0) * bytes_out) / 1e9
+
+
+COMMANDS = (stats, top, ledger)

@@ -1,0 +1,444 @@
+"""The `cachefs` command: argv to a Config and a verb.
+
+Idea: a verb is a few lines here; the work is done in the room it names. The options of `mount` are read off
+the table in `cachefs.config.config`. Every failure is one line on stderr that begins with ``cachefs:``; usage errors
+exit with 2, others with 1. Modules that take long to import are imported by the verbs that need them, so that `status` in a
+loop costs little.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from cachefs import __version__
+from cachefs.base.errors import CachefsError, ConfigError, MountError
+from cachefs.cli import cache, files, live, reading, show, simulate, status, writing
+from cachefs.cli.places import Place
+from cachefs.cli.show import as_json, note, say
+from cachefs.config.config import GROUPS, Config, option_name, rows
+from cachefs.config.options import Row
+from cachefs.config.sources import directory
+
+log = logging.getLogger(__name__)
+
+
+ALIASES = {"unmount": "umount", "warmup": "warm", "load": "warm", "prefetch": "warm", "free": "evict"}
+"""Names under which other tools have these verbs."""
+
+VERBS = {
+    "Mounting": ("mount", "umount", "config"),
+    "Looking": ("status", "stats", "top", "ledger", "logs", "log-level", "doctor", "peers"),
+    "Files": ("info", "why", "ls", "du", "locate", "refresh"),
+    "Caching": ("warm", "evict", "pin", "unpin", "hint", "record", "simulate"),
+    "Written files": ("flush", "recover"),
+    "This command": ("version", "completion"),
+}
+"""The groups of the help text."""
+
+MOUNT_CODES = {0: 0, 2: 1, 130: 8, 143: 8}
+"""Our exit codes as mount(8) names them: wrong invocation, interrupted; any other failure is 32, "mount failure"."""
+
+
+class OneLine(click.Group):
+    """A group whose failures are one line and an exit code, also when another program calls it."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.params.extend(show.MANNERS)
+        super().add_command(cmd, name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for group, names in VERBS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            self._run(words, prog_name, complete_var, **extra)
+        except SystemExit as exc:
+            if words[:1] == ["mount.cachefs"]:
+                exc.code = MOUNT_CODES.get(exc.code, 32)  # type: ignore[arg-type]
+            raise
+
+    def _run(
+        self, words: list[str], prog_name: str | None, complete_var: str | None, **extra: Any
+    ) -> NoReturn:
+        try:
+            result = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as exc:
+            exc.show()
+            sys.exit(2)
+        except click.ClickException as exc:
+            command = getattr(exc, "ctx", None)
+            _fail(exc.format_message(), 2, f" (see {command.command_path} --help)" if command else "")
+        except ConfigError as exc:
+            _fail(str(exc), 2)
+        except CachefsError as exc:
+            _fail(str(exc), 1)
+        except (click.Abort, KeyboardInterrupt):
+            _fail("interrupted", 130)
+        except BrokenPipeError:
+            # The reader of our output has closed the pipe. The flush at exit must not complain about it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        except Exception as exc:
+            if _debugging():
+                traceback.print_exc()
+            _fail(f"internal error: {type(exc).__name__}: {exc} (--log-level debug shows where)", 1)
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _debugging() -> bool:
+    return logging.getLogger("cachefs").isEnabledFor(logging.DEBUG)
+
+
+def _fail(message: str, code: int, more: str = "") -> NoReturn:
+    if _debugging() and sys.exc_info()[0] is not None and code == 1:
+        traceback.print_exc()
+    line = " ".join(message.split("\n")).rstrip(". ")
+    say(f"cachefs: {line}{more}", err=True)
+    sys.exit(code)
+
+
+class TableOption(click.Option):
+    """An option of `mount`, made from its row."""
+
+    def __init__(self, name: str, row: Row) -> None:
+        flag = "--" + name.replace("_", "-")
+        switch = not row.metavar
+        self.row = row
+        self.shown = ", ".join(
+            [*(f for f in row.flags if f[:2] != "--"), flag, *(f for f in row.flags if f[:2] == "--")]
+        )
+        negative = f"/--no-{flag[2:]}" if switch and not row.flag_only else ""
+        super().__init__(
+            [name, flag + negative, *row.flags],
+            type=click.BOOL if switch else click.STRING,
+            is_flag=switch,
+            default=None,
+            metavar=row.metavar or None,
+            help=row.help,
+        )
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        default = f"  [{self.row.default}]" if self.row.default else ""
+        return f"{self.shown} {self.row.metavar}".rstrip(), self.row.help + default
+
+
+class MountCommand(click.Command):
+    """`mount`: options in groups, and the arguments kept as they were written for the child."""
+
+    def __init__(self, *args: Any, **extra: Any) -> None:
+        super().__init__(*args, **extra)
+        self.params += [TableOption(option_name(item, row), row) for item, row in rows()]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group in GROUPS:
+            records = [
+                p.get_help_record(ctx)
+                for p in self.params
+                if isinstance(p, TableOption) and p.row.group == group
+            ]
+            with formatter.section(group):
+                formatter.write_dl(records)
+        rest = [
+            p.get_help_record(ctx)
+            for p in self.get_params(ctx)
+            if not isinstance(p, TableOption | click.Argument)
+        ]
+        with formatter.section("Other"):
+            formatter.write_dl([record for record in rest if record])
+
+
+@click.group(cls=OneLine, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="cachefs %(version)s")
+def cli() -> None:
+    """Object storage as plain file paths, through a RAM and SSD cache on this node.
+
+    \b
+    cachefs mount s3://bucket/dataset /mnt/data
+    ls /mnt/data
+    cachefs status /mnt/data
+    cachefs umount /mnt/data
+    """
+
+
+cli.params.extend(show.MANNERS)
+
+
+@cli.command(cls=MountCommand, short_help="Show an origin as files below a directory.")
+@click.argument("places", nargs=-1, metavar="[SOURCE] MOUNTPOINT")
+@click.option(
+    "-o", "o", multiple=True, metavar="K=V,…", help="The options above as in fstab, dashes or underscores."
+)
+@click.pass_context
+def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **options: Any) -> int:
+    """Show what is in SOURCE as files below MOUNTPOINT.
+
+    Returns once the mount answers, or says why it does not. SOURCE is s3://bucket/prefix, az://container,
+    gs://bucket, https://host/path, file:///directory or any fsspec URL; leave it out when --config lists
+    sources. Credentials come from where the store's own tools take them: AWS_… and AZURE_… variables, ~/.aws,
+    roles.
+
+    \b
+    Public data:          cachefs mount --anonymous s3://bucket /mnt/data
+    MinIO, Ceph, …:       cachefs mount --endpoint-url http://minio:9000 s3://bucket /mnt/data
+    Half a terabyte:      cachefs mount --cache-dir /nvme/cache --cache-size 500G s3://bucket /mnt/data
+    A frozen dataset:     cachefs mount --consistency immutable s3://bucket/v3 /mnt/data
+    Several stores:       cachefs mount --config stores.toml /mnt/data
+    What would happen:    cachefs mount --print-config s3://bucket /mnt/data
+
+    Every option can also be given as -o cache_size=500G, as CACHEFS_CACHE_SIZE=500G, or as cache_size =
+    "500G" in the --config file. The command line wins over -o, -o over the environment, the environment over
+    the file.
+    --no-SWITCH turns a switch off again. Sizes: K, M, G, T and KiB, … are powers of 1024, KB, MB, … of 1000.
+    Defaults are in [brackets].
+    """
+    from cachefs.daemon import background
+
+    ready = background.Ready()
+    try:
+        read = partial(_mount_config, places, o, options, ready.in_background, os.getcwd())
+        config = read()
+        logging.getLogger("cachefs").setLevel(config.log_level.upper())
+        if config.print_config:
+            from cachefs.config import layers
+
+            click.echo(layers.dump(config), nl=False)
+            return 0
+        if config.foreground or ready.in_background:
+            return _serve(config, ready, read)
+        _mount_in_background(ctx.meta["arguments"], config)
+    except BaseException as exc:
+        ready.failed(str(exc) if isinstance(exc, CachefsError) else f"{type(exc).__name__}: {exc}")
+        raise
+    return 0
+
+
+def _mount_config(
+    places: Sequence[str], o: Sequence[str], options: dict[str, Any], in_background: bool, cwd: str
+) -> Config:
+    from cachefs.config import layers
+    from cachefs.daemon import mounting
+
+    given = dict(options)
+    if len(places) > 2:
+        raise ConfigError(f"too many arguments from {places[2]!r} on: write cachefs mount SOURCE MOUNTPOINT")
+    if len(places) == 2:
+        given |= {"source": places[0], "mountpoint": places[1]}
+    elif places:
+        given["source" if "://" in places[0] else "mountpoint"] = places[0]
+    if in_background:
+        given["foreground"] = False  # -f is how the parent calls its child: its log is still a file
+    token = directory.set(cwd)
+    try:
+        return mounting.located(layers.load(given, o))
+    finally:
+        directory.reset(token)
+
+
+def _mount_in_background(arguments: list[str], config: Config) -> None:
+    from cachefs.daemon import background, mounting
+
+    if config.descriptor is not None:
+        raise MountError(
+            f"/dev/fd/{config.descriptor} is served in the foreground, by the process it was passed to: add -f"
+        )
+    notes = mounting.check(config)
+    for line in notes:
+        say(f"cachefs: {line}", err=True)
+    # A caller that ends this process (timeout, a service manager) means the child too: unwind, and end it on the way.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    background.start(arguments, config, notes)
+
+
+def _serve(config: Config, ready: Any, reread: Callable[[], Config]) -> int:
+    """Become the daemon."""
+    from cachefs.base import logs
+    from cachefs.daemon import mounting
+
+    try:
+        logs.setup(config.log_level, config.log_format, config.log_file)
+    except OSError as exc:
+        if not ready.in_background:
+            raise MountError(
+                f"cannot write the log {config.log_file}: {exc.strerror}: choose another --log-file"
+            ) from exc
+        logs.setup(config.log_level, config.log_format)  # the parent has found another place for stderr
+        config = replace(config, log_file=Path(os.readlink("/proc/self/fd/2")))
+    for line in mounting.check(config, leave_dead=True):
+        log.warning("%s", line)
+    from cachefs.daemon import daemon
+
+    if ready.in_background:
+        os.chdir("/")  # a daemon keeps no directory busy
+    try:
+        return daemon.run(config, ready.ready, reread)
+    except CachefsError as exc:
+        if ready.in_background:
+            log.error("%s", exc)  # noqa: TRY400 (an expected failure, told in one line)
+        raise
+
+
+@cli.command("mount.cachefs", hidden=True, context_settings={"help_option_names": []})
+@click.argument("source")
+@click.argument("mountpoint")
+@click.option("-o", "o", multiple=True)
+@click.option("-r", "read_only", is_flag=True)
+@click.option("-f", "fake", is_flag=True)
+@click.option("-N", "namespace")
+@click.option("-t", "fstype")
+@click.option("-s", "-n", "-w", "ignored", is_flag=True)
+@click.pass_context
+def mount_cachefs(
+    ctx: click.Context,
+    source: str,
+    mountpoint: str,
+    o: tuple[str, ...],
+    read_only: bool,
+    fake: bool,
+    namespace: str | None,
+    fstype: str | None,
+    ignored: bool,
+) -> Any:
+    """What mount(8) calls for `mount -t cachefs` and for lines of fstab; SOURCE may also be a TOML file.
+
+    Exits with the codes of mount(8)."""
+    from cachefs.config.layers import split_options
+
+    options = [option for argument in o for option in split_options(argument)]
+    if namespace is not None:
+        raise ConfigError("no mounting into another namespace: use nsenter")
+    if "remount" in options:
+        raise ConfigError(f"options of a mount cannot be changed: unmount {mountpoint} first")
+    if fake:
+        return 0
+    # mount(8) adds "rw" unless the user asked for "ro". The user has not asked for it.
+    words = [option.replace("\\", "\\\\").replace(",", "\\,") for option in options if option != "rw"]
+    words += ["ro"] if read_only else []
+    arguments = ["-o", ",".join(words)] if words else []
+    is_file = source.startswith("/") and source.endswith(".toml")
+    arguments += ["--config", source, mountpoint] if is_file else [source, mountpoint]
+    with mount.make_context("mount", arguments, parent=ctx.parent) as inner:
+        return mount.invoke(inner)
+
+
+@cli.command(short_help="Unmount, and wait for the daemon to end.")
+@click.argument("mountpoint", type=Place())
+@click.option("--lazy", "-l", is_flag=True, help="Detach now, also while processes use it.")
+@click.option("--flush", is_flag=True, help="Only if every written file is at the origin.")
+def umount(mountpoint: Path, lazy: bool, flush: bool) -> None:
+    """Unmount MOUNTPOINT and wait until its daemon has saved its cache and ended.
+
+    Written files are uploaded first, for at most --flush-deadline of the mount (60s); files that are not uploaded by then
+    are named, and stay in the cache directory for the next mount. --flush waits as long as it takes.
+
+    A mount that is in use is not unmounted: the processes that use it are named. --lazy detaches it from
+    the tree at once; its daemon ends with the last process that uses it. A mount whose daemon has died is cleaned up.
+    """
+    from cachefs.daemon.unmounting import unmount
+
+    note(unmount(mountpoint, lazy=lazy, flush=flush, show=writing.show_left))
+
+
+@cli.group("config", short_help="Look at config files.")
+def config() -> None:
+    """Look at config files. What a mount would use, and where each value comes from: cachefs mount --print-config"""
+
+
+@config.command("check", short_help="Say whether a config file is right.")
+@click.argument("file", required=False, envvar="CACHEFS_CONFIG")
+@as_json("file, sources and options; or error.")
+def check(file: str | None, as_json: bool) -> int:
+    """Read the TOML file FILE (or $CACHEFS_CONFIG) as cachefs mount would, and say what is wrong with it.
+
+    The origins are not asked, and other options of the environment are left out. Exits with 2 when it is wrong.
+    """
+    from cachefs.config import layers
+
+    if not file:
+        raise ConfigError("no FILE: name a config file, or set CACHEFS_CONFIG")
+    try:
+        found = layers.load_file(Path(file))
+    except ConfigError as exc:
+        if not as_json:
+            raise
+        show.data({"file": file, "error": str(exc)})
+        return 2
+    options = sorted(set(found.origins) - {"config", "mountpoint"})
+    if as_json:
+        sources = [{"name": source.name, "url": source.url} for source in found.sources]
+        show.data({"file": file, "sources": sources, "options": options})
+    else:
+        note(f"{file}: {len(found.sources)} sources, {len(options)} options, no mistakes")
+    return 0
+
+
+check.params.extend(show.MANNERS)
+for room in (status, live, cache, reading, writing, files):
+    for command in room.COMMANDS:
+        cli.add_command(command)
+cli.add_command(simulate.simulate)
+
+
+@cli.command(short_help="Print the version.")
+@as_json()
+def version(as_json: bool) -> None:
+    """Print the version."""
+    if as_json:
+        show.data({"cachefs": __version__})
+    else:
+        say(f"cachefs {__version__}")
+
+
+@cli.command(short_help="Complete cachefs commands in a shell.")
+@click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str | None) -> None:
+    """Print what a shell has to read for completing cachefs commands: SHELL is that of $SHELL, if left out.
+
+    \b
+    bash:  cachefs completion bash > ~/.local/share/bash-completion/completions/cachefs
+    zsh:   cachefs completion zsh > ~/.zfunc/_cachefs      (with fpath+=~/.zfunc before compinit)
+    fish:  cachefs completion fish > ~/.config/fish/completions/cachefs.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    name = shell or os.path.basename(os.environ.get("SHELL", ""))
+    kind = get_completion_class(name)
+    if kind is None:
+        raise ConfigError(f"no completion for {name or 'this shell'}: name bash, zsh or fish")
+    root = ctx.find_root().command
+    show.raw(kind(root, {}, "cachefs", "_CACHEFS_COMPLETE").source() + "\n")
+
+
+def main() -> None:
+    """The entry point of the command."""
+    cli.main(prog_name="cachefs")

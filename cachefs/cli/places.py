@@ -1,0 +1,147 @@
+"""What a verb is given: mounts, paths, lists and recordings, as paths relative to their mounts; and times.
+
+A list has one path a line, absolute, or relative to the one path that was given beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cachefs.base.errors import ConfigError, MountError
+from cachefs.base.units import parse_duration
+
+NAMED = 8
+"""Mounts that are named in a line."""
+
+
+class Place(click.Path):
+    """A path that is not touched while arguments are parsed: click's own type calls stat, which may hang below a mount."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return Path(value)
+
+
+# -f stays in the foreground or follows, in every verb that has it; -T is what tar calls a list.
+listed = click.option(
+    "-T", "--files-from", "list_file", metavar="LIST", help="Paths, one a line; - reads standard input."
+)
+mountpoint = click.argument("mountpoint", required=False, type=Place())
+
+
+def mount_meant(mountpoint: Path | None) -> Path:
+    """The mount that is named, or the only one of this user."""
+    from cachefs.daemon import asking
+    from cachefs.daemon.mounting import canonical
+
+    if mountpoint is not None:
+        return canonical(mountpoint)
+    found = asking.all_statuses()
+    if len(found) != 1:
+        some = ", ".join(str(status["mountpoint"]) for status in found[:NAMED])
+        raise MountError(f"{len(found)} cachefs mounts: name one: {some}" if found else "no cachefs mounts")
+    return Path(found[0]["mountpoint"])
+
+
+def seconds_of(text: str, option: str) -> float:
+    """The value of an option that is a time. Raises `ConfigError`."""
+    try:
+        return parse_duration(text)
+    except ValueError as exc:
+        raise ConfigError(f"{option}: {text!r} is {exc}") from None
+
+
+def wanted_of(paths: Sequence[Path], list_file: str | None) -> dict[Path, list[str]]:
+    """Paths relative to their mounts, by mount. With a list, a path is where its relative lines begin."""
+    from cachefs.daemon import asking
+
+    if list_file is None:
+        if not paths:
+            raise ConfigError("no PATH: give files or directories below a mount, or a list of them with -T")
+        wanted: dict[Path, list[str]] = {}
+        for path in paths:
+            mountpoint, relative = asking.mount_of(path)
+            wanted.setdefault(mountpoint, []).append(relative)
+        return wanted
+    return below(list_file, only(paths, "-T") if paths else None)
+
+
+def only(paths: Sequence[Path], option: str) -> Path:
+    if len(paths) != 1:
+        raise ConfigError(
+            f"{option} takes one PATH: the mount, or a directory of it, that its paths are below"
+        )
+    return paths[0]
+
+
+def below(list_file: str, base: Path | None) -> dict[Path, list[str]]:
+    from cachefs.base.linux import Finder
+    from cachefs.daemon import asking
+
+    start = None if base is None else asking.mount_of(base)
+    finder = Finder()
+    wanted: dict[Path, list[str]] = {}
+    for number, line in enumerate(_lines(list_file), 1):
+        if not line:
+            continue
+        if not line.startswith("/"):
+            if start is None:
+                raise ConfigError(
+                    f"{list_file}, line {number}: a relative path: say below which mount, as PATH"
+                )
+            wanted.setdefault(start[0], []).append(_join(start[1], line))
+            continue
+        found = finder.find(line)
+        if found is None:
+            raise ConfigError(f"{list_file}, line {number}: {line} is not below a cachefs mount")
+        wanted.setdefault(Path(found[0]), []).append(found[1])
+    if not wanted:
+        raise ConfigError(f"{list_file} has no paths")
+    return wanted
+
+
+def profiled(file: str, base: Path) -> dict[Path, list[Any]]:
+    """What a recording has touched, in its order, each part once: paths, and [path, offset, length]."""
+    from cachefs.daemon import asking
+    from cachefs.daemon.recording import parsed
+
+    mountpoint, above = asking.mount_of(base)
+    touched: dict[Any, None] = {}
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            name, size, offset, length = parsed(line)
+        except ValueError as exc:
+            raise ConfigError(f"{file}, line {number}: not a line of cachefs record ({exc})") from None
+        path = _join(above, name)
+        if length >= size:
+            touched[path] = None
+        elif length > 0:
+            touched[path, offset, length] = None
+    return {mountpoint: [list(item) if isinstance(item, tuple) else item for item in touched]}
+
+
+def _lines(file: str) -> Iterator[str]:
+    try:
+        with open(
+            0 if file == "-" else file, encoding="utf-8", errors="surrogateescape", closefd=file != "-"
+        ) as lines:
+            for line in lines:
+                yield line.rstrip("\r\n")
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+
+
+def _join(above: str, relative: str) -> str:
+    return os.path.normpath(f"{above}/{relative}".lstrip("/"))
+
+
+def mounts_of(paths: Sequence[Path]) -> list[Path]:
+    from cachefs.daemon import asking
+
+    if not paths:
+        raise ConfigError("no PATH: give the mount")
+    return list(dict.fromkeys(asking.mount_of(path)[0] for path in paths))

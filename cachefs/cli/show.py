@@ -1,0 +1,231 @@
+"""How verbs print: lines, labelled values, tables, JSON and the progress of jobs.
+
+Every verb prints through this module. Names of files may hold control characters, so all text is escaped before it reaches
+a terminal. ``-q``, ``-v`` and ``--color`` are options of every verb and take effect here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from cachefs.base.units import about_bytes, printable
+
+QUIET = "cachefs.quiet"
+
+LINE_EVERY_S = 10.0
+"""Between lines about a job when stderr is not a terminal."""
+
+Row = Sequence[str]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[QUIET] = True  # contexts share it with their parents
+
+
+def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from cachefs.base import logs
+
+        logs.setup("debug", "text")
+
+
+def _color(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value not in (None, "auto"):
+        ctx.color = value == "always"
+    elif ctx.color is None and os.environ.get("NO_COLOR"):
+        ctx.color = False
+
+
+MANNERS = (
+    click.Option(
+        ["-q", "--quiet"],
+        is_flag=True,
+        expose_value=False,
+        callback=_quiet,
+        help="Print results and errors alone.",
+    ),
+    click.Option(
+        ["-v", "--verbose"],
+        is_flag=True,
+        expose_value=False,
+        callback=_verbose,
+        help="Print what this command does, and tracebacks of its errors.",
+    ),
+    click.Option(
+        ["--color"],
+        type=click.Choice(["auto", "always", "never"]),
+        expose_value=False,
+        callback=_color,
+        help="Whether to use colors.  [auto: on a terminal, unless NO_COLOR is set]",
+    ),
+)
+"""Options of every verb."""
+
+
+def as_json(help: str = "The same as JSON.") -> Callable[[F], F]:
+    return click.option("--json", "as_json", is_flag=True, help=help)
+
+
+def is_quiet() -> bool:
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and bool(ctx.meta.get(QUIET))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines: what was asked for, or (`err`) a warning or an error."""
+    click.echo("\n".join(printable(line) for line in text.split("\n")), err=err)
+
+
+def note(text: str) -> None:
+    """Print on stderr what was done, unless ``--quiet`` was given."""
+    if not is_quiet():
+        say(text, err=True)
+
+
+def data(value: Any, *, line: bool = False) -> None:
+    """Print JSON; `line`: an object of a series, on a line of its own."""
+    click.echo(json.dumps(value, indent=None if line else 2))
+
+
+def raw(text: str, *, err: bool = False) -> None:
+    """Print text as it is: what a shell or a terminal is meant to interpret."""
+    click.echo(text, nl=False, err=err)
+
+
+def pairs(values: Iterable[tuple[str, str]]) -> None:
+    """Print a label and a value a line. A line is never broken, so that it can be searched for."""
+    for name, value in values:
+        click.echo(click.style(f"{name:<10}", bold=True) + "  " + printable(value))
+
+
+def marked(mark: str, color: str, text: str) -> None:
+    """Print a line that begins with a colored word."""
+    click.echo(f"{click.style(mark, fg=color)}  {printable(text)}")
+
+
+def table(heads: Row, rows: Iterable[Row]) -> list[str]:
+    """Lines of columns as wide as their longest cell. A head that begins with ``#`` has its column aligned to the right."""
+    cells = [[head.lstrip("#") for head in heads], *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if head[:1] == "#" else cell.ljust(width)
+            for head, cell, width in zip(heads, row, widths, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def rate(count: float, seconds: float) -> str:
+    return about_bytes(count / seconds) + "/s" if count else "-"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{100 * min(part / whole, 1):.0f} %" if whole else "-"
+
+
+def duration(seconds: float) -> str:
+    """The two largest of days, hours, minutes, seconds."""
+    minutes, s = divmod(int(max(seconds, 0)), 60)
+    hours, m = divmod(minutes, 60)
+    d, h = divmod(hours, 24)
+    parts = [f"{value}{unit}" for value, unit in ((d, "d"), (h, "h"), (m, "m"), (s, "s")) if value]
+    return " ".join(parts[:2]) or "0s"
+
+
+# -- screens ---------------------------------------------------------------------------------------
+
+
+def screens(frames: Iterable[Iterable[str]]) -> None:
+    """Show each frame in place of the one before on a terminal, below it elsewhere."""
+    if not sys.stdout.isatty():
+        for frame in frames:
+            say("\n".join(frame))
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=Console(highlight=False), auto_refresh=False, screen=True) as live:
+        for frame in frames:
+            text = "\n".join(printable(line) for line in frame)
+            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+def progress(statuses: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Show each status of a job as it comes; returns the last one."""
+    shown: Iterable[Mapping[str, Any]] = statuses
+    if not is_quiet():
+        shown = _bar(statuses) if sys.stderr.isatty() else _lines(statuses)
+    return dict(deque(shown, maxlen=1).pop())
+
+
+def _bar(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    color = click.get_current_context().color
+    console = Console(stderr=True, highlight=False, no_color=True if color is False else None)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        for status in statuses:
+            bar.update(
+                task,
+                description=_files(status),
+                completed=status["done_bytes"],
+                total=status["bytes"] if status["walked"] else None,
+            )
+            yield status
+
+
+def _lines(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    said, before = time.monotonic(), 0
+    for status in statuses:
+        now = time.monotonic()
+        if now - said >= LINE_EVERY_S:
+            per_s = (status["done_bytes"] - before) / (now - said)
+            said, before = now, status["done_bytes"]
+            say(f"cachefs: {job_line(status, per_s)}", err=True)
+        yield status
+
+
+def job_line(status: Mapping[str, Any], per_s: float) -> str:
+    """One line about a job that runs; `per_s` in bytes a second."""
+    of = "" if status["walked"] else " so far"
+    left = status["bytes"] - status["done_bytes"]
+    time_left = f", {duration(left / per_s)} left" if status["walked"] and per_s > 0 else ""
+    return (
+        f"{_files(status)}, {about_bytes(status['done_bytes'])} of {about_bytes(status['bytes'])}{of}, "
+        f"{about_bytes(per_s)}/s{time_left}"
+    )
+
+
+def _files(status: Mapping[str, Any]) -> str:
+    return f"{status['done_files']:,} of {status['files']:,}{'' if status['walked'] else '+'} files"

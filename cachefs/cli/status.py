@@ -1,0 +1,463 @@
+"""The verbs about a mount as a whole: status, peers, doctor, logs, log-level, refresh."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from cachefs.base.errors import MountError
+from cachefs.base.linux import mount_at
+from cachefs.base.metrics import hit_ratios
+from cachefs.base.units import about_bytes, about_files
+from cachefs.cli import show
+from cachefs.cli.places import Place, mount_meant, mountpoint
+from cachefs.cli.show import as_json, note, say
+from cachefs.config.config import LOG_NAME
+from cachefs.daemon.mounting import canonical
+
+NAMED = 2
+"""Failures of a job that has ended."""
+
+DATASETS = 6
+"""Named in one line."""
+
+FOLLOW_EVERY_S = 0.5
+
+MARKS = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "problem": ("PROBLEM", "red")}
+
+
+@click.command(short_help="What mounts are doing.")
+@mountpoint
+@as_json("Everything the daemon counts; a list without MOUNTPOINT.")
+def status(mountpoint: Path | None, as_json: bool) -> None:
+    """Show what the mount at MOUNTPOINT, or every mount of this user, caches and asks of its origins."""
+    from cachefs.daemon import asking
+
+    found = asking.all_statuses() if mountpoint is None else [asking.status_of(mountpoint)]
+    if as_json:
+        show.data(found if mountpoint is None else found[0])
+        return
+    for number, one in enumerate(found):
+        if number:
+            say("")
+        show.pairs(lines(one))
+    if mountpoint is None:
+        from cachefs.observe import doctor
+
+        if not found:
+            say("no cachefs mounts")
+        for left in doctor.memory_left():
+            say(f"{left.subject}: {left.found}: {left.todo}")
+
+
+@click.command(short_help="Look again at the origin.")
+@click.argument("path", type=Place())
+def refresh(path: Path) -> None:
+    """Forget what is cached of names and attributes at PATH and below, so that their next use asks the origin again.
+
+    Cached bytes of versions that have not changed stay cached.
+    """
+    from cachefs.daemon import asking
+
+    note(asking.refresh(path))
+
+
+def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(what, value) in the order they are shown."""
+    yield "mountpoint", str(status.get("mountpoint", "?"))
+    for source in status.get("sources") or []:
+        name = f"{source['name']}: " if source.get("name") else ""
+        yield (
+            "source",
+            f"{name}{source.get('url', '?')}  {_pairs(source.get('client'), source.get('origin'))}".rstrip(),
+        )
+    yield "daemon", ", ".join(_daemon(status))
+    for tier in status.get("tiers") or []:
+        yield str(tier.get("name", "tier")), _tier(tier)
+    yield from _counts(status.get("metrics") or {})
+    yield from _writing(status.get("uploads") or {}, status.get("metrics") or {})
+    yield from _eviction(status.get("eviction") or {}, int(status.get("pinned_bytes", 0)))
+    yield from _prefetch(status.get("prefetch") or {}, status.get("metrics") or {})
+    yield from _peers(status.get("peers") or {}, status.get("metrics") or {})
+    for job in status.get("jobs") or []:
+        yield f"job {job['id']}", _job(job)
+    if "fuse" in status and "fuse_reason" in status:
+        yield "fuse", f"{status['fuse']}: {status['fuse_reason']}"
+    if "read_only" in status:
+        yield "mode", _mode(status)
+    if status.get("endpoint"):
+        yield "metrics", f"http://{status['endpoint']}/"
+    for line in status.get("tuning") or []:
+        yield "tuning", str(line)
+    for line in status.get("warnings") or []:
+        yield "warning", str(line)
+
+
+def _daemon(status: Mapping[str, Any]) -> Iterator[str]:
+    if "pid" in status:
+        yield f"pid {status['pid']}"
+    if "started" in status:
+        yield f"up {show.duration(time.time() - float(status['started']))}"
+    if "version" in status:
+        yield f"version {status['version']}"
+    if "fuse" in status:
+        yield f"{status['fuse']} backend"
+    if "memory_bytes" in status:
+        yield f"{about_bytes(status['memory_bytes'])} resident"
+    if "inodes" in status:
+        yield f"{status['inodes']:,} inodes"
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    used, cap = int(tier.get("used_bytes", 0)), int(tier.get("cap_bytes", 0))
+    share = f" ({100 * used / cap:.0f} %)" if cap else ""
+    state = f", {tier['state']}" if tier.get("state") else ""
+    blocks = f"{int(tier.get('blocks', 0)):,} blocks"
+    return (
+        f"{about_bytes(used)} of {about_bytes(cap)}{share}, {blocks}{state}  {tier.get('path', '')}".rstrip()
+    )
+
+
+def _counts(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def count(name: str) -> int:
+        return int(metrics.get(name, 0))
+
+    if not metrics:
+        return
+    overall, through_daemon = hit_ratios(metrics)
+    if overall is not None:
+        names = {
+            "passthrough_blocks": "in passthrough",
+            "ram_hits": "RAM",
+            "ssd_hits": "SSD",
+            "misses": "waited for",
+        }
+        parts = [f"{count(name):,} {words}" for name, words in names.items() if count(name)]
+        total = sum(count(name) for name in (*names, "heap_hits"))
+        daemon = ""
+        if through_daemon is not None and count("passthrough_blocks"):
+            daemon = f"; {100 * through_daemon:.1f} % of those read through the daemon"
+        yield "hits", f"{100 * overall:.1f} % of {total:,} blocks ({', '.join(parts)}){daemon}"
+    yield (
+        "origin",
+        f"{count('origin_get'):,} GET, {count('origin_head'):,} HEAD, {count('origin_list'):,} LIST, "
+        f"{about_bytes(count('origin_bytes'))} received",
+    )
+    trouble = {
+        "origin_retries": "retries",
+        "origin_throttled": "throttled",
+        "origin_errors": "failed requests",
+        "checksum_failures": "checksum failures",
+        "tier_errors": "tier errors",
+        "fuse_errors": "failed operations",
+    }
+    met = [f"{count(name):,} {words}" for name, words in trouble.items() if count(name)]
+    if met:
+        yield "trouble", ", ".join(met)
+    yield (
+        "readers",
+        f"{count('fuse_open'):,} opens, {count('fuse_read'):,} reads, {about_bytes(count('fuse_read_bytes'))} returned",
+    )
+
+
+def _mode(status: Mapping[str, Any]) -> str:
+    if status["read_only"]:
+        return "read-only"
+    uploads = status.get("uploads") or {}
+    return "writable, " + (
+        "here first (--writeback)" if uploads.get("writeback") else "to the origin at close and fsync"
+    )
+
+
+def _writing(uploads: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def count(name: str) -> int:
+        return int(metrics.get(name, 0))
+
+    if not uploads:
+        return
+    if count("fuse_write") or count("origin_bytes_sent"):
+        yield (
+            "written",
+            f"{about_bytes(count('fuse_write_bytes'))} through the daemon, "
+            f"{about_bytes(count('origin_bytes_sent'))} sent in "
+            f"{count('origin_put'):,} PUT, {count('origin_put_part'):,} parts; "
+            f"{count('origin_copy'):,} COPY, {count('origin_delete'):,} DELETE",
+        )
+    if uploads.get("pending"):
+        failed = uploads.get("failed")
+        trouble = f", {failed:,} of them failed: {uploads.get('last_error')}" if failed else ""
+        yield (
+            "uploading",
+            f"{about_files(uploads['pending'])}, {about_bytes(uploads['pending_bytes'])}, for "
+            f"{show.duration(uploads.get('oldest_s', 0))}{trouble}",
+        )
+
+
+def _peers(peers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    members = peers.get("members")
+    if members is None:
+        return
+    others = [member for member in members if not member["here"]]
+    states = {state: sum(member["state"] == state for member in others) for state in ("suspect", "dead")}
+    apart = Counter(other["state"] for other in peers.get("incompatible", ()))
+    trouble = "".join(f", {number} {state}" for state, number in {**states, **apart}.items() if number)
+    listens = f", listening on {peers['listen']}" if peers.get("listen") else ", giving nothing"
+    yield (
+        "peers",
+        f"{len(others)} others in group {peers.get('group')}{trouble}{listens}, from {peers.get('from')}",
+    )
+    yield (
+        "shared",
+        f"{about_bytes(metrics.get('peer_bytes_in', 0))} from others, "
+        f"{about_bytes(metrics.get('peer_bytes_out', 0))} to them; "
+        f"{metrics.get('peer_misses', 0):,} blocks they did not give",
+    )
+
+
+def _job(job: Mapping[str, Any]) -> str:
+    if job.get("state", "running") != "running":
+        return _ended(job)
+    so_far = "" if job["walked"] else " so far"
+    failed = f", {job['failed']:,} failed" if job["failed"] else ""
+    return (
+        f"{job['action']}: {job['done_files']:,} of {job['files']:,} files, {about_bytes(job['done_bytes'])} of "
+        f"{about_bytes(job['bytes'])}{so_far}, for {show.duration(job['seconds'])}{failed}"
+    )
+
+
+def _ended(job: Mapping[str, Any]) -> str:
+    failures = [job["error"]] if job.get("error") else list(job.get("failures") or [])
+    failed = f", {job['failed']:,} failed" if job["failed"] else ""
+    why = f": {'; '.join(failures[:NAMED])}" if failures else ""
+    return (
+        f"{job['action']}: {job['state']} {show.duration(time.time() - job['ended'])} ago, {job['done_files']:,} of "
+        f"{job['files']:,} files{failed}{why}"
+    )
+
+
+def _eviction(eviction: Mapping[str, Any], pinned: int) -> Iterator[tuple[str, str]]:
+    """The policy and how each dataset in use is taken; the epochs of those that have some; what is pinned."""
+    if eviction.get("policy"):
+        modes = [
+            f"{dataset.get('name') or '/'} by {'epochs' if dataset.get('mode') == 'epoch' else 'last use'}"
+            for dataset in eviction.get("datasets") or []
+        ]
+        more = [f"{len(modes) - DATASETS} more"] if len(modes) > DATASETS else []
+        named = f": {', '.join(modes[:DATASETS] + more)}" if modes else ""
+        yield "eviction", f"{eviction['policy']}{named}"
+    shown = [d for d in eviction.get("datasets") or [] if d.get("mode") == "epoch" and d.get("epoch", 1) > 1]
+    for dataset in shown[:3]:
+        ratio = (
+            dataset.get("hit_ratio")
+            if dataset.get("hit_ratio") is not None
+            else dataset.get("last_hit_ratio")
+        )
+        hits = f", {100 * ratio:.0f} % cached" if ratio is not None else ""
+        yield (
+            "epochs",
+            f"{dataset.get('name') or '/'}: epoch {dataset['epoch']}, {100 * dataset.get('used_share', 0):.0f} % of "
+            f"{about_bytes(dataset.get('footprint_bytes', 0))} read{hits}",
+        )
+    if pinned:
+        yield "pinned", about_bytes(pinned)
+
+
+def _prefetch(prefetch: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    fetched, used = int(metrics.get("prefetch_files", 0)), int(metrics.get("prefetch_used_files", 0))
+    if prefetch and (fetched or prefetch.get("in_flight")):
+        paused = f", pausing: {prefetch['paused']}" if prefetch.get("paused") else ""
+        yield (
+            "prefetch",
+            f"{fetched:,} files prefetched, {used:,} used, {about_bytes(prefetch.get('unused_bytes', 0))} waiting{paused}",
+        )
+    for plan in prefetch.get("plans") or []:
+        epoch = (
+            "no order yet" if plan["epoch"] is None else f"epoch {plan['epoch']}, file {plan['position']:,}"
+        )
+        yield "plan", f"{plan['name']}: {epoch} of {plan['files']:,}, {plan['ahead']:,} ahead"
+
+
+def _pairs(client: object, origin: object) -> str:
+    shown = [f"client {client}"] if client else []
+    if isinstance(origin, Mapping):
+        shown += _origin(origin)
+    return "(" + ", ".join(shown) + ")" if shown else ""
+
+
+def _origin(origin: Mapping[str, Any]) -> Iterator[str]:
+    """What an origin is doing, and what limits it."""
+    if origin.get("out_s") is not None:
+        yield f"no answer for {show.duration(origin['out_s'])}: {origin['on_outage']}"
+    if "concurrency" in origin:
+        reason = origin.get("limited_by")
+        limited = f" of {origin.get('concurrency_max', '?')} ({reason})" if reason else ""
+        yield f"concurrency {origin['concurrency']}{limited}"
+    if origin.get("in_flight"):
+        background = int(origin.get("background_in_flight", 0))
+        yield f"{origin['in_flight']} in flight" + (
+            f" ({background} in the background)" if background else ""
+        )
+    if origin.get("throughput"):
+        limit = origin.get("download_limit")
+        yield f"{about_bytes(origin['throughput'])}/s" + (
+            f" of at most {about_bytes(limit)}/s" if limit else ""
+        )
+    if origin.get("upload_throughput"):
+        yield f"{about_bytes(origin['upload_throughput'])}/s sent"
+    if origin.get("demand_waiting"):
+        yield f"{origin['demand_waiting']} waiting for a slot"
+    if origin.get("prefix"):
+        yield f"prefix {origin['prefix']}"
+    if origin.get("last_error"):
+        yield f"last error: {origin['last_error']}"
+
+
+PEER_HEADS = ("MEMBER", "ID", "#SHARE", "STATE", "#IN", "#OUT", "#LATENCY", "FAILURES")
+
+
+@click.command(short_help="Which nodes share with a mount.")
+@mountpoint
+@as_json("Everything that is known of them.")
+def peers(mountpoint: Path | None, as_json: bool) -> None:
+    """Show the members that the mount at MOUNTPOINT (the only one, if left out) shares its cache with.
+
+    IN are the bytes received from each, OUT the bytes sent, LATENCY the time until answers began. What daemons of one
+    machine received is counted for all of them. A node keeps its ID, and with it its share, under any address.
+
+    Below the members are the listed nodes that share nothing, and why.
+    """
+    status = _status(mountpoint)
+    found = status.get("peers")
+    if found is None:
+        raise MountError(f"{status['mountpoint']} does not share its cache: mount it with --peers")
+    if as_json:
+        show.data(found)
+        return
+    rows = [
+        (
+            ", ".join(member["addresses"]),
+            member["id"][:8],
+            f"{100 * member['share']:.1f} %",
+            "this node" if member["here"] else member["state"],
+            about_bytes(member["bytes_in"]),
+            about_bytes(member["bytes_out"]),
+            f"{1000 * member['latency_s']:.1f} ms",
+            ", ".join(f"{count:,} {kind}" for kind, count in member["failures"].items()) or "-",
+        )
+        for member in found["members"]
+    ]
+    rows += [(other["name"], "-", "-", other["state"], "-", "-", "-", "-") for other in found["incompatible"]]
+    if found["trouble"]:
+        say(f"cachefs: {found['trouble']}", err=True)
+    elif not rows:
+        say("cachefs: no node is known yet, not even this one", err=True)
+    for other in found["incompatible"]:
+        if other["wrong"]:
+            say(f"cachefs: {other['name']} {other['why']}", err=True)
+    say("\n".join(show.table(PEER_HEADS, rows)))
+
+
+def _status(mountpoint: Path | None) -> Mapping[str, Any]:
+    from cachefs.daemon import asking
+
+    if mountpoint is not None:
+        return asking.status_of(mountpoint)
+    sharing = [status for status in asking.all_statuses() if status.get("peers")]
+    if len(sharing) != 1:
+        raise MountError(f"{len(sharing) or 'no'} mounts share with others: name one")
+    return sharing[0]
+
+
+@click.command(short_help="Look for what is wrong or slow.")
+@mountpoint
+@click.option("--cache-dir", type=Place(), help="Where a cache is to be, before any mount.")
+@click.option("--no-speed", is_flag=True, help="Write nothing: leave the speed of the cache's disk alone.")
+@as_json("A list of objects: level, subject, found, todo.")
+def doctor(mountpoint: Path | None, cache_dir: Path | None, no_speed: bool, as_json: bool) -> int:
+    """Look at this machine and at the mount at MOUNTPOINT (at all of them, if left out): kernel, rights, limits, the
+    cache's disk, the origins, the peers. Exits with 1 when something is wrong.
+
+    The output has no secrets and can be shown to others. The disk's speed is measured with 64 MiB.
+    """
+    from cachefs.observe import doctor
+
+    findings = [*doctor.examine(mountpoint, cache_dir, measure=not no_speed)]
+    if as_json:
+        show.data([finding._asdict() for finding in findings])
+    else:
+        for finding in findings:
+            mark, color = MARKS[finding.level]
+            show.marked(mark, color, f"{finding.subject}: {finding.found}")
+            if finding.todo:
+                say(f"         → {finding.todo}")
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+@click.command("log-level", short_help="Change how much a mount logs.")
+@click.argument("level", type=click.Choice(["debug", "info", "warning", "error"]))
+@mountpoint
+def log_level(level: str, mountpoint: Path | None) -> None:
+    """Have the mount at MOUNTPOINT log at LEVEL from now on, until it ends or is told otherwise."""
+    from cachefs.daemon import asking
+
+    mount = mount_meant(mountpoint)
+    asking.ask(mount, "log_level", level=level)
+    note(f"{mount}: logs at {level}")
+
+
+@click.command(short_help="Print the log of a mount.")
+@click.argument("place", required=False, type=Place(), metavar="[MOUNTPOINT]")
+@click.option("-f", "--follow", is_flag=True, help="Stay, and print what is logged from now on.")
+@click.option(
+    "-n", "--lines", "last", type=click.IntRange(0), help="Only the last N lines.  [all]", metavar="N"
+)
+def logs(place: Path | None, follow: bool, last: int | None) -> None:
+    """Print the log file of the mount at MOUNTPOINT. In its place, name the cache directory of a daemon that has died.
+
+    The log is rotated at 10 MiB; older lines are in cachefs.log.1 to .3 beside it.
+    """
+    path = _log_of(place)
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in deque(file, maxlen=last):
+                say(line.rstrip("\n"))
+            if follow:
+                _follow(path, file)
+    except OSError as exc:
+        raise MountError(f"cannot read the log {path}: {exc.strerror}") from exc
+
+
+def _log_of(place: Path | None) -> Path:
+    from cachefs.daemon import asking
+
+    if place is not None and mount_at(canonical(place)) is None and (place / LOG_NAME).is_file():
+        return place / LOG_NAME
+    mount = mount_meant(place)
+    path = asking.ask(mount, "status").get("log_file")
+    if not path:
+        raise MountError(f"{mount} logs to the stderr of its daemon: ask its service manager (journalctl -u)")
+    return Path(path)
+
+
+def _follow(path: Path, file: IO[str]) -> None:
+    """Print what is appended, also after a rotation, until Ctrl-C."""
+    try:
+        while True:
+            while line := file.readline():
+                say(line.rstrip("\n"))
+            if path.exists() and os.stat(path).st_ino != os.fstat(file.fileno()).st_ino:
+                file.close()
+                file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (closed at the next one)
+            else:
+                time.sleep(FOLLOW_EVERY_S)
+    except KeyboardInterrupt:
+        return
+
+
+COMMANDS = (status, refresh, peers, doctor, logs, log_level)

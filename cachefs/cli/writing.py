@@ -1,0 +1,126 @@
+"""The verbs about files that were written here: flush, recover."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cachefs.base.errors import ConfigError, MountError, OriginFailed
+from cachefs.base.units import FOREVER, about_bytes, about_files, printable
+from cachefs.cli import show
+from cachefs.cli.places import Place, seconds_of
+from cachefs.cli.show import as_json, note, say
+
+if TYPE_CHECKING:
+    from cachefs.upload.orphans import Orphan
+
+
+@click.command(short_help="Wait until written files are at the origin.")
+@click.argument("path", required=False, type=Place())
+@click.option("--timeout", metavar="TIME", help="Give up after this long: 60s, 5m.  [forever]")
+@as_json("A list of objects: mountpoint, and what is left: files, bytes, failures.")
+def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
+    """Upload what was written at and below PATH (below every mount of this user, if left out) now, and wait for it.
+
+    Exits with 1 and says why when a file could not be uploaded; the daemon goes on trying.
+    """
+    from cachefs.daemon import asking
+
+    deadline_s = FOREVER if timeout is None else seconds_of(timeout, "--timeout")
+    if path is not None:
+        wanted = [asking.mount_of(path)]
+        _must_exist(path)
+    else:
+        writing = (s for s in asking.all_statuses() if s.get("uploads") or s.get("unsent"))
+        wanted = [(Path(s["mountpoint"]), "") for s in writing]
+    answers = []
+    for mountpoint, relative in wanted:
+        left = asking.flush(mountpoint, relative, deadline_s, show_left)
+        answers.append({"mountpoint": str(mountpoint), **left})
+        if left["files"]:
+            break
+        note(f"{path or mountpoint}: all of it is in the store")
+    if as_json:
+        show.data(answers)
+    if answers and answers[-1]["files"]:
+        raise OriginFailed(f"{answers[-1]['mountpoint']}: {asking.describe(answers[-1])}")
+
+
+def _must_exist(path: Path) -> None:
+    """Refuse a misspelt path. A path that cannot be looked at is left to the daemon."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise MountError(f"{path}: no such file or directory") from None
+    except OSError:
+        pass
+
+
+def show_left(left: Mapping[str, Any]) -> None:
+    """Show on a terminal how much is left."""
+    if sys.stderr.isatty() and not show.is_quiet():
+        show.raw(f"\r\033[K{about_files(left['files'])}, {about_bytes(left['bytes'])} to go ", err=True)
+
+
+@click.command(short_help="Find written files that no journal has.")
+@click.argument("place", type=Place())
+@click.option(
+    "--to", metavar="DIR", type=Place(), help="Copy the files there: a mount uploads them under their names."
+)
+@click.option("--remove", is_flag=True, help="Do not keep what was copied.")
+@as_json("A list of objects: name, size, mtime, waiting; with --to also copied, error.")
+def recover(place: Path, to: Path | None, remove: bool, as_json: bool) -> None:
+    """List the files of the cache directory (or mount) PLACE whose journal was lost, or copy them to where they belong.
+
+    A mount keeps such files aside instead of removing them. No existing file is replaced. Exits with 1 when a file
+    could not be copied.
+    """
+    from cachefs.daemon import recovering
+    from cachefs.upload import orphans
+
+    if remove and to is None:
+        raise ConfigError("--remove goes with --to")
+    state_dir = recovering.state_dir_of(place)
+    with orphans.unused(state_dir) as unused:
+        found = orphans.found(state_dir, waiting=unused)
+        if not found:
+            note(f"{state_dir}: nothing is kept aside")
+        outcomes: Iterable[tuple[Orphan, Path | None, str]] = ((orphan, None, "") for orphan in found)
+        if to is not None:
+            outcomes = recovering.copy(found, recovering.Target(to), remove=remove)
+        failed, rows = 0, []
+        for orphan, copied, why in outcomes:
+            name = recovering.name_of(orphan)
+            failed += bool(why)
+            if as_json:
+                row = {
+                    "name": name,
+                    "size": orphan.size,
+                    "mtime": orphan.mtime_ns / 1e9,
+                    "waiting": orphan.waiting,
+                }
+                rows.append({**row, "copied": copied and str(copied), "error": why})
+            elif to is None:
+                say(_row(orphan, name))
+            else:
+                say(f"{name}: {why}" if why else f"{name} → {copied}", err=bool(why))
+    if as_json:
+        show.data(rows)
+    if failed:
+        raise OriginFailed(
+            f"{about_files(failed)} could not be copied, and {'are' if failed > 1 else 'is'} kept"
+        )
+
+
+def _row(orphan: Orphan, name: str) -> str:
+    when = datetime.fromtimestamp(orphan.mtime_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    state = "the next mount decides" if orphan.waiting else f"in {orphan.path.parent.name}"
+    return f"{about_bytes(orphan.size):>10}  {when}  {printable(name)}  ({state})"
+
+
+COMMANDS = (flush, recover)

@@ -1,0 +1,291 @@
+"""From argv, `-o`, the environment and a TOML file to one `Config`, and back to TOML.
+
+Idea: layers are laid over each other as text (argv over `-o` over the environment over the file over the
+defaults) and each winning text is parsed once. A bad one is refused with the place it came from and what to
+write instead, in one line; an unknown name is refused with the name that was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from cachefs.base.errors import ConfigError
+from cachefs.config.config import AS_THE_MOUNT, Config, Source, option_name, rows
+from cachefs.config.options import Row
+from cachefs.config.sources import SECRET_ADVICE, SecretInside, check_name, check_url, looks_secret
+
+ENV_PREFIX = "CACHEFS_"
+
+GENERIC_OPTIONS = frozenset(
+    """
+    defaults auto noauto nofail _netdev user nouser users owner group dev nodev suid nosuid exec
+    noexec atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime lazytime
+    nolazytime sync async dirsync iversion noiversion mand nomand silent loud default_permissions
+    """.split()  # noqa: SIM905 (forty words read better than forty strings)
+)
+"""What mount(8) and fstab say to every filesystem, and what this one always does."""
+
+PER_SOURCE = tuple(item.name for item in fields(Source) if item.name not in ("name", "url"))
+
+Given = tuple[str, str]
+"""(text, where it came from)."""
+
+_ROWS = {option_name(item, row): (item.name, row) for item, row in rows()}
+_ALIASES = {
+    flag[2:].replace("-", "_"): name
+    for name, (_, row) in _ROWS.items()
+    for flag in row.flags
+    if flag[:2] == "--"
+}
+_EVERYWHERE = [name for name, (_, row) in _ROWS.items() if not row.flag_only]
+_PLACES = ["source", "mountpoint"]
+
+
+def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+    """The Config that the layers add up to. `argv` maps option names and `source`, `mountpoint` to text, bool
+    or None (not given); `o` are the arguments of `-o`. Raises `ConfigError`."""
+    environ = os.environ if environ is None else environ
+    from_argv = {name: (_text(value), _flag(name)) for name, value in argv.items() if value is not None}
+    from_env = _environment(environ)
+    path = from_argv.get("config") or from_env.pop("config", None)
+    from_file, source_tables = _file(Path(_parse("config", path))) if path else ({}, [])
+    given = from_file | from_env | _mount_options(o) | from_argv
+
+    if "mountpoint" not in given:
+        raise ConfigError(
+            "no MOUNTPOINT: write cachefs mount SOURCE MOUNTPOINT, or mountpoint = … in the config file"
+        )
+    values = {_ROWS[name][0]: _parse(name, text) for name, text in given.items() if name in _ROWS}
+    values |= {
+        "config": _parse("config", path) if path else None,
+        "mountpoint": _parse("mountpoint", given["mountpoint"]),
+    }
+    shared = {name: values[name] for name in PER_SOURCE if name in values and name not in AS_THE_MOUNT}
+    values["sources"] = _sources(given.get("source"), source_tables, shared)
+    if values.get("zero_open"):
+        _check_zero_open(values)
+    return Config(**values, origins={name: origin for name, (_, origin) in given.items()})
+
+
+def load_file(path: Path) -> Config:
+    """The Config that a file alone adds up to. A file may leave the mountpoint to the command line. Raises `ConfigError`."""
+    given, _ = _file(path)
+    return load({"config": str(path), **({} if "mountpoint" in given else {"mountpoint": "/"})}, (), {})
+
+
+def _flag(name: str) -> str:
+    return name.upper() if name in _PLACES else "--" + name.replace("_", "-")
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _row(name: str) -> Row:
+    if name == "source":
+        return Row(help="", group="", parse=check_url, show=str)
+    return _ROWS["cache_dir" if name == "mountpoint" else name][1]
+
+
+def _check_zero_open(values: Mapping[str, Any]) -> None:
+    sources = values["sources"]
+    if any((source.consistency or values.get("consistency")) != "immutable" for source in sources):
+        raise ConfigError(
+            "--zero-open opens files without looking whether they changed: add --consistency immutable if they never do"
+        )
+    if values.get("read_only") is False or any(source.read_only is False for source in sources):
+        raise ConfigError("--zero-open is for what never changes: mount it with --read-only")
+    if values.get("writeback"):
+        raise ConfigError("--zero-open is for what never changes: mount it without --writeback")
+    if values.get("fuse") == "pyfuse3":
+        raise ConfigError("--zero-open needs --fuse native or auto: pyfuse3 cannot do it")
+
+
+def _parse(name: str, given: Given) -> Any:
+    text, origin = given
+    try:
+        return _row(name).parse(text)
+    except SecretInside as exc:
+        raise ConfigError(f"{origin}: this is {exc}") from None
+    except ValueError as exc:
+        shown = "this" if "@" in text else repr(text)
+        raise ConfigError(f"{origin}: {shown} is {exc}") from None
+
+
+def _known(name: str, origin: str, allowed: Iterable[str], what: str = "option") -> str:
+    """The canonical name of an option, whichever way its dashes lie."""
+    plain = name.strip().replace("-", "_")
+    plain = _ALIASES.get(plain, plain)
+    allowed = list(allowed)
+    if plain in allowed:
+        return plain
+    if looks_secret(plain):
+        raise ConfigError(f"{origin}: unknown {what}; {SECRET_ADVICE}")
+    near = difflib.get_close_matches(plain, allowed, 1, 0.5)
+    raise ConfigError(f"{origin}: unknown {what} {name!r}" + (f": did you mean {near[0]}?" if near else ""))
+
+
+def _mount_options(arguments: Iterable[str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    for option in (part for argument in arguments for part in split_options(argument)):
+        name, equals, value = option.partition("=")
+        if name.lower().startswith("x-") or name.replace("-", "_") in GENERIC_OPTIONS or name == "comment":
+            continue
+        if name == "rw" and not equals:
+            given["read_only"] = ("false", "-o rw")
+            continue
+        known = _known(name, "-o", _EVERYWHERE)
+        if not equals and _row(known).metavar:
+            raise ConfigError(f"-o {name}: needs a value: write -o {name}={_row(known).metavar}")
+        given[known] = (value if equals else "true", f"-o {name}")
+    return given
+
+
+def split_options(text: str) -> list[str]:
+    r"""Split at commas; ``\,`` is a comma that belongs to the value."""
+    parts = re.findall(r"(?:\\.|[^,\\]|\\$)+", text, re.DOTALL)
+    return [re.sub(r"\\([,\\])", r"\1", part).strip() for part in parts if part.strip()]
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or not value:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        name = _ALIASES.get(name, name)
+        allowed = [*_EVERYWHERE, *_PLACES, "config"]
+        if name in allowed:
+            given[name] = (value, variable)
+        elif near := difflib.get_close_matches(name, allowed, 1, 0.8):
+            # Only a likely typo is refused: Kubernetes sets CACHEFS_PORT and its like for a service of our
+            # name.
+            raise ConfigError(f"{variable}: unknown option: did you mean {ENV_PREFIX}{near[0].upper()}?")
+    return given
+
+
+def _file(path: Path) -> tuple[dict[str, Given], list[tuple[dict[str, Given], str]]]:
+    """Top-level options, and the ``[[source]]`` tables with the place of each."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"--config {path}: {exc.strerror}: name a TOML file that can be read") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"--config {path}: not UTF-8 at byte {exc.start}: save it as UTF-8") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"--config {path}: not TOML: {exc}") from exc
+    given: dict[str, Given] = {}
+    sources: list[tuple[dict[str, Given], str]] = []
+    for key, value in table.items():
+        if key in ("source", "sources") and isinstance(value, list):
+            for number, entry in enumerate(value, 1):
+                sources.append(_source_table(entry, f"{path}: source {number}"))
+        elif isinstance(value, dict):
+            raise ConfigError(f"{path}: {_flat(key, value)}")
+        else:
+            name = _known(key, str(path), [*_EVERYWHERE, *_PLACES])
+            given[name] = _from_toml(name, value, f"{path}: {key}")
+    return given, sources
+
+
+def _flat(table: str, entries: Mapping[str, object]) -> str:
+    """What to write in place of a table: options have no sections."""
+    if table in ("source", "sources"):
+        return "[source] is one of a list: write [[source]]"
+    for entry in entries:
+        for name in (f"{table}_{entry}", entry):
+            plain = name.replace("-", "_")
+            if _ALIASES.get(plain, plain) in _EVERYWHERE:
+                return f"options have no sections: for [{table}] {entry} write {plain} = … above the first [[source]]"
+    return f"no section [{table}] is known: [[source]] is the only one, options stand above it"
+
+
+def _source_table(entry: object, origin: str) -> tuple[dict[str, Given], str]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f'{origin}: not a table: write [[source]] with name = "…" and url = "…" below it')
+    known = {key: _known(key, origin, ["name", "url", *PER_SOURCE], "key") for key in entry}
+    return {
+        known[key]: _from_toml(known[key], value, f"{origin}: {key}") for key, value in entry.items()
+    }, origin
+
+
+def _from_toml(name: str, value: object, origin: str) -> Given:
+    if isinstance(value, str):
+        return value, origin
+    if isinstance(value, bool | int | float):
+        if name in _ROWS and _ROWS[name][1].metavar == "OCTAL":
+            raise ConfigError(
+                f'{origin}: a mode is octal, and this number is not: write it in quotes, "0644"'
+            )
+        return _text(value), origin
+    raise ConfigError(f"{origin}: write a single value, not a {type(value).__name__}")
+
+
+def _sources(
+    single: Given | None, tables: list[tuple[dict[str, Given], str]], shared: Mapping[str, Any]
+) -> tuple[Source, ...]:
+    """A source named outside of the tables stands alone; else the tables are the top-level directories."""
+    if single is not None:
+        return (Source(name="", url=_parse("source", single), **shared),)
+    if not tables:
+        raise ConfigError(
+            "no SOURCE: write cachefs mount s3://bucket/prefix MOUNTPOINT, or [[source]] in the config file"
+        )
+    sources: list[Source] = []
+    for table, origin in tables:
+        if "url" not in table:
+            raise ConfigError(f'{origin}: no url: write url = "s3://bucket/prefix"')
+        own = {name: _parse(name, table[name]) for name in PER_SOURCE if name in table}
+        name = ""
+        if "name" in table or len(tables) > 1:
+            text, place = table.get("name", ("", f"{origin}: name"))
+            try:
+                name = check_name(text)
+            except ValueError as exc:
+                raise ConfigError(f"{place}: {text!r} is {exc}") from None
+        if name in (other.name for other in sources):
+            raise ConfigError(f"{origin}: name: {name!r} is taken by another source: give each its own")
+        sources.append(Source(name=name, url=_parse("source", table["url"]), **{**shared, **own}))
+    return tuple(sources)
+
+
+def dump(config: Config) -> str:
+    """The effective configuration as TOML that `load` reads back as `--config`, each value with its
+    origin."""
+    lines = ["# The effective configuration. What is marked as a default may be left out."]
+    lines += [_assignment("mountpoint", str(config.mountpoint), config.origins.get("mountpoint", "given"))]
+    group = ""
+    for name, (field_name, row) in _ROWS.items():
+        if row.flag_only:
+            continue
+        if row.group != group:
+            group = row.group
+            lines += ["", f"# {group}"]
+        value = getattr(config, field_name)
+        if value is None:
+            lines += [f"# {name} is not set"]
+        else:
+            lines += [_assignment(name, row.show(value), config.origins.get(name, "default"))]
+    for source in config.sources:
+        lines += ["", "[[source]]"]
+        if source.name:
+            lines += [_assignment("name", source.name)]
+        lines += [_assignment("url", source.url, config.origins.get("source", ""))]
+        for name in PER_SOURCE:
+            if (value := getattr(source, name)) is not None:
+                lines += [_assignment(name, _ROWS[name][1].show(value))]
+    return "\n".join(lines) + "\n"
+
+
+def _assignment(name: str, value: str | int | float | bool, origin: str = "") -> str:
+    # A JSON string is a TOML basic string, but for DEL, which JSON leaves bare.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{name} = {text}" + (f"  # {origin}" if origin else "")

@@ -1,0 +1,166 @@
+"""The rows of the options table: what an option is outside of Python, and the kinds of values there are.
+
+A parser takes text and returns the value, or raises `ValueError` whose text completes "'12X' is …". `show`
+gives text, a bare number or a switch, which the parser reads back to the same value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cachefs.base.names import OnOutage
+from cachefs.base.units import (
+    FOREVER,
+    Size,
+    format_bytes,
+    format_duration,
+    format_mode,
+    parse_bool,
+    parse_bytes,
+    parse_capacity,
+    parse_duration,
+    parse_mode,
+    parse_rate,
+)
+from cachefs.config.sources import absolute, check_url
+
+DERIVED: Any = object()
+"""Stands for "work it out from the other fields" until the Config has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What an option is outside of Python: how its text reads, and what is said about it."""
+
+    help: str
+    group: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str | int | float | bool]
+    metavar: str = "TEXT"
+    default: str = ""
+    flags: tuple[str, ...] = ()
+    key: str = ""
+    flag_only: bool = False
+    derive: Callable[[Any], Any] | None = None
+
+
+def option(kind: Callable[..., Row], group: str, help: str, *, value: Any = DERIVED, **more: Any) -> Any:
+    return field(default=value, metadata={"row": kind(group=group, help=help, **more)})
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _parse_text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("empty: give it a value or leave it out")
+    return text.strip()
+
+
+def _parse_count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text.strip()):
+        raise ValueError("not a number from 1 up")
+    return int(text)
+
+
+def _parse_weight(text: str) -> float:
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text.strip()) or not float(text):
+        raise ValueError("not a number above 0 and below a million: write it like 1 or 0.5")
+    return float(text)
+
+
+def _parse_path(text: str) -> Path:
+    return Path(absolute(_parse_text(text)))
+
+
+def _parse_block_size(text: str) -> int:
+    size = parse_bytes(text)
+    if size & (size - 1) or not 64 << 10 <= size <= 16 << 20:
+        raise ValueError("not a power of two from 64K to 16M: write it like 1M")
+    return size
+
+
+def _parse_url(text: str) -> str:
+    return check_url(_parse_text(text))
+
+
+def _parse_user(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        return int(text)
+    import pwd
+
+    try:
+        return pwd.getpwnam(text.strip()).pw_uid
+    except KeyError:
+        raise ValueError("not a user of this machine: write a number or a user name") from None
+
+
+def _parse_group(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        return int(text)
+    import grp
+
+    try:
+        return grp.getgrnam(text.strip()).gr_gid
+    except KeyError:
+        raise ValueError("not a group of this machine: write a number or a group name") from None
+
+
+def _parse_listen(text: str) -> str:
+    host, _, port = text.strip().rpartition(":")
+    if not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535 or re.search(r"[^\w.:\[\]-]", host):
+        raise ValueError("not HOST:PORT: write it like 127.0.0.1:9400, or 9400 for this machine alone")
+    return f"{host or '127.0.0.1'}:{port}"
+
+
+def _parse_outage(text: str) -> OnOutage:
+    mode, _, wait = text.strip().lower().partition("=")
+    if mode == "wait" and wait:
+        wait_s = parse_duration(wait)
+        if 0 < wait_s < FOREVER:
+            return OnOutage("wait", wait_s)
+    elif text.strip().lower() in ("serve-stale", "eio"):
+        return OnOutage("eio" if mode == "eio" else "serve-stale")
+    raise ValueError("not one of serve-stale, eio, wait=30s")
+
+
+def _kind(
+    metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
+) -> Callable[..., Row]:
+    def make(**more: Any) -> Row:
+        return Row(parse=parse, show=show, **{"metavar": metavar, **more})
+
+    return make
+
+
+SIZE = _kind("SIZE", Size.parse, str)
+BYTE_COUNT = _kind("SIZE", parse_capacity, format_bytes)
+BLOCK_SIZE = _kind("SIZE", _parse_block_size, format_bytes)
+RATE = _kind("RATE", parse_rate, format_bytes)
+DURATION = _kind("TIME", parse_duration, format_duration)
+MODE = _kind("OCTAL", parse_mode, format_mode)
+COUNT = _kind("N", _parse_count)
+WEIGHT = _kind("N", _parse_weight)
+TEXT = _kind("TEXT", _parse_text)
+URL = _kind("URL", _parse_url)
+LISTEN = _kind("HOST:PORT", _parse_listen)
+PATH = _kind("PATH", _parse_path, str)
+USER = _kind("USER", _parse_user)
+GROUP = _kind("GROUP", _parse_group)
+SWITCH = _kind("", parse_bool)
+OUTAGE = _kind("serve-stale|eio|wait=TIME", _parse_outage, str)
+
+
+def choice(*choices: str) -> Callable[..., Row]:
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in choices:
+            raise ValueError(f"not one of {', '.join(choices)}")
+        return word
+
+    return _kind("|".join(choices), parse)

@@ -1,0 +1,167 @@
+"""Asking running daemons: which daemon serves a path, and the conversations of verbs with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cachefs.base import client
+from cachefs.base.client import ask as ask
+from cachefs.base.client import control_path, runtime_dir
+from cachefs.base.errors import MountError
+from cachefs.base.linux import mounts
+from cachefs.base.units import about_bytes, about_files, printable
+from cachefs.daemon.mounting import canonical
+
+POLL_S = 0.25
+
+FLUSH_STEP_S = 1.0
+"""How long the daemon waits for uploads before it says how far it is. Guessed."""
+
+
+def status_of(mountpoint: Path) -> dict[str, Any]:
+    status: dict[str, Any] = ask(canonical(mountpoint), "status")
+    return status
+
+
+def all_statuses() -> list[dict[str, Any]]:
+    """Of every daemon of this user, by mountpoint. Sockets without a listener are removed."""
+    found: list[dict[str, Any]] = []
+    try:
+        candidates = sorted(runtime_dir().glob("*.sock"))
+    except OSError:
+        return found
+    for socket in candidates:
+        try:
+            found.append(client.request(socket, "status", 2.0))
+        except client.OfAnother:
+            continue
+        except client.NotRunning:
+            _remove(socket)
+        except client.ControlError as exc:
+            known = (m.path for m in mounts() if m.is_cachefs and control_path(Path(m.path)) == socket)
+            found.append({"mountpoint": next(known, "?"), "warnings": [str(exc)]})
+    return sorted(found, key=lambda status: str(status.get("mountpoint", "")))
+
+
+def _remove(socket: Path) -> None:
+    try:
+        socket.unlink()
+    except OSError:
+        pass
+
+
+def mount_of(path: Path) -> tuple[Path, str]:
+    """The cachefs mount that `path` is below, and the path relative to it ("": the mount itself). Raises `MountError`."""
+    cachefs_mounts = {Path(mount.path) for mount in mounts() if mount.is_cachefs}
+
+    def above(here: Path) -> Path | None:
+        return next((place for place in (here, *here.parents) if place in cachefs_mounts), None)
+
+    # There are no links in a mount, so what is below one is not looked at: it may hang.
+    here = Path(os.path.abspath(path))
+    mountpoint = above(here)
+    if mountpoint is None:
+        here = canonical(path)
+        mountpoint = above(here)
+    if mountpoint is None:
+        raise MountError(f"{path} is not below a cachefs mount: cachefs status lists those there are")
+    relative = here.relative_to(mountpoint).as_posix()
+    return mountpoint, "" if relative == "." else relative
+
+
+def refresh(path: Path) -> str:
+    """Tell the daemon to look again at `path`; one line about it."""
+    mountpoint, relative = mount_of(path)
+    ask(mountpoint, "refresh", 60.0, path=relative)
+    return f"{canonical(path)}: looking again"
+
+
+def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:
+    """Wait until what was written at and below a path (relative to its mount) is in the store; what is not, once the
+    deadline is over or all the rest was refused. `show` is given what is left, now and then."""
+    until = time.monotonic() + deadline_s
+    while True:
+        left: dict[str, Any] = ask(
+            mountpoint,
+            "flush",
+            FLUSH_STEP_S + 10.0,
+            path=relative,
+            seconds=max(min(FLUSH_STEP_S, until - time.monotonic()), 0.0),
+        )
+        if not left["files"] or left["in_vain"] == left["files"] or time.monotonic() >= until:
+            return left
+        show(left)
+
+
+def describe(left: Mapping[str, Any]) -> str:
+    """What `flush` says is not in the store, and why."""
+    why = "".join(f": {printable(failure['path'])}: {failure['error']}" for failure in left["failures"][:1])
+    are = "is" if left["files"] == 1 else "are"
+    return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not in the store{why}"
+
+
+@contextmanager
+def job(
+    mountpoint: Path,
+    action: str,
+    items: Iterable[Any],
+    *,
+    at_once: int = 0,
+    vanish: bool = False,
+    cluster: bool = False,
+) -> Iterator[int]:
+    """Begin a job in the daemon (see `cachefs.daemon.warming`) and give it all its items; its number. The job is ended when
+    that or what is done with the number fails or is interrupted."""
+    # Uninterrupted, or the number of a job that waits for its items could be lost.
+    with _uninterrupted() as interruptible:
+        number: int = ask(
+            mountpoint, "warm_start", action=action, at_once=at_once, vanish=vanish, cluster=cluster
+        )
+        try:
+            interruptible()
+            for batch in client.batches(items):
+                if ask(mountpoint, "warm_add", 60.0, job=number, items=batch) != "running":
+                    break  # it has given up, and will say why
+            ask(mountpoint, "warm_add", 60.0, job=number, items=[], complete=True)
+            yield number
+        except BaseException:
+            stop_jobs(mountpoint, number)
+            raise
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[Callable[[], object]]:
+    """Hold signals that end this process back until what is given is called, or the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+    def interruptible() -> object:
+        return signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        yield interruptible
+    finally:
+        interruptible()
+
+
+def stop_jobs(mountpoint: Path, number: int | None = None) -> int:
+    """End one job of a mount, or all; how many were running. No answer counts as none."""
+    try:
+        return int(ask(mountpoint, "warm_stop", job=number))
+    except (client.ControlError, MountError):
+        return 0
+
+
+def follow_job(mountpoint: Path, number: int) -> Iterator[dict[str, Any]]:
+    """How the job is, four times a second; lastly how it ended."""
+    while True:
+        status: dict[str, Any] = ask(mountpoint, "warm_status", 60.0, job=number)
+        yield status
+        if status["state"] != "running":
+            return
+        time.sleep(POLL_S)

@@ -1,0 +1,204 @@
+"""Mounting in the background: a parent that waits, and the child that becomes the daemon.
+
+The child is a new interpreter with the same arguments, not a fork, so nothing of the parent's threads or
+descriptors leaks into the daemon. It says on a pipe whether it is ready or why not, in one line; the parent
+also waits until the mountpoint answers. When the parent gives up, it ends the child and unmounts.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cachefs.base import logs, ownership
+from cachefs.base.client import runtime_dir, slug
+from cachefs.base.errors import MountError
+from cachefs.base.linux import mount_at, probe
+from cachefs.config.config import LOG_NAME, Config
+from cachefs.daemon.mounting import detach
+
+log = logging.getLogger(__name__)
+
+READY_FD = "CACHEFS_READY_FD"
+STOP_DEADLINE_S = 5.0
+
+
+class Ready:
+    """The child's end: says once whether the mount is there."""
+
+    def __init__(self) -> None:
+        text = os.environ.pop(READY_FD, "")
+        self._fd: int | None = int(text) if text.isdigit() else None
+        if self._fd is not None:
+            try:
+                os.set_inheritable(self._fd, False)
+            except OSError:  # a variable that was left in the environment
+                self._fd = None
+        self.in_background = self._fd is not None
+
+    def ready(self) -> None:
+        self._say("ready")
+
+    def failed(self, line: str) -> None:
+        self._say("error: " + " ".join(line.splitlines()))
+
+    def _say(self, line: str) -> None:
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        try:
+            os.write(fd, line.encode("utf-8", "backslashreplace") + b"\n")
+        except OSError:
+            pass  # the parent has gone; the mount is there all the same
+        finally:
+            os.close(fd)
+
+
+def open_log(config: Config) -> tuple[Path, int]:
+    """(path, descriptor) of the log; beside the control socket when the cache directory cannot be written,
+    since a mount without a cache is better than none."""
+    wanted = config.log_file or config.cache_dir / LOG_NAME
+    spare = runtime_dir() / f"{slug(str(config.mountpoint).strip('/'), str(config.mountpoint))}.log"
+    problem: OSError | None = None
+    for path in (wanted, spare):
+        try:
+            ours = path == spare or path.parent == config.cache_dir
+            if ours:
+                ownership.claim(path.parent, whole=path == spare)
+            return path, logs.open_file(path, ours=ours)
+        except OSError as exc:
+            problem = problem or exc
+    raise MountError(
+        f"cannot write the log {wanted}: {problem.strerror if problem else ''}: choose another --log-file"
+    )
+
+
+def start(arguments: Sequence[str], config: Config, notes: Sequence[str] = ()) -> None:
+    """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers; else raises
+    `MountError` with the reason, and nothing is left running. `notes` go to the log first."""
+    until = time.monotonic() + config.mount_timeout
+    before = config.mountpoint.stat().st_dev
+    log_path, log_fd = open_log(config)
+    if notes:
+        logs.setup(config.log_level, config.log_format, log_path)
+        for note in notes:
+            log.warning("%s", note)
+    log_start = os.fstat(log_fd).st_size
+    read_fd, write_fd = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            start_new_session=True,
+            pass_fds=(write_fd,),
+            env={**os.environ, READY_FD: str(write_fd)},
+        )
+    finally:
+        os.close(write_fd)
+        os.close(log_fd)
+    try:
+        _trust(child, read_fd, until, config, log_path, log_start)
+        _wait_for_mount(config, before, until, log_path)
+    except BaseException:
+        _stop(child, config.mountpoint, before)
+        raise
+    finally:
+        os.close(read_fd)
+    child.returncode = 0  # it outlives this process on purpose: no warning about that
+
+
+def _trust(
+    child: subprocess.Popen[bytes], fd: int, until: float, config: Config, log_path: Path, log_start: int
+) -> None:
+    """Wait for the child's word; raise unless it is "ready"."""
+    said = _read_line(fd, until)
+    if said is None:
+        raise MountError(_late(config, log_path))
+    if said != "ready":
+        _let_end(child)
+        reason = said.removeprefix("error: ") or _last_line(log_path, log_start)
+        raise MountError(reason or f"the daemon ended before the mount was there: see {log_path}")
+
+
+def _late(config: Config, log_path: Path) -> str:
+    return f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
+
+
+def _read_line(fd: int, until: float) -> str | None:
+    """What the child said: "" if it ended without a word, None if it said nothing in time."""
+    received = b""
+    while not received.endswith(b"\n"):
+        readable, _, _ = select.select([fd], [], [], max(until - time.monotonic(), 0))
+        if not readable:
+            return None
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            break
+        received += chunk
+    return received.decode("utf-8", "replace").strip()
+
+
+def _wait_for_mount(config: Config, before: int, until: float, log_path: Path) -> None:
+    while True:
+        answer = probe(config.mountpoint, max(until - time.monotonic(), 0.05))
+        if isinstance(answer, os.stat_result) and answer.st_dev != before:
+            return
+        if isinstance(answer, OSError) and answer.errno not in (errno.ETIMEDOUT, errno.ENOTCONN):
+            raise MountError(
+                f"{config.mountpoint} is mounted but cannot be read: {answer.strerror}: see {log_path}"
+            )
+        if time.monotonic() >= until:
+            raise MountError(
+                f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
+            )
+        time.sleep(0.02)
+
+
+def _last_line(path: Path, offset: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
+
+
+def _let_end(child: subprocess.Popen[bytes]) -> None:
+    """A child that failed closes its cache: give it the time."""
+    try:
+        child.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int) -> None:
+    """End the child's whole session, and take away what it mounted."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, number)
+            child.wait(STOP_DEADLINE_S)
+            break
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    child.poll()
+    mount = mount_at(mountpoint)
+    if mount is not None and mount.is_cachefs:
+        answer = probe(mountpoint, 1.0)
+        if isinstance(answer, OSError) or answer.st_dev != before:
+            try:
+                detach(mount, lazy=True)
+            except OSError:
+                pass

@@ -1,0 +1,86 @@
+"""The cache directory: how much of its disk is the cache's, and what is opened in it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from cachefs.base import durable, ownership
+from cachefs.base.database import Database
+from cachefs.base.errors import CacheUnusable
+from cachefs.base.linux import memory_limit
+from cachefs.base.metrics import Metrics
+from cachefs.config.config import Config
+from cachefs.fs import FORMAT, TABLES
+from cachefs.store import SHM, Opened, Store, open_store, remove_orphans
+from cachefs.upload import refuse_foreign
+
+
+def _disk_of(config: Config) -> tuple[int, int]:
+    """Bytes that are free, and all there are, of the disk that the cache directory is or will be on."""
+    place = config.cache_dir
+    while not os.path.exists(place) and place != place.parent:  # Path.exists raises where one may not look
+        place = place.parent
+    try:
+        disk = os.statvfs(place)
+        return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    except OSError:
+        return 0, 0
+
+
+def open_cache(config: Config, metrics: Metrics) -> Opened:
+    """Raises `CacheInUse`, `CacheUnusable`; the latter, with nothing changed, if the directory is another user's, or if
+    another version of cachefs has noted uploads here that this one cannot read."""
+    with suppress(OSError):  # what cannot be made or written costs the SSD tier, not the mount
+        ownership.claim(config.cache_dir)
+    if not config.read_only:
+        refuse_foreign(config.cache_dir / "journal")
+    remove_orphans()
+    free, total = _disk_of(config)
+    held = _held_bytes(config.cache_dir)
+    return open_store(
+        config.cache_dir,
+        config.cache_size.resolve(free + held),
+        config.ram.resolve(memory_limit()),
+        config.keep_free.resolve(total),
+        config.block_size,
+        config.verify,
+        metrics,
+        config.eviction,
+    )
+
+
+def _held_bytes(cache_dir: Path) -> int:
+    """What this cache holds already, as its last stop noted it: a share of the disk includes it."""
+    try:
+        return int(ownership.read(cache_dir / "held"))
+    except (OSError, ValueError):
+        return 0
+
+
+def open_names(opened: Opened) -> Database:
+    """Beside the cache, or wherever there is room for it: names can always be learnt again."""
+    # A random name: every user can make a directory there.
+    refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
+    opened.temporary.append(refuge)
+    try:
+        return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False, refuge=refuge)
+    except CacheUnusable as exc:
+        opened.warnings.append(f"{exc}; keeping names in {refuge} until the mount ends")
+        return Database(refuge, TABLES, version=FORMAT, fsync=False)
+
+
+def keep_free_bytes(config: Config) -> int:
+    """What always stays free of the disk."""
+    return config.keep_free.resolve(_disk_of(config)[1])
+
+
+def note_held(cache_dir: Path, store: Store) -> None:
+    """For the next start's share of the disk."""
+    try:
+        used = sum(tier.used_bytes for tier in store.tiers if tier.name == "ssd")
+        durable.write(cache_dir / "held", str(used))
+    except OSError:
+        pass

@@ -1,0 +1,163 @@
+"""The control socket: one JSON line in, one JSON line out.
+
+A request is ``{"verb": "status", …arguments}``; the reply is ``{"ok": true, "result": …}`` or ``{"ok": false,
+"error": "one line"}``. The daemon decides which verbs there are; this module knows only how they travel. Only
+the user who runs the daemon (and root) may talk to it: the socket is 0600, in a directory of that user alone.
+
+No client can hold the daemon up: requests and connections are bounded and every step has a deadline.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cachefs.base import ownership
+from cachefs.base.client import MAX_REQUEST_BYTES, ControlError, NotRunning, connected
+from cachefs.base.errors import CachefsError
+
+if TYPE_CHECKING:
+    import trio
+
+log = logging.getLogger(__name__)
+
+Verbs = Mapping[str, Callable[..., Awaitable[Any]]]
+
+MAX_CONNECTIONS = 16
+"""For people and a metrics scraper, not for a workload."""
+
+TALK_DEADLINE_S = 5.0
+"""For a client to send its line, and again to take the reply."""
+
+VERB_DEADLINE_S = 60.0
+
+
+async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
+    """Answer requests at `path` until cancelled; the socket is removed then. Raises `ControlError` when
+    another daemon answers there or the socket cannot be made."""
+    import trio
+
+    from cachefs.base.tasks import containing
+
+    listener = _listen(path)
+    mine = os.stat(path).st_ino
+    room = trio.Semaphore(MAX_CONNECTIONS)
+
+    async def handle(stream: trio.SocketStream) -> None:
+        async with stream:
+            try:
+                room.acquire_nowait()
+            except trio.WouldBlock:
+                await _send(stream, {"ok": False, "error": "too many control connections: try again"})
+                return
+            try:
+                await _answer(stream, verbs)
+            finally:
+                room.release()
+
+    if task_status is None:
+        task_status = trio.TASK_STATUS_IGNORED
+    try:
+        await trio.serve_listeners(
+            containing("a control connection", handle),
+            [trio.SocketListener(trio.socket.from_stdlib_socket(listener))],
+            task_status=task_status,
+        )
+    finally:
+        try:
+            if os.stat(path).st_ino == mine:
+                os.unlink(path)
+        except OSError:
+            pass
+
+
+async def _answer(stream: trio.SocketStream, verbs: Verbs) -> None:
+    import trio
+
+    line: bytes | None = None
+    with trio.move_on_after(TALK_DEADLINE_S):
+        try:
+            line = await _read_line(stream)
+        except trio.BrokenResourceError:
+            return
+    if line is None:
+        return
+    await _send(stream, await _perform(line, verbs))
+
+
+async def _read_line(stream: trio.SocketStream) -> bytes:
+    received = bytearray()
+    while b"\n" not in received and len(received) <= MAX_REQUEST_BYTES:
+        chunk = await stream.receive_some(64 << 10)
+        if not chunk:
+            break
+        received += chunk
+    return bytes(received)
+
+
+async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
+    import trio
+
+    if len(line) > MAX_REQUEST_BYTES:
+        return {"ok": False, "error": f"request longer than {MAX_REQUEST_BYTES} bytes"}
+    try:
+        arguments = json.loads(line)
+        name = arguments.pop("verb")
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return {"ok": False, "error": 'not a request: write {"verb": "status"}'}
+    verb = verbs.get(name) if isinstance(name, str) else None
+    if verb is None:
+        return {"ok": False, "error": f"unknown verb {name!r}: this daemon knows {', '.join(sorted(verbs))}"}
+    try:
+        inspect.signature(verb).bind(**arguments)
+    except TypeError as exc:
+        return {"ok": False, "error": f"{name}: {exc}"}
+    try:
+        with trio.fail_after(VERB_DEADLINE_S):
+            return {"ok": True, "result": await verb(**arguments)}
+    except trio.TooSlowError:
+        return {"ok": False, "error": f"{name}: not done within {VERB_DEADLINE_S:.0f} s"}
+    except CachefsError as exc:
+        return {"ok": False, "error": str(exc)}
+    except Exception as exc:
+        log.exception("control verb %s failed", name)
+        return {"ok": False, "error": f"{name}: internal error ({type(exc).__name__}): the log has more"}
+
+
+async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
+    import trio
+
+    with trio.move_on_after(TALK_DEADLINE_S):
+        try:
+            await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the client has gone
+
+
+def _listen(path: Path) -> socket.socket:
+    try:
+        ownership.claim(path.parent, whole=True)
+    except OSError as exc:
+        raise ControlError(f"cannot make the control socket {path}: {exc.strerror}") from exc
+    except ownership.ForeignDirectory as exc:
+        raise ControlError(f"cannot make the control socket: {exc}") from exc
+    try:
+        with connected(path, TALK_DEADLINE_S):
+            raise ControlError(f"another cachefs answers at {path}")
+    except NotRunning:
+        path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as exc:
+        listener.close()
+        raise ControlError(f"cannot make the control socket {path}: {exc.strerror or exc}") from exc
+    return listener

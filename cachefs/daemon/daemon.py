@@ -1,0 +1,624 @@
+"""The composition root: builds the rooms bottom-up, runs them, takes them down in reverse.
+
+Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
+earlier daemon had yet to upload, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
+mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the store, RAM is
+saved to SSD, databases are closed cleanly. A failure that nothing contains ends the connection to the kernel and leaves the
+dead mount where it is: only a stop that was asked for unmounts.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import trio
+
+import cachefs
+from cachefs.base import logs
+from cachefs.base.client import control_path
+from cachefs.base.database import Database
+from cachefs.base.errors import CachefsError, ConfigError, MountError, OriginFailed
+from cachefs.base.linux import resident_bytes
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
+from cachefs.config.config import Config, Source, option_name, rows
+from cachefs.daemon import cachedir, control, mounting
+from cachefs.daemon.locating import Locator
+from cachefs.daemon.notify import Notifier
+from cachefs.daemon.recording import Recordings
+from cachefs.daemon.stopping import Stopping
+from cachefs.daemon.uploading import Unsent, Uploading, left_behind
+from cachefs.daemon.warming import Jobs
+from cachefs.fetch import Fetcher
+from cachefs.fetch.serving import Serving
+from cachefs.fetch.upstream import Upstream
+from cachefs.fs import FileSystem, Options, Ttls, Volume
+from cachefs.fuse import backends
+from cachefs.fuse.connection import tune
+from cachefs.fuse.notices import Notices
+from cachefs.observe import Endpoint, Watch, open_endpoint
+from cachefs.observe.explaining import Explainer
+from cachefs.origin import Origin, open_origin
+from cachefs.peers.node import PeerNode
+from cachefs.prefetch import Prefetcher
+from cachefs.store import Backing, Opened, scrub
+from cachefs.upload import orphans
+
+log = logging.getLogger(__name__)
+
+SPILL_DEADLINE_S = 10.0
+"""How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
+
+NAMES_MAPPED_BYTES = 48 << 20
+"""Pages of the names database that may stay mapped: about 400,000 names' worth. Guessed; unmapping costs minor faults."""
+
+KEEP_EVERY_S = 30
+"""Seconds until failed housekeeping is tried again. Guessed."""
+
+AHEAD_SHARE = 2
+"""Prefetched and unused files may take one part in so many of the cache. Guessed: the rest holds used data."""
+
+TRIM_EVERY_S = 2.0
+"""How often that is looked at; the look is one line of /proc. Guessed."""
+
+NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
+"""Why the kernel may refuse a file now without a reason to refuse the whole tier."""
+
+GARBAGE_THRESHOLDS = (50_000, 20, 50)
+"""Objects between garbage collections: requests make few cycles, and each pass stops the loop. Guessed."""
+
+
+LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")
+"""Options that SIGHUP changes while the mount is in use."""
+
+
+def run(config: Config, on_ready: Callable[[], None], reread: Callable[[], Config] | None = None) -> int:
+    """Mount and serve until told to stop; the exit code. Raises `CachefsError` when mounting is impossible. `reread` reads
+    the configuration again, for SIGHUP."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
+    )
+    metrics = Metrics()
+    stopping = Stopping()
+    with ExitStack() as made:  # whatever fails from here on, nothing stays in memory
+        made.callback(stopping.done)
+        opened = cachedir.open_cache(config, metrics)
+        made.callback(opened.close)
+        names = cachedir.open_names(opened)
+        made.callback(names.close)
+        made.callback(stopping.stage, "closing the names database")
+        for line in opened.warnings:
+            log.warning("%s", line)
+        stopping.start()
+        try:
+            with logs.beside():
+                return trio.run(Daemon(config, opened, names, metrics, on_ready, stopping, reread).main)
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to tell the user when several tasks failed: an expected failure rather than an unexpected one."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        exc = pending.pop()
+        if isinstance(exc, BaseExceptionGroup):
+            pending.extend(exc.exceptions)
+        else:
+            leaves.append(exc)
+    return next((exc for exc in leaves if isinstance(exc, CachefsError)), leaves[-1])
+
+
+class Daemon:
+    """One mount."""
+
+    def __init__(
+        self,
+        config: Config,
+        opened: Opened,
+        names: Database,
+        metrics: Metrics,
+        on_ready: Callable[[], None],
+        stopping: Stopping,
+        reread: Callable[[], Config] | None = None,
+    ) -> None:
+        # A terminal that closes sends SIGHUP to what runs in it: that is a stop.
+        self._reread = None if os.isatty(0) else reread
+        self._ttls: list[Ttls] = []
+        self._stopping = stopping
+        self._config = config
+        self._opened = opened
+        self._store = opened.store
+        self._names = names
+        self._metrics = metrics
+        self._on_ready = on_ready
+        self._notifier = Notifier()
+        self._started = time.time()
+        self._origins: list[Origin] = []
+        self._absent: dict[Origin, OriginFailed] = {}
+        self._tuning: list[str] = []
+        self._stopped_by = "umount"
+        self._ended = False  # as it was asked to: by a signal, or by an umount
+        self._prefetcher: Prefetcher | None = None
+        self._peers: PeerNode | None = None
+        self._uploading: Uploading | None = None
+        self._unsent = Unsent()
+        self._watch = Watch(metrics, self._status, config.mountpoint)
+        self._endpoint: Endpoint | None = None
+
+    async def main(self) -> int:
+        # Open until the very end: a second signal must not end the process while RAM is being saved.
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            try:
+                async with trio.open_nursery() as lasting:  # uploads go on when the mount has gone
+                    try:
+                        async with trio.open_nursery() as nursery:
+                            lasting.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
+                            await self._open_origins()
+                            await self._open_peers()
+                            if self._config.metrics is not None:
+                                self._endpoint = await open_endpoint(self._config.metrics)
+                            await self._serve(nursery, lasting)
+                            nursery.cancel_scope.cancel()
+                    finally:
+                        if self._uploading is not None:
+                            self._stopping.stage("uploading what was written", self._config.flush_deadline)
+                            self._notifier.stopping("uploading what was written")
+                            if not await self._uploading.finish():
+                                # The replacement of the cache directory stays: files are in it that are not uploaded.
+                                with suppress(ValueError):
+                                    self._opened.temporary.remove(self._opened.state_dir)
+                    lasting.cancel_scope.cancel()
+            finally:
+                self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
+                self._notifier.stopping("saving memory to disk")
+                with trio.CancelScope(shield=True):
+                    await self._store.aclose(SPILL_DEADLINE_S)
+                    cachedir.note_held(self._config.cache_dir, self._store)
+                    for origin in self._origins:
+                        await origin.aclose()
+                    if self._peers is not None:
+                        await self._peers.aclose()
+        log.info("stopped (%s)", self._stopped_by)
+        return 0
+
+    async def _open_origins(self) -> None:
+        config = self._config
+        self._origins = [
+            open_origin(
+                source.url,
+                client=source.client,
+                endpoint_url=source.endpoint_url,
+                region=source.region,
+                profile=source.profile,
+                anonymous=source.anonymous,
+                requester_pays=source.requester_pays,
+                sse_kms_key=source.sse_kms_key,
+                concurrency=config.of(source, "concurrency"),
+                download_limit=config.download_limit,
+                upload_limit=config.upload_limit,
+                deadline_s=config.deadline_s,
+                on_outage=config.on_outage,
+                metrics=self._metrics,
+            )
+            for source in config.sources
+        ]
+        for source, origin in zip(config.sources, self._origins, strict=True):
+            origin.read_only = config.of(source, "read_only")
+        self._store.pins.budget = config.pin_budget
+        self._store.datasets.mounted((o.source, o.prefix) for o in self._origins)
+        async with trio.open_nursery() as nursery:
+            for origin in self._origins:
+                nursery.start_soon(self._check, origin)
+
+    async def _check(self, origin: Origin) -> None:
+        try:
+            await origin.check()
+        except OriginFailed as exc:  # it refuses nothing: it does not answer
+            if not self._config.on_outage.stale:
+                raise
+            self._absent[origin] = exc
+
+    def _do_without(self) -> None:
+        """Start without origins that do not answer, if names of them are known from earlier. Raises `OriginFailed`."""
+        for origin, exc in self._absent.items():
+            if not self._fs.tree_queries.knows(origin):
+                raise exc
+            log.warning("%s; what is known of it from earlier is shown", exc)
+
+    async def _open_peers(self) -> None:
+        sources = [origin.source for origin in self._origins]
+        self._peers = await PeerNode.open(self._config, sources, self._metrics, self._opened.state_dir)
+
+    def _writable(self) -> bool:
+        """Whether any source can be written; logs a source that cannot although it was not asked to be read-only."""
+        config = self._config
+        if config.read_only:
+            return False
+        for origin in self._origins:
+            if not origin.can_write and not origin.read_only:
+                say = self._warn if "read_only" in config.origins else log.info
+                say(f"{origin.source} can only be read")
+        return any(origin.can_write for origin in self._origins)
+
+    def _warn(self, line: str) -> None:
+        self._opened.warnings.append(line)
+        log.warning("%s", line)
+
+    async def _open_uploads(self, fetcher: Fetcher, lasting: trio.Nursery) -> Uploading:
+        # In a thread: the journal of a daemon that was killed is rewritten first.
+        uploading = await trio.to_thread.run_sync(
+            Uploading,
+            self._config,
+            self._opened.state_dir,
+            cachedir.keep_free_bytes(self._config),
+            self._origins,
+            self._store,
+            fetcher,
+            self._metrics,
+            lasting,
+        )
+        self._uploading = uploading
+        await uploading.recover()
+        return uploading
+
+    async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
+        config = self._config
+        peers = self._peers
+        upstream = Upstream(self._metrics, peers.cluster if peers is not None else None)
+        fetcher = Fetcher(
+            self._store, nursery, self._metrics, max_readahead=config.max_readahead, upstream=upstream
+        )
+        uploading = await self._open_uploads(fetcher, lasting) if self._writable() else None
+        if uploading is None:
+            self._unsent = await trio.to_thread.run_sync(left_behind, self._opened.state_dir)
+        else:
+            self._unsent = uploading.unsent
+        if self._unsent.sizes:
+            self._warn(str(self._unsent))
+        if aside := orphans.warning(self._opened.state_dir):
+            log.warning("%s", aside)
+        if config.writeback and uploading is None:
+            self._warn("--writeback has no effect: nothing can be written")
+        volumes = [
+            Volume(s.name, o, ttls_of(config, s)) for s, o in zip(config.sources, self._origins, strict=True)
+        ]
+        self._ttls = [volume.ttls for volume in volumes if volume.ttls is not None]
+        self._fs = FileSystem(
+            volumes,
+            self._names,
+            fetcher,
+            Options(
+                uid=config.uid,
+                gid=config.gid,
+                file_mode=config.file_mode,
+                dir_mode=config.dir_mode,
+            ),
+            self._metrics,
+            writer=None if uploading is None else uploading.uploads,
+        )
+        self._do_without()
+        await self._fs.recover()
+        if uploading is not None:  # not before: what an earlier run has left has to have its names first
+            lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
+        notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))
+        self._fs.on_invalidate = notices.tell
+        self._fs.told = notices.told
+        backend = self._mount()
+        self._prefetcher = self._open_prefetcher(volumes, fetcher)
+        try:
+            if peers is not None:
+                await peers.start(Serving(self._store, fetcher, peers.cluster, self._origins), nursery)
+            nursery.start_soon(self._keep, self._store.run, "writing the cache index")
+            if not self._store.was_clean:
+                nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
+            nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
+            for tier in self._store.tiers:
+                if tier.path == self._opened.state_dir:  # where the names are, too
+                    tier.disk.on_down.append(partial(nursery.start_soon, self._leave_disk))
+            nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
+            if self._prefetcher is not None:
+                nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
+            self._jobs = Jobs(self._fs.tree_queries, fetcher, self._store, nursery, config.concurrency)
+            self._locator = Locator(self._fs.tree_queries, fetcher, upstream.cluster, config.block_size)
+            self._explainer = Explainer(
+                self._fs.tree_queries,
+                self._store,
+                upstream.cluster,
+                self._origins,
+                self._metrics,
+                self._status,
+            )
+            names = {id(volume.origin): volume.name for volume in volumes}
+            if upstream.comparing is not None:
+                upstream.comparing.on_lie = lambda origin, obj: self._fs.refresh(_path_of(names, origin, obj))
+            self._recordings = Recordings(self._fs, partial(_path_of, names), nursery)
+            await nursery.start(control.serve, control_path(config.mountpoint), self._verbs())
+            if self._endpoint is not None:
+                log.info("metrics at http://%s/metrics", self._endpoint.address)
+                if self._endpoint.warning:
+                    log.warning("%s", self._endpoint.warning)
+                nursery.start_soon(self._keep, partial(self._endpoint.serve, self._watch.pages()), "metrics")
+                nursery.start_soon(self._keep, self._watch.run, "samples of the metrics")
+            gc.collect()
+            gc.set_threshold(*GARBAGE_THRESHOLDS)
+            gc.freeze()  # what is alive now stays alive: no need to look at it again and again
+            await backend.serve(lambda: nursery.start_soon(self._ready))
+            self._ended = True
+        finally:
+            self._stopping.stage("taking the mount away")
+            crashed = self._watch.ready and not self._ended
+            self._watch.ready = False
+            if peers is not None:
+                with trio.move_on_after(3, shield=True):
+                    await peers.leave()
+            with trio.move_on_after(1, shield=True):
+                await notices.quiet()  # the session must not go while a thread is inside of it
+            # A bare directory in place of a mount would take what others write there, and lose it to them.
+            backend.close(unmount=not crashed)
+            if crashed:
+                log.critical(
+                    "a failure ends this daemon: the mount stays at %s, dead, until the next one",
+                    config.mountpoint,
+                )
+            with trio.move_on_after(5, shield=True):
+                await self._fs.aclose()
+
+    def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
+        config = self._config
+        ahead = {
+            volume.origin
+            for volume, source in zip(volumes, config.sources, strict=True)
+            if config.of(source, "prefetch") == "on"
+        }
+        if not ahead:
+            return None
+        prefetcher = Prefetcher(
+            self._fs,
+            fetcher,
+            volumes,
+            self._metrics,
+            slots=config.concurrency - config.concurrency // 8,  # what the gate leaves to the background
+            budget=lambda: sum(tier.limit_bytes() for tier in self._store.tiers) // AHEAD_SHARE,
+            directory=self._opened.state_dir / "plans",
+        )
+
+        def opened(ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
+            if origin in ahead:
+                prefetcher.opened(ino, pid, origin, obj, passthrough)
+
+        hook = prefetcher.opened if len(ahead) == len(volumes) else opened
+        self._fs.watch_opens(hook, prefetcher.awaited)
+        return prefetcher
+
+    def _mount(self) -> backends.Backend:
+        config = self._config
+        for line in mounting.clear(config):
+            log.warning("%s", line)
+        try:
+            self._backend = backends.choose(
+                config,
+                self._title(),
+                [tier.path for tier in self._store.tiers if self._store.passthrough],
+                self._fs,
+                self._metrics,
+                writable=self._uploading is not None,
+            )
+        except MountError as exc:
+            if config.descriptor is not None:
+                raise
+            raise mounting.translate_mount_failure(exc) from exc
+        backend = self._backend.backend
+        if config.descriptor is None:
+            self._stopping.mounted(config.mountpoint)
+        log.info("backend: %s (%s)", backend.name, self._backend.why)
+        if self._backend.passthrough:
+            for tier in self._store.tiers:
+                if tier.path in self._backend.refused:
+                    self._store.refuse(tier, self._backend.refused[tier.path])
+            self._fs.enable_passthrough(self._register_backing)
+            self._store.on_retired = backend.retire
+            if self._uploading is not None:
+                self._uploading.uploads.enable_passthrough(backend.register, backend.retire)
+        if config.zero_open and backend.name == "native":
+            self._fs.never_opened()
+        elif config.zero_open:
+            self._warn(f"--zero-open has no effect: {self._backend.why}")
+        return backend
+
+    def _register_backing(self, backing: Backing) -> bool:
+        try:
+            self._backend.backend.register(backing)
+        except OSError as exc:
+            if exc.errno in NOT_FOR_GOOD:
+                log.debug("the kernel does not take a file now: %s", exc)
+            else:
+                self._store.refuse(backing.tier, exc.strerror or str(exc))
+            return False
+        return True
+
+    def _title(self) -> str:
+        return self._config.sources[0].url if len(self._config.sources) == 1 else "cachefs"
+
+    async def _ready(self) -> None:
+        """The kernel has shaken hands: tune it, then say so."""
+        granted = self._backend.backend.max_background
+        self._tuning = await trio.to_thread.run_sync(tune, self._config.mountpoint, granted)
+        for line in self._tuning:
+            log.info("%s", line)
+        log.info("mounted %s on %s", self._title(), self._config.mountpoint)
+        self._watch.ready = True
+        self._on_ready()
+        await self._notifier.attend(self._config.mountpoint, self._title())
+
+    async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
+        """End the mount, and cancel requests under way: their readers get an errno even if the origin hangs."""
+        async for number in signals:
+            if number == signal.SIGHUP and self._reread is not None:
+                await self._reload(self._reread)
+                continue
+            if self._uploading is not None and self._stopped_by != "umount":
+                self._uploading.hurry()  # asked twice
+            self._stopped_by = signal.Signals(number).name
+            self._stopping.stage("ending requests under way")
+            self._ended = True
+            stop()
+
+    async def _reload(self, reread: Callable[[], Config]) -> None:
+        """Apply the `LIVE` options of the configuration as it is now, and log which others wait for the next mount."""
+        try:
+            fresh = await trio.to_thread.run_sync(reread)
+        except CachefsError as exc:
+            log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure, told in one line)
+            return
+        config = self._config
+        given = {*config.origins, *fresh.origins}  # a default that follows from the machine is not compared
+        changed = [
+            (item.name, option_name(item, row))
+            for item, row in rows()
+            if item.compare and getattr(fresh, item.name) != getattr(config, item.name)
+        ]
+        live = {name: getattr(fresh, name) for name in LIVE}
+        later = [shown for name, shown in changed if name not in LIVE and shown in given]
+        if _but_ttls(fresh.sources) == _but_ttls(config.sources):
+            live["sources"] = fresh.sources
+        else:
+            later.append("[[source]]")
+        self._config = config = replace(config, **live)
+        self._store.pins.budget = config.pin_budget
+        for origin in self._origins:
+            origin.limit(config.download_limit, config.upload_limit)
+        for ttls, source in zip(self._ttls, config.sources, strict=bool(self._ttls)):
+            found = ttls_of(config, source)
+            ttls.ttl, ttls.negative_ttl = found.ttl, found.negative_ttl
+        now = ", ".join(shown for name, shown in changed if name in LIVE) or "nothing"
+        logs.set_level("info")  # whatever the level is now or then, the answer is logged
+        log.info("SIGHUP: changed %s; needs a remount: %s", now, ", ".join(later) or "nothing")
+        logs.set_level(config.log_level)
+
+    async def _keep(self, what: Callable[[], Awaitable[None]], name: str) -> None:
+        """Run housekeeping. A failure is logged and it is tried again later; it does not end the mount."""
+        while True:
+            try:
+                await what()
+            except Exception:
+                log.exception("%s failed; trying again in %d s", name, KEEP_EVERY_S)
+                await trio.sleep(KEEP_EVERY_S)
+            else:
+                return
+
+    async def _leave_disk(self) -> None:
+        """Keep names in memory from now on, so that learning a name does not wait for a disk that hangs."""
+        await trio.to_thread.run_sync(
+            self._names.leave, "the disk of the names does not answer", abandon_on_cancel=True
+        )
+
+    async def _trim_loop(self) -> None:
+        while True:
+            await trio.sleep(TRIM_EVERY_S)
+            await trio.to_thread.run_sync(self._names.release_memory, NAMES_MAPPED_BYTES)
+
+    # -- control verbs -----------------------------------------------------------------------------
+
+    def _verbs(self) -> dict[str, Any]:
+        prefetcher = self._prefetcher
+        return {
+            "status": self._status,
+            "refresh": self._refresh,
+            "hint_files": prefetcher.hint_files if prefetcher else _no_hints,
+            "hint_order": prefetcher.hint_order if prefetcher else _no_hints,
+            "hint_drop": prefetcher.hint_drop if prefetcher else _no_hints,
+            **self._jobs.verbs(),
+            **self._recordings.verbs(),
+            "locate": self._locator.locate,
+            **self._explainer.verbs(),
+            "flush": (self._uploading or self._unsent).flush,
+        }
+
+    async def _refresh(self, path: str = "") -> str:
+        await self._fs.refresh(path)
+        return "looking again"
+
+    async def _status(self) -> dict[str, Any]:
+        return {
+            "version": cachefs.__version__,
+            "pid": os.getpid(),
+            "started": self._started,
+            "mountpoint": str(self._config.mountpoint),
+            "log_file": str(self._config.log_file or ""),
+            "state_dir": str(self._opened.state_dir),
+            "sources": [
+                {"name": s.name, "url": s.url, "client": s.client, "origin": o.status()}
+                for s, o in zip(self._config.sources, self._origins, strict=True)
+            ],
+            "fuse": self._backend.backend.name,
+            "fuse_reason": self._backend.why,
+            "read_only": self._uploading is None,
+            "tiers": [
+                {
+                    "name": t.name,
+                    "path": str(t.path),
+                    "used_bytes": t.used_bytes,
+                    "cap_bytes": t.limit_bytes(),
+                    "blocks": t.blocks,
+                    "passthrough_files": t.registered,
+                    "state": t.state,
+                }
+                for t in self._store.tiers
+            ],
+            "eviction": self._store.eviction_status(),
+            "pinned_bytes": self._store.pinned_bytes,
+            "metrics": self._metrics.as_dict(),
+            "prefetch": None if self._prefetcher is None else self._prefetcher.status(),
+            "jobs": self._jobs.status(),
+            "peers": None if self._peers is None else self._peers.status(),
+            "uploads": None if self._uploading is None else self._uploading.status(),
+            "unsent": len(self._unsent.sizes),
+            "tuning": self._tuning,
+            "warnings": [
+                *self._opened.warnings,
+                *([self._store.index_error] if self._store.index_error else []),
+                *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
+                *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
+                *(self._peers.warnings if self._peers is not None else []),
+                *([aside] if (aside := orphans.warning(self._opened.state_dir)) else []),
+            ],
+            "memory_bytes": resident_bytes(),
+            "tasks": trio.lowlevel.current_statistics().tasks_living,
+            "endpoint": self._endpoint.address if self._endpoint else "",
+            **self._fs.status(),
+        }
+
+
+def _but_ttls(sources: Sequence[Source]) -> list[Source]:
+    return [replace(source, metadata_ttl=None, negative_ttl=None) for source in sources]
+
+
+def ttls_of(config: Config, source: Source) -> Ttls:
+    """How long names and attributes of a source may be used without asking."""
+    consistency = config.of(source, "consistency")
+    ttl = float("inf") if consistency == "immutable" else config.of(source, "metadata_ttl")
+    return Ttls(ttl, config.of(source, "negative_ttl"), revalidate=consistency == "strict")
+
+
+async def _no_hints(**_: Any) -> None:
+    raise ConfigError("this mount takes no hints: it was made with --prefetch off")
+
+
+def _path_of(names: dict[int, str], origin: Origin, obj: ObjectId) -> str:
+    """Where a file is below the mount; `names` are those of the volumes, by the identity of their origins."""
+    prefix = origin.prefix.rstrip("/") + "/" if origin.prefix else ""
+    return f"{names[id(origin)]}/{obj.key.removeprefix(prefix)}".lstrip("/")

@@ -1,0 +1,102 @@
+"""Which nodes hold how much of a path: asked of all members, and of this node's own cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import trio
+
+from cachefs.base.errors import ConfigError
+from cachefs.base.names import ObjectId, block_count, block_length
+from cachefs.fetch import Fetcher
+from cachefs.origin import Origin
+from cachefs.peers.cluster import Cluster
+from cachefs.peers.membership import Member
+from cachefs.peers.wire import MAX_HAVE_BLOCKS, PeerFailed
+
+FILES_AT_MOST = 10_000
+"""Of one question: each costs a request to every member. Guessed: about ten seconds."""
+
+AT_ONCE = 8
+"""Files asked about side by side. Guessed; half of what a client has connections for to one peer."""
+
+DEADLINE_S = 50.0
+
+HERE = "this node"
+
+
+class TreeQueries(Protocol):
+    def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]: ...
+
+
+class Locator:
+    """`cluster` is None on a mount without peers: then there is only this node."""
+
+    def __init__(
+        self, tree_queries: TreeQueries, fetcher: Fetcher, cluster: Cluster | None, block_size: int
+    ) -> None:
+        self._tree_queries = tree_queries
+        self._fetcher = fetcher
+        self._cluster = cluster
+        self._block_size = block_size
+
+    async def locate(self, path: str = "") -> dict[str, Any]:
+        """The files at and below `path` (relative to the mount): how many, their bytes, how many of those each node holds,
+        and which nodes could not be asked. Raises `NotFound`, and `ConfigError` when there are too many."""
+        held: Counter[str] = Counter()
+        silent: dict[str, str] = {}
+        files = size = 0
+        here, others = HERE, list[Member]()
+        if self._cluster is not None:
+            here = min(map(str, self._cluster.membership.own_addresses), default=HERE)
+            others = self._cluster.others()
+        held[here] = 0
+        held.update(dict.fromkeys(map(str, others), 0))
+        room = trio.CapacityLimiter(AT_ONCE)
+
+        async def ask(version: ObjectId) -> None:
+            async with room, trio.open_nursery() as asking:
+                for member in others:
+                    if str(member) not in silent:
+                        asking.start_soon(self._ask, member, version, held, silent)
+
+        with trio.move_on_after(DEADLINE_S) as scope:
+            async with trio.open_nursery() as nursery, aclosing(self._tree_queries.walk(path)) as found:
+                async for _, _, version in found:
+                    files += 1
+                    size += version.size
+                    if files > FILES_AT_MOST:
+                        nursery.cancel_scope.cancel()
+                        break
+                    held[here] += self._fetcher.cached_bytes(version)
+                    async with room:  # no more tasks than can ask
+                        nursery.start_soon(ask, version)
+        if scope.cancelled_caught or files > FILES_AT_MOST:
+            raise ConfigError(
+                f"{path or 'the mount'} has too many files to ask about: name a directory in it"
+            )
+        return {"files": files, "bytes": size, "nodes": dict(held), "unreachable": silent}
+
+    async def _ask(
+        self, member: Member, version: ObjectId, held: Counter[str], silent: dict[str, str]
+    ) -> None:
+        assert self._cluster is not None
+        size = self._block_size
+        blocks = block_count(version.size, size)
+        try:
+            for first in range(0, blocks, MAX_HAVE_BLOCKS):
+                last = min(blocks, first + MAX_HAVE_BLOCKS)
+                answer = await self._cluster.have(
+                    member, version, first * size, min(version.size, last * size)
+                )
+                held[str(member)] += sum(
+                    block_length(first + index, version.size, size)
+                    for index, here in enumerate(answer)
+                    if here
+                )
+        except PeerFailed as exc:
+            if exc.kind != "not_here":
+                silent[str(member)] = str(exc)

@@ -1,0 +1,311 @@
+"""The mountpoint, seen from outside: what must hold before mounting, and taking a mount away again.
+
+Idea: every reason the kernel or fusermount3 would give as a bare errno is looked for first, and refused with
+what to do about it. The mount table is asked before the path is touched, because a path under a dead or
+hanging mount answers with an error or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from cachefs.base import linux
+from cachefs.base.errors import MountError
+from cachefs.base.linux import Mount, is_dead, mount_at, probe
+from cachefs.config.config import Config
+from cachefs.fuse import connection
+
+FUSE_DEVICE = Path("/dev/fuse")
+FUSE_CONF = Path("/etc/fuse.conf")
+
+LEAST_DESCRIPTORS = 128
+"""A process must be allowed to open. Derived: a mount has 40 open before its first request (measured), and one more for each
+connection to its origin, 64 of them; fewer are served slowly, and not at all below this."""
+
+
+def canonical(path: Path) -> Path:
+    """The path as the mount table spells it: absolute, links resolved; /dev/fd/N is left as it is. Does not touch a mount
+    at `path` itself."""
+    if connection.descriptor(path) is not None:
+        return path
+    lexical = Path(os.path.abspath(path))
+    for candidate in (lexical, Path(os.path.realpath(lexical.parent)) / lexical.name):
+        if mount_at(candidate) is not None:
+            return candidate
+    return Path(os.path.realpath(lexical))
+
+
+def located(config: Config) -> Config:
+    """The same with its mountpoint as the mount table spells it. One on a passed descriptor is where that is mounted, if
+    it is seen from here, and read-only if it was mounted so."""
+    fd = connection.descriptor(config.mountpoint)
+    if fd is None:
+        return replace(config, mountpoint=canonical(config.mountpoint))
+    mount = connection.mount_of(fd)
+    if mount is None:
+        return replace(config, descriptor=fd)
+    return replace(
+        config,
+        descriptor=fd,
+        mountpoint=Path(mount.path),
+        read_only=config.read_only or "rw" not in mount.options,
+    )
+
+
+def check(config: Config, *, leave_dead: bool = False) -> list[str]:
+    """Raise `MountError` for every reason known here that would make this mount fail or hang. A dead mount left at the
+    mountpoint is unmounted; the lines returned say so, for the log.
+
+    With `leave_dead` it stays until `clear` is called, so that those who read go on getting an error, and not an empty
+    directory, until the new mount is about to be there."""
+    _check_descriptors()
+    if config.descriptor is not None:
+        return _check_passed(config, config.descriptor)
+    notes: list[str] = []
+    if not (leave_dead and is_dead(probe(config.mountpoint))):
+        notes = clear(config)
+    _check_overlap(config)
+    _check_peers(config)
+    check_rights(config.allow_other)
+    return notes
+
+
+def _check_descriptors() -> None:
+    """A start that runs out of descriptors fails at an arbitrary place, with a message that does not help."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < LEAST_DESCRIPTORS:
+        raise MountError(
+            f"this process may open {hard} files at once, and a mount needs {LEAST_DESCRIPTORS}: raise the hard limit, "
+            "ulimit -Hn or LimitNOFILE"
+        )
+
+
+def _check_cache_directory(path: Path) -> None:
+    for above in path.parents:
+        if above.exists():
+            if not above.is_dir():
+                raise MountError(
+                    f"the cache directory {path} cannot be: {above} is a file: choose another --cache-dir"
+                )
+            return
+
+
+def _check_passed(config: Config, fd: int) -> list[str]:
+    connection.check(fd)
+    _check_overlap(config)
+    _check_peers(config)
+    mount = connection.mount_of(fd)
+    return [] if mount is None else connection.remarks(mount, os.geteuid())
+
+
+def check_rights(allow_other: bool = False) -> None:
+    """Raises `MountError` when this process may not mount anything."""
+    _check_fuse()
+    if os.getuid() == 0:
+        _check_capability()
+    else:
+        _check_user(allow_other)
+
+
+def clear(config: Config) -> list[str]:
+    """Unmount dead mounts at the mountpoint, and check the directory below; returns lines for the log. Raises `MountError`.
+    A mount that another process has made is left alone."""
+    if config.descriptor is not None:
+        return []
+    notes = _clear_mountpoint(config.mountpoint)
+    _check_directory(config)
+    if os.getuid() != 0 and not os.access(config.mountpoint, os.W_OK):
+        raise MountError(
+            f"{config.mountpoint} is not writable by this user, who may therefore not mount there: chown it"
+        )
+    return notes
+
+
+def _check_peers(config: Config) -> None:
+    if config.peers is not None or config.peer_listen is not None:
+        from cachefs.peers.settings import settings
+
+        settings(config)
+
+
+def _clear_mountpoint(path: Path) -> list[str]:
+    notes: list[str] = []
+    for _ in range(32):  # dead mounts may have been stacked by others
+        mount = mount_at(path)
+        if mount is None or not mount.fstype.startswith("fuse"):
+            break
+        answer = probe(path)
+        if is_dead(answer):
+            detach(mount, lazy=True)
+            notes.append(f"took away a dead mount of {mount.source} at {path}")
+        elif isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT:
+            raise MountError(f"{path} is mounted and does not answer: cachefs umount --lazy {path}")
+        elif mount.is_cachefs:
+            raise MountError(f"{path} already shows {mount.source}: cachefs umount {path} first")
+        else:
+            break
+    return notes
+
+
+def _check_directory(config: Config) -> None:
+    path = config.mountpoint
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISDIR(mode):
+            raise MountError(f"{path} is not a directory: give an empty directory to mount on")
+        with os.scandir(path) as entries:
+            empty = next(entries, None) is None
+    except FileNotFoundError:
+        raise MountError(f"{path} does not exist: create it: mkdir -p {path}") from None
+    except NotADirectoryError:
+        raise MountError(f"{path} does not exist, and what is above it is a file") from None
+    except OSError as exc:
+        raise MountError(f"{path} cannot be used as a mountpoint: {exc.strerror}") from exc
+    if not empty and not config.nonempty:
+        raise MountError(
+            f"{path} is not empty: mount on an empty directory, or cover what is there with --nonempty"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    # First by the text alone: looking at links below a mount that is not served yet would wait for us.
+    for spelt in (os.path.abspath, os.path.realpath):
+        _check_apart(config, spelt)
+    _check_cache_directory(config.cache_dir)
+
+
+def _check_apart(config: Config, spelt: Callable[[str], str]) -> None:
+    mountpoint, cache_dir = config.mountpoint, Path(spelt(str(config.cache_dir)))
+    if cache_dir.is_relative_to(mountpoint):
+        raise MountError(
+            f"the cache directory {cache_dir} is inside the mountpoint: choose another --cache-dir"
+        )
+    if mountpoint.is_relative_to(cache_dir):
+        raise MountError(
+            f"the mountpoint {mountpoint} is inside the cache directory: choose another --cache-dir"
+        )
+    for source in config.sources:
+        if not source.url.startswith("file://"):
+            continue
+        shown = Path(spelt(source.url.removeprefix("file://").removeprefix("localhost")))
+        if shown.is_relative_to(mountpoint) or mountpoint.is_relative_to(shown):
+            raise MountError(
+                f"{mountpoint} and its source {source.url} contain one another, so the mount would read itself: "
+                "mount somewhere else"
+            )
+
+
+def _check_fuse() -> None:
+    container = "in a container add --device /dev/fuse --cap-add SYS_ADMIN"
+    try:
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        raise MountError(f"{FUSE_DEVICE} is missing: modprobe fuse; {container}") from None
+    except PermissionError:
+        raise MountError(
+            f"no permission to open {FUSE_DEVICE}: chmod 666 {FUSE_DEVICE}; {container}"
+        ) from None
+    except OSError as exc:
+        raise MountError(
+            f"{FUSE_DEVICE} cannot be opened ({exc.strerror}): modprobe fuse; {container}"
+        ) from exc
+
+
+def _check_capability() -> None:
+    if not linux.may(linux.CAP_SYS_ADMIN):
+        raise MountError("this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse")
+
+
+def _check_user(allow_other: bool) -> None:
+    if shutil.which("fusermount3") is None:
+        raise MountError("fusermount3 is missing: apt-get install fuse3")
+    if allow_other and not _user_allow_other():
+        raise MountError(
+            f"--allow-other needs the line user_allow_other in {FUSE_CONF}: add it, or mount as root"
+        )
+
+
+def _user_allow_other() -> bool:
+    try:
+        return any(line.strip() == "user_allow_other" for line in FUSE_CONF.read_text().splitlines())
+    except OSError:
+        return False
+
+
+def translate_mount_failure(exc: BaseException) -> MountError:
+    """What libfuse's ``fuse_session_mount failed`` was about, as far as can be found out now."""
+    try:
+        _check_fuse()
+        if os.getuid() == 0:
+            _check_capability()
+    except MountError as reason:
+        return reason
+    hint = (
+        "seccomp or AppArmor of a container may forbid it" if os.getuid() == 0 else "the line before says why"
+    )
+    return MountError(f"mounting failed ({exc}): {hint}")
+
+
+def detach(mount: Mount, *, lazy: bool) -> None:
+    """Take a mount away, which must still be the topmost at its path. Raises `OSError` (ESTALE where another one is there by
+    now, EBUSY, EPERM, EINVAL, …)."""
+    path = Path(mount.path)
+    if not mount.same(mount_at(path)):
+        raise OSError(errno.ESTALE, "another mount has taken its place", mount.path)
+    if os.getuid() == 0:
+        linux.umount(path, linux.MNT_DETACH if lazy else 0)
+        return
+    tool = shutil.which("fusermount3") or shutil.which("fusermount")
+    if tool is None:
+        raise OSError(errno.ENOENT, "fusermount3 is missing: apt-get install fuse3", str(path))
+    command = [tool, "-u", *(["-z"] if lazy else []), "--", str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, env={**os.environ, "LC_ALL": "C"}
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()[-1:] or ["fusermount3 failed"]
+        raise OSError(errno.EBUSY if "busy" in said[0].lower() else errno.EPERM, said[0], str(path))
+
+
+def holders(mount: Mount, most: int = 8) -> list[str]:
+    """Processes with something open, mapped or current below a mount, as ``name (pid N)``. Best effort: other
+    users' processes show nothing to anyone but root. Compares names only, so a hanging mount does not hang
+    it."""
+    found: list[str] = []
+    for process in Path("/proc").iterdir():
+        if len(found) >= most:
+            break
+        if process.name.isdigit() and int(process.name) != os.getpid() and _holds(process, mount):
+            try:
+                name = (process / "comm").read_text().strip()
+            except OSError:
+                continue
+            found.append(f"{name} (pid {process.name})")
+    return found
+
+
+def _holds(process: Path, mount: Mount) -> bool:
+    inside = (mount.path, mount.path.rstrip("/") + "/")
+    try:
+        links = [process / "cwd", process / "root", *(process / "fd").iterdir()]
+    except OSError:
+        return False
+    for link in links:
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target == inside[0] or target.startswith(inside[1]):
+            return True
+    try:
+        return any(inside[1] in line for line in (process / "maps").read_text(errors="replace").splitlines())
+    except OSError:
+        return False

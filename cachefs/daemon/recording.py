@@ -1,0 +1,247 @@
+"""Recording which files are opened and which parts of them are read, to be replayed (`warm --profile`) or simulated.
+
+Idea: during a recording every open is told, and a wrapper stands before the reader; otherwise neither is
+there, and nothing is paid for it. Lines are kept in memory, up to a bound, until the client drains them over the control
+socket. A client that drains too slowly loses lines, and is told how many; one that stops draining has gone, and the
+recording ends.
+
+A line is an open: all of the file (``offset`` 0, ``length`` its size), because the daemon does not see which parts are
+read when the file is fetched in one piece or when the kernel reads it by itself. Of a file over `LARGE` that is read
+through the daemon the parts are told: its open has length 0, and a line for each run of reads follows when the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+import trio
+
+from cachefs.base.errors import ConfigError, NotFound
+from cachefs.base.names import ObjectId
+from cachefs.base.tasks import contained
+from cachefs.fs import EVERY_FILE, LARGE, FileSystem
+from cachefs.fs.reader import Buffer, Reader
+from cachefs.origin import Origin
+
+LINES_KEPT = 200_000
+"""Lines that wait to be drained, about 150 bytes each. Guessed: two seconds of opens as fast as they can be."""
+
+LINES_AT_ONCE = 2_000
+"""Lines in one reply. Measured: writing them takes 6 ms of the daemon's loop."""
+
+RUNS_KEPT = 8
+"""Runs of reads of one handle that may go on side by side. Guessed: the threads of one process."""
+
+RUN_BYTES = 64 << 20
+"""A longer run is told in parts, so that lines come while it lasts. Guessed."""
+
+DRAIN_DEADLINE_S = 60.0
+"""A client that has not drained for so long has gone. Guessed: a client drains twice a second."""
+
+
+MOST_BYTES = 1 << 62
+"""No object has so many."""
+
+FORMAT = 1
+"""Of a line, when it does not say another (`format`)."""
+
+
+def parsed(text: str) -> tuple[str, int, int, int]:
+    """Path, size, offset and length of a line of a recording, which any program may have written.
+
+    Raises `ValueError` (in words) for all that is none, and for a line that a later version made and this one would take
+    for something else. Members that are only added need no new format: they are ignored."""
+    try:
+        line = json.loads(text)
+        path, size = line["path"], line["size"]
+        made, offset, length = line.get("format", FORMAT), line.get("offset", 0), line.get("length", size)
+    except KeyError as exc:
+        raise ValueError(f"no {exc.args[0]}") from None
+    except TypeError as exc:
+        raise ValueError(str(exc)) from None
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError("not JSON") from None
+    if made != FORMAT:
+        raise ValueError(f"its format is {made}, this version reads {FORMAT}")
+    if type(path) is not str:
+        raise ValueError("its path is not text")
+    if any(type(value) is not int or not 0 <= value < MOST_BYTES for value in (size, offset, length)):
+        raise ValueError("size, offset and length are bytes")
+    if offset + length > size:
+        raise ValueError("its range goes beyond the size")
+    return path, size, offset, length
+
+
+class Recorder:
+    """Notes opens and reads. `path_of` gives the path below the mount, `clock` is in seconds."""
+
+    def __init__(self, path_of: Callable[[Origin, ObjectId], str], clock: Callable[[], float]) -> None:
+        self._path_of = path_of
+        self._clock = clock
+        self._began = clock()
+        self._lines: deque[tuple[float, Origin, ObjectId, int, int, int]] = deque()
+        self._runs: dict[Any, list[_Run]] = {}
+        self._dropped = 0
+
+    def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
+        in_parts = obj.size > LARGE and not passthrough
+        self._note(self._clock(), origin, obj, 0, 0 if in_parts else obj.size, pid)
+
+    def read(self, opened: Any, offset: int, size: int, pid: int) -> None:
+        """A part of a file was read; `opened` has its `origin` and its `id`."""
+        if opened.id.size <= LARGE or size <= 0:
+            return
+        runs = self._runs.setdefault(opened, [])
+        end = offset + size
+        touching = [run for run in runs if run.pid == pid and offset <= run.stop and run.start <= end]
+        run = touching[0] if touching else _Run(self._clock(), offset, end, pid)
+        for other in touching:  # reads come out of order: one may close the gap between two runs
+            run.start, run.stop = min(run.start, other.start, offset), max(run.stop, other.stop, end)
+            runs.remove(other)
+        runs.append(run)
+        if run.stop - run.start >= RUN_BYTES or len(runs) > RUNS_KEPT:
+            done = run if run.stop - run.start >= RUN_BYTES else runs[0]
+            runs.remove(done)
+            self._end(opened, done)
+
+    def closed(self, opened: Any) -> None:
+        for run in self._runs.pop(opened, ()):
+            self._end(opened, run)
+
+    def finish(self) -> None:
+        """Write lines for runs that have not ended."""
+        for opened in list(self._runs):
+            self.closed(opened)
+
+    def drain(self) -> tuple[list[str], int]:
+        """Up to `LINES_AT_ONCE` lines, which are forgotten then, and how many were lost since the last time."""
+        lines: list[str] = []
+        while self._lines and len(lines) < LINES_AT_ONCE:
+            at, origin, obj, offset, length, pid = self._lines.popleft()
+            line = {"t": round(at - self._began, 6), "path": self._path_of(origin, obj), "size": obj.size}
+            lines.append(json.dumps({**line, "offset": offset, "length": length, "pid": pid}))
+        dropped, self._dropped = self._dropped, 0
+        return lines, dropped
+
+    def _end(self, opened: Any, run: _Run) -> None:
+        self._note(run.at, opened.origin, opened.id, run.start, run.stop - run.start, run.pid)
+
+    def _note(self, at: float, origin: Origin, obj: ObjectId, offset: int, length: int, pid: int) -> None:
+        if len(self._lines) < LINES_KEPT:
+            self._lines.append((at, origin, obj, offset, length, pid))
+        else:
+            self._dropped += 1
+
+
+class _Run:
+    """Bytes [start, stop) of one handle, read by one process without a gap since `at`."""
+
+    __slots__ = ("at", "pid", "start", "stop")
+
+    def __init__(self, at: float, start: int, stop: int, pid: int) -> None:
+        self.at, self.start, self.stop, self.pid = at, start, stop, pid
+
+
+class RecordedReader:
+    """A reader that passes everything to `reader`, and tells the recorder what was read."""
+
+    reader: Reader
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+    def close(self, opened: Any) -> None:
+        self._recorder.closed(opened)
+        self.reader.close(opened)
+
+    def read_now(self, opened: Any, offset: int, size: int, pid: int) -> Buffer | None:
+        data = self.reader.read_now(opened, offset, size, pid)
+        if data is not None:
+            self._recorder.read(opened, offset, size, pid)
+        return data
+
+    async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer:
+        data = await self.reader.read(opened, offset, size, pid)
+        self._recorder.read(opened, offset, size, pid)
+        return data
+
+
+class Recordings:
+    """The recording of a mount: one at a time. `nursery` runs the task that ends one that is not drained."""
+
+    def __init__(
+        self, fs: FileSystem, path_of: Callable[[Origin, ObjectId], str], nursery: trio.Nursery
+    ) -> None:
+        self._fs = fs
+        self._path_of = path_of
+        self._nursery = nursery
+        self._numbers = count(1)
+        self._number = 0
+        self._recorder: Recorder | None = None
+        self._unhook: Callable[[], None] | None = None
+        self._drained = 0.0
+
+    def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """For the control socket."""
+        return {"record_start": self.start, "record_drain": self.drain, "record_stop": self.stop}
+
+    async def start(self) -> int:
+        """Begin; the number of the recording."""
+        if self._unhook is not None:
+            raise ConfigError("this mount is being recorded already: one recording at a time")
+        self._number = next(self._numbers)
+        self._drained = trio.current_time()
+        recorder = self._recorder = Recorder(self._path_of, trio.current_time)
+        self._unhook = self._hook(recorder)
+        contained(self._nursery, "recording", self._watch, self._number)
+        return self._number
+
+    async def drain(self, recording: int) -> dict[str, Any]:
+        """Lines, and how many were lost. After `stop`, an answer without lines is the last."""
+        if recording != self._number or self._recorder is None:
+            raise NotFound(f"recording {recording} has ended")
+        self._drained = trio.current_time()
+        lines, dropped = self._recorder.drain()
+        if not lines and self._unhook is None:
+            self._recorder = None
+        return {"lines": lines, "dropped": dropped}
+
+    async def stop(self, recording: int) -> None:
+        """Record nothing from now on; lines that wait can still be drained."""
+        if recording == self._number and self._unhook is not None:
+            self._unhook()
+            self._unhook = None
+            assert self._recorder is not None
+            self._recorder.finish()
+
+    async def _watch(self, recording: int) -> None:
+        while self._recorder is not None and self._number == recording:
+            if trio.current_time() - self._drained > DRAIN_DEADLINE_S:
+                await self.stop(recording)
+                self._recorder = None
+            await trio.sleep(DRAIN_DEADLINE_S / 4)
+
+    def _hook(self, recorder: Recorder) -> Callable[[], None]:
+        hook, awaited = before = self._fs.watch_opens(None)
+
+        def opened(ino: int, pid: int, origin: Origin, obj: ObjectId, passthrough: bool) -> None:
+            recorder.opened(ino, pid, origin, obj, passthrough)
+            if hook is not None and (not passthrough or obj.size > LARGE or obj.digest in awaited):
+                hook(ino, pid, origin, obj, passthrough)
+
+        recorded = RecordedReader(recorder)
+        recorded.reader = reader = self._fs.read_through(recorded)
+        self._fs.watch_opens(opened, EVERY_FILE)
+
+        def unhook() -> None:
+            self._fs.watch_opens(*before)
+            self._fs.read_through(reader)
+
+        return unhook

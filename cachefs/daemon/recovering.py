@@ -1,0 +1,118 @@
+"""What `cachefs recover` does: staging files that no journal accounts for are listed, and copied to where they belong.
+
+Where that is a mount of the source they were written for, they get their old names and are uploaded like any other file;
+elsewhere each gets a path of its source and its key.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cachefs.base.errors import CachefsError, ConfigError, MountError
+from cachefs.base.linux import mount_at
+from cachefs.daemon import asking
+from cachefs.daemon.mounting import canonical
+from cachefs.upload import orphans
+from cachefs.upload.orphans import Orphan
+
+UNNAMED = "without-a-name"
+"""The directory of files that do not say what they were."""
+
+
+def state_dir_of(place: Path) -> Path:
+    """The cache directory that `place` is, or that the mount at `place` has. Raises `ConfigError`, `MountError`."""
+    path = canonical(place)
+    mount = mount_at(path)
+    if mount is not None and mount.is_cachefs:
+        found = asking.status_of(path).get("state_dir")
+        if not found:
+            raise MountError(
+                f"{place}: its daemon does not say where its cache directory is: name that instead"
+            )
+        return Path(found)
+    if not any((path / name).is_dir() for name in ("journal", "staging", "names")) and not orphans.places(
+        path
+    ):
+        raise ConfigError(f"{place} is neither a cache directory nor a cachefs mount")
+    return path
+
+
+def name_of(orphan: Orphan) -> str:
+    return f"{orphan.source}/{orphan.key}" if orphan.key else orphan.path.name
+
+
+class Target:
+    """Where files are copied to: below the directory `to`. `sources` are those of the mount there, if it is one."""
+
+    def __init__(self, to: Path) -> None:
+        self.to = to
+        mount = mount_at(canonical(to))
+        self._sources: Sequence[dict[str, Any]] | None = None
+        if mount is not None and mount.is_cachefs:
+            self._sources = asking.status_of(to)["sources"]
+        elif not to.is_dir():
+            raise ConfigError(f"--to: {to} is no directory")
+
+    def place(self, orphan: Orphan) -> Path:
+        """Raises `ConfigError` for a file that has no place there."""
+        if self._sources is None:
+            if not orphan.key:
+                return self.to / UNNAMED / orphan.path.name
+            return self._inside(Path(orphan.source.replace("://", "/")) / orphan.key)
+        if not orphan.key:
+            raise ConfigError("it does not say what it was: copy it to a directory that is no mount")
+        whole = f"{orphan.source}/{orphan.key}"
+        for source in self._sources:
+            above = source["url"].rstrip("/") + "/"
+            if whole.startswith(above):
+                return self._inside(Path(source["name"]) / whole.removeprefix(above))
+        raise ConfigError(f"{self.to} is no mount of {orphan.source}")
+
+    def _inside(self, relative: Path) -> Path:
+        if relative.is_absolute() or ".." in relative.parts:
+            raise ConfigError("its name leads elsewhere")
+        return self.to / relative
+
+
+def copy(
+    found: Sequence[Orphan], target: Target, *, remove: bool
+) -> Iterator[tuple[Orphan, Path | None, str]]:
+    """Copy each file; yields where it is now, and why it is not (""). Nothing that exists is replaced. With `remove`, what
+    is safely there is not kept here any more, unless the next mount is to send it."""
+    for orphan in found:
+        try:
+            place = target.place(orphan)
+            _copied(orphan, place)
+            if remove and not orphan.waiting:
+                orphans.remove(orphan)
+        except OSError as exc:
+            exists = exc.errno == errno.EEXIST
+            yield (
+                orphan,
+                None,
+                f"{exc.filename} exists" if exists else f"{exc.filename or ''}: {exc.strerror}",
+            )
+        except CachefsError as exc:
+            yield orphan, None, str(exc)
+        else:
+            yield orphan, place, ""
+
+
+def _copied(orphan: Orphan, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(orphan.path, "rb") as source, open(fd, "wb", closefd=False) as sink:
+            shutil.copyfileobj(source, sink, 1 << 20)
+        os.fsync(fd)
+    except BaseException:
+        os.close(fd)
+        place.unlink(missing_ok=True)
+        raise
+    os.close(fd)  # which is where a mount says that the origin has it
+    os.utime(place, ns=(orphan.mtime_ns, orphan.mtime_ns))

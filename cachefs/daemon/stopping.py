@@ -1,0 +1,114 @@
+"""Ends a stop that does not end by itself.
+
+A stop goes through stages, each with a deadline of its own: the mount goes, what was written is uploaded, caches and
+databases are closed. A disk that hangs can hold up each of them, and the loop itself, in a call that no signal ends. So a
+thread watches: beyond a deadline it unmounts what is still mounted, says so, and ends the process as it is. The next start
+then treats the cache as after a crash.
+
+It also sees a signal that the loop does not take, because the loop is held up: it stays pending.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cachefs.base.linux import mount_at
+from cachefs.fuse.connection import end
+
+log = logging.getLogger(__name__)
+
+STAGE_S = 20.0
+"""What a stage may take beside `seconds`. Guessed: all of them together take well under a second."""
+
+LOOK_EVERY_S = 2.0
+"""How often the thread looks. Guessed."""
+
+SAYING_S = 1.0
+"""How long saying so may take: the log may lie on the disk that hangs."""
+
+EXIT_CODE = 70
+"""EX_SOFTWARE: not what a service manager takes for a clean stop."""
+
+_SIGNALS = sum(1 << (number - 1) for number in (signal.SIGTERM, signal.SIGINT))
+_PENDING = re.compile(r"^(?:ShdPnd|SigPnd):\s*([0-9a-f]+)$", re.MULTILINE)
+
+
+class Stopping:
+    """`start` begins to watch; `stage` is called as each stage of the stop begins; `done` at the very end."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        pending: Callable[[], bool] | None = None,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._clock = clock
+        self._pending = pending or _signal_pending
+        self._leave = leave
+        self._ended = threading.Event()
+        self._until: float | None = None
+        self._doing = "taking the mount away"
+        self._mount: tuple[Path, str] | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="stopping", daemon=True).start()
+
+    def mounted(self, mountpoint: Path) -> None:
+        """Remember the mount that is unmounted if the stop has to be forced."""
+        mount = mount_at(mountpoint)
+        if mount is not None:
+            self._mount = mountpoint, mount.device
+
+    def stage(self, doing: str, seconds: float = 0.0) -> None:
+        """Begin a stage, which may wait for `seconds` beside its own work."""
+        self._doing = doing
+        self._until = self._clock() + STAGE_S + seconds
+
+    def done(self) -> None:
+        self._ended.set()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            self.look()
+
+    def look(self) -> None:
+        if self._until is None and self._pending():
+            self.stage("answering a signal")
+        if self._until is not None and self._clock() > self._until:
+            self._end()
+
+    def _end(self) -> None:
+        line = f"stopped without closing cleanly: {self._doing} took too long (does the cache's disk hang?)"
+        if self._mount is not None:
+            mountpoint, number = self._mount
+            mount = mount_at(mountpoint)
+            if mount is not None and mount.device == number:
+                end(mountpoint, number)
+        saying = threading.Thread(target=_say, args=(line,), daemon=True)
+        saying.start()
+        saying.join(SAYING_S)
+        self._leave(EXIT_CODE)
+
+
+def _say(line: str) -> None:
+    log.error(line)
+    print(f"cachefs: {line}", file=sys.stderr, flush=True)
+
+
+def _signal_pending() -> bool:
+    """Whether a signal to stop is pending, because the main thread does not take it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    return any(int(found, 16) & _SIGNALS for found in _PENDING.findall(status))

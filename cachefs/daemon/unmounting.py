@@ -1,0 +1,113 @@
+"""Taking a mount away and seeing its daemon off.
+
+A clean unmount: written files are uploaded, the kernel has unmounted, and the daemon has saved its index and exited,
+so that the next mount of the same cache can start. A dead or hanging daemon does not prevent it, nor an origin
+that does not answer: then files that are not uploaded stay in the cache directory, and the message says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cachefs.base import client
+from cachefs.base.client import control_path
+from cachefs.base.errors import MountError
+from cachefs.base.linux import Mount, is_dead, mount_at, probe
+from cachefs.base.units import FOREVER
+from cachefs.daemon import asking
+from cachefs.daemon.mounting import canonical, detach, holders
+
+Show = Callable[[Any], None]
+
+EXIT_DEADLINE_S = 30.0
+"""For the daemon to finish after its mount has gone. Guessed: closing the index takes well under a second a
+gigabyte."""
+
+
+def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show = lambda left: None) -> str:
+    """Unmount the cachefs at `path`; returns one line about what was done. With `flush` only if all that was written is in
+    the store. `show` is given what is left to upload, now and then. Raises `MountError`."""
+    path = canonical(path)
+    mount = mount_at(path)
+    if mount is None:
+        raise MountError(f"{path} is not mounted")
+    if not mount.is_cachefs:
+        raise MountError(f"{path} is a mount of type {mount.fstype}, not a cachefs: use umount")
+    answer = probe(path)
+    if is_dead(answer):
+        _detach(mount, lazy=True)
+        return f"{path}: its daemon had gone; the dead mount is taken away"
+    hangs = isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT
+    if hangs and not lazy:
+        raise MountError(f"{path} does not answer: cachefs umount --lazy {path}")
+    left = None if hangs or (lazy and not flush) else _brought_to_the_store(path, flush, show)
+    daemon = None if hangs or lazy else _daemon(path)
+    try:
+        _detach(mount, lazy=lazy)
+        if daemon is not None:
+            _wait_for_exit(daemon, path)
+    finally:
+        if daemon is not None:
+            os.close(daemon)
+    if lazy:
+        return f"{path}: detached; its daemon ends when the last user has gone"
+    return f"{path}: unmounted{f', but {left}' if left else ''}"
+
+
+def _brought_to_the_store(path: Path, must: bool, show: Show) -> str | None:
+    """Wait for uploads. Returns None when all are done, else a line about what is left. With `must`, raises `MountError`
+    instead."""
+    try:
+        status = asking.status_of(path)
+        uploads = status.get("uploads") or {"pending": 0, "flush_deadline": 0}
+        if not uploads["pending"] and not status.get("unsent"):
+            return None
+        deadline_s = FOREVER if must else float(uploads["flush_deadline"])
+        left = asking.flush(path, "", deadline_s, show)
+        if left["files"] and not must:
+            asking.ask(path, "flush", last=True)  # it need not wait again
+    except (client.ControlError, MountError) as exc:
+        if must:
+            raise MountError(f"{path}: the daemon does not say what is not uploaded yet: {exc}") from exc
+        return None
+    if not left["files"]:
+        return None
+    if must:
+        raise MountError(f"{path} is not unmounted: {asking.describe(left)}")
+    return f"{asking.describe(left)}; the next mount of this cache that can be written sends it"
+
+
+def _detach(mount: Mount, *, lazy: bool) -> None:
+    path = Path(mount.path)
+    try:
+        detach(mount, lazy=lazy)
+    except OSError as exc:
+        if exc.errno == errno.EBUSY:
+            users = ", ".join(holders(mount)) or "a process of another user, or another mount below it"
+            raise MountError(
+                f"{path} is in use by {users}: stop that first, or cachefs umount --lazy {path}"
+            ) from exc
+        raise MountError(f"{path} cannot be unmounted: {exc.strerror}") from exc
+
+
+def _daemon(path: Path) -> int | None:
+    """A pidfd of the daemon that serves `path`: unlike a pid it cannot come to mean another process."""
+    try:
+        status = client.request(control_path(path), "status", timeout_s=2.0)
+        return os.pidfd_open(int(status["pid"]))
+    except (client.ControlError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _wait_for_exit(pidfd: int, path: Path) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(EXIT_DEADLINE_S * 1000):
+        raise MountError(
+            f"{path} is unmounted, but its daemon has not ended within {EXIT_DEADLINE_S:.0f} s: see its log"
+        )

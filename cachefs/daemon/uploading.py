@@ -1,0 +1,224 @@
+"""Uploading of written files: opened before the mount is there, closed after it has gone.
+
+Its tasks belong to a nursery that outlives the mount's, so that a stop (umount, a signal, a failing room) first takes the
+mount away and then waits for what is still on its way, as long as it was told to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.base.errors import CacheUnusable, NotFound
+from cachefs.base.metrics import Metrics
+from cachefs.base.units import about_bytes, about_files
+from cachefs.config.config import Config
+from cachefs.fetch import Fetcher
+from cachefs.origin import Origin
+from cachefs.store import Store
+from cachefs.upload import DirtyFile, Uploads, through
+from cachefs.upload.journal import DIRTY_FILES, Journal
+from cachefs.upload.queue import in_vain
+from cachefs.upload.recovery import kept
+
+log = logging.getLogger(__name__)
+
+NAMED = 10
+"""Failing files that are named in an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Files that an earlier mount of this cache directory acknowledged and this one does not upload."""
+
+    sizes: Sequence[int] = ()
+    why: str = ""
+
+    def __str__(self) -> str:
+        """ "" when there is nothing."""
+        if not self.sizes:
+            return ""
+        found = f"{about_files(len(self.sizes))} ({about_bytes(sum(self.sizes))})"
+        return f"an earlier mount has not brought to the store: {found}: {self.why}"
+
+    async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
+        """As `Uploading.flush`, of a mount that sends nothing."""
+        files = len(self.sizes)
+        failures = [{"path": "of an earlier mount", "error": self.why}] if files else []
+        return {"files": files, "bytes": sum(self.sizes), "in_vain": files, "failures": failures}
+
+
+class Uploading:
+    """The uploads of a mount. Making it opens the journal, which blocks. Raises `CacheUnusable` when it cannot be read,
+    or when the cache directory, which `--writeback` needs, cannot be written."""
+
+    def __init__(
+        self,
+        config: Config,
+        state_dir: Path,
+        keep_free_bytes: int,
+        origins: Sequence[Origin],
+        store: Store,
+        fetcher: Fetcher,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+    ) -> None:
+        if config.writeback and state_dir != config.cache_dir:
+            raise CacheUnusable(
+                f"--writeback needs a cache directory that can be written, and {config.cache_dir} cannot: choose another "
+                "--cache-dir"
+            )
+        self._places = {id(o): (s.name, o) for s, o in zip(config.sources, origins, strict=True)}
+        self._staging = staging_of(state_dir)
+        self._deadline_s = config.flush_deadline
+        self._hurry = trio.CancelScope()
+        self.unsent = Unsent()
+        self.uploads = Uploads(
+            state_dir,
+            self._staging,
+            origins,
+            store,
+            metrics,
+            nursery=nursery,
+            bring=through(fetcher),
+            writeback=config.writeback,
+            upload_delay_s=config.upload_delay,
+            on_conflict=config.on_conflict,
+            keep_free_bytes=keep_free_bytes,
+        )
+
+    async def recover(self) -> None:
+        """Go on with uploads of an earlier daemon, before the mount: readers then see these files from the start."""
+        found = await self.uploads.recover()
+        if found:
+            of = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
+            log.info("on their way to the store: %s", of)
+        if waiting := self.uploads.elsewhere:
+            sources = ", ".join(sorted({source for source, _ in waiting}))
+            self.unsent = Unsent(
+                [size for _, size in waiting], f"mount {sources} with this cache directory once"
+            )
+
+    def hurry(self) -> None:
+        """A second signal skips the remaining uploads."""
+        self._hurry.cancel()
+
+    async def finish(self) -> bool:
+        """After the mount has gone: wait for uploads, and log files that could not be uploaded. Returns whether the origin
+        has all of them."""
+        self.uploads.unmounted()
+        with trio.CancelScope(shield=True):
+            pending = [
+                dirty_file
+                for dirty_file in self.uploads.pending()
+                if dirty_file.acknowledged or not dirty_file.handles
+            ]
+            if pending:
+                log.info("uploading %s (%s)", about_files(len(pending)), about_bytes(_bytes(pending)))
+                with self._hurry:
+                    await self.uploads.flush(deadline_s=self._deadline_s, at_the_end=True)
+            left = await self.uploads.aclose(0.0)
+        for dirty_file in left[:NAMED]:
+            log.warning(
+                "%s is not in the store: %s",
+                self.path_of(dirty_file),
+                dirty_file.failure or "it takes too long",
+            )
+        if left:
+            log.warning(
+                "not in the store: %s (%s) in %s, and the next mount of this cache that can be written sends it",
+                about_files(len(left)),
+                about_bytes(_bytes(left)),
+                self._staging,
+            )
+        return not left
+
+    # -- what people ask ---------------------------------------------------------------------------
+
+    async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
+        """What is not in the store at and below `path` (relative to the mount), after waiting so long for it. Uploads that
+        would wait for their delay begin at once. `last`: the client does not wait any longer, and unmounts now."""
+        self._hurry = trio.CancelScope()
+        if last:
+            self._hurry.cancel()
+        left = await self.uploads.flush(self.below(path), seconds)
+        failing = [dirty_file for dirty_file in left if dirty_file.failure is not None]
+        others = await (Unsent() if path.strip("/") else self.unsent).flush()
+        return {
+            "files": len(left) + others["files"],
+            "bytes": _bytes(left) + others["bytes"],
+            "in_vain": sum(in_vain(d.failure) for d in failing if d.failure is not None) + others["in_vain"],
+            "failures": [
+                *(
+                    {"path": self.path_of(dirty_file), "error": str(dirty_file.failure)}
+                    for dirty_file in failing[:NAMED]
+                ),
+                *others["failures"],
+            ],
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For `cachefs status`: plain values."""
+        return {**self.uploads.status(), "flush_deadline": self._deadline_s}
+
+    def below(self, path: str) -> Callable[[DirtyFile], bool] | None:
+        """Which dirty files are at or below a path. Raises `NotFound` for one of no store."""
+        parts = path.strip("/")
+        if not parts:
+            return None
+        for name, origin in self._places.values():
+            if name and parts != name and not parts.startswith(name + "/"):
+                continue
+            rest = parts[len(name) :].strip("/") if name else parts
+            key = origin.prefix + rest
+            return partial(_is_below, origin, key.rstrip("/"))
+        raise NotFound(f"no such path: {path}")
+
+    def path_of(self, dirty_file: DirtyFile) -> str:
+        """Where a dirty file is below the mount."""
+        name, origin = self._places[id(dirty_file.origin)]
+        return f"{name}/{dirty_file.key.removeprefix(origin.prefix)}".lstrip("/")
+
+
+def staging_of(state_dir: Path) -> Path:
+    """The directory of staging files: on the file system of the cache, so that it can adopt them by a rename."""
+    return state_dir / "staging"
+
+
+def left_behind(state_dir: Path) -> Unsent:
+    """What an earlier mount has left, for a mount that uploads nothing. Blocks. Raises `CacheUnusable` for a journal
+    that cannot be read."""
+    staging = staging_of(state_dir)
+    try:
+        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
+    except OSError:
+        return Unsent()
+    if not sizes:
+        return Unsent()
+    if not (state_dir / "journal" / "data.mdb").exists():
+        return (
+            Unsent()
+        )  # a mount that can be written keeps them aside: an empty journal must not account for them
+    journal = Journal(state_dir / "journal")
+    try:
+        rows = journal.rows(DIRTY_FILES)
+    finally:
+        journal.close()
+    files = [sizes[rows[name]["file"]] for name in kept(rows, sizes)]
+    return Unsent(files, "mount it without --read-only once")
+
+
+def _is_below(origin: Origin, key: str, dirty_file: DirtyFile) -> bool:
+    return dirty_file.origin is origin and (
+        not key or dirty_file.key == key or dirty_file.key.startswith(key + "/")
+    )
+
+
+def _bytes(dirty_files: Sequence[DirtyFile]) -> int:
+    return sum(dirty_file.size for dirty_file in dirty_files)

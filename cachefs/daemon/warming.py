@@ -1,0 +1,418 @@
+"""Jobs over many files that a user names: warm, check, pin, unpin, evict.
+
+Idea: a job is a list of paths, files or directories, that comes in pieces over the control socket, and one action for
+each file below them. What walks the tree is ahead of what fetches by a few files only, so a job over a million files
+holds a few of them. A job remembers nothing: what is whole is passed by, so running it again goes on where it ended.
+
+A job must not displace what it has brought itself: it adds up what it meets, and ends with one line before that is more
+than the cache holds. Jobs fetch in the background class: readers overtake them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+import trio
+
+from cachefs.base.errors import CachefsError, ConfigError, NoRoom, NotFound
+from cachefs.base.names import ObjectId
+from cachefs.base.tasks import contained
+from cachefs.base.units import about_bytes
+from cachefs.fetch import Fetcher
+from cachefs.origin import Origin
+from cachefs.store import Store
+from cachefs.store.moves import SPILL_TO
+from cachefs.store.tier import PAGE, allocated
+
+log = logging.getLogger(__name__)
+
+WALKERS = 16
+"""Paths of one job that are looked up or listed at a time. Guessed: enough to keep 64 transfers of small files busy."""
+
+MOST_AT_ONCE = 1024
+
+LIST_BYTES = 256 << 20
+"""What one job's list may hold while it waits to be walked: five million paths. Guessed."""
+
+INPUT_DEADLINE_S = 60.0
+"""How long a job waits for the rest of its list before its client counts as dead. Guessed."""
+
+SLICE_BYTES = 256 << 20
+"""Of a large file fetched at a time, so that what is shown moves. Guessed."""
+
+FAILURES_NAMED = 10
+
+FAILURES_IN_A_ROW = 200
+"""After this many files that failed with none that came the store is taken for gone. Guessed."""
+
+KEPT = 32
+"""Jobs that have ended and can still be asked about."""
+
+SHOWN = 4
+"""Of these, how many the status shows: it is the only place where a job in the background shows its end. Guessed."""
+
+FAILURES_LOGGED = 3
+
+
+class TreeQueries(Protocol):
+    def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]: ...
+
+
+class Wanted(NamedTuple):
+    """Bytes [start, stop) of one file."""
+
+    path: str
+    origin: Origin
+    object: ObjectId
+    start: int
+    stop: int
+
+
+@dataclass
+class Job:
+    """One job. `files` and `bytes` are what was met so far, and all there is when `walked`; the others count what became of
+    them. `silent` are the other nodes that do not answer, whose successors bring their share. `error` is why it gave up."""
+
+    id: int
+    action: str
+    at_once: int
+    vanish: bool
+    cluster: bool = False
+    state: str = "running"
+    started: float = field(default_factory=time.time)
+    ended: float = 0.0
+    walked: bool = False
+    files: int = 0
+    bytes: int = 0
+    done_files: int = 0
+    done_bytes: int = 0
+    cached_files: int = 0
+    cached_bytes: int = 0
+    fetched_bytes: int = 0
+    elsewhere_bytes: int = 0
+    silent: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    kept_files: int = 0
+    vanished: int = 0
+    failed: int = 0
+    failures: list[str] = field(default_factory=list)
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self.pieces: deque[str] = deque()
+        self.items: deque[Any] = deque()
+        self.waiting_bytes = 0
+        self.complete = False
+        self.more = trio.Event()
+        self.in_a_row = 0
+        self.pinned = 0  # bytes of it that are pinned
+        self.here = 0  # of `bytes`, what is to lie on this node
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the control socket: plain values."""
+        return {
+            **{name: value for name, value in vars(self).items() if name in self.__dataclass_fields__},
+            "seconds": (self.ended or time.time()) - self.started,
+        }
+
+    def told(self) -> str:
+        """How it ended, in one line."""
+        line = f"{self.state}, {self.done_files:,} of {self.files:,} files"
+        line += f", {self.vanished:,} are not there any more" if self.vanished else ""
+        if self.failed:
+            more = ", …" if self.failed > FAILURES_LOGGED else ""
+            line += f", {self.failed:,} failed: {'; '.join(self.failures[:FAILURES_LOGGED])}{more}"
+        return line + (f": {self.error}" if self.error else "")
+
+    def give_up(self, error: str) -> None:
+        """End the job, with one line that says why."""
+        if not self.error:
+            self.error = error
+        self.scope.cancel()
+
+    def fail(self, path: str, exc: CachefsError) -> None:
+        """Count a file that failed; the others go on."""
+        if self.vanish and isinstance(exc, NotFound):
+            self.vanished += 1
+            return
+        self.failed += 1
+        self.in_a_row += 1
+        if len(self.failures) < FAILURES_NAMED:
+            self.failures.append(f"{path}: {exc}")
+        if self.in_a_row >= FAILURES_IN_A_ROW:
+            self.give_up(f"{self.in_a_row} files in a row failed, the last one with: {exc}")
+
+
+class Jobs:
+    """All jobs of a mount. `nursery` runs them; `at_once` is how many files each has under way by default."""
+
+    def __init__(
+        self, tree_queries: TreeQueries, fetcher: Fetcher, store: Store, nursery: trio.Nursery, at_once: int
+    ) -> None:
+        self._tree_queries = tree_queries
+        self._fetcher = fetcher
+        self._store = store
+        self._nursery = nursery
+        self._at_once = at_once
+        self._numbers = count(1)
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._actions: dict[str, Callable[[Job, Wanted], Awaitable[None]]] = {
+            "warm": self._warm,
+            "check": self._check,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "evict": self._evict,
+        }
+
+    def verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        """For the control socket."""
+        return {
+            "warm_start": self.start,
+            "warm_add": self.add,
+            "warm_status": self.status_of,
+            "warm_stop": self.stop,
+        }
+
+    def status(self) -> list[dict[str, Any]]:
+        """Jobs that run, and the last that have ended."""
+        over = [job.id for job in self._jobs.values() if job.state != "running"]
+        old = set(over[:-SHOWN])
+        return [job.as_dict() for job in self._jobs.values() if job.id not in old]
+
+    # -- verbs -------------------------------------------------------------------------------------
+
+    async def start(
+        self, action: str = "warm", at_once: int = 0, vanish: bool = False, cluster: bool = False
+    ) -> int:
+        """Begin a job without paths; its number. With `vanish`, paths that are not there any more are no failures. With
+        `cluster`, other nodes are asked to fetch what they keep."""
+        if action not in self._actions:
+            raise ConfigError(f"no such job: {action!r}: there are {', '.join(self._actions)}")
+        job = Job(next(self._numbers), action, min(at_once, MOST_AT_ONCE) or self._at_once, vanish, cluster)
+        self._jobs[job.id] = job
+        over = [old for old in self._jobs.values() if old.state != "running"]
+        for old in over[: max(0, len(over) - KEPT)]:
+            del self._jobs[old.id]
+        contained(self._nursery, f"job {job.id}", self._run, job)
+        return job.id
+
+    async def add(self, job: int, items: list[Any], complete: bool = False) -> str:
+        """More paths, relative to the mount; or [path, offset, length] for a part of a file. `complete` says
+        that these are the last. Returns the job's state: one that has ended takes no more."""
+        found = self._find(job)
+        if found.state != "running":
+            return found.state
+        text = json.dumps(items)
+        if found.waiting_bytes + len(text) > LIST_BYTES:
+            found.give_up("the list is too long: give the directories of these files, or several lists")
+            raise ConfigError(found.error)
+        found.waiting_bytes += len(text)
+        found.pieces.append(text)
+        found.complete = found.complete or complete
+        found.more.set()
+        return found.state
+
+    async def status_of(self, job: int) -> dict[str, Any]:
+        return self._find(job).as_dict()
+
+    async def stop(self, job: int | None = None) -> int:
+        """End one job or all; returns how many."""
+        running = [j for j in self._jobs.values() if j.state == "running" and job in (None, j.id)]
+        for one in running:
+            one.scope.cancel()
+        return len(running)
+
+    def _find(self, number: int) -> Job:
+        try:
+            return self._jobs[number]
+        except KeyError:
+            raise NotFound(f"no job {number}: cachefs status shows those that run") from None
+
+    # -- running -----------------------------------------------------------------------------------
+
+    async def _run(self, job: Job) -> None:
+        done = False
+        try:
+            with job.scope:
+                if job.action == "warm":
+                    job.silent = await self._fetcher.probe()
+                async with trio.open_nursery() as nursery:
+                    send, receive = trio.open_memory_channel[Wanted](job.at_once)
+                    nursery.start_soon(self._walk_all, job, send)
+                    for _ in range(job.at_once):
+                        nursery.start_soon(self._work, job, receive)
+                done = True
+        except Exception as exc:
+            log.exception("job %d (%s) failed", job.id, job.action)
+            job.error = f"internal error ({type(exc).__name__}): the log has more"
+        if job.action in ("pin", "unpin"):
+            await self._store.flush()  # what is said to be pinned stays so, even if the daemon is killed now
+        if job.action == "pin" and job.error and job.done_files:
+            job.error += f"; {job.done_files:,} files of them are pinned (cachefs unpin lets them go)"
+        if job.error:
+            job.state = "failed"
+        else:
+            job.state = "done" if done else "stopped"
+        job.ended = time.time()
+        job.pieces.clear()
+        job.items.clear()
+        level = logging.WARNING if job.error or job.failed else logging.INFO
+        log.log(level, "job %d (%s): %s", job.id, job.action, job.told())
+
+    async def _walk_all(self, job: Job, send: trio.MemorySendChannel[Wanted]) -> None:
+        async with send, trio.open_nursery() as nursery:
+            for _ in range(WALKERS):
+                nursery.start_soon(self._walk, job, send)
+        job.walked = True
+
+    async def _walk(self, job: Job, send: trio.MemorySendChannel[Wanted]) -> None:
+        while (item := await self._next_item(job)) is not None:
+            path, offset, length = item if isinstance(item, list) else (item, 0, None)
+            try:
+                async with aclosing(self._tree_queries.walk(path)) as files:
+                    async for found, origin, obj in files:
+                        stop = obj.size if length is None else min(obj.size, offset + length)
+                        wanted = Wanted(found, origin, obj, min(offset, stop), stop)
+                        job.files += 1
+                        job.bytes += wanted.stop - wanted.start
+                        job.here += self._bytes_here(job, wanted)
+                        cached = self._store.look(obj)
+                        if self._store.whole(cached) and cached.pinned:
+                            job.pinned += allocated(obj.size)
+                        if job.action in ("warm", "pin"):
+                            self._mind_the_room(job)
+                        if job.action == "pin":
+                            self._mind_the_budget(job)
+                        await send.send(wanted)
+            except CachefsError as exc:
+                job.fail(path, exc)
+
+    async def _next_item(self, job: Job) -> Any:
+        while not job.items:
+            if job.pieces:
+                piece = job.pieces.popleft()
+                job.waiting_bytes -= len(piece)
+                job.items.extend(json.loads(piece))
+            elif job.complete:
+                return None
+            else:
+                job.more = trio.Event() if job.more.is_set() else job.more
+                with trio.move_on_after(INPUT_DEADLINE_S) as scope:
+                    await job.more.wait()
+                if scope.cancelled_caught:
+                    job.give_up("the client that began this job has sent no more of its list")
+        return job.items.popleft()
+
+    def _mind_the_room(self, job: Job) -> None:
+        room = self._room() - max(0, self._store.pinned_bytes - job.pinned)
+        if job.here + job.files * (PAGE // 2) > room:
+            job.give_up(
+                f"{job.files:,} files of {about_bytes(job.here)} so far do not fit: the cache holds "
+                f"{about_bytes(room)}; give fewer, or mount with a larger --cache-size"
+            )
+
+    def _mind_the_budget(self, job: Job) -> None:
+        """End the job before it fetches more than can be pinned."""
+        budget, others = self._store.pins.budget_bytes, max(0, self._store.pinned_bytes - job.pinned)
+        if job.here + others > budget:
+            in_use = f", of which {about_bytes(others)} are in use" if others else ""
+            job.give_up(
+                f"{job.files:,} files of {about_bytes(job.here)} so far cannot be pinned: all pins together may "
+                f"take {about_bytes(budget)}{in_use}; give fewer, or mount with a larger --pin-budget"
+            )
+
+    def _bytes_here(self, job: Job, wanted: Wanted) -> int:
+        """Bytes of it that this node fetches: with peers, each node fetches its share."""
+        if job.action == "pin":
+            return wanted.stop - wanted.start
+        pieces = self._fetcher.kept_here(wanted.object, wanted.start, wanted.stop)
+        return sum(stop - start for start, stop, kept in pieces if kept)
+
+    def _room(self) -> int:
+        """How many bytes a job may bring before it displaces its own, were nothing pinned: the last tier whole, of those
+        above what stays there when they have made room for themselves."""
+        limits = [tier.limit_bytes() for tier in self._store.tiers]
+        return int(sum(limits[:-1]) * SPILL_TO) + sum(limits[-1:])
+
+    async def _work(self, job: Job, receive: trio.MemoryReceiveChannel[Wanted]) -> None:
+        act = self._actions[job.action]
+        async for wanted in receive:
+            try:
+                await act(job, wanted)
+            except NoRoom as exc:
+                job.give_up(f"{exc}" if job.action == "pin" else f"{exc} ({job.done_files:,} files are done)")
+            except CachefsError as exc:
+                job.fail(wanted.path, exc)
+            else:
+                job.in_a_row = 0
+                job.done_files += 1
+            await trio.lowlevel.checkpoint()
+
+    # -- actions -----------------------------------------------------------------------------------
+
+    async def _warm(self, job: Job, wanted: Wanted) -> None:
+        whole, length = self._fetcher.whole(wanted.object), wanted.stop - wanted.start
+        if whole:
+            self._store.renew(self._store.object(wanted.object))  # what this job brings must not displace it
+        if job.cluster and job.action == "warm":
+
+            async def here(start: int, stop: int) -> None:
+                await self._bring(job, wanted, start, stop)
+
+            elsewhere = await self._fetcher.bring_everywhere(wanted.object, wanted.start, wanted.stop, here)
+            job.elsewhere_bytes += elsewhere
+            job.done_bytes += elsewhere
+            return
+        if whole:
+            job.cached_files += 1
+            job.cached_bytes += length
+            job.done_bytes += length
+            return
+        for start, stop, kept in self._fetcher.kept_here(wanted.object, wanted.start, wanted.stop):
+            if kept or job.action == "pin":
+                await self._bring(job, wanted, start, stop)
+            else:
+                job.elsewhere_bytes += stop - start
+                job.done_bytes += stop - start
+
+    async def _bring(self, job: Job, wanted: Wanted, begin: int, end: int) -> None:
+        for start in range(begin, end, SLICE_BYTES):
+            stop = min(end, start + SLICE_BYTES)
+            fetched = await self._fetcher.bring(
+                wanted.origin, wanted.object, start, stop, ahead=False, keep=True
+            )
+            job.fetched_bytes += fetched  # read after the wait: others have counted meanwhile
+            job.done_bytes += stop - start
+
+    async def _check(self, job: Job, wanted: Wanted) -> None:
+        cached = self._fetcher.cached_bytes(wanted.object)
+        job.cached_files += cached == wanted.object.size
+        job.cached_bytes += cached
+        job.done_bytes += wanted.object.size
+
+    async def _pin(self, job: Job, wanted: Wanted) -> None:
+        obj = self._store.object(wanted.object)
+        self._store.pins.check(obj)  # before it is fetched
+        await self._warm(job, wanted)
+        obj = self._store.object(wanted.object)
+        was_pinned = obj.pinned
+        self._store.pin(obj)
+        job.pinned += 0 if was_pinned else allocated(wanted.object.size)
+
+    async def _unpin(self, job: Job, wanted: Wanted) -> None:
+        self._store.unpin(self._store.object(wanted.object))
+        job.done_bytes += wanted.object.size
+
+    async def _evict(self, job: Job, wanted: Wanted) -> None:
+        job.freed_bytes += self._store.evict(self._store.object(wanted.object))
+        job.kept_files += self._fetcher.cached_bytes(wanted.object) > 0
+        job.done_bytes += wanted.object.size

@@ -1,0 +1,228 @@
+"""In-flight fetches: transfers under way, and the readers that wait for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import nullcontext
+
+import trio
+
+from cachefs.base.errors import CachefsError
+from cachefs.base.ledger import PEER, STORE, Wait
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import BLOCKS_PER_EXTENT
+from cachefs.origin import Origin, Ticket
+from cachefs.store import CachedObject, Fill, Store
+
+_NEVER = 1 << 62
+_NONE: Mapping[int, InFlightFetch] = {}
+
+
+AskPeers = Callable[[Fill, Ticket], Awaitable[None]]
+"""Has peers deliver as much of a fill as they can; the rest is the origin's."""
+
+
+class Transfers:
+    """All fetches in flight, by version and block: a block belongs to at most one."""
+
+    def __init__(self) -> None:
+        self._versions: dict[bytes, dict[int, InFlightFetch]] = {}
+
+    def of(self, obj: CachedObject) -> Mapping[int, InFlightFetch]:
+        """Block → the fetch that brings it, of one version."""
+        return self._versions.get(obj.id.digest, _NONE)
+
+    def add(self, fetch: InFlightFetch) -> None:
+        blocks = self._versions.setdefault(fetch.object.id.digest, {})
+        blocks.update(dict.fromkeys(range(fetch.fill.start_block, fetch.fill.stop_block), fetch))
+
+    def discard(self, fetch: InFlightFetch) -> None:
+        blocks = self._versions.get(fetch.object.id.digest, {})
+        for block in range(fetch.fill.start_block, fetch.fill.stop_block):
+            if blocks.get(block) is fetch:
+                del blocks[block]
+        if not blocks:
+            self._versions.pop(fetch.object.id.digest, None)
+
+    def miss_reasons(self, metrics: Metrics, obj: CachedObject, missing: Iterable[int]) -> Counter[str]:
+        """Why each of these blocks is not here, in the ledger's words; the ledger remembers them as missed now."""
+        in_flight = self.of(obj)
+        found: Counter[str] = Counter()
+        for block in missing:
+            fetch = in_flight.get(block)
+            joins, late = fetch is not None, fetch is not None and fetch.ahead
+            extent = block // BLOCKS_PER_EXTENT
+            found[metrics.ledger.misses.missed(obj.id, extent, joins=joins, late=late)] += 1
+        return found
+
+
+def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
+    """A reader has waited for so many blocks, for these reasons."""
+    metrics.misses += reasons.total()
+    for reason, blocks in reasons.items():
+        name = f"misses_{reason}"
+        setattr(metrics, name, getattr(metrics, name) + blocks)
+
+
+class InFlightFetch:
+    """Brings the blocks of one fill, and holds their object until it is over. `ahead` says that it began before any
+    reader waited; `elsewhere`, that peers are being asked; `error` is set when it failed. One that was given up ends with
+    neither its blocks nor an error."""
+
+    def __init__(
+        self,
+        store: Store,
+        transfers: Transfers,
+        obj: CachedObject,
+        fill: Fill,
+        token: trio.lowlevel.TrioToken,
+        *,
+        ahead: bool,
+    ) -> None:
+        self.object = obj
+        self.fill = fill
+        self.ahead = ahead
+        self.done = False
+        self.elsewhere = False
+        self.error: Exception | None = None
+        self.waits: list[Wait] = []  # of reads that wait for it
+        self._began = trio.current_time()
+        self._ticket = Ticket(background=ahead)
+        self._scope = trio.CancelScope()
+        self._joined: set[int] = set()
+        self._store = store
+        self._waiters: list[tuple[int, trio.Event]] = []
+        fill.on_landed = lambda: token.run_sync_soon(self.wake, idempotent=True)
+        self._transfers = transfers
+        transfers.add(self)
+        obj.hold()
+
+    def join(self, blocks: Iterable[int]) -> int:
+        """A reader waits for these blocks: from now on the fetch is demand, and overtakes prefetch. Returns how many of
+        them were prefetched, and are late for the first time."""
+        self._ticket.promote()
+        late = {b for b in blocks if self.ahead and self.fill.start_block <= b < self.fill.stop_block}
+        late -= self._joined
+        self._joined |= late
+        return len(late)
+
+    def left_s(self) -> float:
+        """Seconds until it is over, at the pace so far. Before its first byte, as long as it has lasted."""
+        so_far, came = trio.current_time() - self._began, self.fill.landed - self.fill.start
+        return so_far * (self.fill.stop - self.fill.landed) / came if came else so_far
+
+    def waited_for(self, wait: Wait, thread: int) -> None:
+        """A read of `thread` waits for it; its requests count for the first such thread."""
+        self.waits.append(wait)
+        wait.now_for(PEER if self.elsewhere else STORE)
+        self._ticket.thread = self._ticket.thread or thread
+
+    def give_up(self) -> None:
+        """End it, unless a reader waits for it."""
+        if self._ticket.background and not self._waiters:
+            self._scope.cancel()
+
+    def break_off(self, error: CachefsError) -> None:
+        """Its readers stop waiting, and look for the bytes elsewhere. A write under way ends by itself, however long that
+        takes."""
+        self.error = error
+        self._leave()
+        self._wake_all()
+        self._scope.cancel()
+
+    def _leave(self) -> None:
+        """No reader joins it from here on."""
+        self.done = True
+        self._transfers.discard(self)
+
+    def _wake_all(self) -> None:
+        for _, event in self._waiters:
+            event.set()
+        self._waiters.clear()
+
+    async def landed(self, offset: int) -> None:
+        """Return when all bytes below `offset` (clipped to this fetch) have landed, or it is over."""
+        target = min(offset, self.fill.stop)
+        if not self.done and self.fill.landed < target:
+            await self._wait(target)
+
+    async def ended(self) -> None:
+        """Return when it is over, and what it brought exists."""
+        if not self.done:
+            await self._wait(_NEVER)
+
+    async def _wait(self, target: int) -> None:
+        event = trio.Event()
+        waiter = (target, event)
+        self._waiters.append(waiter)
+        self.fill.wake_at = min(self.fill.wake_at, target)
+        if self.fill.landed >= target:  # the thread may have passed it between the two looks
+            self.wake()
+        try:
+            await event.wait()
+        except trio.Cancelled:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
+
+    def read(self, offset: int, size: int) -> bytes | None:
+        """Bytes that this fetch has brought; None if they are not there yet, not its own, or it is over."""
+        fill = self.fill
+        if (self.done and not fill.kept) or offset < fill.start or offset + size > fill.landed:
+            return None
+        try:
+            data = fill.read(offset, size)
+        except OSError:
+            return None
+        return data if len(data) == size else None
+
+    def wake(self) -> None:
+        """Settle what has landed and wake the readers that wait for it. Trio thread."""
+        if self.done:
+            return
+        self._store.settle(self.object, self.fill)
+        landed = self.fill.landed
+        waiting = []
+        lowest = _NEVER
+        for target, event in self._waiters:
+            if target <= landed:
+                event.set()
+            else:
+                waiting.append((target, event))
+                lowest = min(lowest, target)
+        self._waiters = waiting
+        self.fill.wake_at = lowest
+        if lowest <= self.fill.landed:
+            self.fill.on_landed()  # type: ignore[misc]
+
+    async def run(
+        self, origin: Origin, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None
+    ) -> None:
+        """Transfer, from peers first if they are to be asked, holding one of the slots if there are any. Raises nothing but
+        cancellation; `error` says how it ended."""
+        fill, object_id = self.fill, self.object.id
+        try:
+            with self._scope:
+                async with slots or nullcontext():
+                    if ask_peers is not None:
+                        await ask_peers(fill, self._ticket)
+                        self.elsewhere = False
+                        for wait in self.waits:
+                            if wait.on == PEER:
+                                wait.now_for(STORE)
+                    if fill.landed < fill.stop:
+                        await origin.read(
+                            *(object_id.key, object_id.etag, fill.landed, fill.stop, fill),
+                            whole=fill.landed == 0 and fill.stop == object_id.size,
+                            turn=self._ticket,
+                        )
+        except Exception as exc:
+            self.error = self.error or exc
+        finally:
+            self._leave()
+            try:
+                self._store.end_fill(self.object, fill)
+            finally:
+                self._wake_all()
+                self.object.release()

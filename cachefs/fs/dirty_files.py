@@ -1,0 +1,326 @@
+"""Writing the content of files: from open for writing, or create, to the moment when the store has it.
+
+Opening a file for writing costs nothing and begins nothing, unless it is emptied: its dirty file begins with the first
+change, with the content of the version that is open. From then on who has it open on this node reads the dirty file, under
+the same inode number, so that the pages the kernel has are right all along. `close` and `fsync` wait for what the upload
+room promises (`Writer.commit`); when no process writes it any more and the origin has it, it is a file like any other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from cachefs.base.errors import (
+    BadHandle,
+    CachefsError,
+    Invalid,
+    NameTooLong,
+    NotPermitted,
+    ObjectChanged,
+    ReadOnly,
+    TooLarge,
+    Unsupported,
+)
+from cachefs.base.ledger import about
+from cachefs.fs.keys import MAX_NAME, nameable, text_of
+from cachefs.fs.local_changes import LocalChanges, Node
+from cachefs.fs.name_locks import NameLocks
+from cachefs.fs.reader import Buffer
+from cachefs.fs.tree import Directory
+
+if TYPE_CHECKING:
+    from cachefs.base.names import ObjectId
+    from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.overrides import Overrides
+    from cachefs.fs.writer import DirtyFile, Writer
+    from cachefs.origin import Origin
+
+Opened = tuple[int, bool, int]
+
+
+class DirtyFiles:
+    """`wall` is seconds since the epoch: new files show it."""
+
+    def __init__(
+        self,
+        local_changes: LocalChanges,
+        kept: Overrides,
+        files: OpenFiles,
+        writer: Writer,
+        wall: Callable[[], float],
+        locks: NameLocks,
+    ) -> None:
+        self._locks = locks
+        self._local_changes = local_changes
+        self._kept = kept
+        self._files = files
+        self._writer = writer
+        self._wall = wall
+        writer.on_committed = local_changes.committed
+        writer.on_settling = local_changes.settling
+        writer.on_settled = local_changes.settled
+        writer.on_changed = lambda dirty_file: dirty_file.attrs.pop("mtime_ns", None)
+
+    # -- opening -------------------------------------------------------------------------------------
+
+    async def create(self, directory: Directory, name: bytes, attrs: dict[str, Any]) -> Node:
+        """A new, empty file, where there is nothing. It reaches the store when it is closed."""
+        writable(directory)
+        check_name(directory, name)
+        node = Node(directory, name, 0, 0, stored=False)
+        node.attrs = attrs
+        await self._give(node, None)
+        try:
+            await self._local_changes.hold(node)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._local_changes.abandon(node)
+            raise
+        return node
+
+    async def open(
+        self, directory: Directory, name: bytes, ino: int, obj: ObjectId, flags: int, pid: int
+    ) -> Opened:
+        """A handle to write a file that has the version `obj`. Raises `ObjectChanged` when the kernel has to come back
+        with another number."""
+        writable(directory)
+        node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
+        if node is None:
+            opened = self._files.open(ino, writable(directory), obj, pid, writes=True)
+            node = Node(directory, name, self._files.stable(ino), ino, stored=True)
+            node.attrs = self._kept.get(node.stable, obj.etag)
+        elif node.dirty_file is not None:
+            opened = self._open_dirty_file(node, ino, pid)
+        else:
+            opened = self._files.open(ino, node.origin, obj, pid, writes=True)
+        handle = self._files.get(opened[0])
+        handle.node, handle.writes = node, True
+        node.writers += 1
+        self._local_changes.add(node)
+        try:
+            if flags & os.O_TRUNC:
+                await self._empty(node, obj)
+            return await self._opened_in_passthrough(opened)
+        except BaseException:
+            self.release(opened[0])
+            raise
+
+    def open_reader(self, node: Node, ino: int, pid: int) -> Opened:
+        """A handle to read what is being written."""
+        return self._open_dirty_file(node, ino, pid)
+
+    async def open_writer(self, node: Node, pid: int) -> Opened:
+        """A handle to write a file that was just created."""
+        opened = self._open_dirty_file(node, node.ino, pid)
+        self._files.get(opened[0]).writes = True
+        node.writers += 1
+        try:
+            return await self._opened_in_passthrough(opened)
+        except BaseException:
+            self.release(opened[0])
+            raise
+
+    async def _opened_in_passthrough(self, opened: Opened) -> Opened:
+        """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
+        once."""
+        fh, keep, _ = opened
+        handle = self._files.get(fh)
+        node, handle.backing = handle.node, None
+        if node is None or node.dirty_file is None:
+            return fh, keep, 0
+        own = await self._writer.open_backing(node.dirty_file)
+        others = [other for other in self._files.under(handle.ino) if other is not handle]
+        backing = self._files.backing_of(others) if others else own
+        if backing is None:
+            if own is not None:
+                self._writer.returned(node.dirty_file)
+            return fh, keep, 0
+        if own is None:
+            raise ObjectChanged(f"{node.key} is in passthrough for others, and cannot be any more")
+        handle.backing = backing
+        if not node.held:
+            await self._begin(node, handle, None)  # the daemon does not hear of the first change
+        return fh, keep, backing.id
+
+    def _open_dirty_file(self, node: Node, ino: int, pid: int) -> Opened:
+        if ino != self._local_changes.number(node):
+            raise ObjectChanged(f"{node.key} is open under another number: look it up again")
+        node.ino = ino
+        opened = self._files.open_dirty_file(ino, self._local_changes.version(node), pid)
+        try:
+            self._local_changes.attach(self._files.get(opened[0]), node)
+        except BaseException:
+            self._files.release(opened[0])
+            raise
+        return opened
+
+    def release(self, fh: int) -> None:
+        """Never raises, never waits."""
+        handle = self._files.release(fh)
+        if handle is None or handle.node is None:
+            return
+        node = handle.node
+        if handle.writes:
+            node.writers -= 1
+            if handle.backing is not None and node.dirty_file is not None:
+                self._writer.returned(node.dirty_file)
+        self._local_changes.leave(handle, node)
+
+    # -- changing ------------------------------------------------------------------------------------
+
+    async def write(self, fh: int, offset: int, data: Buffer) -> int:
+        if not data:
+            return 0
+        node, dirty_file = await self._dirty_file_of(fh, offset + len(data))
+        await dirty_file.write(offset, data)
+        node.attrs.pop("mtime_ns", None)
+        return len(data)
+
+    async def allocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+        if mode:
+            raise Unsupported(f"fallocate mode {mode:#x}: only room behind what is there can be made")
+        if offset < 0 or length <= 0:
+            raise Invalid(f"nothing to allocate: {length} bytes at {offset}")
+        _, dirty_file = await self._dirty_file_of(fh, offset + length)
+        await dirty_file.allocate(offset, length)
+
+    async def truncate(self, directory: Directory, name: bytes, ino: int, obj: ObjectId, size: int) -> None:
+        """Of a file that no process need have open: then it is at the store, or as good as, when this returns.
+
+        The caller has claimed the name."""
+        fh, _, _ = await self.open(directory, name, ino, obj, os.O_WRONLY, 0)
+        node = self._files.get(fh).node
+        assert node is not None
+        alone = node.writers == 1
+        try:
+            await self.truncate_open(fh, size, claimed=True)
+            if alone:
+                await self._commit(node)
+        finally:
+            self.release(fh)
+
+    async def truncate_open(self, fh: int, size: int, *, claimed: bool = False) -> None:
+        handle = self._files.get(fh)
+        if handle.node is not None and handle.node.dirty_file is None and handle.object.size == size:
+            return
+        node, dirty_file = await self._dirty_file_of(fh, size, upto=size, claimed=claimed)
+        await dirty_file.truncate(size)
+        node.attrs.pop("mtime_ns", None)
+
+    async def _dirty_file_of(
+        self, fh: int, end: int, *, upto: int | None = None, claimed: bool = False
+    ) -> tuple[Node, DirtyFile]:
+        """The dirty file that a handle writes, up to `end`; begun if it was not, with the first `upto` bytes of the file.
+        `claimed`: the caller has claimed the name."""
+        handle = self._files.get(fh)
+        node = handle.node
+        if node is None or not handle.writes:
+            raise BadHandle("the file is not open for writing")
+        if not node.held and not (node.removed and node.dirty_file is not None):
+            if end > node.origin.limits.largest_object:
+                raise TooLarge(f"{node.key}: the store takes no object of {end} bytes")
+            if claimed:
+                await self._begin(node, handle, upto)
+            else:
+                await self._begin_alone(node, handle, upto)
+        assert node.dirty_file is not None
+        return node, node.dirty_file
+
+    async def _begin_alone(self, node: Node, handle: FileHandle, upto: int | None) -> None:
+        """Begin while no other change runs at its name, which a rename may change until then."""
+        while True:
+            place = node.directory, node.name
+            async with self._locks.claimed(place):
+                if place == (node.directory, node.name):
+                    return await self._begin(node, handle, upto)
+
+    async def _begin(self, node: Node, handle: FileHandle, upto: int | None) -> None:
+        """The first change of a file that is open."""
+        async with node.lock:
+            if node.held:
+                return
+            if handle.superseded or node.removed:
+                raise ObjectChanged(f"{node.key} was replaced or removed while it was open")
+            if node.dirty_file is None:
+                await self._give(node, handle.object, upto)
+            await self._local_changes.hold(node)
+
+    async def _empty(self, node: Node, base: ObjectId) -> None:
+        async with node.lock:
+            node.attrs.pop("mtime_ns", None)
+            if node.dirty_file is None:
+                await self._give(node, base, 0)
+            else:
+                await node.dirty_file.truncate(0)
+            if not node.held:
+                await self._local_changes.hold(node)
+
+    async def _give(self, node: Node, base: ObjectId | None, upto: int | None = None) -> None:
+        dirty_file = await self._writer.begin(
+            node.origin, node.key, base=base, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
+        )
+        self._local_changes.give(node, dirty_file)
+
+    def _now_ns(self) -> int:
+        return round(self._wall() * 1e9)
+
+    # -- promising -----------------------------------------------------------------------------------
+
+    async def flush(self, fh: int) -> None:
+        """For close(2): of a handle that writes, what the upload room promises of a commit."""
+        handle = self._files.get(fh)
+        if handle.writes and handle.node is not None:
+            await self._commit(handle.node)
+
+    async def fsync(self, fh: int) -> None:
+        node = self._files.get(fh).node
+        if node is not None:
+            await self._commit(node)
+
+    async def _commit(self, node: Node) -> None:
+        if node.dirty_file is not None and not node.removed:
+            about(node.dirty_file.key)
+            try:
+                await self._writer.commit(node.dirty_file)
+            except CachefsError:
+                if not node.removed:
+                    raise
+
+    async def recover(self, find: Callable[[Origin, str], Any]) -> None:
+        """Show the dirty files of an earlier daemon. `find` gives the directory and the name of a key, made if they must
+        be."""
+        for dirty_file in self._writer.pending():
+            if self._local_changes.of_dirty_file(dirty_file) is not None:
+                continue
+            directory, name = await find(dirty_file.origin, dirty_file.key)
+            node = Node(directory, name, 0, 0, stored=True)
+            self._local_changes.give(node, dirty_file)
+            await self._local_changes.hold(node)
+
+
+def writable(directory: Directory) -> Origin:
+    """The store of what is in a directory. Raises `NotPermitted` where there is none, `ReadOnly` where it takes nothing."""
+    origin = directory.origin
+    if origin is None:
+        raise NotPermitted("the list of sources is not a directory of any of them")
+    if not origin.can_write:
+        raise ReadOnly(f"{origin.source} can only be read")
+    return origin
+
+
+def check_name(directory: Directory, name: bytes) -> None:
+    """Whether a key can have this name. Raises `NameTooLong`, `Invalid`."""
+    if len(name) > MAX_NAME:
+        raise NameTooLong(f"a name of {len(name)} bytes")
+    if not nameable(name) or text_of(name) is None:
+        raise Invalid("no key can have this name: keys are UTF-8")
+    check_key(writable(directory), len(directory.prefix.encode()) + len(name))
+
+
+def check_key(origin: Origin, size: int) -> None:
+    """Whether the store takes a key of `size` bytes. Raises `NameTooLong`."""
+    if size > origin.limits.longest_key:
+        raise NameTooLong(f"a key of {size} bytes: {origin.source} takes {origin.limits.longest_key}")

@@ -1,0 +1,453 @@
+"""What this node knows better than the store: files that are being written here, and names that were changed here.
+
+A *node* is one file that a process has open for writing, or whose dirty file the store does not have yet. It is *held* from
+its first change until the origin has it and no process writes it any more: its name shows the dirty file then, whatever a
+listing says, under one inode number and in one version of its own, which handles and aliases take for an etag. Held rows
+belong to the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
+
+What is done at the store is written down here as an answer of the store would be: `gone`, `is_file`, `is_directory`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from cachefs.base.errors import CachefsError
+from cachefs.base.names import ObjectId
+from cachefs.fs.files import DIRTY_FILE
+from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.pages import pin, write_answer
+from cachefs.fs.rows import Row, encode
+from cachefs.fs.tree import Directory, Found, Tree, inode_of
+
+if TYPE_CHECKING:
+    from cachefs.fs.files import FileHandle, OpenFiles
+    from cachefs.fs.freshness import Freshness
+    from cachefs.fs.listing import Lister
+    from cachefs.fs.writer import DirtyFile, Writer
+    from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
+
+
+log = logging.getLogger(__name__)
+
+TIMES_KEPT = 16_384
+"""Directories whose last change by this node is remembered, about 120 bytes each. Guessed."""
+
+DIRTY_FILE_ETAG = "draft "
+"""What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
+
+
+class Node:
+    """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
+    its name, and `beneath` that this is none that the dirty file made. A node that was `removed` has no name any more, only
+    handles; one that is `moving` is about to get another. `unwritten`: the names database failed
+    to take what the origin has of it. `settled` says that its dirty file is not to be opened any more: the
+    cache has its content, or only the store."""
+
+    __slots__ = (
+        "attrs",
+        "beneath",
+        "directory",
+        "dirty_file",
+        "held",
+        "ino",
+        "lock",
+        "moving",
+        "name",
+        "removed",
+        "row",
+        "settled",
+        "stable",
+        "stored",
+        "unwritten",
+        "writers",
+    )
+
+    def __init__(self, directory: Directory, name: bytes, stable: int, ino: int, *, stored: bool) -> None:
+        self.directory = directory
+        self.name = name
+        self.stable = stable
+        self.ino = ino
+        self.stored = self.beneath = stored
+        self.dirty_file: DirtyFile | None = None
+        self.row = _NO_ROW
+        self.held = False
+        self.removed = False
+        self.settled = True
+        self.moving = self.unwritten = False
+        self.writers = 0
+        self.attrs: dict[str, Any] = {}
+        self.lock = trio.Lock()
+
+    @property
+    def origin(self) -> Origin:
+        assert self.directory.origin is not None
+        return self.directory.origin
+
+    @property
+    def key(self) -> str:
+        return self.directory.prefix + self.name.decode()
+
+    def found(self, now: float) -> Found:
+        return Found(self.stable, False, self.row, now)
+
+
+class LocalChanges:
+    def __init__(
+        self,
+        tree: Tree,
+        freshness: Freshness,
+        lister: Lister,
+        files: OpenFiles,
+        writer: Writer,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._tree = tree
+        self._freshness = freshness
+        self._lister = lister
+        self._files = files
+        self._writer = writer
+        self._clock = clock
+        self._wall = wall
+        self.held: dict[tuple[int, bytes], Node] = {}
+        self.nodes: dict[int, Node] = {}  # by number: those that are open
+        self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
+        self._by_dirty_file: dict[str, Node] = {}
+        self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
+        self.on_stored: Callable[[Node, ObjectInfo], None] = lambda node, info: None
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[int], None] = lambda ino: None  # the kernel must not use this number any more
+        self._held_in: Counter[Directory] = Counter()
+        freshness.held, freshness.held_in = self.held, self._held_in
+
+    def at(self, directory: Directory, name: bytes) -> Node | None:
+        """The node of a name, held or only open."""
+        return self._places.get((directory.number, name))
+
+    def of_row(self, row: Row) -> Node:
+        """The node that a held row belongs to."""
+        return self._by_dirty_file[row.etag.removeprefix(DIRTY_FILE_ETAG)]
+
+    def of_dirty_file(self, dirty_file: DirtyFile) -> Node | None:
+        return self._by_dirty_file.get(dirty_file.id)
+
+    def below(self, directory: Directory) -> list[Node]:
+        """The nodes in a directory and in those below it."""
+        return [node for node in self._places.values() if is_below(node.directory, directory)]
+
+    # -- the life of a node ------------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        """It is open, or held."""
+        self._places[node.directory.number, node.name] = node
+        if self._files.held(node.ino):
+            self.nodes[node.ino] = node
+
+    def give(self, node: Node, dirty_file: DirtyFile) -> None:
+        node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
+        self._by_dirty_file[dirty_file.id] = node
+        self.add(node)
+
+    async def hold(self, node: Node) -> None:
+        """From now on its name shows its dirty file, and all handles under its number read that."""
+        assert node.dirty_file is not None
+        with trio.CancelScope(shield=True):
+            async with self._tree.writing:
+                node.stable, node.row = self._pinned(node, node.directory, node.name)
+                self._held(node)
+        self.on_change()
+        self._files.turn(self.number(node), self.version(node))
+        for handle in self._files.under(node.ino):
+            self.attach(handle, node)
+
+    def _pinned(self, node: Node, directory: Directory, name: bytes) -> tuple[int, Row]:
+        """Not in a thread: who holds `Tree.writing` has the database to himself, and it is not synced. Measured: 40 µs, of
+        which a thread's turn takes several times as much."""
+        assert node.dirty_file is not None
+        etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
+        return pin(self._tree.database, directory, name, mtime_ns, etag, self._tree.moved)
+
+    def _held(self, node: Node) -> None:
+        node.held = True
+        self.held[node.directory.number, node.name] = node
+        self._held_in[node.directory] += 1
+        self.add(node)
+        self._tree.note_change(node.directory, node.name)
+        if not node.stored:
+            self.touch(node.directory)
+
+    def number(self, node: Node) -> int:
+        """The number that it is shown under: the same one as long as it is open."""
+        if self.nodes.get(node.ino) is not node:
+            version = self.version(node)
+            node.ino = self._files.shown(node.stable, version.etag, version.size)
+        return node.ino
+
+    def version(self, node: Node) -> ObjectId:
+        """What its handles are of: the dirty file while it is held, then what the store made of it."""
+        info = None if node.held or node.dirty_file is None else node.dirty_file.committed
+        etag, size = (node.row.etag, 0) if info is None else (info.etag, info.size)
+        return ObjectId(node.origin.source, node.key, etag, size)
+
+    def fresh(self, directory: Directory, name: bytes, row: Row) -> Node | None:
+        """Where to read a version that the store has just got, as long as the cache does not have it."""
+        node = self.at(directory, name)
+        if (
+            node is None
+            or node.settled
+            or node.dirty_file is None
+            or (info := node.dirty_file.committed) is None
+        ):
+            return None
+        return node if (info.etag, info.size) == (row.etag, row.size) else None
+
+    def current(self, directory: Directory, name: bytes, version: ObjectId) -> Node | None:
+        """The node whose dirty file has this version of a name."""
+        node = self.at(directory, name)
+        return node if node is not None and not node.settled and self.version(node) == version else None
+
+    def attach(self, handle: FileHandle, node: Node) -> None:
+        """A handle reads the dirty file from now on; when this raises, it does not."""
+        assert node.dirty_file is not None
+        if handle.size != DIRTY_FILE:
+            self._writer.open(node.dirty_file)
+            handle.size = DIRTY_FILE
+        self.nodes[node.ino] = handle.node = node
+
+    def committed(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
+        """The store has it. Its name stays held while a process writes, which may change it again."""
+        node = self._by_dirty_file.get(dirty_file.id)
+        if node is not None and not node.removed:
+            node.stored, node.beneath = True, False
+            self._settle(node)
+
+    def settling(self, dirty_file: DirtyFile) -> bool:
+        """False while a name still shows the dirty file: its row could not be written, or it is being renamed. The row is
+        tried again now."""
+        node = self._by_dirty_file.get(dirty_file.id)
+        if node is None or node.removed or not node.held:
+            return True
+        self._settle(node)
+        return not node.held
+
+    def settled(self, dirty_file: DirtyFile) -> None:
+        """It is not to be opened any more."""
+        node = self._by_dirty_file.pop(dirty_file.id, None)
+        if node is not None:
+            node.settled = True
+            self._forget(node)
+
+    def leave(self, handle: FileHandle, node: Node) -> None:
+        """One of its handles was closed."""
+        if not self._files.held(node.ino) and self.nodes.get(node.ino) is node:
+            del self.nodes[node.ino]
+        if not node.removed:
+            self._settle(node)
+        if handle.size == DIRTY_FILE and node.dirty_file is not None:
+            self._writer.release(node.dirty_file)
+        self._forget(node)
+
+    def _settle(self, node: Node) -> None:
+        dirty_file = node.dirty_file
+        if (
+            not node.held
+            or node.writers
+            or dirty_file is None
+            or dirty_file.dirty
+            or dirty_file.committed is None
+        ):
+            return
+        if node.moving:
+            return
+        info, row = dirty_file.committed, node.row
+        new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, row.low)
+        key = node.directory.key + node.name
+        try:
+            self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
+        except CachefsError as exc:
+            # The origin has it, and its writer is told so. Until the row can be written, the name shows the dirty file.
+            if not node.unwritten:
+                log.warning("%s; trying again to note that %s is uploaded", exc, node.key)
+            node.unwritten = True
+            return
+        node.unwritten = False
+        self._let_go(node)
+        self._freshness.note_answer(node.directory, node.name, node.stable, self._clock())
+        self._files.turn(node.ino, self.version(node))
+        self._files.supersede(node.stable, info.etag, info.size)
+        self.on_stored(node, info)
+        self._forget(node)
+
+    @contextmanager
+    def moving(self, node: Node) -> Iterator[None]:
+        """Its name changes meanwhile. What the store gets meanwhile is written down at the end."""
+        node.moving = True
+        try:
+            yield
+        finally:
+            node.moving = False
+            if not node.removed:
+                self._settle(node)
+
+    def _let_go(self, node: Node) -> None:
+        node.held = False
+        del self.held[node.directory.number, node.name]
+        self._held_in[node.directory] -= 1
+        if not self._held_in[node.directory]:
+            del self._held_in[node.directory]
+        self._tree.note_change(node.directory, node.name)
+
+    def _forget(self, node: Node) -> None:
+        """Drop it if it is not needed any more."""
+        if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
+            return
+        if self._places.get((node.directory.number, node.name)) is node:
+            del self._places[node.directory.number, node.name]
+        if node.dirty_file is not None:
+            self._by_dirty_file.pop(node.dirty_file.id, None)
+
+    async def remove(
+        self, node: Node, *, replaced: bool, instead: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """Its name goes, by what is done `instead` at the store: nothing of it is uploaded, and who has it open goes on with
+        it alone. The name itself is there until `gone` or another answer is written. When `instead` raises, nothing has
+        happened."""
+        node.removed = True
+        try:
+            if node.dirty_file is not None:
+                await self._writer.discard(node.dirty_file, replaced=replaced, instead=instead)
+            elif instead is not None:
+                await instead()
+        except BaseException:
+            if node.dirty_file is None or not node.dirty_file.discarded:
+                node.removed = False
+            else:  # it is given up already: the store says what is there
+                await self.gone(node.directory, node.name)
+                self.look_again(node.directory)
+            raise
+
+    async def abandon(self, node: Node) -> None:
+        """It was never held: nothing of its dirty file is uploaded."""
+        node.removed = True
+        assert node.dirty_file is not None
+        await self._writer.discard(node.dirty_file, replaced=True)
+        self._forget(node)
+
+    async def rehold(self, node: Node, directory: Directory, name: bytes) -> None:
+        """What is held has another name."""
+        place, stable, ino = (node.directory, node.name), node.stable, self.number(node)
+        with trio.CancelScope(shield=True):
+            async with self._tree.writing:
+                node.stable, node.row = self._pinned(node, directory, name)
+                self._let_go(node)
+                del self._places[place[0].number, place[1]]
+                self._give_up(directory, name)
+                node.directory, node.name, node.ino = directory, name, ino
+                self._held(node)
+                self.moved(place, (directory, name), stable, node.stable)
+                self._files.turn(ino, self.version(node))
+            await self.gone(*place, moved=True)
+
+    def moved(
+        self, place: tuple[Directory, bytes], to: tuple[Directory, bytes], stable: int, ino: int
+    ) -> None:
+        """The number of a name that moved goes along. `stable` and `ino` are those of the paths."""
+        node = self._places.get((place[0].number, place[1]))
+        if node is not None:
+            del self._places[place[0].number, place[1]]
+            node.directory, node.name = to
+            self.add(node)
+        if node is not None:
+            node.stable = ino
+        lost = self._files.moved(stable, ino)
+        if lost is not None:
+            self.on_lost(lost)
+
+    def touch(self, directory: Directory) -> None:
+        """Something in it has changed: programs look at its time to know whether to read it again."""
+        self.times.pop(directory.ino, None)
+        self.times[directory.ino] = round(self._wall() * 1e9)
+        if len(self.times) > TIMES_KEPT:
+            del self.times[next(iter(self.times))]
+
+    def look_again(self, directory: Directory) -> None:
+        """What was listed of it does not count any more."""
+        self._freshness.forget_answers()
+        self._lister.cancel(directory)
+        directory.complete, directory.marked = 0, False
+
+    def _give_up(self, directory: Directory, name: bytes) -> None:
+        node = self._places.get((directory.number, name))
+        if node is not None and node.removed:
+            if node.held:
+                self._let_go(node)
+            del self._places[directory.number, name]
+            self._forget(node)
+
+    # -- what was done at the store ------------------------------------------------------------------
+
+    async def gone(self, directory: Directory, name: bytes, *, moved: bool = False) -> None:
+        """There is nothing under this name; what was has `moved`, perhaps, and is not out of date."""
+        await self._write(directory, name, False, moved=moved)
+
+    async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> int:
+        """The object has this version. Returns its number."""
+        return await self._write(directory, name, info)
+
+    async def is_directory(self, directory: Directory, name: bytes) -> int:
+        return await self._write(directory, name, True)
+
+    async def _write(
+        self, directory: Directory, name: bytes, said: ObjectInfo | bool, *, moved: bool = False
+    ) -> int:
+        tree, files = self._tree, self._files
+        with trio.CancelScope(shield=True):
+            async with tree.writing:
+                written = await trio.to_thread.run_sync(
+                    write_answer,
+                    tree.database,
+                    directory,
+                    name,
+                    said,
+                    directory.generation,
+                    tree.moved,
+                    [("local", directory.key + name, None)],
+                )
+                tree.note_change(directory, name)
+                self._give_up(directory, name)
+        self.touch(directory)
+        self.on_change()
+        for ino, _ in () if moved else written.changed:
+            files.note_change(ino)
+            if said is False:
+                files.removed(ino)
+        row = tree.row(directory, mark_of_directory(name) if said is True else name)
+        number = None if row is None or said is False else inode_of(directory, name, row)
+        self._freshness.note_answer(directory, name, number, self._clock())
+        if number is not None and row is not None and said is not True:
+            files.supersede(number, row.etag, row.size)
+        return number or 0
+
+    async def directory(self, above: Directory, name: bytes) -> Directory:
+        """The directory of this name, which is written down as one if it is not known as one."""
+        row = self._tree.row(above, mark_of_directory(name))
+        ino = inode_of(above, name, row) if row is not None else await self.is_directory(above, name)
+        return self._tree.directory(ino)
+
+
+def is_below(directory: Directory | None, above: Directory) -> bool:
+    """Whether it is `above` or a directory below it."""
+    while directory is not None and directory is not above:
+        directory = directory.parent
+    return directory is above
+
+
+_NO_ROW = Row(0, 0, 0, "")

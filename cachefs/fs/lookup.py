@@ -1,0 +1,322 @@
+"""Finding out about one name with as few requests as possible.
+
+What is fresh is answered at once. Otherwise, in this order of cost:
+
+- a name that was known and is only too old is asked for itself (one HEAD, or one LIST of one key for a directory), up to
+  three times per directory and TTL; after that, and when a refresh of the whole directory was requested, a new
+  listing of it is cheaper;
+- a name in a directory that is not listed starts the listing, whose first page decides for most directories;
+- where the first page does not reach it, both questions are asked side by side (HEAD of the key, LIST of one key below
+  it), while the listing goes on for a bounded while.
+
+Questions about one name are asked once for all who want to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from cachefs.base.errors import CachefsError, NameTooLong, NotFound, Unreachable
+from cachefs.base.ledger import about
+from cachefs.base.metrics import Metrics
+from cachefs.fs.freshness import BURST_S, Freshness
+from cachefs.fs.keys import MAX_NAME, nameable, text_of
+from cachefs.fs.listing import AHEAD, ChangeHook, Lister
+from cachefs.fs.pages import write_answer
+from cachefs.fs.tree import Directory, Found, Tree, inode_of
+
+if TYPE_CHECKING:
+    from cachefs.fs.rows import Row
+    from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
+
+SINGLE_ASKS = 3
+"""Names of one directory asked for one by one within a TTL before it is listed again. Guessed: a LIST page costs a store
+about as much time as two HEADs and answers a thousand."""
+
+
+class _Question:
+    """A question in progress. Neither `answer` nor `failure` after `ended`: its caller was cancelled."""
+
+    __slots__ = ("answer", "ended", "failure")
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.answer: Found | float | None = None
+        self.failure: CachefsError | None = None
+
+
+class Looker:
+    """Answers about names: a `Found`, or for how many seconds there is none."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        freshness: Freshness,
+        lister: Lister,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_change: ChangeHook,
+    ) -> None:
+        self._tree = tree
+        self._freshness = freshness
+        self._lister = lister
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._questions: dict[tuple[int, bytes], _Question] = {}
+
+    def now(self, directory: Directory, name: bytes) -> Found | float | None:
+        """What is fresh; None when `look` has to be awaited. Raises `NameTooLong`."""
+        if not nameable(name):
+            if len(name) > MAX_NAME:
+                raise NameTooLong(f"a name of {len(name)} bytes")
+            return directory.ttls.negative_ttl
+        now = self._clock()
+        answer = self._freshness.decide(directory, name, now, now)
+        return self._last_known(directory, name) if answer is None else answer
+
+    def _last_known(self, directory: Directory, name: bytes) -> Found | float | None:
+        """What is used only because the origin does not answer, if it does not."""
+        if directory.origin is None or not directory.origin.serves_stale:
+            return None
+        answer = self._freshness.last_known(directory, name, self._clock())
+        if answer is not None:
+            self._metrics.stale_answers += 1
+        return answer
+
+    async def look(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
+        """What is fresh, or else found out. Without `share`, a question about a file is asked again."""
+        about(directory.prefix + name.decode("utf-8", "surrogateescape"))
+        try:
+            return await self._look(directory, name, share)
+        except Unreachable:
+            answer = self._last_known(directory, name)
+            if answer is None:
+                raise
+            return answer
+
+    async def _look(self, directory: Directory, name: bytes, share: bool) -> Found | float:
+        since = self._clock()
+        while True:
+            now = self._clock()
+            answer = self._freshness.decide(directory, name, since, now)
+            if answer is not None:
+                return answer
+            if text_of(name) is None:
+                return directory.ttls.negative_ttl  # keys are UTF-8: no key has this name
+            origin = directory.origin
+            if origin is None:
+                return directory.ttls.negative_ttl
+            if (answer := self._last_known(directory, name)) is not None:
+                return answer
+            if not origin.can_list or self._ask_itself(directory, name, now):
+                share = share or self._tree.find(directory, name)[0] is not None
+                return await self.ask(directory, name, share=share)
+            listing = self._lister.demand(directory, self._freshness.horizon(directory, since, now))
+            if listing.pages:
+                break
+            turn = listing.turn
+            self._lister.allow(directory, listing, AHEAD + 1 if directory.ttls.ttl else 1)
+            await turn.wait()
+            answer = self._freshness.decide(directory, name, since, self._clock())
+            if answer is not None:
+                return answer
+            if directory.listing is listing or directory.complete == listing.generation:
+                break
+        if directory.listing is listing and directory.ttls.ttl:
+            self._lister.missed(directory, listing)
+        return await self.ask(directory, name)
+
+    async def sure(self, directory: Directory, name: bytes, *, below: bool = False) -> Found | float:
+        """The same for a name that is about to be made and must replace nothing: that it is missing is not taken from what
+        is known but asked for, unless it was just now. One HEAD of the key; `below`, also a LIST of one key below it. A
+        store that is out leaves what is fresh."""
+        found = await self.look(directory, name)
+        text, origin = text_of(name), directory.origin
+        if isinstance(found, Found) or text is None or origin is None:
+            return found
+        if self._freshness.absent_since(directory, name) >= self._clock() - BURST_S:
+            return found
+        try:
+            if not below and await _head(origin, directory.prefix + text) is None:
+                return found
+            found = await self.ask(directory, name)
+        except Unreachable:
+            return found
+        if isinstance(found, Found):
+            self._on_change(directory, found.ino, name)  # the kernel has it as missing
+        return found
+
+    def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
+        """Whether the name was known, so that a question or two are cheaper than a listing."""
+        as_dir, as_file = self._tree.find(directory, name)
+        row = as_dir or as_file
+        if row is None:
+            return False
+        if not row.known:
+            return True
+        if not directory.ttls.ttl:
+            return True  # a listing is not used any longer than an answer
+        if directory.complete and self._freshness.whole(directory) is None:
+            return False
+        if now - directory.stale_since > directory.ttls.ttl or directory.stale_since > now:
+            directory.stale_since, directory.stale_asks = now, 0
+        directory.stale_asks += 1
+        return directory.stale_asks <= SINGLE_ASKS
+
+    async def ask(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
+        """Ask the origin about this very name. With `share`, an answer that is already on its way will do."""
+        key = (directory.number, name)
+        while share and (under_way := self._questions.get(key)) is not None:
+            await under_way.ended.wait()
+            if under_way.failure is not None:
+                raise type(under_way.failure)(*under_way.failure.args) from under_way.failure
+            if under_way.answer is not None:
+                return under_way.answer
+        question = _Question()
+        if share:
+            self._questions[key] = question
+        try:
+            question.answer = await self._ask(directory, name)
+        except CachefsError as exc:
+            answer = self._last_known(directory, name) if isinstance(exc, Unreachable) else None
+            if answer is None:
+                question.failure = exc
+                raise
+            question.answer = answer
+        finally:
+            if share:
+                del self._questions[key]
+            question.ended.set()
+        return question.answer
+
+    async def _ask(self, directory: Directory, name: bytes) -> Found | float:
+        text, origin = text_of(name), directory.origin
+        if text is None or origin is None:
+            return directory.ttls.negative_ttl
+        while True:
+            asked_at, epoch, changes = self._clock(), self._tree.epoch, self._tree.changes
+            if (held := self._freshness.held.get((directory.number, name))) is not None:
+                return held.found(asked_at)
+            before = self._tree.find(directory, name)
+            cover = self._freshness.coverage(directory, name)
+            as_dir, as_file = before
+            if (
+                as_file is not None
+                and as_file.generation > (cover[0] if cover else 0)
+                and not self._freshness.was_asked(inode_of(directory, name, as_file))
+            ):
+                # A listing showed the file but has not come to where a directory of its name would be: ask for both, once.
+                as_file = None
+            said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
+            said = said or name in self._freshness.kept_in(directory)
+            if await self._write(directory, name, said, before, changes):
+                break
+        row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
+        ino = None if row is None else inode_of(directory, name, row)
+        if epoch == self._tree.epoch:
+            self._freshness.note_answer(directory, name, ino, asked_at)
+        if row is None or ino is None:
+            return directory.ttls.negative_ttl
+        return Found(ino, said is True, row, asked_at + directory.ttls.ttl)
+
+    async def _write(
+        self,
+        directory: Directory,
+        name: bytes,
+        said: ObjectInfo | bool,
+        before: tuple[Row | None, Row | None],
+        changes: int,
+    ) -> bool:
+        """Write an answer down. False when the name was written meanwhile: the question was another one then."""
+        async with self._tree.writing:
+            if self._tree.find(directory, name) != before:
+                return False
+            if self._tree.changed_since(directory, name, changes):
+                return False
+            cover = self._freshness.coverage(directory, name)
+            generation = cover[0] if cover else 0
+            if _is_written(said, *before, generation):
+                return True
+            written = await trio.to_thread.run_sync(
+                write_answer, self._tree.database, directory, name, said, generation, self._tree.moved
+            )
+        for ino, changed in written.changed:
+            self._on_change(directory, ino, changed)
+        return True
+
+
+def _is_written(said: ObjectInfo | bool, as_dir: Row | None, as_file: Row | None, generation: int) -> bool:
+    """Whether the rows say so already, and are not about to be swept."""
+    if said is False:
+        return as_dir is None and as_file is None
+    if said is True:
+        return as_dir is not None and as_dir.generation >= generation
+    return (
+        as_dir is None
+        and as_file is not None
+        and as_file.known
+        and as_file.generation >= generation
+        and (as_file.size, as_file.etag, as_file.mtime_ns) == (said.size, said.etag, said.mtime_ns)
+    )
+
+
+async def _ask_origin(origin: Origin, key: str, as_dir: Row | None, as_file: Row | None) -> ObjectInfo | bool:
+    """The object `key`; True when there are keys below it; False for neither. What it was before is asked first."""
+    if not origin.can_list:
+        return await _head(origin, key) or await _head(origin, key + "/") is not None
+    if as_dir is not None:
+        return await _has_keys(origin, key + "/") or await _head(origin, key) or False
+    if as_file is not None:
+        return await _head(origin, key) or await _has_keys(origin, key + "/")
+    said: dict[str, ObjectInfo | bool | CachefsError | None] = {}
+
+    async def head() -> None:
+        try:
+            said["head"] = await _head(origin, key)
+        except CachefsError as exc:
+            said["head"] = exc
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(head)
+        try:
+            below = await _has_keys(origin, key + "/")
+        except CachefsError as exc:
+            said["list"] = exc
+            nursery.cancel_scope.cancel()
+        else:
+            if below:
+                nursery.cancel_scope.cancel()
+                said["list"] = True
+    for answer in (said.get("list"), said.get("head")):
+        if isinstance(answer, CachefsError):
+            raise answer
+        if answer:
+            return answer
+    return False
+
+
+async def _head(origin: Origin, key: str) -> ObjectInfo | None:
+    try:
+        return await origin.head(key)
+    except NotFound:
+        return None
+
+
+async def _has_keys(origin: Origin, prefix: str) -> bool:
+    """Whether any key begins with `prefix`."""
+    token: str | None = None
+    while True:
+        try:
+            page = await origin.list_page(prefix, token=token, limit=1)
+        except NotFound:
+            return False  # a store with real directories (files, an index page) says it this way
+        if page.objects or page.prefixes:
+            return True
+        if page.next_token is None or page.next_token == token:
+            return False
+        token = page.next_token

@@ -1,0 +1,93 @@
+"""Which names are being changed: no two changes of one name run at a time, and none below a directory that is being moved.
+
+A change claims every name that it will touch before it looks at any of them, in one step, so two changes cannot wait for
+each other. Claims are granted in the order in which they were made, as far as they conflict. Readers of names claim nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from cachefs.fs.keys import name_in
+
+if TYPE_CHECKING:
+    from cachefs.fs.tree import Directory
+
+Name = tuple["Directory", bytes]
+
+
+class _Claim:
+    """`names` by number of their directory; `above` are the names of all directories above them. A claim of whole `trees`
+    keeps others away from what is below its names, too, also where a name becomes a directory meanwhile."""
+
+    __slots__ = ("above", "granted", "names", "trees")
+
+    def __init__(self, names: tuple[Name, ...], trees: bool) -> None:
+        self.names = {(directory.number, name) for directory, name in names}
+        self.above = {above for directory, _ in names for above in _path(directory)}
+        self.trees = trees
+        self.granted: trio.Event | None = None
+
+    def conflicts(self, other: _Claim) -> bool:
+        return not (
+            self.names.isdisjoint(other.names)
+            and (not self.trees or self.names.isdisjoint(other.above))
+            and (not other.trees or other.names.isdisjoint(self.above))
+        )
+
+
+class NameLocks:
+    def __init__(self) -> None:
+        self._held: list[_Claim] = []
+        self._waiting: list[_Claim] = []
+
+    def __len__(self) -> int:
+        """Claims that are held or waited for."""
+        return len(self._held) + len(self._waiting)
+
+    @asynccontextmanager
+    async def claimed(self, *names: Name, trees: bool = False) -> AsyncIterator[None]:
+        """Hold the claim. What was known of the names before may be false when this begins: look again."""
+        claim = _Claim(names, trees)
+        if any(claim.conflicts(other) for other in (*self._held, *self._waiting)):
+            await self._wait(claim)
+        else:
+            self._held.append(claim)
+        try:
+            yield
+        finally:
+            self._held.remove(claim)
+            self._grant()
+
+    async def _wait(self, claim: _Claim) -> None:
+        claim.granted = trio.Event()
+        self._waiting.append(claim)
+        try:
+            await claim.granted.wait()
+        except trio.Cancelled:
+            (self._held if claim in self._held else self._waiting).remove(claim)
+            self._grant()
+            raise
+
+    def _grant(self) -> None:
+        before = list(self._held)
+        for claim in list(self._waiting):
+            if not any(claim.conflicts(other) for other in before):
+                self._waiting.remove(claim)
+                self._held.append(claim)
+                assert claim.granted is not None
+                claim.granted.set()
+            before.append(claim)
+
+
+def _path(directory: Directory) -> list[tuple[int, bytes]]:
+    """The names of a directory and of those above it."""
+    names = []
+    while directory.parent is not None:
+        names.append((directory.parent.number, name_in(directory.mark)))
+        directory = directory.parent
+    return names

@@ -1,0 +1,233 @@
+"""What lies around a file, by path or by neighbourhood: for what fetches before a reader asks.
+
+Two kinds of questions. `known`, `version`, `siblings` and `count_files` read what is written down, however old, and never
+make a request: who uses what they say reads it conditionally, so old knowledge costs a refused GET and never a wrong byte.
+`resolve` and `walk` ask the store as a lookup and an `ls -R` would, and what they learn is there for everybody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from cachefs.base.errors import IsADirectory, NotFound
+from cachefs.base.names import ObjectId
+from cachefs.fs.directories import DirectoryHandle
+from cachefs.fs.inodes import ROOT
+from cachefs.fs.keys import nameable
+from cachefs.fs.rows import Row
+from cachefs.fs.tree import Directory, Found, inode_of
+
+if TYPE_CHECKING:
+    from cachefs.fs.directories import DirectoryReader
+    from cachefs.fs.freshness import Freshness
+    from cachefs.fs.lookup import Looker
+    from cachefs.fs.tree import Tree
+    from cachefs.origin import Origin
+
+SLICE = 256
+"""Rows looked at before others have their turn: about half a millisecond. Guessed."""
+
+
+class Sibling(NamedTuple):
+    """A file of a directory. `mark` is its place in the listing."""
+
+    mark: bytes
+    ino: int
+    origin: Origin
+    object: ObjectId
+
+
+class TreeQueries:
+    def __init__(
+        self,
+        tree: Tree,
+        freshness: Freshness,
+        looker: Looker,
+        directories: DirectoryReader,
+        locate: Callable[[int], tuple[Directory, bytes]],
+    ) -> None:
+        self._tree = tree
+        self._freshness = freshness
+        self._looker = looker
+        self._directories = directories
+        self._locate = locate
+
+    # -- from what is written ----------------------------------------------------------------------
+
+    def knows(self, origin: Origin) -> bool:
+        """Whether anything is written down of what is mounted of a store."""
+        tops = (top for top in self._tree.tops() if top.origin is origin)
+        return any(top.complete or self._tree.scan(top, b"", 1) for top in tops)
+
+    def known(self, path: str) -> tuple[Origin, ObjectId] | None:
+        """The file at `path` as it is written down; None when it is not."""
+        directory = self._tree.root
+        names = components(path)
+        for index, name in enumerate(names):
+            if not nameable(name):
+                return None
+            as_dir, as_file = self._tree.find(directory, name)
+            if as_dir is not None:
+                directory = self._tree.directory(inode_of(directory, name, as_dir))
+            elif as_file is not None and as_file.known and directory.origin and index == len(names) - 1:
+                return directory.origin, object_of(directory, name, as_file)
+            else:
+                return None
+        return None
+
+    def version(self, ino: int) -> ObjectId | None:
+        """The version of the file `ino` as it is written down; None when it is not, or when that is no file."""
+        if ino == ROOT:
+            return None
+        directory, mark = self._locate(ino)
+        row = self._tree.row(directory, mark)
+        if row is None or not row.known or mark.endswith(b"/") or directory.origin is None:
+            return None
+        return object_of(directory, mark, row)
+
+    def siblings(self, ino: int, after: bytes, limit: int) -> tuple[list[Sibling], bytes | None]:
+        """Files of the directory that holds the file `ino`, behind the mark `after` (b"": from the beginning), in the
+        order of the listing, as far as it has landed; and the mark to go on from, None at the end of all. At most `limit`,
+        perhaps none though more follow: a run of sub-directories is passed a slice at a time."""
+        directory, _ = self._locate(ino)
+        rows, end = self._landed(directory, after, min(limit, SLICE))
+        assert directory.origin is not None or not rows
+        return [
+            Sibling(mark, inode_of(directory, mark, row), directory.origin, object_of(directory, mark, row))  # type: ignore[arg-type]
+            for mark, row in rows
+        ], end
+
+    async def count_files(self, ino: int, largest: int) -> tuple[int, int] | None:
+        """How many files of at most `largest` bytes the directory that holds the file `ino` has, and their bytes; None as
+        long as its listing is not complete. Looks at every row, a slice at a time."""
+        directory, _ = self._locate(ino)
+        whole = self._freshness.whole(directory)
+        after: bytes | None = b"" if whole is not None else None
+        files = size = 0
+        while after is not None:
+            rows, after = self._landed(directory, after, SLICE)
+            for _, row in rows:
+                if row.size <= largest:
+                    files += 1
+                    size += row.size
+            await trio.lowlevel.checkpoint()
+        return (files, size) if whole is not None and self._freshness.whole(directory) == whole else None
+
+    def _landed(
+        self, directory: Directory, after: bytes, limit: int
+    ) -> tuple[list[tuple[bytes, Row]], bytes | None]:
+        """Rows of files that a listing shows, of the next `limit` rows; and where to go on."""
+        whole, listing = self._freshness.whole(directory), directory.listing
+        if whole is not None:
+            generation, listing = whole[0], None
+        elif listing is not None and self._freshness.in_force(directory, listing.epoch):
+            generation = listing.generation
+        else:
+            return [], after
+        rows = self._tree.scan(directory, after, limit)
+        if listing is not None:
+            decided = 0
+            while decided < len(rows) and listing.has_passed(rows[decided][0]):
+                decided += 1
+            del rows[decided:]
+            end: bytes | None = rows[-1][0] if rows else after
+        else:
+            end = rows[-1][0] if len(rows) == limit else None
+        files = [
+            (mark, row)
+            for mark, row in rows
+            if row.known and row.generation >= generation and not mark.endswith(b"/")
+        ]
+        as_directories = self._tree.as_directories(directory, [mark for mark, _ in files])
+        shown = [
+            f
+            for f, dir_row in zip(files, as_directories, strict=True)
+            if dir_row is None or dir_row.generation < generation
+        ]
+        return shown, end
+
+    # -- asking the store --------------------------------------------------------------------------
+
+    async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None:
+        """The file at `path`; None when there is no such name. Raises `IsADirectory`, and what a lookup raises."""
+        directory, found = await self._find(path)
+        if found is None:
+            return None
+        if found.is_dir:
+            raise IsADirectory(f"{path or '/'} is a directory")
+        assert directory.origin is not None
+        return directory.origin, object_of(directory, components(path)[-1], found.row)
+
+    async def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
+        """(path, origin, object) of the file at `path`, or of all files below it in the order of the listings. Holds one
+        slice of each directory on the way down. Raises `NotFound`, and what reading a directory raises."""
+        names = components(path)
+        directory, found = await self._find(path)
+        if found is None:
+            raise NotFound(f"no such path: {path}")
+        if not found.is_dir:
+            assert directory.origin is not None
+            yield _text(names), directory.origin, object_of(directory, names[-1], found.row)
+            return
+        async with aclosing(self._below(self._tree.directory(found.ino), names)) as files:
+            async for file in files:
+                yield file
+
+    async def _find(self, path: str) -> tuple[Directory, Found | None]:
+        """The directory that holds the last name of `path`, and what that name is."""
+        directory = self._tree.root
+        found = Found(directory.ino, True, _NO_ROW, 0.0)
+        for name in components(path):
+            if not found.is_dir:
+                return directory, None
+            directory = self._tree.directory(found.ino)
+            answer = await self._looker.look(directory, name)
+            if not isinstance(answer, Found):
+                return directory, None
+            found = answer
+        return directory, found
+
+    async def _below(
+        self, directory: Directory, above: list[bytes]
+    ) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
+        handle = DirectoryHandle(directory)
+        offset = 0
+        while entries := await self._directories.read(handle, offset, SLICE):
+            for entry in entries:
+                path = [*above, entry.name]
+                if entry.attributes.is_dir:
+                    below = self._tree.directory(entry.attributes.ino)
+                    async with aclosing(self._below(below, path)) as files:
+                        async for file in files:
+                            yield file
+                    continue
+                row = self._tree.row(directory, entry.name)
+                if row is None or not row.known:
+                    answer = await self._looker.look(directory, entry.name)
+                    row = answer.row if isinstance(answer, Found) and not answer.is_dir else None
+                if row is not None and directory.origin is not None:
+                    yield _text(path), directory.origin, object_of(directory, entry.name, row)
+            offset = entries[-1].next_offset
+
+
+_NO_ROW = Row(0, 0, 0, "")
+
+
+def components(path: str) -> list[bytes]:
+    """The names on the way to `path`, which is relative to the mount."""
+    return [name for name in os.fsencode(path).split(b"/") if name not in (b"", b".")]
+
+
+def object_of(directory: Directory, mark: bytes, row: Row) -> ObjectId:
+    """The version that a row of a file names."""
+    assert directory.origin is not None
+    return ObjectId(directory.origin.source, directory.prefix + mark.decode(), row.etag, row.size)
+
+
+def _text(names: list[bytes]) -> str:
+    return os.fsdecode(b"/".join(names))

@@ -1,0 +1,237 @@
+"""The choice of the backend that serves a mount: native where the kernel takes backing files, pyfuse3 everywhere else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from cachefs.base.errors import MountError
+from cachefs.base.metrics import Metrics
+from cachefs.config.config import Config
+from cachefs.fs import Backing, FileSystem
+from cachefs.fuse.device import Device, Negotiated
+from cachefs.fuse.native_backend import NativeBackend
+
+LISTINGS_KEPT_SINCE = (6, 13)
+"""Kernels 6.9 to 6.12 return listings that they should have dropped. Borrowed from the kernel's history."""
+
+
+class Backend(Protocol):
+    """Serves one `FileSystem` to the kernel. `max_background` is the number of read-aheads that was negotiated (0: none)."""
+
+    name: str
+    max_background: int
+
+    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+        """Make the mount visible. Its requests wait until `serve` runs. Raises `MountError`, OSError."""
+
+    async def serve(self, ready: Callable[[], None]) -> None:
+        """Call `ready` when the kernel has connected, then answer it until the mount is gone or this is cancelled."""
+
+    def close(self, *, unmount: bool = True) -> None:
+        """Unmount (lazily, if it is still mounted) and end the session; requests that wait fail with ENOTCONN. Without
+        `unmount` a dead mount stays, where every access fails with ENOTCONN."""
+
+    def register(self, backing: Backing) -> None:
+        """Register a backing file with the kernel. Raises OSError when the kernel refuses it."""
+
+    def retire(self, backing: Backing) -> None:
+        """Release one that will not be opened again."""
+
+    def invalidate(self, inode: int, parent: int, name: bytes) -> None:
+        """Make the kernel drop what it keeps of `inode` (0: of none), and the name (b"": none). Blocking: from a worker
+        thread only."""
+
+
+class NotHere(Exception):
+    """The native backend cannot serve here. The text completes "pyfuse3, because …"."""
+
+
+class Chosen(NamedTuple):
+    """`why` is the reason for this backend; `refused` the reason why the kernel takes no files from a directory."""
+
+    backend: Backend
+    why: str
+    refused: dict[Path, str]
+    passthrough: bool
+
+
+class Connected(NamedTuple):
+    """`refused` as in `Chosen`."""
+
+    device: Device
+    agreed: Negotiated
+    refused: dict[Path, str]
+
+
+def choose(
+    config: Config,
+    title: str,
+    places: Sequence[Path],
+    fs: FileSystem,
+    metrics: Metrics,
+    *,
+    writable: bool = False,
+) -> Chosen:
+    """The backend that `config.fuse` asks for, mounted. Files of the directories `places` may become backing files.
+    `writable`: `fs` has a writer. Raises `MountError`."""
+    title = _plain(title)
+    why = "as asked"
+    if config.descriptor is not None and _serves_descriptor_natively(config):
+        return _native(config, title, places, fs, metrics, writable)
+    if config.descriptor is None and config.fuse != "pyfuse3":
+        try:
+            chosen = _native(config, title, places, fs, metrics, writable)
+        except NotHere as exc:
+            if config.fuse == "native":
+                raise MountError(f"--fuse native cannot serve here: {exc}: leave the option out") from exc
+            why = str(exc)
+        else:
+            try:
+                chosen.backend.mount(config.mountpoint, title, allow_other=config.allow_other)
+            except OSError as exc:
+                chosen.backend.close()
+                why = f"this mount cannot be attached: {exc.strerror}"
+                if config.fuse == "native" or exc.errno not in (errno.EPERM, errno.EACCES):
+                    raise MountError(f"cannot mount on {config.mountpoint}: {exc.strerror}") from exc
+            else:
+                return chosen
+    from cachefs.fuse.pyfuse3_backend import Pyfuse3Backend
+
+    backend = Pyfuse3Backend(fs, metrics, _deadline_s(config), writable=writable)
+    if config.descriptor is None:
+        backend.mount(config.mountpoint, title, allow_other=config.allow_other)
+        return Chosen(backend, why, {}, passthrough=False)
+    backend.take(config.descriptor, title)
+    if config.fuse == "auto":
+        why = "another process has mounted it, and only root may register backing files"
+    return Chosen(backend, why, {}, passthrough=False)
+
+
+def _deadline_s(config: Config) -> float:
+    return config.deadline_s + config.on_outage.wait_s
+
+
+def _serves_descriptor_natively(config: Config) -> bool:
+    """Whether the native backend is to serve a passed descriptor. The kernel negotiates once, so it cannot be tried."""
+    return config.fuse == "native" or (config.fuse == "auto" and (os.geteuid() == 0 or config.zero_open))
+
+
+def _native(
+    config: Config,
+    title: str,
+    places: Sequence[Path],
+    fs: FileSystem,
+    metrics: Metrics,
+    writable: bool,
+) -> Chosen:
+    """Raises `NotHere`, `MountError`."""
+    places = () if config.zero_open else places
+    if config.descriptor is None:
+        must_passthrough = config.fuse == "auto" and not config.zero_open
+        device, agreed, refused = connect(
+            title, config.allow_other, places, must_passthrough=must_passthrough, writable=writable
+        )
+    else:
+        device, agreed, refused = take(config.descriptor, places, writable=writable)
+    immutable = all(config.of(source, "consistency") == "immutable" for source in config.sources)
+    backend = NativeBackend(
+        *(fs, metrics, _deadline_s(config), device, agreed),
+        zero_open=config.zero_open,
+        keep_listings=immutable and not writable and keeps_listings(platform.release()),
+        writable=writable,
+    )
+    passthrough = False
+    if config.zero_open:
+        why = "no file is opened, so none is read by the kernel itself"
+    elif not places:
+        why = "nothing is cached that the kernel may read by itself"
+    elif len(refused) == len(places):
+        why = f"the kernel reads nothing by itself: {next(iter(refused.values()))}"
+    else:
+        why, passthrough = "the kernel reads whole cached files by itself", True
+    return Chosen(backend, why, refused, passthrough)
+
+
+def connect(
+    name: str, allow_other: bool, places: Sequence[Path], *, must_passthrough: bool, writable: bool = False
+) -> Connected:
+    """A new, detached mount. Raises `NotHere`; with `must_passthrough`, also when the kernel takes files from none of the
+    `places`."""
+    if os.geteuid() != 0:
+        raise NotHere("only root may speak to the kernel without help")
+    refused: dict[Path, OSError] = {}
+    # A backing file may itself lie on a stacked filesystem (overlayfs, as in a container without a volume). A mount that
+    # allows this counts as stacked twice, and no other filesystem can be stacked on it. So only if it is needed.
+    for depth in (1, 2):
+        try:
+            device, agreed = Device.connect(
+                name, allow_other=allow_other, stack_depth=depth, writable=writable
+            )
+        except (OSError, MountError) as exc:
+            raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
+        if not agreed.passthrough:
+            reason = _too_old(agreed)
+            if must_passthrough:
+                device.close()
+                raise NotHere(reason)
+            return Connected(device, agreed, dict.fromkeys(places, reason))
+        refused = {place: no for place in places if (no := _try_passthrough(device, place)) is not None}
+        if depth == 2 or not any(exc.errno == errno.ELOOP for exc in refused.values()):
+            break
+        device.close()
+    if must_passthrough and places and refused.keys() == set(places):
+        device.close()
+        raise NotHere(f"the kernel takes no file of the cache: {_reason(*refused.values())}")
+    return Connected(device, agreed, {place: _reason(exc) for place, exc in refused.items()})
+
+
+def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connected:
+    """The same over a descriptor that another process has mounted. Raises `MountError`."""
+    try:
+        # A depth of two would allow a cache on overlayfs, but forbid to stack a filesystem on a mount that is not ours.
+        device, agreed = Device.take(fd, stack_depth=1, writable=writable)
+    except OSError as exc:
+        raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
+    if not agreed.passthrough:
+        return Connected(device, agreed, dict.fromkeys(places, _too_old(agreed)))
+    refused = {place: _reason(no) for place in places if (no := _try_passthrough(device, place)) is not None}
+    return Connected(device, agreed, refused)
+
+
+def _too_old(agreed: Negotiated) -> str:
+    return f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
+
+
+def _try_passthrough(device: Device, place: Path) -> OSError | None:
+    """Why the kernel takes no files of a tier's directory; None if it does. Tried with the tier's file `tag`, since a full
+    disk takes no new file."""
+    try:
+        fd = os.open(place / "tag", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            device.unregister(device.register(fd))
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        return exc
+    return None
+
+
+def _reason(first: Exception, *_: Exception) -> str:
+    text = (first.strerror or str(first)) if isinstance(first, OSError) else str(first)
+    return {errno.ELOOP: "it lies on stacked filesystems"}.get(getattr(first, "errno", 0) or 0, text)
+
+
+def keeps_listings(release: str) -> bool:
+    """Whether a kernel ("6.18.44-…") drops the listings that it keeps when it should."""
+    numbers = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
+    return tuple(numbers) >= LISTINGS_KEPT_SINCE
+
+
+def _plain(name: str) -> str:
+    """A source's name with the characters that the mount table can show."""
+    return "".join(c if c.isascii() and c.isprintable() and c not in ",\\ " else "_" for c in name)

@@ -1,0 +1,184 @@
+"""The processes that call: what /proc says of them where the kernel's messages say too little.
+
+Which close is the last one. The kernel sends FLUSH for each close(2), also when a shell closes a duplicate, and when a
+forked child ends or calls exec. A checkpoint must not become visible half written because the training process started a
+subprocess. So the process that opened the file is examined: as long as it has a descriptor open for writing, a close was
+not the last one. A descriptor is identified by its inode number and its mount, because inode numbers are hashes of paths
+and the same path on two mounts has the same number.
+
+Errors go in one direction, towards an upload too many: a process that cannot be seen (it has ended, or lives in another PID
+namespace) counts as having no descriptor, a file that is open for writing more than once is uploaded at each close, and a
+process with more descriptors than are examined counts as having closed.
+
+Which signal ends a process. The kernel reports every signal during a request (INTERRUPT), also those of a timer or a child
+that ended. Answering those with EINTR would turn a lookup into a failure: to a program that asks whether a file exists,
+EINTR means "no". So the pending signals are examined, and only fatal ones count. The exception is Ctrl-C: a program that
+handles it wants to be interrupted, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+DESCRIPTORS, LOOKING_S = 4096, 0.1
+"""How many descriptors of a process are examined, the latest first, and for how long. Derived: 4,096 take 0.08 s on an idle
+machine."""
+
+_NOT_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
+_DESCRIPTOR_FIELD = re.compile(rb"^(flags|ino|mnt_id):\s*(\d+)$", re.MULTILINE)
+_TGID = re.compile(rb"^Tgid:\s*(\d+)$", re.MULTILINE)
+_SIGNAL_FIELD = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigIgn|SigCgt):\s*([0-9a-f]+)$", re.MULTILINE)
+
+
+def _bits(*numbers: int) -> int:
+    return sum(1 << (number - 1) for number in numbers)
+
+
+_KILL, _INTERRUPT = _bits(signal.SIGKILL), _bits(signal.SIGINT)
+_HARMLESS = _bits(
+    *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
+    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+)
+"""Signals whose default action does not end a process."""
+
+
+# -- descriptors -----------------------------------------------------------------------------------
+
+
+class Writers:
+    """The handles that are open for writing, and the processes that opened them. `device` returns the "major:minor" of the
+    mount; "" where that is not known, and then an inode number of any filesystem matches."""
+
+    def __init__(self, device: Callable[[], str] = lambda: "") -> None:
+        self._device = device
+        self._thread = trio.CapacityLimiter(1)  # more would take the interpreter from the loop
+        self._opened: dict[int, tuple[int, int]] = {}  # handle → (inode, process)
+        self._count: dict[int, int] = {}  # inode → handles
+
+    def __contains__(self, fh: int) -> bool:
+        return fh in self._opened
+
+    def opened(self, fh: int, inode: int, thread: int) -> None:
+        self._opened[fh] = inode, _process_of(thread)
+        self._count[inode] = self._count.get(inode, 0) + 1
+
+    def released(self, fh: int) -> None:
+        found = self._opened.pop(fh, None)
+        if found is not None:
+            inode, _ = found
+            self._count[inode] -= 1
+            if not self._count[inode]:
+                del self._count[inode]
+
+    def process(self, fh: int) -> int:
+        """The process that opened the handle; 0 when it cannot be seen."""
+        return self._opened.get(fh, (0, 0))[1]
+
+    async def last(self, fh: int) -> bool:
+        """Whether the descriptor of this handle that was just closed was the last one.
+
+        A thread looks, so that the loop goes on. It may be cancelled."""
+        if self._certain(fh):
+            return True
+        inode, process = self._opened[fh]
+        has = await trio.to_thread.run_sync(
+            _has_open, process, inode, self._device(), abandon_on_cancel=True, limiter=self._thread
+        )
+        return self._certain(fh) or not has
+
+    def _certain(self, fh: int) -> bool:
+        """Whether a close counts as the last one without a look at the process."""
+        return fh not in self._opened or self._count[self._opened[fh][0]] > 1
+
+
+def _process_of(thread: int) -> int:
+    """The process that a thread belongs to (it may outlive the thread); 0 when it cannot be seen."""
+    try:
+        found = _TGID.search(_read(f"/proc/{thread}/status"))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _has_open(process: int, inode: int, device: str) -> bool:
+    """Whether a process has a descriptor open for writing to an inode, among those that are examined. Never touches the
+    mount itself. Blocking."""
+    if not process:
+        return False
+    place = f"/proc/{process}"
+    try:
+        numbers = os.listdir(f"{place}/fd")
+    except OSError:
+        return False
+    until = time.monotonic() + LOOKING_S
+    for number in numbers[: -DESCRIPTORS - 1 : -1]:  # the latest are the most likely
+        if time.monotonic() > until:
+            break
+        try:
+            if os.readlink(f"{place}/fd/{number}").startswith(_NOT_FILES):
+                continue
+            found = dict(_DESCRIPTOR_FIELD.findall(_read(f"{place}/fdinfo/{number}")))
+        except OSError:
+            continue
+        if (
+            int(found.get(b"ino", 0)) == inode
+            and int(found.get(b"flags", b"0"), 8) & os.O_ACCMODE != os.O_RDONLY
+            and (not device or _device_of(process, found.get(b"mnt_id", b"")) == device)
+        ):
+            return True
+    return False
+
+
+def _device_of(process: int, mount: bytes) -> str:
+    """The "major:minor" of a mount that a process has a descriptor in; "" when it cannot be seen. A mount has the same
+    number in all processes, so one that its process does not see (behind chroot) is looked for in this one."""
+    for viewer in (process, "self"):
+        try:
+            with open(f"/proc/{viewer}/mountinfo", "rb") as table:
+                for line in table:
+                    number, _, device, *_ = line.split(b" ", 3)
+                    if number == mount:
+                        return device.decode()
+        except OSError:
+            continue
+    return ""
+
+
+def _read(path: str) -> bytes:
+    """A small file of /proc. Measured: 8 µs; through a file object, 20. Each open descriptor of a process costs one."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+def is_ending(thread: int) -> bool:
+    """Whether a thread has ended or a pending signal ends it. False when it cannot be seen (another PID namespace)."""
+    if thread <= 0:
+        return False
+    try:
+        status = Path(f"/proc/{thread}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return has_fatal_signal(status)
+
+
+def has_fatal_signal(status: str) -> bool:
+    """The same from the text of ``/proc/…/status``."""
+    found = {name: int(mask, 16) for name, mask in _SIGNAL_FIELD.findall(status)}
+    pending = (found.get("SigPnd", 0) | found.get("ShdPnd", 0)) & ~found.get("SigBlk", 0)
+    deadly = pending & ~(found.get("SigIgn", 0) | found.get("SigCgt", 0) | _HARMLESS)
+    return bool(deadly | pending & _KILL | pending & _INTERRUPT & ~found.get("SigIgn", 0))

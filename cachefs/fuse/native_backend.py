@@ -1,0 +1,568 @@
+"""The native backend: the kernel's protocol, without libfuse. It can hand the kernel backing files (passthrough).
+
+The loop reads one request after the other. A handler unpacks it, calls `Operations`, and packs the answer; an answer that is
+not known yet is found in a task, and the loop goes on. While requests come closely, the loop looks for the next one instead
+of sleeping, and gives the other tasks a turn in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+
+from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import contained
+from cachefs.fs import Backing, Entry, FileSystem
+from cachefs.fs.filesystem import Opened
+from cachefs.fs.reader import Buffer
+from cachefs.fuse import callers, protocol
+from cachefs.fuse.connection import MAX_BACKGROUND
+from cachefs.fuse.device import MOST_KEPT, Device, Negotiated
+from cachefs.fuse.operations import WRITING, Created, Looked, Operations, Pending, Rule, Shown, Waiting
+from cachefs.fuse.protocol import Malformed, Op, Setattr, dirent, direntplus, duration, entry, name_of
+from cachefs.fuse.protocol import Opened as Flags
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Handler = Callable[[int, int, int, memoryview], None]
+"""(unique, inode, thread, arguments): the arguments are valid until it returns."""
+
+CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
+"""While requests come closer than the first, how long to look for the next one before sleeping. Measured: waking a thread
+that sleeps on another processor takes 20 to 40 µs, as much as all the rest of a small file's open."""
+
+SLICE_S = 1e-3
+"""How long the other tasks wait at most while requests come in a stream. Guessed: shorter than any round trip they wait
+for."""
+
+SIGNALS_EVERY_S = 0.2
+"""How often the calling process of an interrupted request that went on is examined. The kernel reports only the first
+signal, and a later one may end the process. Guessed."""
+
+COPIED = 64 << 10
+"""Writes up to this are copied out of the request's buffer, larger ones keep the buffer. Measured: 1 µs for this one, 24 to
+100 µs for 1 MiB."""
+
+NEW_S = 0.05
+"""For so many seconds the kernel may keep the attributes of a new file. Otherwise it sends a GETATTR before open(2) returns.
+All changes meanwhile come through the same kernel. Guessed: as long as the rest of open(2) may take."""
+
+_HEADER = protocol.IN_HEADER.size
+_REPLY = protocol.OUT_HEADER.size
+_KEEP_CACHE, _PASSTHROUGH = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH)
+_NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
+
+
+class NativeBackend:
+    """`zero_open` has the kernel open files without a request, and `keep_listings` lets it keep what it has read of a
+    directory: both only where no object ever changes. `writable` is how the connection was made."""
+
+    name = "native"
+    max_background = MAX_BACKGROUND
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        metrics: Metrics,
+        deadline_s: float,
+        device: Device,
+        agreed: Negotiated,
+        *,
+        zero_open: bool = False,
+        keep_listings: bool = False,
+        writable: bool = False,
+    ) -> None:
+        self.agreed = agreed
+        self.operations = Operations(fs, metrics, deadline_s, writable=writable, device=lambda: device.number)
+        self._fs = fs
+        self._metrics = metrics
+        self._device = device
+        self._write = device.write
+        self._zero_open = zero_open
+        self._directory_flags = int(Flags.KEEP_CACHE | Flags.CACHE_DIR) if keep_listings else 0
+        self._user = (0, 0)  # uid and gid of the request that is being handled
+        self._waiting: dict[int, Waiting[Any]] = {}  # by unique
+        self._signalled: set[int] = set()  # those of them that had a signal and went on
+        # With one processor, looking for the next request would keep its sender from running.
+        self._eager = len(os.sched_getaffinity(0)) > 1
+        self._gap_s = 1.0  # average time between an answer and the next request, lately
+        self._answered_at = 0.0
+        self._handlers: dict[int, Handler] = {
+            Op.LOOKUP: self._lookup,
+            Op.GETATTR: self._getattr,
+            Op.STATFS: self._statfs,
+            Op.OPEN: self._open,
+            Op.READ: self._read,
+            Op.RELEASE: self._release,
+            Op.OPENDIR: self._opendir,
+            Op.READDIR: partial(self._readdir, dirent),
+            Op.READDIRPLUS: partial(self._readdir, direntplus),
+            Op.RELEASEDIR: self._releasedir,
+            Op.GETXATTR: self._getxattr,
+            Op.LISTXATTR: self._listxattr,
+            Op.INTERRUPT: self._interrupt,
+            Op.FORGET: self._forget,
+            Op.BATCH_FORGET: self._forget,
+            Op.FSYNCDIR: self._nothing,
+            Op.ACCESS: self._nothing,  # the kernel checks the mode bits (default_permissions)
+            Op.DESTROY: self._nothing,
+            Op.READLINK: self._readlink,
+            Op.IOCTL: self._ioctl,
+            Op.CREATE: self._create,
+            Op.MKNOD: self._mknod,
+            Op.MKDIR: self._mkdir,
+            Op.UNLINK: self._unlink,
+            Op.RMDIR: self._rmdir,
+            Op.RENAME: partial(self._rename, protocol.RENAME_IN),
+            Op.RENAME2: partial(self._rename, protocol.RENAME2_IN),
+            Op.SETATTR: self._setattr,
+            Op.WRITE: self._write_file,
+            Op.FALLOCATE: self._fallocate,
+            Op.FLUSH: self._flush,
+            Op.FSYNC: self._fsync,
+            Op.SYMLINK: self._link,
+            Op.LINK: self._link,
+            Op.SETXATTR: self._setxattr,
+            Op.REMOVEXATTR: self._removexattr,
+        }
+
+    # -- the backend ---------------------------------------------------------------------------------
+
+    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+        """Attach the mount, which the device has made already."""
+        self._device.attach(mountpoint)
+
+    async def serve(self, ready: Callable[[], None]) -> None:
+        ready()
+        async with trio.open_nursery() as self._nursery:
+            while True:
+                await trio.lowlevel.wait_readable(self._device.fd)
+                while (more := self._serve_burst()) is True:
+                    await trio.lowlevel.checkpoint()
+                if more is None:
+                    break
+            self._nursery.cancel_scope.cancel()
+
+    def close(self, *, unmount: bool = True) -> None:
+        self._device.close(unmount=unmount)
+
+    def register(self, backing: Backing) -> None:
+        backing.registered(self._device.register(backing.fd))
+
+    def retire(self, backing: Backing) -> None:
+        if backing.id:
+            self._device.unregister(backing.id)
+
+    def invalidate(self, inode: int, parent: int, name: bytes) -> None:
+        try:
+            if inode:
+                body = protocol.INVAL_INODE.pack(protocol.signed(inode), 0, 0)
+                self._device.notify(protocol.NOTIFY_INVAL_INODE, body)
+            if name:
+                body = protocol.INVAL_ENTRY.pack(parent, len(name), 0) + name + b"\0"
+                self._device.notify(protocol.NOTIFY_INVAL_ENTRY, body)
+        except OSError as exc:
+            log.debug("invalidate: %s", exc)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def _serve_burst(self) -> bool | None:
+        """Answer the requests that have come. True if more are expected at once (the other tasks have a turn first), None
+        when the mount is gone."""
+        clock, read, handle = time.perf_counter, self._device.read, self.handle
+        begun = clock()
+        while True:
+            request = read()
+            if request is None:
+                return None
+            now = clock()
+            gap = now - self._answered_at
+            if request:
+                self._gap_s += (min(gap, 1e-3) - self._gap_s) / 8
+                handle(request)
+                self._answered_at = now = clock()
+                if now - begun > SLICE_S:
+                    return True
+            elif self._waiting or not self._eager or self._gap_s > CLOSE_S or gap > LOOK_AGAIN_S:
+                return False
+            elif now - begun > SLICE_S:
+                return True
+
+    def handle(self, request: memoryview) -> None:
+        """Answer one request, now or in a task. Never raises, whatever the bytes are."""
+        if len(request) < _HEADER:
+            log.warning("a request of %d bytes: ignored", len(request))
+            return
+        length, opcode, unique, inode, uid, gid, thread, _, _ = protocol.IN_HEADER.unpack_from(request)
+        handler = self._handlers.get(opcode)
+        self._user = uid, gid
+        try:
+            if length != len(request):
+                self._fail(unique, opcode, Malformed(f"{len(request)} bytes that say they are {length}"))
+            elif handler is None:
+                self._metrics.fuse_other += 1
+                self._done(unique, errno.ENOSYS)
+            else:
+                handler(unique, inode, thread, request[_HEADER:])
+        except Exception as exc:
+            self._fail(unique, opcode, exc)
+
+    def _answer(self, unique: int, found: T | Pending[T], reply: Callable[[int, T], object]) -> None:
+        """Reply with what was found, now or when the work has found it."""
+        if isinstance(found, Pending):
+            self._begin(unique, found, reply)
+        else:
+            reply(unique, found)
+
+    def _begin(self, unique: int, pending: Pending[T], reply: Callable[[int, T], object]) -> None:
+        """Raises `Refused`."""
+        waiting = self.operations.begin(pending)
+        self._waiting[unique] = waiting
+        contained(self._nursery, "a request", self._finish, unique, waiting, reply)
+
+    async def _finish(self, unique: int, waiting: Waiting[T], reply: Callable[[int, T], object]) -> None:
+        try:
+            # No checkpoint between answer and reply: a handle is either reported to the kernel or released.
+            reply(unique, await waiting.answer())
+        except Exception as exc:
+            if waiting.interrupted and waiting.request.rule is Rule.WHOLE:
+                log.debug("%s, after its process got EINTR: %s", waiting.request.name, exc)
+            else:
+                self._fail(unique, waiting.request.name, exc)
+        finally:
+            self._waiting.pop(unique, None)
+
+    def _fail(self, unique: int, request: int | str, exc: Exception) -> None:
+        """Reply with an errno. Never raises. `request` is an opcode or a name."""
+        if isinstance(exc, struct.error | Malformed):
+            log.warning("a malformed request (%s): %s", request, exc)
+            number = errno.EINVAL
+        else:
+            name = Op(request).name.lower() if request in self._handlers else str(request)
+            number = self.operations.errno_of(name, exc)
+        if request in _NO_REPLY:
+            return
+        try:
+            self._done(unique, number)
+        except OSError as failure:
+            log.warning("the kernel does not take an answer: %s", failure)
+
+    # -- signals -----------------------------------------------------------------------------------
+
+    def _interrupt(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """The calling process of a request has a signal. The kernel reports it after the request itself, so a request that
+        is not waiting has been answered."""
+        self._metrics.fuse_other += 1
+        (interrupted,) = protocol.INTERRUPT_IN.unpack_from(body)
+        if interrupted in self._waiting and not self._give_up(interrupted):
+            if not self._signalled:
+                contained(self._nursery, "interrupt", self._watch_signals)
+            self._signalled.add(interrupted)
+
+    async def _watch_signals(self) -> None:
+        """Runs as long as requests wait whose process had a signal and was not ended by it."""
+        while self._signalled:
+            await trio.sleep(SIGNALS_EVERY_S)
+            self._signalled = {u for u in self._signalled if u in self._waiting and not self._give_up(u)}
+
+    def _give_up(self, unique: int) -> bool:
+        """Interrupt the request if a signal ends its process. Returns whether it is interrupted."""
+        waiting = self._waiting[unique]
+        if not waiting.interrupted and callers.is_ending(waiting.thread) and waiting.interrupt():
+            self._done(unique, errno.EINTR)
+        return waiting.interrupted
+
+    # -- replies -----------------------------------------------------------------------------------
+
+    def _send(self, structure: struct.Struct, unique: int, *fields: int) -> bool:
+        return self._write(structure.pack(structure.size, 0, unique, *fields))
+
+    def _data(self, unique: int, data: Buffer) -> None:
+        self._write(protocol.OUT_HEADER.pack(_REPLY + len(data), 0, unique), data)
+
+    def _done(self, unique: int, number: int | None = 0) -> None:
+        """Reply with an errno; 0 or None is success."""
+        self._write(protocol.OUT_HEADER.pack(_REPLY, -(number or 0), unique))
+
+    def _looked_up(self, unique: int, found: Looked) -> None:
+        attributes, ttl = found
+        if attributes is not None:
+            reply = protocol.ENTRY_REPLY
+            self._write(reply.pack(reply.size, 0, unique, *entry(attributes, ttl)))
+        elif ttl:
+            seconds, nanoseconds = duration(ttl)
+            no_entry = (0, 0, seconds, 0, nanoseconds, 0)
+            self._send(protocol.ENTRY_REPLY, unique, *no_entry, *protocol.NO_ATTRIBUTES)
+        else:
+            self._done(unique, errno.ENOENT)
+
+    def _attributes(self, unique: int, found: Shown) -> None:
+        attributes, ttl = found
+        self._send(protocol.ATTR_REPLY, unique, *duration(ttl), 0, *protocol.attr(attributes))
+
+    def _opened(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
+        self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
+
+    def _opened_to_write(self, unique: int, opened: Opened) -> None:
+        self._opened(unique, opened, 0)
+
+    def _created(self, unique: int, made: Created) -> None:
+        attributes, ttl, opened = made
+        fields = entry(attributes, ttl, least=0.0 if attributes.size else NEW_S)
+        self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, 0)
+
+    def _hand_over(
+        self, reply: struct.Struct, unique: int, fields: tuple[int, ...], opened: Opened, flags: int
+    ) -> None:
+        """Reply with `fields` and a handle. Release the handle if the kernel does not take the reply."""
+        fh, keep_pages, backing = opened
+        if backing:
+            self._metrics.passthrough_opens += 1
+            flags |= _PASSTHROUGH
+        elif keep_pages:
+            flags |= _KEEP_CACHE
+        taken = False
+        try:
+            taken = self._write(reply.pack(reply.size, 0, unique, *fields, fh, flags, backing))
+        finally:
+            if not taken:
+                self.operations.drop(fh)
+
+    def _entered(self, unique: int, made: Shown) -> None:
+        self._send(protocol.ENTRY_REPLY, unique, *entry(*made))
+
+    # -- names and attributes ----------------------------------------------------------------------
+
+    def _lookup(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._answer(unique, self.operations.lookup(thread, inode, name_of(body)), self._looked_up)
+
+    def _getattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._answer(unique, self.operations.getattr(thread, inode), self._attributes)
+
+    def _setattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        valid, _, fh, size, _, _, mtime, _, _, mtime_ns, _, mode, _, uid, gid, _ = (
+            protocol.SETATTR_IN.unpack_from(body)
+        )
+        now = valid & Setattr.MTIME_NOW
+        mtime_ns = time.time_ns() if now else protocol.signed(mtime) * 10**9 + mtime_ns
+        pending = self.operations.setattr(
+            thread,
+            inode,
+            size=size if valid & Setattr.SIZE else None,
+            mode=mode if valid & Setattr.MODE else None,
+            uid=uid if valid & Setattr.UID else None,
+            gid=gid if valid & Setattr.GID else None,
+            mtime_ns=mtime_ns if valid & (Setattr.MTIME | Setattr.MTIME_NOW) else None,
+            fh=fh if valid & Setattr.FH else None,
+        )
+        self._begin(unique, pending, self._attributes)
+
+    def _statfs(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        space = self.operations.statfs()
+        self._send(
+            *(protocol.STATFS_REPLY, unique, space.blocks, space.blocks_free, space.blocks_free),
+            *(space.files + space.files_free, space.files_free),
+            *(space.block_size, space.name_max, space.block_size, 0),
+        )
+
+    def _readlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._data(unique, self.operations.readlink())
+
+    def _getxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        size, _ = protocol.GETXATTR_IN.unpack_from(body)
+        name = name_of(body[protocol.GETXATTR_IN.size :])
+        pending = self.operations.getxattr(thread, inode, name, self._user[0])
+        self._begin(unique, pending, partial(self._value, size))
+
+    def _listxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        size, _ = protocol.GETXATTR_IN.unpack_from(body)
+        self._value(size, unique, b"".join(name + b"\0" for name in self.operations.listxattr()))
+
+    def _value(self, size: int, unique: int, value: bytes) -> None:
+        """Reply with what fits into `size` bytes; with its length if that is 0."""
+        if not size:
+            self._send(protocol.XATTR_SIZE_REPLY, unique, len(value), 0)
+        elif len(value) > size:
+            self._done(unique, errno.ERANGE)
+        else:
+            self._data(unique, value)
+
+    def _setxattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        protocol.SETXATTR_IN.unpack_from(body)
+        self._removexattr(unique, inode, thread, body[protocol.SETXATTR_IN.size :])
+
+    def _removexattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self.operations.setxattr(name_of(body))
+        self._done(unique)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        flags, _ = protocol.OPEN_IN.unpack_from(body)
+        if self._zero_open:
+            self._metrics.fuse_open += 1
+            self._done(
+                unique, errno.ENOSYS
+            )  # after this answer the kernel sends no OPEN and no RELEASE any more
+            return
+        opened = self.operations.open(thread, inode, flags)
+        if isinstance(opened, Pending):
+            self._begin(unique, opened, self._opened_to_write if flags & WRITING else self._opened)
+        else:
+            self._opened(unique, opened)
+
+    def _create(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
+        name = name_of(body[protocol.CREATE_IN.size :])
+        pending = self.operations.create(thread, inode, name, flags, mode, *self._user)
+        self._begin(unique, pending, self._created)
+
+    def _read(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+        if self._zero_open:
+            found = self.operations.read_unopened(thread, inode, offset, size)
+        else:
+            found = self.operations.read(thread, fh, offset, size)
+        if isinstance(found, Pending):
+            self._begin(unique, found, self._data)
+        else:
+            self._data(unique, found)
+
+    def _write_file(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        fh, offset, size, *_ = protocol.WRITE_IN.unpack_from(body)
+        data = body[protocol.WRITE_IN.size :]
+        if len(data) != size:
+            raise Malformed(f"a write of {len(data)} bytes that says it has {size}")
+        if size <= COPIED or self._device.kept >= MOST_KEPT:
+            self._begin(unique, self.operations.write(thread, fh, offset, bytes(data), size), self._written)
+            return
+        buffer = data.obj
+        assert isinstance(buffer, bytearray)
+        pending = self.operations.write(thread, fh, offset, data, len(buffer))
+        work = partial(self._then_give_back, buffer, pending.work)
+        self._begin(unique, replace(pending, work=work), self._written)
+        self._device.keep()  # not before: the write may have been refused
+
+    async def _then_give_back(self, buffer: bytearray, work: Callable[[], Awaitable[int]]) -> int:
+        try:
+            return await work()
+        finally:
+            self._device.give_back(buffer)
+
+    def _written(self, unique: int, size: int) -> None:
+        self._send(protocol.WRITE_REPLY, unique, size, 0)
+
+    def _fallocate(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        fh, offset, length, mode, _ = protocol.FALLOCATE_IN.unpack_from(body)
+        self._begin(unique, self.operations.fallocate(thread, fh, mode, offset, length), self._done)
+
+    def _flush(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        fh, *_ = protocol.FLUSH_IN.unpack_from(body)
+        self._begin(unique, self.operations.flush(thread, fh), self._done)
+
+    def _fsync(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        fh, *_ = protocol.FSYNC_IN.unpack_from(body)
+        self._answer(unique, self.operations.fsync(thread, fh), self._done)
+
+    def _release(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        fh, *_ = protocol.RELEASE_IN.unpack_from(body)
+        try:
+            self._done(unique)  # first: the calling process need not wait for the rest
+        finally:
+            self.operations.release(fh)
+
+    # -- directories -------------------------------------------------------------------------------
+
+    def _opendir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._begin(unique, self.operations.opendir(thread, inode), self._opened_directory)
+
+    def _opened_directory(self, unique: int, dh: int) -> None:
+        flags = 0 if self._fs.refreshed else self._directory_flags
+        taken = False
+        try:
+            taken = self._send(protocol.OPEN_REPLY, unique, dh, flags, 0)
+        finally:
+            if not taken:
+                self.operations.releasedir(dh)
+
+    def _readdir(
+        self, pack: Callable[[Entry], bytes], unique: int, inode: int, thread: int, body: memoryview
+    ) -> None:
+        dh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+        self._begin(unique, self.operations.readdir(thread, dh, offset), partial(self._listed, pack, size))
+
+    def _listed(self, pack: Callable[[Entry], bytes], size: int, unique: int, entries: list[Entry]) -> None:
+        fitting: list[bytes] = []
+        for shown in entries:
+            packed = pack(shown)
+            size -= len(packed)
+            if size < 0:
+                break
+            fitting.append(packed)
+        if entries and not fitting:
+            self._done(unique, errno.EINVAL)  # an empty reply would mean the end of the directory
+            return
+        self.operations.listed(len(entries), len(fitting))
+        self._data(unique, b"".join(fitting))
+
+    def _releasedir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        dh, *_ = protocol.RELEASE_IN.unpack_from(body)
+        try:
+            self._done(unique)
+        finally:
+            self.operations.releasedir(dh)
+
+    # -- changes of names --------------------------------------------------------------------------
+
+    def _mknod(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        mode, *_ = protocol.MKNOD_IN.unpack_from(body)
+        name = name_of(body[protocol.MKNOD_IN.size :])
+        self._begin(unique, self.operations.mknod(thread, inode, name, mode, *self._user), self._entered)
+
+    def _mkdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        mode, _ = protocol.MKDIR_IN.unpack_from(body)
+        name = name_of(body[protocol.MKDIR_IN.size :])
+        self._begin(unique, self.operations.mkdir(thread, inode, name, mode, *self._user), self._entered)
+
+    def _unlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._begin(unique, self.operations.unlink(thread, inode, name_of(body)), self._done)
+
+    def _rmdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._begin(unique, self.operations.rmdir(thread, inode, name_of(body)), self._done)
+
+    def _rename(
+        self, arguments: struct.Struct, unique: int, inode: int, thread: int, body: memoryview
+    ) -> None:
+        to, *flags = arguments.unpack_from(body)
+        old, new = protocol.names_of(body[arguments.size :])
+        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0)
+        self._begin(unique, pending, self._done)
+
+    def _link(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self.operations.link()
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def _forget(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """Nothing is stored for each inode that the kernel knows, and there is no reply."""
+
+    def _nothing(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        self._metrics.fuse_other += 1
+        self._done(unique)
+
+    def _ioctl(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
+        """Python sends one for each file that it opens, to find out whether it is a terminal."""
+        self._metrics.fuse_other += 1
+        self._done(unique, errno.ENOTTY)

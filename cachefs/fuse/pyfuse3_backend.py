@@ -1,0 +1,345 @@
+"""The pyfuse3 backend: libfuse speaks the kernel's protocol. It runs everywhere, also for plain users, without passthrough.
+
+A handler calls `Operations` and turns the answer into pyfuse3's structures. An answer that is known at once never awaits, so
+neither a deadline nor the scheduler costs it anything. libfuse does not pass on interrupts, so a process that waits for a
+close waits until the upload has succeeded or failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
+
+import pyfuse3
+
+from cachefs.base.errors import MountError
+from cachefs.base.linux import mount_at
+from cachefs.base.metrics import Metrics
+from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
+from cachefs.fs.filesystem import Opened
+from cachefs.fuse.connection import abort, device_of, end
+from cachefs.fuse.operations import Created, Errno, Looked, Operations, Pending, Shown
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+MOST_TASKS = 1 << 20
+"""pyfuse3 gives each request a task, and reads the next one only if it may start one more. `Admission` is to be the bound,
+so this one is out of reach. Derived: with 16 KiB each, more than a quarter of any machine's memory."""
+
+
+class Pyfuse3Backend(pyfuse3.Operations):
+    name = "pyfuse3"
+    max_background = 0
+
+    enable_writeback_cache = False
+    supports_dot_lookup = False
+
+    def __init__(
+        self, fs: FileSystem, metrics: Metrics, deadline_s: float, *, writable: bool = False
+    ) -> None:
+        super().__init__()
+        self.operations = Operations(fs, metrics, deadline_s, writable=writable, device=lambda: self._device)
+        self._metrics = metrics
+        self._writable = writable
+        self._ready: Callable[[], None] = lambda: None
+        self._mountpoint: Path | None = None  # set if this backend has to unmount it
+        self._device = ""  # "major:minor" of the connection, as long as it lives
+        self._listing: dict[int, int] = {}  # open directories: the thread that opened each
+
+    # -- the backend ---------------------------------------------------------------------------------
+
+    def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
+        options = {f"fsname={name}", "subtype=cachefs", "default_permissions"}
+        if not self._writable:
+            options.add("ro")
+        if allow_other:
+            options.add("allow_other")
+        self._begin(str(mountpoint), options)
+        self._mountpoint = mountpoint
+        mount = mount_at(mountpoint)
+        self._device = mount.device if mount is not None else ""
+
+    def take(self, fd: int, name: str) -> None:
+        """Serve a descriptor that another process has mounted, and will unmount. Raises `MountError`."""
+        self._device = device_of(fd)
+        self._begin(f"/dev/fd/{fd}", {f"fsname={name}"})
+
+    def _begin(self, place: str, options: set[str]) -> None:
+        try:
+            pyfuse3.init(self, place, {*pyfuse3.default_options, *options})
+        except RuntimeError as exc:
+            raise MountError(str(exc)) from exc
+
+    async def serve(self, ready: Callable[[], None]) -> None:
+        self._ready = ready
+        await pyfuse3.main(min_tasks=1, max_tasks=MOST_TASKS)
+        self._device = ""
+
+    def init(self) -> None:
+        self._ready()
+
+    def close(self, *, unmount: bool = True) -> None:
+        if self._device:
+            # As in Device.close: without this, a notification under way can keep the rest from ending. libfuse does not
+            # unmount a connection that was aborted before.
+            if self._mountpoint is not None and unmount:
+                end(self._mountpoint, self._device)
+            else:
+                abort(self._device)
+        pyfuse3.close(unmount=unmount)
+
+    def register(self, backing: Backing) -> None:
+        raise OSError(errno.EOPNOTSUPP, "pyfuse3 cannot")
+
+    def retire(self, backing: Backing) -> None:
+        return
+
+    def invalidate(self, inode: int, parent: int, name: bytes) -> None:
+        try:
+            if inode:
+                pyfuse3.invalidate_inode(inode, attr_only=False)
+        except OSError as exc:
+            log.debug("invalidate inode: %s", exc)  # ENOENT: the kernel does not know it
+        try:
+            if name:
+                pyfuse3.invalidate_entry(parent, name)
+        except OSError as exc:
+            log.debug("invalidate entry: %s", exc)
+
+    async def _answer(
+        self, reply: Callable[[T], R], operation: Callable[[*Ts], T | Pending[T]], *arguments: *Ts
+    ) -> R:
+        """What `reply` makes of the operation's answer. Every failure is a FUSEError: pyfuse3 lets any other exception end
+        the daemon."""
+        try:
+            found = operation(*arguments)
+            if isinstance(found, Pending):
+                found = await self.operations.begin(found).answer()
+            return reply(found)
+        except Exception as exc:
+            raise pyfuse3.FUSEError(self.operations.errno_of(operation.__name__, exc)) from exc
+
+    # -- names and attributes ----------------------------------------------------------------------
+
+    async def lookup(self, parent_inode: int, name: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
+        return await self._answer(_looked_up, self.operations.lookup, ctx.pid, parent_inode, name)
+
+    async def getattr(self, inode: int, ctx: Any) -> pyfuse3.EntryAttributes:
+        return await self._answer(_entry, self.operations.getattr, ctx.pid, inode)
+
+    async def setattr(
+        self, inode: int, attr: pyfuse3.EntryAttributes, fields: Any, fh: int | None, ctx: Any
+    ) -> pyfuse3.EntryAttributes:
+        def setattr() -> Pending[Shown]:
+            return self.operations.setattr(
+                ctx.pid,
+                inode,
+                size=attr.st_size if fields.update_size else None,
+                mode=attr.st_mode if fields.update_mode else None,
+                uid=attr.st_uid if fields.update_uid else None,
+                gid=attr.st_gid if fields.update_gid else None,
+                mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+                fh=fh,
+            )
+
+        return await self._answer(_entry, setattr)
+
+    async def forget(self, inode_list: Any) -> None:
+        return  # nothing is stored for each inode that the kernel knows
+
+    async def statfs(self, ctx: Any) -> pyfuse3.StatvfsData:
+        return await self._answer(_statvfs, self.operations.statfs)
+
+    async def access(self, inode: int, mode: int, ctx: Any) -> bool:
+        return True  # the kernel checks the mode bits (default_permissions)
+
+    async def readlink(self, inode: int, ctx: Any) -> bytes:
+        return await self._answer(_same, self.operations.readlink)
+
+    async def getxattr(self, inode: int, name: bytes, ctx: Any) -> bytes:
+        return await self._answer(_same, self.operations.getxattr, ctx.pid, inode, name, ctx.uid)
+
+    async def listxattr(self, inode: int, ctx: Any) -> list[bytes]:
+        return self.operations.listxattr()
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: Any) -> None:
+        await self._answer(_done, self.operations.setxattr, name)
+
+    async def removexattr(self, inode: int, name: bytes, ctx: Any) -> None:
+        await self._answer(_done, self.operations.setxattr, name)
+
+    # -- directories -------------------------------------------------------------------------------
+
+    async def opendir(self, inode: int, ctx: Any) -> int:
+        dh = await self._answer(_number, self.operations.opendir, ctx.pid, inode)
+        self._listing[dh] = ctx.pid
+        return dh
+
+    async def readdir(self, fh: int, start_id: int, token: Any) -> None:
+        def reply(entries: list[Entry]) -> None:
+            fitted = 0
+            for entry in entries:
+                shown = entry_of(entry.attributes, entry.ttl)
+                if not pyfuse3.readdir_reply(token, entry.name, shown, entry.next_offset):
+                    break
+                fitted += 1
+            self.operations.listed(len(entries), fitted)
+
+        await self._answer(reply, self.operations.readdir, self._listing.get(fh, 0), fh, start_id)
+
+    async def releasedir(self, fh: int) -> None:
+        self._listing.pop(fh, None)
+        try:
+            self.operations.releasedir(fh)
+        except Exception:
+            log.exception("releasedir")  # the kernel ignores the answer to a release
+
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        return
+
+    # -- files -------------------------------------------------------------------------------------
+
+    async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
+        return await self._answer(_file, self.operations.open, ctx.pid, inode, flags)
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        arguments = ctx.pid, parent_inode, name, flags, mode, ctx.uid, ctx.gid
+        return await self._answer(_created, self.operations.create, *arguments)
+
+    async def read(self, fh: int, off: int, size: int) -> Any:
+        return await self._answer(_same, self.operations.read, 0, fh, off, size)
+
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        process = self.operations.writers.process(fh)
+        return await self._answer(_number, self.operations.write, process, fh, off, buf, len(buf))
+
+    async def flush(self, fh: int) -> None:
+        writers = self.operations.writers
+        if self._writable and fh not in writers:
+            self._metrics.fuse_other += (
+                1  # pyfuse3 cannot tell the kernel that closes of readers need no FLUSH
+            )
+            return
+        await self._answer(_done, self.operations.flush, writers.process(fh), fh)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await self._answer(_done, self.operations.fsync, self.operations.writers.process(fh), fh)
+
+    async def release(self, fh: int) -> None:
+        try:
+            self.operations.release(fh)
+        except Exception:
+            log.exception("release")
+
+    # -- changes of names --------------------------------------------------------------------------
+
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Any
+    ) -> pyfuse3.EntryAttributes:
+        arguments = ctx.pid, parent_inode, name, mode, ctx.uid, ctx.gid
+        return await self._answer(_entry, self.operations.mknod, *arguments)
+
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
+        arguments = ctx.pid, parent_inode, name, mode, ctx.uid, ctx.gid
+        return await self._answer(_entry, self.operations.mkdir, *arguments)
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: Any) -> None:
+        await self._answer(_done, self.operations.unlink, ctx.pid, parent_inode, name)
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: Any) -> None:
+        await self._answer(_done, self.operations.rmdir, ctx.pid, parent_inode, name)
+
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: Any,
+    ) -> None:
+        arguments = ctx.pid, parent_inode_old, name_old, parent_inode_new, name_new, flags
+        await self._answer(_done, self.operations.rename, *arguments)
+
+    async def _link(self, *_: Any, **__: Any) -> NoReturn:
+        await self._answer(_done, self.operations.link)
+        raise AssertionError("there are no links")
+
+    symlink = link = _link
+
+
+# -- answers as pyfuse3's structures ---------------------------------------------------------------
+
+
+def _same(found: T) -> T:
+    return found
+
+
+def _number(found: int) -> int:
+    return found
+
+
+def _done(_: None) -> None:
+    return
+
+
+def entry_of(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = attributes.ino
+    entry.st_mode = attributes.mode
+    entry.st_nlink = attributes.nlink
+    entry.st_size = attributes.size
+    entry.st_uid = attributes.uid
+    entry.st_gid = attributes.gid
+    entry.st_blksize = 1 << 20 if stat.S_ISREG(attributes.mode) else 4096
+    entry.st_blocks = -(-attributes.size // 512)
+    entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
+    entry.entry_timeout = entry.attr_timeout = ttl
+    return entry
+
+
+def _entry(found: Shown) -> pyfuse3.EntryAttributes:
+    return entry_of(*found)
+
+
+def _looked_up(found: Looked) -> pyfuse3.EntryAttributes:
+    attributes, ttl = found
+    if attributes is not None:
+        return entry_of(attributes, ttl)
+    if not ttl:
+        raise Errno(errno.ENOENT)
+    negative = pyfuse3.EntryAttributes()
+    negative.st_ino = 0
+    negative.entry_timeout = ttl
+    return negative
+
+
+def _file(opened: Opened) -> pyfuse3.FileInfo:
+    fh, keep_pages, _ = opened
+    return pyfuse3.FileInfo(fh=fh, keep_cache=keep_pages)
+
+
+def _created(made: Created) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+    attributes, ttl, opened = made
+    return _file(opened), entry_of(attributes, ttl)
+
+
+def _statvfs(space: Space) -> pyfuse3.StatvfsData:
+    data = pyfuse3.StatvfsData()
+    data.f_bsize = data.f_frsize = space.block_size
+    data.f_blocks = space.blocks
+    data.f_bfree = data.f_bavail = space.blocks_free
+    data.f_files = space.files + space.files_free
+    data.f_ffree = data.f_favail = space.files_free
+    data.f_namemax = space.name_max
+    return data

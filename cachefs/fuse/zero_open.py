@@ -1,0 +1,76 @@
+"""Files that the kernel reads without opening them (`--zero-open`): handles by inode, opened at the first read."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+
+from cachefs.base.errors import CachefsError, ObjectChanged
+from cachefs.fs import FileSystem
+from cachefs.fs.reader import Buffer
+
+MOST_HANDLES = 1024
+"""Handles kept; beyond it the one that was read longest ago is released. Guessed."""
+
+
+class _Handle:
+    """`readers` is how many reads wait for bytes of it. Once it is `ended`, the last of them releases it."""
+
+    __slots__ = ("ended", "fh", "readers")
+
+    def __init__(self, fh: int) -> None:
+        self.fh = fh
+        self.readers = 0
+        self.ended = False
+
+
+class UnopenedFiles:
+    def __init__(self, fs: FileSystem) -> None:
+        self.handles: OrderedDict[int, _Handle] = OrderedDict()  # by inode, the one read last at the end
+        self._fs = fs
+
+    def read_now(self, inode: int, offset: int, size: int) -> Buffer | None:
+        """Bytes, clipped to the object; None when `read` has to be awaited."""
+        handle = self.handles.get(inode)
+        if handle is None:
+            return None
+        self.handles.move_to_end(inode)
+        try:
+            return self._fs.read_now(handle.fh, offset, size)
+        except CachefsError as exc:
+            self._end(inode, handle, exc)
+            raise
+
+    async def read(self, thread: int, inode: int, offset: int, size: int) -> Buffer:
+        handle = self.handles.get(inode)
+        if handle is None:
+            fh, _, _ = await self._fs.open(inode, os.O_RDONLY, thread)
+            handle = self.handles.get(inode)
+            if handle is not None:  # another read has opened it meanwhile
+                self._fs.release(fh)
+            else:
+                handle = self.handles[inode] = _Handle(fh)
+                if len(self.handles) > MOST_HANDLES:
+                    self._end(*next(iter(self.handles.items())))
+        handle.readers += 1
+        try:
+            return await self._fs.read(handle.fh, offset, size)
+        except CachefsError as exc:
+            self._end(inode, handle, exc)
+            raise
+        finally:
+            handle.readers -= 1
+            if handle.ended and not handle.readers:
+                self._fs.release(handle.fh)
+
+    def _end(self, inode: int, handle: _Handle, why: CachefsError | None = None) -> None:
+        """The next read opens the file again, in its then current version."""
+        if self.handles.get(inode) is handle:
+            del self.handles[inode]
+        if handle.ended:
+            return
+        handle.ended = True
+        if not handle.readers:
+            self._fs.release(handle.fh)
+        if isinstance(why, ObjectChanged):
+            self._fs.on_invalidate(inode, 0, b"")  # the kernel sends no OPEN that would drop its pages

@@ -1,0 +1,383 @@
+"""What may be wrong or slow on this machine and at its mounts, each finding with what to do about it.
+
+Runs in the command and not in the daemon, so that it answers when that does not. Nothing is changed, but for a file of
+64 MiB that is written to the cache's disk, read back and removed. What it says is meant to be shown to others: addresses
+lose names and passwords, and whatever the environment holds under a name that sounds like a secret is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from cachefs import __version__
+from cachefs.base import client
+from cachefs.base.errors import MountError
+from cachefs.base.linux import memory_limit, mounts
+from cachefs.base.units import about_bytes
+from cachefs.config.config import default_cache_dir
+from cachefs.daemon import asking, mounting
+from cachefs.store import remove_orphans
+
+Level = Literal["ok", "note", "problem"]
+
+PASSTHROUGH_SINCE = (6, 9)
+"""The first kernel with FUSE passthrough."""
+
+FEW_FILES = 4096
+"""Open files below which a busy mount may run out. Guessed: a descriptor for each open file, and the stores' connections."""
+
+MEASURED_BYTES = 64 << 20
+SLOW_DISK = 200 << 20
+"""Bytes a second below which the cache's disk is said to be slow. Guessed: less than one stream from an object store."""
+
+FAR_S = 0.1
+"""A round trip from which the store is said to be far. Guessed: between regions rather than within one."""
+
+NO_DISKS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs", "overlay", "tmpfs", "ramfs"}
+"""File systems on which a cache gains little: another machine's disk, a container's layers, or memory."""
+
+PACKAGES = ("trio", "pyfuse3", "lmdb", "obstore", "fsspec")
+
+SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|SAS|CONNECTION_STRING|SIGNATURE", re.IGNORECASE)
+
+
+class Finding(NamedTuple):
+    """`todo` is "" where nothing has to be done."""
+
+    level: Level
+    subject: str
+    found: str
+    todo: str = ""
+
+
+def examine(mountpoint: Path | None, cache_dir: Path | None, *, measure: bool) -> Iterator[Finding]:
+    """All findings, with secrets taken out. `mountpoint` None: all mounts of this user."""
+    hide = Hidden(os.environ)
+    for finding in _examine(mountpoint, cache_dir, measure):
+        yield finding._replace(
+            found=hide(finding.found), todo=hide(finding.todo), subject=hide(finding.subject)
+        )
+
+
+class Hidden:
+    """Replaces secrets in text."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        values = {value for name, value in environ.items() if SECRET.search(name) and len(value) >= 6}
+        # The longest first: one may be a part of another.
+        self._secrets = sorted(
+            (value for value in values if not value.startswith("/")), key=len, reverse=True
+        )
+
+    def __call__(self, text: str) -> str:
+        text = re.sub(r"(\w://)[^/@\s]*@(?!https?://)", r"\1…@", text)  # s3://bucket@http://endpoint has none
+        text = re.sub(r"(\w://[^\s?]*)\?[^\s:,]*", r"\1?…", text)
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return text
+
+
+def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> Iterator[Finding]:
+    yield from machine()
+    yield from rights()
+    yield from limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1], memory_limit())
+    yield from memory_left()
+    statuses, silent = _statuses(mountpoint)
+    yield from silent
+    disks = {Path(tier["path"]) for s in statuses for tier in s.get("tiers", ()) if tier["name"] == "ssd"}
+    if cache_dir is not None:
+        disks = {cache_dir}
+    elif not disks and not statuses:
+        disks = {default_cache_dir(()).parent}
+    for disk in sorted(disks):
+        yield from cache_disk(disk, measure=measure)
+    for status in statuses:
+        yield from mount(status)
+        yield from stores(status)
+        yield from peers(status)
+    if not statuses and not silent:
+        yield Finding(
+            "note", "mounts", "none of this user", "name the mountpoint, or ask as the one who mounted it"
+        )
+
+
+def _statuses(mountpoint: Path | None) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """The statuses of daemons, and findings about daemons that do not answer."""
+    found, silent = [], []
+    if mountpoint is not None:
+        places = [mounting.canonical(mountpoint)]
+    else:
+        places = [Path(mount.path) for mount in mounts() if mount.is_cachefs]
+    for place in places:
+        try:
+            found.append(asking.ask(place, "status"))
+        except (client.ControlError, MountError) as exc:
+            level: Level = "note" if mountpoint is None and "this user" in str(exc) else "problem"
+            reason, _, todo = str(exc).partition(": ")  # as all our refusals are put
+            hangs = f"it hangs: see its log, end its process, then cachefs umount --lazy {place}, and mount it again"
+            silent.append(Finding(level, f"mount {place}", reason, todo or hangs))
+    return found, silent
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def machine() -> Iterator[Finding]:
+    """Versions, and whether the kernel can read files in passthrough."""
+    found = [f"cachefs {__version__}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} missing")
+    yield Finding("ok", "versions", f"{', '.join(found)}, Python {platform.python_version()}")
+    yield kernel(platform.release(), os.getuid())
+
+
+def kernel(release: str, uid: int) -> Finding:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
+    if numbers < PASSTHROUGH_SINCE:
+        return Finding(
+            "note",
+            "kernel",
+            f"{release}: every read of a cached file goes through the daemon",
+            "from Linux 6.9 on, and as root, the kernel reads whole cached files by itself",
+        )
+    if uid != 0:
+        return Finding(
+            "note",
+            "kernel",
+            f"{release}, not root: every read of a cached file goes through the daemon",
+            "mounted by root, the kernel reads whole cached files by itself",
+        )
+    return Finding("ok", "kernel", f"{release}: reads whole cached files by itself")
+
+
+def rights() -> Iterator[Finding]:
+    """Whether this user may mount."""
+    try:
+        mounting.check_rights()
+    except MountError as exc:
+        reason, _, todo = str(exc).partition(": ")
+        yield Finding("problem", "rights", reason, todo)
+    else:
+        yield Finding("ok", "rights", f"user {os.getuid()} may mount")
+
+
+def memory_left() -> Iterator[Finding]:
+    """RAM tiers of daemons that were killed. Those that no mount will use again are taken away."""
+    for left in remove_orphans():
+        stats = os.statvfs(left.path)
+        held = (
+            about_bytes((stats.f_blocks - stats.f_bfree) * stats.f_frsize) if left.path.is_mount() else "some"
+        )
+        todo = f"mount with --cache-dir {left.cache_dir} again, which uses it; or remove that directory, then cachefs doctor"
+        yield Finding(
+            "note", f"memory {left.path}", f"{held} held for process {left.pid}, which is gone", todo
+        )
+
+
+def limits(files: int, memory: int) -> Iterator[Finding]:
+    if 0 <= files < FEW_FILES:
+        todo = f"ulimit -Hn {1 << 16}, or LimitNOFILE=infinity in the service"
+        yield Finding("problem", "open files", f"at most {files:,}", todo)
+    else:
+        shown = "no limit" if files < 0 else f"{files:,}"
+        yield Finding("ok", "open files", shown)
+    if memory < 1 << 30:
+        todo = "give it more, or mount with --ram 0"
+        yield Finding("note", "memory", f"{about_bytes(memory)} for this process and its RAM tier", todo)
+    else:
+        yield Finding("ok", "memory", about_bytes(memory))
+
+
+# -- the cache's disk ------------------------------------------------------------------------------
+
+
+def cache_disk(place: Path, *, measure: bool) -> Iterator[Finding]:
+    """Its kind, room and speed."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    subject = f"cache disk {place}"
+    try:
+        room = os.statvfs(place)
+    except OSError as exc:
+        yield Finding("problem", subject, exc.strerror or str(exc), "choose another --cache-dir")
+        return
+    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    kind = _file_system(place)
+    if kind in NO_DISKS:
+        todo = "choose a --cache-dir on a disk of this machine: NVMe, if there is one"
+        yield Finding("note", subject, f"{kind} is not a local disk", todo)
+    if free < whole // 20:
+        todo = "free some, or lower --keep-free; the cache shrinks to what is left"
+        yield Finding("problem", subject, f"{about_bytes(free)} of {about_bytes(whole)} free", todo)
+    else:
+        yield Finding("ok", subject, f"{kind}, {about_bytes(free)} of {about_bytes(whole)} free")
+    if measure:
+        yield speed(subject, place)
+
+
+def _file_system(place: Path) -> str:
+    real = os.path.realpath(place)
+    best, kind = "", "?"
+    for found in mounts():
+        inside = real == found.path or real.startswith(found.path.rstrip("/") + "/")
+        if inside and len(found.path) >= len(best):
+            best, kind = found.path, found.fstype
+    return kind
+
+
+def speed(subject: str, place: Path) -> Finding:
+    """Measure writing to the disk and reading back."""
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            since = time.perf_counter()
+            for _ in range(MEASURED_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written_s = time.perf_counter() - since
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            since = time.perf_counter()
+            while file.read(len(block)):
+                pass
+            read_s = time.perf_counter() - since
+    except OSError as exc:
+        return Finding(
+            "note", subject, f"its speed was not measured: {exc.strerror or exc}", "ask as its owner"
+        )
+    rates = [MEASURED_BYTES / max(seconds, 1e-9) for seconds in (written_s, read_s)]
+    found = f"{about_bytes(rates[0])}/s written, {about_bytes(rates[1])}/s read"
+    if min(rates) < SLOW_DISK:
+        return Finding(
+            "note", subject, found, "slower than a store may be: see whether others use it, or choose NVMe"
+        )
+    return Finding("ok", subject, found)
+
+
+# -- mounts ----------------------------------------------------------------------------------------
+
+
+def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
+    """A mount whose daemon answers."""
+    subject = f"mount {status['mountpoint']}"
+    yield Finding("ok", subject, f"answers, version {status['version']}, {status['fuse']} backend")
+    if status["fuse"] != "native":
+        todo = "nothing, if that is as it was meant; docs/how-to/tune.md says what it costs"
+        yield Finding("note", subject, f"{status['fuse']} backend: {status['fuse_reason']}", todo)
+    yield from warnings(subject, map(str, status.get("warnings") or ()))
+    for tier in status.get("tiers") or ():
+        if tier["state"] != "normal":
+            todo = "look at the log and at the disk (dmesg): until then it is not filled"
+            yield Finding("problem", f"{subject}, {tier['name']} tier", tier["state"], todo)
+    metrics = status.get("metrics") or {}
+    if metrics.get("checksum_failures"):
+        todo = "they were fetched again; if there are more and more, replace the disk (or the memory)"
+        yield Finding(
+            "problem", subject, f"{metrics['checksum_failures']:,} cached blocks were damaged", todo
+        )
+    uploads = status.get("uploads") or {}
+    if uploads.get("failed"):
+        todo = "they are tried again; cachefs flush says of each why"
+        found = f"{uploads['failed']:,} uploads failed: {uploads.get('last_error', '')}"
+        yield Finding("problem", subject, found, todo)
+
+
+def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
+    """What `cachefs status` warns of. A store that does not answer is asked by itself."""
+    for line in lines:
+        if "there is no password" in line:
+            todo = "--metrics PORT alone is for this machine only; or restrict access to the port"
+            yield Finding("note", subject, line, todo)
+        elif "has not answered for" not in line:
+            todo = "the log says when and why; of a tier, names or the index: look at its disk (df, dmesg)"
+            yield Finding("problem", subject, line, todo)
+
+
+def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
+    """Round trips to the origins, measured by the daemon with its own credentials."""
+    metrics = status.get("metrics") or {}
+    try:
+        answers = asking.ask(Path(status["mountpoint"]), "probe", 60.0)
+    except (client.ControlError, MountError) as exc:
+        answers = [{"source": str(source["url"]), "error": str(exc)} for source in status["sources"]]
+    for answer in answers:
+        subject = f"store {answer['source']}"
+        if "error" in answer:
+            todo = "is the endpoint right (curl -v), and are the credentials? The mount goes on by itself once it answers"
+            yield Finding("problem", subject, answer["error"], todo)
+        elif answer["seconds"] > FAR_S:
+            todo = "run where the bucket is: each first read of a small file takes this long"
+            yield Finding("note", subject, f"{1000 * answer['seconds']:.0f} ms for a small request", todo)
+        else:
+            yield Finding("ok", subject, f"{1000 * answer['seconds']:.1f} ms for a small request")
+    for source in status.get("sources", ()):
+        if ignored := source["origin"].get("ignored_conditions"):
+            todo = (
+                "copies are compared instead; with --on-conflict fail, what another client writes in the moment between"
+                " a look and the write that follows it is overwritten"
+            )
+            found = f"does not honour {', '.join(ignored)}"
+            yield Finding("note", f"store {source['url']}", found, todo)
+    requests = sum(metrics.get(f"origin_{kind}", 0) for kind in ("get", "head", "list", "put", "put_part"))
+    for name, said, todo in (
+        (
+            "origin_throttled",
+            "were answered with 503 or 429",
+            "lower --concurrency, or spread keys over prefixes",
+        ),
+        ("origin_retries", "were repeated", "the log at debug says why: cachefs log-level debug"),
+        ("origin_errors", "failed for good", "cachefs status has the last error of each store"),
+    ):
+        if requests and metrics.get(name, 0) > requests // 100:
+            found = f"{metrics[name]:,} of {requests:,} requests {said}"
+            yield Finding("note", f"stores of {status['mountpoint']}", found, todo)
+
+
+def peers(status: Mapping[str, Any]) -> Iterator[Finding]:
+    known = status.get("peers")
+    if not known:
+        return
+    subject = f"peers of {status['mountpoint']}"
+    others = [member for member in known["members"] if not member["here"]]
+    silent = [member["name"] for member in others if member["state"] != "healthy"]
+    incompatible = known.get("incompatible", ())
+    silent += [other["name"] for other in incompatible if other["state"] == "unknown"]
+    for other in incompatible:
+        if other["wrong"]:
+            todo = "nothing is shared with it until both are mounted alike"
+            yield Finding("problem", subject, f"{other['name']} {other['why']}", todo)
+    if known.get("trouble"):
+        todo = "members stay as they are meanwhile, and new ones are not seen"
+        yield Finding("problem", subject, known["trouble"], todo)
+    if silent:
+        todo = "what they keep comes from the store meanwhile; see their logs, and what lies between"
+        yield Finding("problem", subject, f"{', '.join(silent)} do not answer", todo)
+    if not any(member["here"] for member in known["members"]) and known.get("listen"):
+        todo = (
+            "--peers must name this machine's address: no node asks this one, and it keeps nothing for others"
+        )
+        yield Finding(
+            "problem", subject, f"this node, listening on {known['listen']}, is not among them", todo
+        )
+    if others and not silent:
+        yield Finding("ok", subject, f"{len(others)} others answer")
+    elif not others:
+        yield Finding(
+            "note",
+            subject,
+            f"no other node in group {known['group']}",
+            "the same --cache-group on all nodes?",
+        )

@@ -1,0 +1,162 @@
+"""A small HTTP server: GET, a table of pages, one reply a connection.
+
+No client can hold the daemon up: connections are bounded, a request has a size and a time, a reply that is not taken is
+broken off. On the loopback only requests that name the loopback are answered, so that no web page in a browser of this
+machine can read them under a name of its own (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import trio
+
+from cachefs.base.errors import MountError
+from cachefs.base.http1 import MAX_HEAD_BYTES, NotHttp, Request, parse_request, spell_reply
+from cachefs.base.tasks import containing
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 32
+"""Guessed: some scrapers, probes and open pages."""
+
+REQUEST_S, REPLY_S = 5.0, 15.0
+"""For a request to come, and for its reply to be made and taken. Guessed."""
+
+
+class Reply(NamedTuple):
+    status: int
+    kind: str
+    body: bytes
+
+
+Page = Callable[[], Awaitable[Reply]]
+
+TEXT = "text/plain; charset=utf-8"
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    # A page runs the scripts that it brings along, and connects to this endpoint alone.
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    ),
+}
+
+
+def plain(text: str, status: int = 200) -> Reply:
+    return Reply(status, TEXT, (text + "\n").encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it is written in addresses, can only be this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def open_endpoint(where: str) -> Endpoint:
+    """Listen at HOST:PORT, for `Endpoint.serve`. Raises `MountError`."""
+    host, _, port = where.rpartition(":")
+    try:
+        listeners = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
+    except (OSError, ValueError, OverflowError) as exc:
+        cause = exc.__cause__ if isinstance(exc.__cause__, OSError) else exc
+        reason = getattr(cause, "strerror", None) or cause
+        raise MountError(f"cannot listen at {where}: {reason}: choose another --metrics") from exc
+    return Endpoint(host, listeners)
+
+
+class Endpoint:
+    """`address` is where it is reached, with the port that port 0 became."""
+
+    def __init__(self, host: str, listeners: Sequence[trio.SocketListener]) -> None:
+        self.address = f"{host}:{listeners[0].socket.getsockname()[1]}"
+        self.warning = (
+            ""
+            if is_loopback(host)
+            else (
+                f"metrics, names of files and of processes are shown at {self.address} to every client that reaches it: "
+                "there is no password"
+            )
+        )
+        self._listeners = listeners
+        self._local = is_loopback(host)
+        self._room = trio.Semaphore(MAX_CONNECTIONS)
+
+    async def serve(self, pages: Mapping[str, Page]) -> None:
+        """Answer until cancelled; the port is closed then."""
+
+        async def handle(stream: trio.SocketStream) -> None:
+            try:
+                self._room.acquire_nowait()
+            except trio.WouldBlock:
+                await trio.aclose_forcefully(stream)
+                return
+            try:
+                async with stream:
+                    await self._converse(stream, pages)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+                pass  # the client has gone
+            finally:
+                self._room.release()
+
+        await trio.serve_listeners(containing("a request for metrics", handle), list(self._listeners))
+
+    async def _converse(self, stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
+        request = None
+        with trio.move_on_after(REQUEST_S):
+            try:
+                request = await _request(stream)
+            except NotHttp as exc:
+                await _send(stream, plain(str(exc), exc.status))
+                return
+        if request is None:
+            return
+        with trio.move_on_after(REPLY_S):
+            reply = await self._answer(request, pages)
+            await _send(stream, reply, body=request.method != "HEAD")
+
+    async def _answer(self, request: Request, pages: Mapping[str, Page]) -> Reply:
+        path = request.target.partition("?")[0]
+        if self._local and not _names_loopback(request):
+            return plain("this is shown to this machine only: ask for it as localhost", 403)
+        if request.method not in ("GET", "HEAD"):
+            return plain("only GET", 405)
+        page = pages.get(path)
+        if page is None:
+            return plain(f"here are {', '.join(pages)}", 404)
+        try:
+            return await page()
+        except Exception:
+            log.exception("%s failed", path)
+            return plain("internal error: the log has more", 500)
+
+
+def _names_loopback(request: Request) -> bool:
+    host = request.headers.get("host", "")
+    name, _, port = host.rpartition(":")
+    return is_loopback(name if name and port.isdigit() else host)
+
+
+async def _request(stream: trio.SocketStream) -> Request | None:
+    """None: the client has gone."""
+    data = b""
+    while (request := parse_request(data)) is None:
+        received = await stream.receive_some(MAX_HEAD_BYTES)
+        if not received:
+            return None
+        data += received
+    return request
+
+
+async def _send(stream: trio.SocketStream, reply: Reply, *, body: bool = True) -> None:
+    length = str(len(reply.body))
+    head = {"Content-Type": reply.kind, "Content-Length": length, "Connection": "close", **HEADERS}
+    await stream.send_all(spell_reply(reply.status, head) + (reply.body if body else b""))
+    await stream.send_eof()

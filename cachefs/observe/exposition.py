@@ -1,0 +1,205 @@
+"""The metrics table in Prometheus' words: counters as they are counted, series as `status` and the ledger show them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from cachefs.base.ledger import BUCKETS_S, Histogram
+from cachefs.base.metrics import FAMILIES, SERIES, Metrics
+
+PREFIX = "cachefs_"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+Sample = tuple[tuple[str, ...], float]
+"""Values of a row's labels, in their order, and the number."""
+
+
+def expose(metrics: Metrics, status: Mapping[str, Any]) -> bytes:
+    """Everything, in the text format. Rows that `status` knows nothing of (peers of a mount without any) have no samples."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Ready([*_counted(metrics), *_looked_up(metrics, status)]))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+def exposed_names() -> set[str]:
+    """Every name that a sample can have: what dashboards and alerts may ask for."""
+    names = {f"{PREFIX}{row.family}_total" for row in Metrics.table() if row.family}
+    for row in SERIES:
+        endings = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+        names |= {f"{PREFIX}{row.name}{ending}" for ending in endings[row.kind]}
+    return names
+
+
+class _Ready(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _counted(metrics: Metrics) -> Iterator[Metric]:
+    families: dict[str, CounterMetricFamily] = {}
+    for row in metrics.table():
+        if row.family and row.family not in families:
+            meaning = FAMILIES[row.family].meaning if row.family in FAMILIES else row.meaning
+            help = f"{meaning} ({row.unit})"
+            families[row.family] = CounterMetricFamily(PREFIX + row.family, help, labels=list(row.labels))
+        if row.family:
+            families[row.family].add_metric(list(row.labels.values()), getattr(metrics, row.name))
+    yield from families.values()
+
+
+def _looked_up(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[Metric]:
+    values = dict(_values(metrics, status))
+    for row in SERIES:
+        help = f"{row.meaning} ({row.unit})" if row.unit else row.meaning
+        if row.kind == "histogram":
+            durations = HistogramMetricFamily(PREFIX + row.name, help, labels=row.labels)
+            for labels, histogram in _histograms(metrics)[row.name].items():
+                durations.add_metric(labels, _buckets(histogram), sum_value=histogram.sum_s)
+            yield durations
+            continue
+        family = GaugeMetricFamily if row.kind == "gauge" else CounterMetricFamily
+        metric = family(PREFIX + row.name, help, labels=row.labels)
+        for labels, value in values.get(row.name, ()):
+            # Keys need not be UTF-8; labels have to be.
+            metric.add_metric([text.encode("utf-8", "replace").decode() for text in labels], value)
+        yield metric
+
+
+def _histograms(metrics: Metrics) -> dict[str, dict[tuple[str, ...], Histogram]]:
+    """By name of the row and values of its labels."""
+    ledger = metrics.ledger
+    return {
+        "read_wait_seconds": {(): ledger.waits.read_seconds},
+        "open_wait_seconds": {(): ledger.waits.open_seconds},
+        "origin_seconds": {(kind,): histogram for kind, histogram in ledger.origin_seconds.items()},
+        "upload_seconds": {(): ledger.upload_seconds},
+    }
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))
+
+
+def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """(name of a row, its samples). What `status` has not is left out."""
+
+    def one(value: float) -> list[Sample]:
+        return [((), value)]
+
+    def plain(name: str, key: str) -> Iterator[tuple[str, Iterable[Sample]]]:
+        if status.get(key) is not None:
+            yield name, one(status[key])
+
+    yield (
+        "info",
+        [(tuple(str(status.get(key, "")) for key in ("version", "fuse", "mountpoint")), 1)],
+    )
+    yield "up_seconds", one(time.time() - float(status.get("started", time.time())))
+    yield "warnings", one(len(status.get("warnings") or ()))
+    yield "jobs_running", one(sum(job.get("state") == "running" for job in status.get("jobs") or ()))
+    for name in ("ready", "memory_bytes", "open_files", "names", "pinned_bytes"):
+        yield from plain(name, name)
+    yield from _tiers(status.get("tiers") or ())
+    yield from _origins([source["origin"] for source in status.get("sources") or ()])
+    prefetch = status.get("prefetch")
+    if prefetch is not None:
+        yield "prefetch_in_flight", one(prefetch["in_flight"])
+        yield "prefetch_unused_bytes", one(prefetch["unused_bytes"])
+    uploads = status.get("uploads")
+    if uploads is not None:
+        yield "uploads_pending", one(uploads["pending"])
+        yield "uploads_pending_bytes", one(uploads["pending_bytes"])
+    if status.get("peers") is not None:
+        yield from _peers(status["peers"])
+    yield from _ledger(metrics)
+
+
+def _tiers(tiers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
+    tiers = list(tiers)
+    for name, key in (("used", "used_bytes"), ("limit", "cap_bytes")):
+        yield f"tier_{name}_bytes", [((tier["name"],), tier[key]) for tier in tiers]
+    yield "tier_blocks", [((tier["name"],), tier["blocks"]) for tier in tiers]
+
+
+def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
+    # Two sources may be two prefixes of one store: what they have in flight adds up.
+    def summed(values: Iterable[Sample]) -> list[Sample]:
+        total: Counter[tuple[str, ...]] = Counter()
+        for labels, value in values:
+            total[labels] += value  # type: ignore[assignment]
+        return list(total.items())
+
+    yield "origin_concurrency", summed(((o["source"],), o["concurrency"]) for o in origins)
+    yield "origin_out", {(o["source"],): int(o["out_s"] is not None) for o in origins}.items()
+    yield "origin_throughput_bytes", summed(((o["source"],), o["throughput"]) for o in origins)
+    yield (
+        "origin_in_flight",
+        summed(
+            ((o["source"], kind), count)
+            for o in origins
+            for kind, count in (
+                ("demand", o["in_flight"] - o["background_in_flight"]),
+                ("background", o["background_in_flight"]),
+            )
+        ),
+    )
+    yield (
+        "origin_waiting",
+        summed(
+            ((o["source"], kind), o[f"{kind}_waiting"]) for o in origins for kind in ("demand", "background")
+        ),
+    )
+
+
+def _peers(peers: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Sample]]]:
+    others = [member for member in peers["members"] if not member["here"]]
+    states = Counter({"healthy": 0, "suspect": 0, "dead": 0, "unknown": 0, "incompatible": 0})
+    states.update(member["state"] for member in others)
+    states.update(
+        "unknown" if other["state"] == "unknown" else "incompatible" for other in peers["incompatible"]
+    )
+    yield "peer_members", [((state,), count) for state, count in states.items()]
+    yield (
+        "peer_bytes",
+        [((m["name"], way), m[f"bytes_{way}"]) for m in others for way in ("in", "out")],
+    )
+    yield "peer_latency_seconds", [((m["name"],), m["latency_s"]) for m in others]
+
+
+def _ledger(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
+    ledger = metrics.ledger
+    asked: list[Sample] = []
+    moved: list[Sample] = []
+    for name, account in ledger.requests.datasets.items():
+        for counter, count in account.items():
+            if counter == "origin_bytes":
+                moved.append(((name, "in"), count))
+            elif counter == "origin_bytes_sent":
+                moved.append(((name, "out"), count))
+            else:
+                asked.append(((name, counter.removeprefix("origin_")), count))
+    yield "dataset_requests", asked
+    yield "dataset_bytes", moved
+    totals = ledger.waits.totals()
+    yield "waiting", [((), totals["waiting"])]
+    yield "blocked_seconds", [((), totals["blocked_s"])]
+    yield "waited_seconds", [((on,), seconds) for on, seconds in totals["waited_s"].items()]

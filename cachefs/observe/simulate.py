@@ -1,0 +1,369 @@
+"""How much cache do I need? Eviction played over a trace, without moving a byte.
+
+The policy is the store's own (`store/epochs.py`); only the cache around it is a model: one tier, extents of sixteen blocks,
+no readahead, no limits. So a ratio here is that of a cache whose tiers add up to the size.
+
+A trace is JSON lines, one for each open (all of the file) or range read: path, size of the object, offset, length. What a
+trace cannot tell, synthetic shapes can: orders of training, scans, popularity.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from cachefs.base.errors import ConfigError
+from cachefs.base.names import BLOCKS_PER_EXTENT
+from cachefs.store.epochs import Epochs, Policy
+
+WHOLE_BYTES = 4 << 20
+"""Smaller objects are fetched whole (`fetch/fetcher.py`)."""
+
+
+@dataclass
+class Trace:
+    """Accesses in order, as parallel columns. `files` indexes `sizes` and `datasets`; `epochs`, where they are known,
+    has the epoch of each access from 1."""
+
+    sizes: array[int] = field(default_factory=lambda: array("Q"))
+    datasets: array[int] = field(default_factory=lambda: array("Q"))
+    files: array[int] = field(default_factory=lambda: array("L"))
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
+    lengths: array[int] = field(default_factory=lambda: array("Q"))
+    epochs: array[int] = field(default_factory=lambda: array("L"))
+
+    def file(self, size: int, dataset: int = 0) -> int:
+        self.sizes.append(size)
+        self.datasets.append(dataset)
+        return len(self.sizes) - 1
+
+    def access(self, file: int, offset: int, length: int, epoch: int | None = None) -> None:
+        self.files.append(file)
+        self.offsets.append(offset)
+        self.lengths.append(length)
+        if epoch is not None:
+            self.epochs.append(epoch)
+
+    def read(self, files: Iterable[int], epoch: int, again: int = 1) -> None:
+        """Access each file whole, `again` times in a row."""
+        for file in files:
+            for _ in range(again):
+                self.access(file, 0, self.sizes[file], epoch)
+
+
+@dataclass
+class Result:
+    """What one cache would have done. Per epoch: bytes asked for, and those of them that were cached."""
+
+    policy: str
+    cache_bytes: int
+    asked: dict[int, int] = field(default_factory=dict)
+    hit: dict[int, int] = field(default_factory=dict)
+    store_bytes: int = 0
+
+    def ratio(self, epoch: int) -> float:
+        return self.hit[epoch] / max(1, self.asked[epoch])
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "policy": self.policy,
+            "cache_bytes": self.cache_bytes,
+            "epochs": [
+                {"epoch": e, "bytes": self.asked[e], "hit_ratio": round(self.ratio(e), 4)}
+                for e in sorted(self.asked)
+            ],
+            "hit_ratio": round(sum(self.hit.values()) / max(1, sum(self.asked.values())), 4),
+            "store_bytes": self.store_bytes,
+        }
+
+
+def simulate(trace: Trace, cache_bytes: int, policy: Policy, block_size: int = 1 << 20) -> Result:
+    """Play the trace over an empty cache."""
+    result = Result(policy, cache_bytes)
+    cache = Model(cache_bytes, policy)
+    label = _labels(trace, block_size)
+    for number, use in enumerate(units(trace, block_size)):
+        wanted, length = use.wanted, use.length
+        missing = cache.use(
+            use.file, use.extent, trace.datasets[use.file], wanted, use.fetched, length, block_size
+        )
+        epoch = label(number, use)
+        result.asked[epoch] = result.asked.get(epoch, 0) + use.asked
+        hit = use.asked * (wanted & ~missing).bit_count() // wanted.bit_count()
+        result.hit[epoch] = result.hit.get(epoch, 0) + hit
+        result.store_bytes += _bytes(missing, length, block_size)
+    return result
+
+
+class Use(NamedTuple):
+    """A part of an access that lies in one extent. `wanted` and `fetched` have a bit for each block that is read, and that a
+    miss fetches. `length` is the extent's in bytes, `asked` the bytes read; `access` is the number of the access."""
+
+    file: int
+    extent: int
+    wanted: int
+    fetched: int
+    length: int
+    access: int
+    asked: int
+
+
+def units(trace: Trace, block_size: int) -> Iterator[Use]:
+    """All accesses, extent by extent, in their order."""
+    unit = BLOCKS_PER_EXTENT * block_size
+    sizes = trace.sizes
+    for number, (file, offset, length) in enumerate(
+        zip(trace.files, trace.offsets, trace.lengths, strict=True)
+    ):
+        size = sizes[file]
+        end = min(offset + length, size)
+        while offset < end:
+            extent = offset // unit
+            start, stop = extent * unit, min((extent + 1) * unit, size)
+            here = min(stop, end)
+            first, last = (offset - start) // block_size, (here - 1 - start) // block_size
+            wanted = ((2 << (last - first)) - 1) << first
+            fetched = (1 << -(-(stop - start) // block_size)) - 1 if size <= WHOLE_BYTES else wanted
+            yield Use(file, extent, wanted, fetched, stop - start, number, here - offset)
+            offset = here
+
+
+def _labels(trace: Trace, block_size: int) -> Callable[[int, Use], int]:
+    """The epoch of a use. Where the trace does not say, it is what the policy would have noticed."""
+    if trace.epochs:
+        return lambda _, use: trace.epochs[use.access]
+    watch = Epochs("auto")
+    starts: dict[int, list[int]] = {}
+    of_use = array("Q")
+    for clock, use in enumerate(units(trace, block_size), 1):
+        dataset, unit = trace.datasets[use.file], unit_of(use.file, use.extent)
+        of_use.append(dataset)
+        if watch.used(dataset, unit, clock, use.length, hit=False) and watch.has_epochs(dataset):
+            starts.setdefault(dataset, []).append(watch.start(dataset))
+    return lambda number, _: 1 + bisect_right(starts.get(of_use[number], ()), number + 1)
+
+
+def _bytes(blocks: int, length: int, block_size: int) -> int:
+    """Bytes that blocks of an extent of `length` bytes have."""
+    last = (length - 1) // block_size
+    short = (last + 1) * block_size - length if blocks >> last & 1 else 0
+    return blocks.bit_count() * block_size - short
+
+
+def unit_of(file: int, extent: int) -> int:
+    """Evenly distributed: splitmix64."""
+    mixed = (file * 0x9E3779B97F4A7C15 + extent * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % (1 << 64)
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return mixed ^ mixed >> 31
+
+
+class _Cached:
+    """One extent: when it was used last, its blocks and their bytes."""
+
+    __slots__ = ("blocks", "bytes", "clock")
+
+    def __init__(self) -> None:
+        self.blocks = self.bytes = self.clock = 0
+
+
+class _Resident:
+    """A dataset's extents, least recently used first: used since its epoch began, and before."""
+
+    def __init__(self) -> None:
+        self.young: OrderedDict[tuple[int, int], _Cached] = OrderedDict()
+        self.old: OrderedDict[tuple[int, int], _Cached] = OrderedDict()
+
+    def begin_epoch(self, start: int) -> None:
+        """An epoch began."""
+        while self.young:
+            key, cached = next(iter(self.young.items()))
+            if cached.clock >= start:
+                return
+            self.old[key] = self.young.pop(key)
+
+
+class Model:
+    """A cache of one tier that counts bytes."""
+
+    def __init__(self, limit_bytes: int, policy: Policy) -> None:
+        self.epochs = Epochs(policy)
+        self.used_bytes = 0
+        self._limit = limit_bytes
+        self._datasets: dict[int, _Resident] = {}
+        self._clock = 0
+
+    def use(
+        self, file: int, extent: int, dataset: int, wanted: int, fetched: int, length: int, block_size: int
+    ) -> int:
+        """Use blocks of an extent. Returns those that had to be fetched, as bits."""
+        self._clock += 1
+        key = (file, extent)
+        resident = self._datasets.get(dataset)
+        if resident is None:
+            resident = self._datasets[dataset] = _Resident()
+        cached = resident.young.pop(key, None) or resident.old.pop(key, None) or _Cached()
+        missing = fetched & ~cached.blocks if wanted & ~cached.blocks else 0
+        if self.epochs.used(dataset, unit_of(file, extent), self._clock, length, hit=not missing):
+            resident.begin_epoch(self.epochs.start(dataset))
+        if missing:
+            need = _bytes(missing, length, block_size)
+            while self.used_bytes + need > self._limit and self._evict():
+                pass
+            if self.used_bytes + need <= self._limit:
+                self.used_bytes += need
+                cached.blocks |= missing
+                cached.bytes += need
+        cached.clock = self._clock
+        if cached.blocks:
+            resident.young[key] = cached
+        return missing
+
+    def _evict(self) -> bool:
+        """Evict the lowest priority class first, and in it what was used least recently."""
+        best: tuple[bool, int, OrderedDict[tuple[int, int], _Cached]] | None = None
+        for dataset, resident in self._datasets.items():
+            for place in (resident.old, resident.young):
+                if place:
+                    clock = next(iter(place.values())).clock
+                    rank = (self.epochs.protects(dataset, clock), clock, place)
+                    if best is None or rank[:2] < best[:2]:
+                        best = rank
+        if best is None:
+            return False
+        self.used_bytes -= best[2].popitem(last=False)[1].bytes
+        return True
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Trace:
+    """A recorded trace. A line that is none is refused with its number."""
+    from cachefs.daemon.recording import parsed  # with all that a mount needs
+
+    trace = Trace()
+    files: dict[tuple[str, int], int] = {}
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        name, size, offset, length = parsed(line)
+                    except ValueError as exc:
+                        raise ConfigError(f"{path} line {number} is no line of a trace: {exc}") from exc
+                    file = files.get((name, size))
+                    if file is None:
+                        first, slash, _ = name.lstrip("/").partition("/")
+                        file = files[name, size] = trace.file(
+                            size, zlib.crc32(first.encode("utf-8", "surrogateescape")) if slash else 0
+                        )
+                    trace.access(file, offset, length)
+    except OSError as exc:
+        raise ConfigError(f"cannot read the trace {path}: {exc.strerror}") from exc
+    if not trace.files:
+        raise ConfigError(f"the trace {path} is empty")
+    return trace
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def shape(name: str, dataset_bytes: int, file_bytes: int, epochs: int, seed: int) -> Trace:
+    """A synthetic trace, one of `SHAPES`."""
+    trace = Trace()
+    count = max(1, dataset_bytes // file_bytes)
+    files = [trace.file(file_bytes) for _ in range(count)]
+    SHAPES[name](trace, files, epochs, random.Random(seed))
+    return trace
+
+
+def _shuffled(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    for epoch in range(1, epochs + 1):
+        trace.read(rng.sample(files, len(files)), epoch)
+
+
+def _twice(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    for epoch in range(1, epochs + 1):
+        trace.read(rng.sample(files, len(files)), epoch, again=2)
+
+
+def _scan(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    for epoch in range(1, epochs + 1):
+        trace.read(files, epoch)
+
+
+def _zipf(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    weights = list(accumulate(1 / rank for rank in range(1, len(files) + 1)))
+    order = rng.sample(files, len(files))
+    for epoch in range(1, epochs + 1):
+        trace.read(rng.choices(order, cum_weights=weights, k=len(files)), epoch)
+
+
+def _uniform(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    for epoch in range(1, epochs + 1):
+        trace.read(rng.choices(files, k=len(files)), epoch)
+
+
+def _validated(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    held = [trace.file(trace.sizes[0], 1) for _ in range(max(1, len(files) // 20))]
+    for epoch in range(1, epochs + 1):
+        trace.read(rng.sample(files, len(files)), epoch)
+        trace.read(held, epoch)
+
+
+def _takeover(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    _shuffled(trace, files, epochs, rng)
+    others = [trace.file(trace.sizes[0], 1) for _ in files]
+    for epoch in range(epochs + 1, 2 * epochs + 1):
+        trace.read(rng.sample(others, len(others)), epoch)
+
+
+def _turns(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    others = [trace.file(trace.sizes[0], 1) for _ in files]
+    for epoch in range(1, epochs + 1):
+        trace.read(rng.sample(files, len(files)), epoch)
+        trace.read(rng.sample(others, len(others)), epoch)
+
+
+def _two_jobs(trace: Trace, files: list[int], epochs: int, rng: random.Random) -> None:
+    def endless() -> Iterator[int]:
+        while True:
+            yield from rng.sample(files, len(files))
+
+    one, other = endless(), endless()
+    for _ in range(len(files) // 3):
+        next(other)
+    for epoch in range(1, epochs + 1):
+        for _ in files:
+            trace.read((next(one), next(other)), epoch)
+
+
+SHAPES: dict[str, Callable[[Trace, list[int], int, random.Random], None]] = {
+    "shuffled-files": _shuffled,
+    "shuffled-shards": _shuffled,
+    "scan": _scan,
+    "zipf": _zipf,
+    "uniform": _uniform,
+    "opened-twice": _twice,
+    "validated": _validated,
+    "takeover": _takeover,
+    "turns": _turns,
+    "two-jobs": _two_jobs,
+}
+"""How files are read: in another order each epoch, always in the same, by popularity, at random; each twice; with a
+validation set after each epoch; another dataset after this one; two in turns; two jobs over one."""
+
+MOST_FILES = 5_000_000
+"""Of a shape. Derived: half a kilobyte of memory for each."""
+
+FILE_BYTES = {"shuffled-shards": 64 << 20}
+"""Default size of a file: that of a shard, else of an image."""

@@ -1,0 +1,149 @@
+"""The pages of the endpoint, with their own data: some minutes of samples, and whether the mount answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from cachefs.base.ledger import WAITED_FOR
+from cachefs.base.metrics import Metrics
+from cachefs.observe.endpoint import Page, Reply, plain
+
+SAMPLE_EVERY_S = 2.0
+SAMPLES = 450
+"""A quarter of an hour. Guessed; a sample is two dozen numbers."""
+
+PROBE_S = 3.0
+"""How long the mount may take to answer its own daemon. Guessed: it needs no store for it, so it takes under 1 ms."""
+
+PAGE = Path(__file__).with_name("page.html")
+
+SAMPLED = (
+    "ram_hits",
+    "ssd_hits",
+    "heap_hits",
+    "misses",
+    "peer_hits",
+    "fuse_open",
+    "passthrough_opens",
+    "passthrough_blocks",
+    "fuse_read",
+    "fuse_read_bytes",
+    "origin_bytes",
+    "origin_bytes_sent",
+    "peer_bytes_in",
+    "peer_bytes_out",
+    "origin_get",
+    "origin_head",
+    "origin_list",
+    "evicted_blocks",
+)
+"""Counters that the page shows over time."""
+
+Status = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Watch:
+    """`ready` says that the mount answers and is not being unmounted; the daemon sets it."""
+
+    def __init__(self, metrics: Metrics, status: Status, mountpoint: Path) -> None:
+        self.ready = False
+        self._metrics = metrics
+        self._status = status
+        self._mountpoint = mountpoint
+        self._asking = trio.CapacityLimiter(
+            1
+        )  # a mount that hangs takes one thread, however often it is asked
+        self._samples: deque[list[float]] = deque(maxlen=SAMPLES)
+
+    def pages(self) -> Mapping[str, Page]:
+        return {
+            "/": self._page,
+            "/metrics": self._exposition,
+            "/healthz": self._health,
+            "/readyz": self._readiness,
+            "/status.json": self._state,
+            "/history.json": self._history,
+        }
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            self._sample()
+            await trio.sleep(SAMPLE_EVERY_S)
+
+    # -- pages -------------------------------------------------------------------------------------
+
+    async def _page(self) -> Reply:
+        return Reply(200, "text/html; charset=utf-8", PAGE.read_bytes())
+
+    async def _exposition(self) -> Reply:
+        from cachefs.observe.exposition import (  # slow to import, and not every mount is scraped
+            CONTENT_TYPE,
+            expose,
+        )
+
+        return Reply(200, CONTENT_TYPE, expose(self._metrics, await self._known()))
+
+    async def _state(self) -> Reply:
+        return _json({**await self._known(), **shown(self._metrics), "now": time.time()})
+
+    async def _history(self) -> Reply:
+        return _json({"names": ["time", "blocked_s", *SAMPLED], "samples": list(self._samples)})
+
+    async def _health(self) -> Reply:
+        """200 while the mount answers. Without the event loop there is no reply at all."""
+        reason = await self.illness()
+        return plain(reason, 503) if reason else plain("ok")
+
+    async def _readiness(self) -> Reply:
+        reason = "" if self.ready else "not mounted (yet, or any more)"
+        reason = reason or await self.illness()
+        return plain(reason, 503) if reason else plain("ready")
+
+    async def illness(self) -> str:
+        """Why the mount does not answer; "" when it does. The kernel never answers statfs by itself, and the daemon needs no
+        store for it."""
+        with trio.move_on_after(PROBE_S):
+            try:
+                await trio.to_thread.run_sync(
+                    os.statvfs, self._mountpoint, limiter=self._asking, abandon_on_cancel=True
+                )
+            except OSError as exc:
+                return f"{self._mountpoint}: {exc.strerror}"
+            else:
+                return ""
+        return f"{self._mountpoint} does not answer within {PROBE_S:g} s"
+
+    # -- what they show ----------------------------------------------------------------------------
+
+    async def _known(self) -> dict[str, Any]:
+        return {**await self._status(), "ready": int(self.ready)}
+
+    def _sample(self) -> None:
+        blocked_s = self._metrics.ledger.waits.totals()["blocked_s"]
+        self._samples.append([time.time(), blocked_s, *(getattr(self._metrics, name) for name in SAMPLED)])
+
+
+def shown(metrics: Metrics) -> dict[str, Any]:
+    """The ledger as plain values, for the page and for `cachefs top`."""
+    waits = metrics.ledger.waits
+    return {
+        "datasets": {name: dict(account) for name, account in metrics.ledger.requests.datasets.items()},
+        "processes": waits.processes(),
+        "reads": waits.totals(),
+        "waiting": waits.waiting()[:32],
+        "slowest": waits.slowest(),
+        "waited_for": list(WAITED_FOR),
+    }
+
+
+def _json(value: Any) -> Reply:
+    return Reply(200, "application/json", json.dumps(value, default=str).encode())

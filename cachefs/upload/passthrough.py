@@ -1,0 +1,117 @@
+"""Staging files that the kernel writes without the daemon: passthrough while a process has them open for writing.
+
+The daemon does not hear of such a write. So nothing of a file in passthrough is sent, its size and time are read from the
+file itself (`DirtyFile.look`), and each promise syncs it again. It goes to the store when the last of its writers has closed
+it.
+
+A mapping outlives the close, and a writer outlives the daemon; the daemon hears of neither. But the kernel grants no read
+lease on a file that a process has open for writing: so a lease is requested before anything is sent, or given to the cache
+(`StagingFile.written`). For this to mean something, a file in passthrough is open for reading only here, and as such handed
+to the kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+from cachefs.base.errors import CachefsError
+from cachefs.store.backing import BackingFile
+from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.room import LOOK_S
+from cachefs.upload.staging import can_lease
+
+log = logging.getLogger(__name__)
+
+
+class StagingBacking(BackingFile):
+    """A staging file."""
+
+    __slots__ = ()
+
+
+class Passthrough:
+    """`relieve` is called regularly while a file is in passthrough: such writers do not ask for room."""
+
+    def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
+        self._staging = staging
+        self._relieve = relieve
+        self._possible = False
+        self._tell: Callable[[StagingBacking], None] = _to_nobody
+        self._retire: Callable[[StagingBacking], None] = _to_nobody
+        self._writers = 0
+        self._begun = trio.Event()
+
+    def to(self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]) -> None:
+        """The backend takes backing files: `tell` registers one with the kernel (OSError: it does not take it), `retire`
+        that there will be no more use for it."""
+        self._tell, self._retire = tell, retire
+        self._possible = can_lease(self._staging)
+        if not self._possible:
+            log.info("%s has no leases: what is written comes through the daemon", self._staging)
+
+    async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
+        """See `Uploads.open_backing`."""
+        if not self._possible:
+            return None
+        async with dirty_file.lock:
+            await dirty_file.unsent(-1)
+            if dirty_file.adopted:
+                return None  # the file is the cache's
+            if dirty_file.backing is None:
+                await dirty_file.file.land()
+                dirty_file.backing = self._told(dirty_file)
+            if dirty_file.backing is not None:
+                dirty_file.begin_passthrough()
+                dirty_file.writers += 1
+                self._writers += 1
+                self._begun.set()
+            return dirty_file.backing
+
+    def _told(self, dirty_file: DirtyFile) -> StagingBacking | None:
+        backing = StagingBacking(dirty_file.file.reader())
+        try:
+            self._tell(backing)
+        except OSError as exc:
+            log.warning(
+                "what is written comes through the daemon: the kernel takes no file: %s", exc.strerror
+            )
+            self._possible = False
+            backing.close()
+            return None
+        return backing
+
+    def returned(self, dirty_file: DirtyFile) -> None:
+        """One of its writers has closed it."""
+        dirty_file.writers -= 1
+        self._writers -= 1
+        if dirty_file.writers or dirty_file.discarded:
+            return
+        try:
+            reclaimed = dirty_file.reclaim()
+        except CachefsError as exc:
+            log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+            reclaimed = False
+        if not reclaimed and not dirty_file.dirty:
+            dirty_file.found_changed()  # it may still be, through a mapping
+
+    def released(self, dirty_file: DirtyFile) -> None:
+        """No process has it open any more."""
+        backing, dirty_file.backing = dirty_file.backing, None
+        if backing is not None:
+            self._retire(backing)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._begun.wait()
+            while self._writers:
+                await self._relieve()
+                await trio.sleep(LOOK_S)
+            self._begun = trio.Event()
+
+
+def _to_nobody(backing: StagingBacking) -> None:
+    pass

@@ -1,0 +1,28 @@
+"""Several processes change the same names of a mount (`scripts/races` does it for longer, and everywhere)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import ONE_BACKEND, why_no_native_backend
+from tests.mount.racing import series
+
+pytestmark = ONE_BACKEND
+
+KNOWN = ": ESTALE x "
+"""An open whose name became another file twice between its lookup and its open, and a descriptor whose file was replaced."""
+
+
+@pytest.mark.parametrize(
+    ("source", "mode", "fuse"), [("file", "writeback", "native"), ("s3", "durable", "native")]
+)
+def test_the_names_stay_right(tmp_path: Path, source: str, mode: str, fuse: str) -> None:
+    if fuse == "native" and (reason := why_no_native_backend()):
+        pytest.skip(reason)
+    chosen = argparse.Namespace(seconds=3, processes=4, names=6, seed=1, directories=True, log=None)
+    result, wrong = series(chosen, source, mode, fuse, tmp_path / "race")
+    assert [line for line in wrong if KNOWN not in line] == []
+    assert sum(counts.get("ok", 0) for counts in result.values()) > 20

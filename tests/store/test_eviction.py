@@ -1,0 +1,157 @@
+"""The order of eviction, and the search for what goes next: right whatever is touched, kept or in use meanwhile, and no row
+is looked at again and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachefs.store.eviction import ANY, HELD, KEPT_AT_ONCE, LOWEST, Class, Verdict, Walk
+from cachefs.store.index import CopyKey, Row
+from tests.conftest import examples
+from tests.fetch.scripted import in_trio
+from tests.store.lab import BLOCK, running
+from tests.store.test_shared_epochs import put
+
+
+class Rows:
+    """Stands in for the index: clock → dataset; a copy is named by its clock. Counts the rows that were read."""
+
+    def __init__(self, rows: dict[int, int]) -> None:
+        self.rows = rows
+        self.read = 0
+
+    def oldest(self, tier: int, after: bytes, limit: int) -> list[Row]:
+        last = int.from_bytes(after, "big") if after else -1
+        clocks = sorted(clock for clock in self.rows if clock > last)[:limit]
+        self.read += len(clocks)
+        return [(c.to_bytes(8, "big"), key_of(c), c, self.rows[c]) for c in clocks]
+
+
+def key_of(clock: int) -> CopyKey:
+    return (1, clock.to_bytes(16, "big"), 0)
+
+
+def walk_over(rows: Rows, kept: set[int]) -> Walk:
+    index: Any = rows
+    return Walk(index, 1, lambda key, clock, dataset: clock in kept)
+
+
+def always(key: CopyKey, clock: int) -> Verdict:
+    return Verdict.GOES
+
+
+def test_kept_rows_are_read_once_however_many_are_evicted() -> None:
+    rows = Rows(dict.fromkeys(range(50_000), 1))
+    walk = walk_over(rows, set(range(40_000)))
+    searches = 1
+    while walk.first(always, None) is None:
+        searches += 1
+        assert searches <= 40_000 // KEPT_AT_ONCE + 1, "each search passes over so many, and the next goes on"
+    for gone in range(40_000, 45_000):
+        found = walk.first(lambda key, clock, now=gone: Verdict.GOES if clock >= now else Verdict.GONE, None)
+        assert found == key_of(gone)
+        if gone % 100 == 0:
+            for clock in range(40_000, gone):
+                rows.rows.pop(clock, None)
+            walk.flushed()
+    assert rows.read < 45_000 + 50 * 256 + 256
+
+
+def test_what_was_in_use_is_found_after_the_next_flush() -> None:
+    rows = Rows(dict.fromkeys(range(10), 1))
+    walk = walk_over(rows, {0, 1})
+    busy = {2, 3}
+
+    def judge(key: CopyKey, clock: int) -> Verdict:
+        return Verdict.HELD if clock in busy else Verdict.GOES
+
+    assert walk.first(judge, None) == key_of(4)
+    busy.clear()
+    assert walk.first(judge, None) == key_of(4)
+    walk.flushed()
+    assert walk.first(judge, None) == key_of(2)
+    del rows.rows[2]
+    assert walk.first(lambda key, clock: Verdict.GONE if clock == 2 else Verdict.GOES, None) == key_of(3)
+
+
+def test_a_row_that_comes_in_below_is_found() -> None:
+    rows = Rows(dict.fromkeys(range(10, 20), 1))
+    walk = walk_over(rows, set(range(10, 15)))
+    assert walk.first(always, None) == key_of(15)
+    assert walk.passed == 14
+    walk.add(key_of(12), 12, 1)  # kept: no search may return it
+    walk.add(key_of(3), 3, 1)
+    walk.flushed()
+    assert walk.first(always, None) == key_of(3)
+    assert walk.first(always, 3) is None, "only what is older is wanted"
+
+
+def test_too_many_held_rows_begin_the_walk_again() -> None:
+    rows = Rows(dict.fromkeys(range(HELD + 10), 1))
+    walk = walk_over(rows, set())
+    assert walk.first(lambda key, clock: Verdict.HELD, None) is None
+    walk.flushed()
+    assert walk.first(always, None) == key_of(0)
+
+
+@given(
+    kept=st.sets(st.integers(0, 60)),
+    busy=st.lists(st.sets(st.integers(0, 60)), min_size=1, max_size=6),
+    limits=st.lists(st.integers(0, 70), min_size=6, max_size=6),
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_the_search_is_that_of_a_plain_one(kept: set[int], busy: list[set[int]], limits: list[int]) -> None:
+    """After each flush, the first that is neither kept nor in use."""
+    rows = Rows(dict.fromkeys(range(60), 1))
+    walk = walk_over(rows, kept)
+    for used, limit in zip(busy, limits, strict=False):
+        walk.flushed()
+        for _ in range(4):
+
+            def judge(key: CopyKey, clock: int, used: set[int] = used) -> Verdict:
+                if clock not in rows.rows:
+                    return Verdict.GONE
+                return Verdict.HELD if clock in used else Verdict.GOES
+
+            older = None if limit > 60 else limit
+            can = [c for c in sorted(rows.rows) if c not in kept | used and (older is None or c < older)]
+            found = walk.first(judge, older)
+            assert found == (key_of(can[0]) if can else None)
+            if can:
+                del rows.rows[can[0]]
+
+
+@in_trio
+async def test_what_goes_next_is_the_copy_with_the_lowest_key(cache_dir: Path) -> None:
+    """Copies of all classes, touched in another order than they came; some rows are flushed, some are not."""
+    async with running(cache_dir, ssd=64 * BLOCK, eviction="epoch") as lab:
+        eviction, catalog = lab.store.eviction, lab.store.catalog
+        used = [lab.origin.put(f"d/{n}", bytes(BLOCK)) for n in range(12)]
+        for object_id in used[:8]:
+            assert put(lab, object_id)
+        for object_id in used[:4]:  # the first uses of the next epoch: the other four are protected
+            await lab.read(object_id)
+            await lab.store.flush()
+        for object_id in used[8:]:
+            assert put(lab, object_id, ahead=True)
+        others = [lab.origin.put(f"e/{n}", bytes(BLOCK)) for n in range(6)]
+        for n, object_id in enumerate(others):
+            assert put(lab, object_id, ahead=n % 2 == 0, remote_owned=True)
+        copies = [c for i in (*used, *others) for c in catalog.copies(catalog.object(i), 1)]
+        assert {eviction.key(copy)[1] for copy in copies} == set(Class)
+
+        lowest = sum(eviction.key(copy)[1] in LOWEST for copy in copies)
+        assert eviction.victim(1, ()) is None
+        gone = []
+        while (victim := eviction.victim(1, LOWEST if len(gone) < lowest else ANY)) is not None:
+            obj, copy = victim
+            keys = {other.key: eviction.key(other) for other in copies}
+            assert keys[copy.key] == min(keys.values())
+            gone.append(copy.key)
+            copies = [other for other in copies if other is not copy]
+            lab.store.space.drop(obj, copy, copy.bitmap)
+        assert not copies and len(gone) == 18

@@ -1,0 +1,164 @@
+"""The reader's way: which files of the product a request passes. Each figure is a ceiling; docs/architecture.md aims lower.
+
+A journey is played in this process, from the record that the kernel writes to the reply it reads: backend, filesystem,
+fetcher, cache store and origin are the real ones, in front of a lab store. Counted are the modules of cachefs in which any
+function ran meanwhile, in the trio thread and in worker threads. Another journey is one more row of `CEILINGS` and a
+function that plays it inside `counted`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import trio
+
+import cachefs
+from cachefs.base.database import Database
+from cachefs.base.metrics import Metrics
+from cachefs.fetch import Fetcher
+from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
+from cachefs.fuse import protocol
+from cachefs.fuse.device import WANTED, Negotiated
+from cachefs.fuse.native_backend import NativeBackend
+from cachefs.fuse.protocol import Op
+from cachefs.store import open_store
+from tests.fetch.scripted import in_trio
+from tests.fuse.kernel import DEADLINE_S, Kernel, Line, read_in, socket_pair
+from tests.origin.servers import Lab
+from tests.store.lab import MIB, until
+
+PACKAGE = Path(cachefs.__file__).parent
+SIZE = 3 * MIB
+
+CEILINGS = {
+    # journey: (rooms below the filesystem, all rooms)
+    "a cached READ": (3, 8),
+    "a cold READ": (12, 34),
+}
+"""Most files that the journey may pass: in cachefs/fetch and cachefs/store, and in all. The aims are 8 and 15 in all."""
+
+
+class Passed:
+    """Files of the product in which a function began, in any thread that `traced` was put into."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.on = False
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if self.on and event == "call" and frame.f_code.co_name not in ("<module>", "__del__"):
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(PACKAGE):
+                self.files.add(str(path.relative_to(PACKAGE)))
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passed]:
+    found, plain = Passed(), trio.to_thread.run_sync
+
+    async def run_sync(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+        def traced(*arguments: Any) -> Any:
+            threading.setprofile(found)
+            sys.setprofile(found)
+            try:
+                return function(*arguments)
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+
+        return await plain(traced, *arguments, **how)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    sys.setprofile(found)
+    yield found
+    sys.setprofile(None)
+
+
+@contextmanager
+def counted(passed: Passed) -> Iterator[None]:
+    passed.files.clear()
+    passed.on = True
+    yield
+    passed.on = False
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    yield lab
+    lab.stop()
+
+
+@asynccontextmanager
+async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fetcher]]:
+    metrics = Metrics()
+    cache = open_store(cache_dir, 64 * MIB, 32 * MIB, 0, MIB, "first", metrics)
+    origin = bucket.origin(metrics=metrics)
+    near, far = socket_pair()
+    line = Line(far.detach())
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
+        async with trio.open_nursery() as nursery:
+            fetcher: Any = Fetcher(cache.store, nursery, metrics, max_readahead=8 * MIB)
+            fs = FileSystem([Volume("", origin)], database, fetcher, Options(uid=0, gid=0), metrics)
+            kernel = Kernel(near, line, fs, fetcher, metrics)
+            kernel.backend = NativeBackend(
+                *(
+                    fs,
+                    metrics,
+                    DEADLINE_S,
+                    line,
+                    Negotiated(protocol.MINOR, protocol.Init(int(WANTED))),
+                ),
+                zero_open=False,
+                keep_listings=False,
+            )
+            nursery.start_soon(kernel.backend.serve, lambda: None)
+            yield kernel, fetcher
+            nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            kernel.backend.close()
+            near.close()
+            await fs.aclose()
+            database.close()
+            await cache.store.aclose(0)
+            await origin.aclose()
+
+
+@pytest.mark.parametrize("journey", CEILINGS)
+def test_a_request_passes_few_files(
+    journey: str, passed: Passed, bucket: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.env.items():
+        monkeypatch.setenv(name, value)
+    bucket.put("warm", bytes(SIZE))
+    bucket.put("file", bytes(SIZE))
+
+    async def play() -> None:
+        async with mount(bucket, cache_dir) as (kernel, fetcher):
+            if journey == "a cached READ":
+                fh = await kernel.open(await kernel.ino("file"))
+                assert not (await kernel.ask(Op.READ, fh, read_in(fh))).error
+            else:
+                # The first request of a process also sets up clients and connections.
+                fh = await kernel.open(await kernel.ino("warm"))
+                assert not (await kernel.ask(Op.READ, fh, read_in(fh))).error
+                fh = await kernel.open(await kernel.ino("file"))
+            await until(lambda: not fetcher.in_flight_fetches, 30)
+            with counted(passed):
+                reply = await kernel.ask(Op.READ, fh, read_in(fh, 4096))
+                await until(lambda: not fetcher.in_flight_fetches, 30)
+            assert not reply.error and reply.body == bytes(4096)
+
+    in_trio(play)()
+    below = [name for name in passed.files if name.startswith(("fetch/", "store/"))]
+    most_below, most = CEILINGS[journey]
+    assert len(below) <= most_below and len(passed.files) <= most, f"{journey} passes {sorted(passed.files)}"

@@ -1,0 +1,339 @@
+"""Drafts that are written by others (the kernel): through descriptors of their files, of which nobody tells the room."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs.base.errors import TooLarge
+from cachefs.upload import passthrough, staging
+from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.passthrough import StagingBacking
+from tests.fetch.scripted import content
+from tests.upload.scripted import LIMITS, PART, Desk, ScriptedStore, desk, in_trio
+
+
+class Kernel:
+    """Takes loans, and gives them numbers."""
+
+    def __init__(self, d: Desk) -> None:
+        self.backings: list[StagingBacking] = []
+        self.refuses = 0
+        self.desk = d
+        d.uploads.enable_passthrough(self.tell, self.retire)
+
+    def tell(self, backing: StagingBacking) -> None:
+        if self.refuses:
+            raise OSError(self.refuses, os.strerror(self.refuses))
+        assert os.get_inheritable(backing.fd) is False
+        backing.registered(len(self.backings) + 1)
+        self.backings.append(backing)
+
+    def retire(self, backing: StagingBacking) -> None:
+        self.backings.remove(backing)
+
+
+async def in_passthrough(d: Desk, key: str = "k", data: bytes = b"") -> tuple[DirtyFile, int]:
+    """A new dirty file, open in passthrough, and a descriptor of its file as the kernel has it."""
+    dirty_file = await d.create(key)
+    fd = await open_backing(d, dirty_file)
+    os.write(fd, data)
+    return dirty_file, fd
+
+
+async def open_backing(d: Desk, dirty_file: DirtyFile) -> int:
+    assert await d.uploads.open_backing(dirty_file) is not None
+    return os.open(dirty_file.file.path, os.O_RDWR)
+
+
+def ends(d: Desk, dirty_file: DirtyFile, fd: int) -> None:
+    """As RELEASE: the kernel has closed its file."""
+    os.close(fd)
+    d.uploads.returned(dirty_file)
+    d.uploads.release(dirty_file)
+
+
+@in_trio
+async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        data = content(1, 3 * PART + 5)
+        dirty_file, fd = await in_passthrough(d, data=data)
+        changed: list[DirtyFile] = []
+        d.uploads.on_changed = changed.append
+        assert (
+            dirty_file.size == 0
+            and dirty_file.look()
+            and dirty_file.size == len(data)
+            and not dirty_file.look()
+        )
+        assert changed == [dirty_file]
+        await d.uploads.commit(dirty_file)
+        assert dirty_file.acknowledged
+        await trio.sleep(100)
+        assert d.store.counts == {}, "not while it is lent"
+        os.pwrite(fd, b"new", PART)
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        assert kernel.backings == []
+        await trio.sleep(2)
+        await d.quiet()
+        data = data[:PART] + b"new" + data[PART + 3 :]
+        assert d.store.content("k") == data and d.store.seen["k"] == [data]
+        assert list(d.cache.adopted.values()) == [data] and d.settled == ["k"]
+
+
+@in_trio
+async def test_the_time_of_a_file_is_that_of_the_last_write_of_others(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"first")
+        for mtime_ns in (2 * 10**18, 10**18 + 5):
+            os.pwrite(fd, b"other", 0)
+            os.utime(fd, ns=(0, mtime_ns))
+            assert dirty_file.look() and dirty_file.mtime_ns == mtime_ns
+        ends(d, dirty_file, fd)
+
+
+@in_trio
+async def test_each_promise_syncs_what_nobody_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"x" * 100)
+        synced = 0
+        real = os.fdatasync
+
+        def fdatasync(fd: int) -> None:
+            nonlocal synced
+            synced += 1
+            real(fd)
+
+        monkeypatch.setattr(os, "fdatasync", fdatasync)
+        for number in range(3):
+            token = os.fstat(fd)
+            os.pwrite(fd, b"%d" % number, 0)
+            os.utime(fd, ns=(token.st_atime_ns, token.st_mtime_ns))  # within one tick of the clock
+            await d.uploads.commit(dirty_file)
+        assert synced == 3
+        ends(d, dirty_file, fd)
+
+
+@in_trio
+async def test_a_mapping_that_outlives_its_close_is_waited_for(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=bytes(PART))
+        mapping = mmap.mmap(fd, PART)  # which keeps a descriptor of its own
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        mapping[0:4] = b"late"
+        await trio.sleep(100)
+        assert d.store.counts == {} and dirty_file.in_passthrough
+        mapping[8:12] = b"more"
+        mapping.close()
+        await trio.sleep(1)
+        await d.quiet()
+        assert d.store.content("k") == b"late\0\0\0\0more".ljust(PART, b"\0")
+
+
+@in_trio
+async def test_so_is_who_outlives_the_run(tmp_path: Path) -> None:
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"synced")
+        await d.uploads.commit(dirty_file)
+    async with desk(tmp_path, store, writeback=True) as d:
+        await trio.sleep(100)
+        assert store.counts == {}
+        os.write(fd, b" and more")
+        os.close(fd)
+        await trio.sleep(1)
+        await d.quiet()
+        assert store.content("k") == b"synced and more"
+
+
+@in_trio
+async def test_passthrough_breaks_off_an_upload_that_nobody_waits_for(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        data = content(1, 300 * PART)
+        dirty_file = await d.save("k", data)
+        d.store.hold("part", times=16)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.in_flight
+        d.uploads.open(dirty_file)
+        fd = await open_backing(d, dirty_file)
+        assert d.store.in_flight == 0 and dirty_file.attempt is None
+        os.pwrite(fd, b"new", 0)
+        await trio.sleep(100)
+        assert "k" not in d.store.objects
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.seen["k"] == [b"new" + data[3:]]
+
+
+@in_trio
+async def test_a_reader_stays_and_the_file_is_passthrough_again(tmp_path: Path) -> None:
+    """The store has it, but not the cache: so the same file is written again, and what is not changed is not sent."""
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"first")
+        d.uploads.open(dirty_file)
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("k") == b"first" and not dirty_file.dirty
+        for again in (b"", b"again"):
+            d.uploads.open(dirty_file)
+            fd = await open_backing(d, dirty_file)
+            os.pwrite(fd, again, 0)
+            await d.uploads.commit(dirty_file)
+            ends(d, dirty_file, fd)
+            await trio.sleep(2)
+            await d.quiet()
+            assert d.store.content("k") == (again or b"first")
+        assert d.store.counts["put"] == 2 and len(kernel.backings) == 1
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert kernel.backings == [] and list(d.cache.adopted.values()) == [b"again"]
+
+
+@in_trio
+async def test_what_the_cache_has_is_not_passthrough(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"first")
+        ends(d, dirty_file, fd)
+        started = d.cache.adopt
+
+        async def adopt(*args: object) -> bool:
+            d.uploads.open(dirty_file)  # a second user comes just then
+            return await started(*args)  # type: ignore[arg-type]
+
+        d.cache.adopt = adopt  # type: ignore[method-assign]
+        await trio.sleep(2)
+        await d.quiet()
+        assert dirty_file.adopted and await d.uploads.open_backing(dirty_file) is None
+        await dirty_file.write(0, b"F")
+        assert list(d.cache.adopted.values()) == [b"first"], "it has a file of its own by now"
+        assert await d.uploads.open_backing(dirty_file) is not None
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+
+
+@in_trio
+async def test_changes_that_come_through_us_meanwhile(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"0123456789")
+        await dirty_file.truncate(4)
+        assert os.pread(fd, 99, 0) == b"0123" and dirty_file.size == 4
+        await dirty_file.allocate(0, 6)
+        os.pwrite(fd, b"x", 7)
+        await dirty_file.truncate(8)
+        assert dirty_file.size == 8
+        await d.uploads.rename(dirty_file, d.store, "other")
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("other") == b"0123\0\0\0x" and d.store.objects.keys() == {"other"}
+
+
+@in_trio
+async def test_one_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"x")
+        await d.uploads.discard(dirty_file)
+        os.write(fd, b"y")
+        assert dirty_file.look() and dirty_file.size == 2
+        ends(d, dirty_file, fd)
+        await trio.sleep(10)
+        assert d.store.counts == {} and d.files() == [] and kernel.backings == []
+
+
+@in_trio
+async def test_more_than_the_store_takes_is_said_at_the_close(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d)
+        os.ftruncate(fd, LIMITS.largest_object + 1)
+        with pytest.raises(TooLarge):
+            await d.uploads.commit(dirty_file)
+        os.ftruncate(fd, 1)
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+
+
+@in_trio
+async def test_the_cache_gives_way_to_who_does_not_ask(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        await trio.sleep(10)
+        assert d.cache.asked == []
+        dirty_file, fd = await in_passthrough(d)
+        d.uploads._room._keep_free = 1 << 60  # the disk is full all at once
+        await trio.sleep(10)
+        assert 35 <= len(d.cache.asked) <= 45
+        ends(d, dirty_file, fd)
+        asked = len(d.cache.asked)
+        await trio.sleep(10)
+        assert len(d.cache.asked) <= asked + 1
+
+
+@in_trio
+async def test_who_writes_to_a_disk_that_is_nearly_full_asks(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, keep_free_bytes=1 << 60) as d:
+        Kernel(d)
+        dirty_file = await d.create("k")
+        assert await d.uploads.open_backing(dirty_file) is None
+        await d.close(dirty_file)
+
+
+@contextmanager
+def without_leases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: object) -> int:
+            raise OSError(errno.EINVAL, "no leases here")
+
+        patch.setattr(staging.fcntl, "fcntl", refuse)
+        yield
+
+
+@in_trio
+async def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert passthrough.can_lease(tmp_path)
+    async with desk(tmp_path / "durable") as d:
+        Kernel(d)
+        dirty_file = await d.create("k")
+        assert await d.uploads.open_backing(dirty_file) is None, "parts are sent while it is written"
+        await d.close(dirty_file)
+    async with desk(tmp_path / "refused", writeback=True) as d:
+        Kernel(d).refuses = errno.EOPNOTSUPP
+        dirty_file = await d.create("k", b"x")
+        assert await d.uploads.open_backing(dirty_file) is None and not dirty_file.in_passthrough
+        await d.close(dirty_file)
+    with without_leases(monkeypatch):
+        async with desk(tmp_path / "leases", writeback=True) as d:
+            Kernel(d)
+            dirty_file = await d.create("k", b"x")
+            assert await d.uploads.open_backing(dirty_file) is None
+            await d.close(dirty_file)
+            assert not dirty_file.file.written()
