@@ -156,8 +156,10 @@ class Cachefs(Mount):
 
     def start(self) -> None:
         endpoint = ("--endpoint-url", self.lab.endpoint, "--cache-dir", str(self.cache))
-        # Read-only unless the options say otherwise: what is counted and timed of reading has fewer requests then.
-        said = self._run("mount", *endpoint, "-o", "ro", *self.options, f"s3://{self.bucket}", str(self.path))
+        # Read-only unless the options say otherwise: what is counted and timed of reading has fewer requests then. A tenth of
+        # the disk, as without --keep-free, may be more than a machine that runs benchmarks has free.
+        usual = ("-o", "ro", "--keep-free", "1G")
+        said = self._run("mount", *endpoint, *usual, *self.options, f"s3://{self.bucket}", str(self.path))
         if said.returncode:
             raise RuntimeError(f"cachefs did not mount: {said.stderr.strip()}")
         self.own(self.status()["pid"])

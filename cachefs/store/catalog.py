@@ -100,6 +100,10 @@ class CachedObject:
         """Its loaded copies on the tier."""
         return [copy for (number, _), copy in self.copies.items() if number == tier.number and copy]
 
+    def has(self, copy: Copy) -> bool:
+        """False for a copy that was removed while a reader had it."""
+        return self.copies.get((copy.tier, copy.extent)) is copy
+
     def file(self, tier: Tier) -> int:
         """A descriptor of its file on the tier, kept open while the object is in use. OSError if it is not there."""
         fd = self.fds.get(tier.number)

@@ -166,6 +166,8 @@ class Space:
     def drop(self, obj: CachedObject, copy: Copy, bits: int, why: str = "evicted") -> int:
         """Remove blocks from a copy, and give their bytes back as soon as no caller uses the copy; of an immutable file, all
         that it holds. Returns how many blocks went. `why` is one of the ledger's reasons."""
+        if not obj.has(copy):
+            return 0  # a reader found it damaged, as another did before, and a new copy may be in its place
         tier = self._tiers[copy.tier]
         if obj.is_immutable(tier):
             return self.drop_file(obj, tier, why)

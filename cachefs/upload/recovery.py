@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,18 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[DirtyFil
             log.info("%s waits for its upload since an earlier run (%d bytes)", what, dirty_file.size)
             found.append(dirty_file)
             continue
+        forget = None
         if name in replaced:
             log.info("%s was replaced by another file", what)
+            # Its staging file says that it was acknowledged, and without a row it would be kept aside.
+            forget = partial(orphans.forget, staging / row["file"])
         elif row["acknowledged"]:
             log.error("%s was to be uploaded, but %s was removed", what, staging / row["file"])
         else:
             log.info("%s was being written when an earlier run ended: given up", what)
         if row["upload"] is not None:
             await records.orphaned(row["source"], row["key"], row["upload"])
-        await journal.write(DIRTY_FILES, name, None)
+        await journal.write(DIRTY_FILES, name, None, first=forget)
     kept_aside = [left for left in files if not orphans.accounted(staging, left)]
     orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
     for left in files.difference(kept_aside):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable
@@ -271,6 +272,30 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         assert await reclaimed(lab.store, tier, object_id.digest, 0) == BLOCK
         os.close(fd)
         assert not lab.store.cached_bytes(object_id)
+
+
+@in_trio
+async def test_a_second_reader_of_what_is_lost_does_not_take_its_successor_along(cache_dir: Path) -> None:
+    """Both found that the file has gone. The second says so when the block has come again."""
+    async with running(cache_dir) as lab:
+        data = content(1, 3 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        [tier] = lab.store.tiers
+        obj = lab.store.object(object_id)
+        [copy] = lab.store.catalog.copies(obj, tier.number)
+        tier.file_path(object_id.digest).unlink()
+        gone = FileNotFoundError(errno.ENOENT, "gone")
+        lab.store.space.lost(obj, copy, gone)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        gets = len(lab.origin.gets)
+        lab.store.space.lost(obj, copy, gone)
+        lab.store.space.corrupt(obj, copy, 0b111)
+        assert await lab.read(object_id) == data
+        assert len(lab.origin.gets) == gets
+        lab.check_accounts()
 
 
 # -- failures in the middle ---------------------------------------------------------------------------

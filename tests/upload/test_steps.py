@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.upload import sending
+from cachefs.upload import orphans, sending
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Desk, ScriptedStore, desk, in_trio
 
@@ -42,6 +42,7 @@ class Steps:
                 assert await d.uploads.flush() == []
                 await d.quiet()
                 assert d.files() == [] and d.uploads.journal.rows("drafts") == {}
+            assert orphans.places(self.path / f"step{number}") == [], "nothing is doubtful after a kill"
             yield {key: data for key, (_, data) in store.objects.items()}
 
 
