@@ -156,8 +156,8 @@ class Cachefs(Mount):
 
     def start(self) -> None:
         endpoint = ("--endpoint-url", self.lab.endpoint, "--cache-dir", str(self.cache))
-        # Read-only unless the options say otherwise: what is counted and timed of reading has fewer requests then. A tenth of
-        # the disk, as without --keep-free, may be more than a machine that runs benchmarks has free.
+        # Read-only unless the options say otherwise: what is counted and timed of reading has fewer requests then.
+        # The default of --keep-free, a tenth of the disk, may be more than a machine that runs benchmarks has free.
         usual = ("-o", "ro", "--keep-free", "1G")
         said = self._run("mount", *endpoint, *usual, *self.options, f"s3://{self.bucket}", str(self.path))
         if said.returncode:

@@ -3,7 +3,7 @@
     python -m bench.nullfs TREE MOUNTPOINT
 
 It shows the names and sizes of TREE, answers every question from dictionaries and every read with a slice of one buffer,
-under the options cachefs uses: pages kept across opens, FLUSH answered ENOSYS once, names and attributes believed for
+under the options cachefs uses: pages kept across opens, FLUSH answered ENOSYS once, names and attributes cached for
 long, the kernel's limits raised. A mount through pyfuse3 can come near this; it cannot pass it.
 """
 

@@ -1,9 +1,9 @@
 """The native backend, and bytes that it lets the kernel read from the tier itself.
 
-A file that is wholly cached and verified is *lent*: open(2) hands the kernel the tier's own file, and reads and mappings
-never reach the daemon. Each mount is brought to that state first: read, closed, and opened until a read of what the kernel
-has thrown away costs no READ. `cachefs` means the native backend with `--ram 0` here, so that what it lends lies on the same
-ext4 as the baseline; its RAM tier and the pyfuse3 backend are measured beside it.
+A file that is wholly cached and verified is opened in *passthrough*: open(2) hands the kernel the tier's own file, and
+reads and mappings never reach the daemon. Each mount is brought to that state first: read, closed, and opened until a read
+of what the kernel has thrown away costs no READ. `cachefs` means the native backend with `--ram 0` here, so that its
+passthrough files lie on the same ext4 as the baseline; its RAM tier and the pyfuse3 backend are measured beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AGAIN = 5
 """Readings in one turn, as in `bench.warm`."""
 
 REGISTER_S = 20.0
-"""How long a file may take until it is lent: gathering it from two tiers happens in the background. Guessed, generous."""
+"""How long a file may take until it is in passthrough: it is gathered from two tiers in the background. Guessed."""
 
 
 def kernel(work: Workspace, bucket: str, *options: str, name: str = OWN) -> Cachefs:
@@ -53,7 +53,7 @@ def _drop(work: Workspace) -> None:
         drop_caches()
 
 
-# -- lending ---------------------------------------------------------------------------------------
+# -- passthrough -----------------------------------------------------------------------------------
 
 
 def _passthrough(mount: Cachefs, path: Path) -> bool:
@@ -69,7 +69,7 @@ def _passthrough(mount: Cachefs, path: Path) -> bool:
 
 
 def _register_backing(mount: Cachefs, paths: list[Path], result: Result) -> None:
-    """Read them, and wait until they are lent. One that never is stays in the figures, with a note."""
+    """Read them, and wait until they are in passthrough. One that never is stays in the figures, with a note."""
     for path in paths:
         readers.sequential(path)
     until = time.monotonic() + REGISTER_S
@@ -94,11 +94,11 @@ def _register_all(mounts: Mapping[str, Cachefs], names: list[str], result: Resul
 
 def _tier_file(mount: Cachefs, name: str) -> Path:
     """The cache's file that holds the object of this name: the first bytes say so."""
-    stamp = f"{name} 0".encode().ljust(64)
+    head = f"{name} 0".encode().ljust(64)
     for path in (mount.cache / "objects").rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
-                if file.read(len(stamp)) == stamp:
+                if file.read(len(head)) == head:
                     return path
     raise Unavailable(f"{TIER_FILE}: {name} is not there as one")
 
@@ -265,7 +265,7 @@ def pass_random(work: Workspace, rounds: int) -> Result:
 
 
 def _settle(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
-    """Read until that costs no READ and lends all it will lend; what the last time asked for."""
+    """Read until that costs no READ and all opens are in passthrough that will be; what the last time asked for."""
     until = time.monotonic() + REGISTER_S / 4
     while True:
         with mount.counting() as counted:

@@ -43,7 +43,7 @@ class _PlanStore:
     """One object in memory, always whole."""
 
     def __init__(self, size: int) -> None:
-        self.fd = os.memfd_create("shelf")
+        self.fd = os.memfd_create("blocks")
         self.sums = []
         for start in range(0, size, MIB):
             block = os.urandom(min(MIB, size - start))

@@ -232,9 +232,9 @@ def fill(path: Path, size: int) -> None:
     pool = _pool()
     with path.open("wb") as file:
         for number in range(0, size, len(pool)):
-            stamp = f"{path.name} {number}".encode().ljust(64)
-            file.write(stamp[: size - number])
-            file.write(pool[len(stamp) : size - number])
+            head = f"{path.name} {number}".encode().ljust(64)
+            file.write(head[: size - number])
+            file.write(pool[len(head) : size - number])
 
 
 _POOL: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The only file that opens LMDB: rows come back as written, damage is never believed, nobody shares a directory."""
+"""The only file that opens LMDB: rows come back as written, damage is never taken for data, nobody shares a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reader's way: which files of the product a request passes. Each figure is a ceiling; docs/architecture.md aims lower.
+"""The reader's way: which files of the product a request passes. Each figure is a ceiling; the aims, in
+docs/explanation/architecture.md, are lower.
 
 A journey is played in this process, from the record that the kernel writes to the reply it reads: backend, filesystem,
 fetcher, cache store and origin are the real ones, in front of a lab store. Counted are the modules of cachefs in which any

@@ -68,7 +68,7 @@ class Hangup(Exception):
 
 @dataclass
 class Credentials:
-    """Who may do what. Access key ids are believed: signatures are not the lab's business."""
+    """Who may do what. Access key ids are enough: signatures are not the lab's business."""
 
     allowed: frozenset[str] | None = None
     expired: frozenset[str] = frozenset()

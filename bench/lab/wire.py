@@ -179,7 +179,7 @@ def unchunk(pieces: Iterator[bytes]) -> Iterator[bytes]:
         except ValueError as exc:
             raise BadRequest("not an aws-chunked body") from exc
         if not left:
-            for _ in pieces:  # checksum trailers: tolerated, not believed
+            for _ in pieces:  # checksum trailers: tolerated, not used
                 pass
             return
         while left:

@@ -225,8 +225,8 @@ class Run:
         file = tree / mutant.path
         self._original = file.read_bytes(), file.stat()
         file.write_bytes(mutant.apply(self._original[0]))
-        stamp = 1_000_000_000 + number  # no two mutants look alike to what is compiled
-        os.utime(file, (stamp, stamp))
+        time_s = 1_000_000_000 + number  # no two mutants look alike to what is compiled
+        os.utime(file, (time_s, time_s))
 
     @property
     def log(self) -> Path:

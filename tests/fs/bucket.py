@@ -161,7 +161,7 @@ class WritableBucket(Bucket):
         return f"{self.source}/{key}"
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:
-        """No object here shows a stamp."""
+        """No object here carries a token."""
         return await self.head(key), ""
 
     async def delete(self, key: str) -> None:

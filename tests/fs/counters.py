@@ -30,7 +30,7 @@ def check_unused(fs: FileSystem) -> None:
     assert local_changes._held_in == held, "directories are counted that hold nothing"
     for node in local_changes._by_dirty_file.values():
         assert not node.settled or node.held or node.ino in local_changes.nodes, (
-            f"{node.name!r}: a draft is kept"
+            f"{node.name!r}: a dirty file is left"
         )
         assert not node.moving and not node.lock.locked()
         if node.ino not in local_changes.nodes:

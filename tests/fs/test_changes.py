@@ -543,10 +543,10 @@ async def test_refresh_of_a_directory_tells_of_the_names_that_the_kernel_believe
     bucket = Bucket(["d/a", "e/a"])
     async with mounted(bucket, immutable=True) as mount:
         d, e, a = [await mount.ino(path) for path in ("d", "e", "d/a")]
-        believed = [await mount.fs.lookup(parent, name) for parent in (d, e) for name in (b"x", b"y")]
-        ttl = believed[0][1]
+        found = [await mount.fs.lookup(parent, name) for parent in (d, e) for name in (b"x", b"y")]
+        ttl = found[0][1]
         # The kernel asks for the last one each time.
-        assert ttl > 0 and believed == [(None, ttl)] * 3 + [(None, 0.0)]
+        assert ttl > 0 and found == [(None, ttl)] * 3 + [(None, 0.0)]
         assert await mount.fs.lookup(d, b"x") == (None, ttl)
         await mount.fs.refresh("d")
         assert sorted(mount.invalidated) == sorted([(a, d, b"a"), (0, d, b"x"), (0, d, b"y")])

@@ -1,4 +1,4 @@
-"""The store does not answer: what is believed further with serve-stale, and that nothing is without."""
+"""The store does not answer: which answers serve-stale keeps, and that there are none without."""
 
 from __future__ import annotations
 

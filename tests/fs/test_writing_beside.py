@@ -1,4 +1,4 @@
-"""Writing beside other things: listings under way, readers with files that are lent, other hands at the store, a death."""
+"""Writing beside other things: listings under way, readers in passthrough, other clients of the origin, a death."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_a_question_asked_before_a_change_does_not_undo_it() -> None:
         assert await mount.walk() == {b"f": 10}
 
 
-# -- readers and lent files -----------------------------------------------------------------------------
+# -- readers in passthrough -----------------------------------------------------------------------------
 
 
 class BackingFile:
@@ -241,7 +241,7 @@ async def test_who_reads_through_the_daemon_sees_what_is_written() -> None:
         same, fh, _ = await open_as_kernel(mount, "f", os.O_WRONLY)
         assert same == ino
         late, third, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
-        assert (late, backing) == (ino, 0), "nothing is lent beside a writer"
+        assert (late, backing) == (ino, 0), "no passthrough beside a writer"
         await mount.fs.write(fh, 2, b"XYZ")
         for handle in (fd, third):
             assert await mount.pread(handle) == old[:2] + b"XYZ" + old[5:]
@@ -420,8 +420,8 @@ async def test_a_rename_of_a_directory_that_was_cut_short_is_finished(tmp_path: 
         pass
 
     async with mounted(bucket, path=tmp_path, writer=writer, **RW) as mount:
-        await mount.write("d/0", b"draft")
-        contents = {f"e/{i}": bucket.content(f"d/{i}") for i in range(1, 4)} | {"e/0": b"draft"}
+        await mount.write("d/0", b"begun")
+        contents = {f"e/{i}": bucket.content(f"d/{i}") for i in range(1, 4)} | {"e/0": b"begun"}
         steps, noted = 0, dict[str, Any]()
 
         def die(kind: str, key: str) -> CachefsError | None:
@@ -464,7 +464,7 @@ async def taken(mount: Mount, bucket: WritableBucket, *, directory: bool = False
     assert await mount.stat("d/new") is None
     await trio.sleep(1)
     bucket.set("d/new/x" if directory else "d/new", size=7)
-    assert await mount.stat("d/new") is None  # as is believed
+    assert await mount.stat("d/new") is None  # the cached answer
 
 
 async def make_directory_there(mount: Mount) -> None:
@@ -493,7 +493,7 @@ async def test_what_must_not_be_there_is_not_believed_missing(
         with pytest.raises(AlreadyExists):
             await call(mount)
         assert bucket.writes == (0, 0, 0)
-        assert b"new" in [name for _, _, name in mount.invalidated]  # which the kernel believed missing
+        assert b"new" in [name for _, _, name in mount.invalidated]  # which was missing to the kernel
         found = await mount.stat("d/new")
         assert found is not None and found.size == 7
         assert bucket.objects["d/new"] is theirs

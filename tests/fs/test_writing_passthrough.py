@@ -1,4 +1,4 @@
-"""Drafts that the kernel writes by itself: what is shown of them, and that all handles under one number are served alike."""
+"""Dirty files that the kernel writes by itself: what is shown of them, and that all handles of an inode are served alike."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class TestTables:
         for key in keys:
             bucket.put(key, SHARD)
         mount = mounted(bucket)
-        for key in keys[:10]:  # each waits until the next is here, whole: the kernel may be lent it
+        for key in keys[:10]:  # each waits until the next is here, whole: it may be opened in passthrough
             same(mount, bucket, [key])
             quiet(mount)
         assert mount.metrics()["origin_bytes"] == 12 * SHARD

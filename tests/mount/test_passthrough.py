@@ -434,8 +434,8 @@ class TestPartialFiles:
 
 @pytest.fixture(params=["ram", "ssd"])
 def tiny(request: pytest.FixtureRequest, mounted: Mounted, bucket: Bucket) -> Mount:
-    """A cache with room for a third of what goes through it, and `f0`, lent by one of its tiers. Prefetch would bring it
-    back whenever the other files of its directory are read."""
+    """A cache with room for a third of what goes through it, and `f0`, in passthrough from one of its tiers. Prefetch would
+    bring it back whenever the other files of its directory are read."""
     for number in range(30):
         bucket.put(f"f{number}", MIB - 1000 * number)
     sizes = {"ram": "4M", "cache_size": "6M"} if request.param == "ram" else {"ram": "0", "cache_size": "10M"}
@@ -526,7 +526,7 @@ def _squeezed_out(mount: Mount, bucket: Bucket) -> bool:
 class TestDamage:
     @pytest.fixture
     def damaged(self, mounted: Mounted, bucket: Bucket) -> Mount:
-        """A bit of the only cache file is wrong since the last stop; it had been lent, so it is sealed."""
+        """A bit of the only cache file is wrong since the last stop; it was open in passthrough, so it is immutable."""
         data = bucket.put("file", 5 * MIB + 7)
         mount = mounted(bucket, ram="0")
         assert (mount.path / "file").read_bytes() == data
@@ -543,7 +543,7 @@ class TestDamage:
         path = damaged.path / "file"
         with Mapping(path) as mapping, open(path, "rb") as file:
             assert mapping.bytes() == file.read() == bucket.objects["file"]
-        # A sealed file goes as a whole, once nobody has it open; then it is fetched anew.
+        # An immutable file goes as a whole, once nobody has it open; then it is fetched anew.
         drop_all_pages(damaged)
         assert path.read_bytes() == bucket.objects["file"]
         becomes_passthrough(damaged, path)
@@ -553,7 +553,7 @@ class TestDamage:
     def test_is_found_without_a_reader_before_anything_is_passthrough(
         self, damaged: Mount, bucket: Bucket
     ) -> None:
-        """A reader of other blocks has the file verified; what is lent afterwards is right."""
+        """A reader of other blocks has the file verified; what is opened in passthrough afterwards is right."""
         damaged.start()
         path = damaged.path / "file"
         with open(path, "rb", buffering=0) as file:
@@ -647,7 +647,7 @@ class TestChanges:
     def test_versions_that_alternate_under_readers_never_mix(
         self, mounted: Mounted, bucket: Bucket, lab: LabStore
     ) -> None:
-        """Warm versions, so that each open is lent: whole reads and mappings are of one of the two."""
+        """Warm versions, so that each open is a passthrough open: whole reads and mappings are of one of the two."""
         one = bucket.put("file", 3 * MIB)
         known = {digest(one), digest(bytes(255 - b for b in one))}
         mount = mounted(bucket, consistency="strict")
@@ -899,7 +899,7 @@ class TestStackedCaches:
             assert (mount.path / "file").read_bytes() == data
             mount.drop_kernel_pages()
         mount.stop()
-        # With RAM to lend from, only the disk's files go through the daemon.
+        # With a RAM tier in passthrough, only the disk's files go through the daemon.
         mount = mounted(bucket, fuse="auto", cache_dir=place / "other")
         mount.allowed.append(
             "files of the ssd tier are read through the daemon: it lies on stacked filesystems"

@@ -53,7 +53,7 @@ class TestNamesThatAnotherNodeTook:
         for place in (one, other):
             assert os.listdir(place) == ["f"]
             assert not (place / "new").exists()
-        time.sleep(2 * BURST_S)  # what was learnt just now is believed
+        time.sleep(2 * BURST_S)  # what was learnt just now is cached
         (one / "new").write_bytes(b"theirs\n")
         assert not (other / "new").exists()
         return one, other

@@ -99,20 +99,20 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: signal.Signals) -> None:
     """What the kernel reads by itself goes on; all else that is open is dead, and who opens again reads on."""
-    passthrough, other = bucket.put("lent", 2 * MIB), bucket.put("other", 9 * MIB)
+    passthrough, other = bucket.put("whole", 2 * MIB), bucket.put("other", 9 * MIB)
     mount = mounted(bucket, ram="0")
     mount.allowed.append("took away a dead mount")
-    (mount.path / "lent").read_bytes()
-    becomes_passthrough(mount, mount.path / "lent")
+    (mount.path / "whole").read_bytes()
+    becomes_passthrough(mount, mount.path / "whole")
     with ExitStack() as stack:
-        opened = {name: stack.enter_context((mount.path / name).open("rb", 0)) for name in ("lent", "other")}
-        mapping = stack.enter_context(mmap.mmap(opened["lent"].fileno(), 0, prot=mmap.PROT_READ))
+        opened = {name: stack.enter_context((mount.path / name).open("rb", 0)) for name in ("whole", "other")}
+        mapping = stack.enter_context(mmap.mmap(opened["whole"].fileno(), 0, prot=mmap.PROT_READ))
         folder = os.open(mount.path, os.O_RDONLY)
         stack.callback(os.close, folder)
         os.pread(opened["other"].fileno(), 10, 0)
 
         def held() -> None:
-            assert os.pread(opened["lent"].fileno(), 2 * MIB, 0) == passthrough and mapping[:] == passthrough
+            assert os.pread(opened["whole"].fileno(), 2 * MIB, 0) == passthrough and mapping[:] == passthrough
             for ask in (lambda: os.pread(opened["other"].fileno(), 10, 8 * MIB), lambda: os.listdir(folder)):
                 with pytest.raises(OSError) as caught:
                     ask()
@@ -124,14 +124,14 @@ def test_what_programs_see_of_a_restart(mounted: Mounted, bucket: Bucket, how: s
         held()
         if how == signal.SIGKILL:  # the dead mount stays, so that nobody takes what is below it for the data
             with pytest.raises(OSError) as caught:
-                (mount.path / "lent").open("rb")
+                (mount.path / "whole").open("rb")
             assert caught.value.errno == errno.ENOTCONN
         else:
             assert os.listdir(mount.path) == []
         mount.start()
         held()
         with mount.counting() as counted:
-            assert (mount.path / "lent").read_bytes() == passthrough
+            assert (mount.path / "whole").read_bytes() == passthrough
         if how == signal.SIGTERM:  # a kill may cost what the index was not told yet
             assert "origin_bytes" not in counted
         assert (mount.path / "other").read_bytes() == other

@@ -60,14 +60,14 @@ class Rootfs:
 
     def build(self) -> None:
         """Make it, or install this tree on the one there is."""
-        stamp = self.path / "etc" / "cachefs-packages"
-        if not stamp.exists() or stamp.read_text() != " ".join(PACKAGES):
+        made = self.path / "etc" / "cachefs-packages"
+        if not made.exists() or made.read_text() != " ".join(PACKAGES):
             if self.path.exists():
                 shutil.rmtree(self.path)
             self.path.mkdir()
             include = f"--include={','.join(PACKAGES)}"
             succeed("mmdebstrap", "--quiet", "--variant=minbase", include, SUITE, self.path)
-            stamp.write_text(" ".join(PACKAGES))
+            made.write_text(" ".join(PACKAGES))
         shutil.copyfile(
             CERTIFICATES, self.path / CERTIFICATES.relative_to("/")
         )  # this machine's may know more
@@ -131,7 +131,7 @@ class Machine:
     def _boot(self, root: Path, stack: ExitStack) -> None:
         words = ["systemd-nspawn", "--quiet", f"--directory={root}", "--boot", "--register=no", "--keep-unit"]
         words += [f"--machine=cachefs-{os.getpid()}", "--kill-signal=SIGRTMIN+4", "--console=pipe"]
-        # The cache on a real disk: files on an overlay are a layer deeper than most kernels lend.
+        # The cache on a real disk: files on an overlay are a layer deeper than most kernels take for passthrough.
         words += ["--bind=/dev/fuse", f"--bind={self._place / 'cache'}:/var/cache/cachefs"]
         with self.console.open("wb") as console:
             self._process = subprocess.Popen(

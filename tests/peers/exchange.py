@@ -85,7 +85,7 @@ class PlanStore:
 
     def put(self, data: bytes, key: str = "key") -> ObjectId:
         version = ObjectId("s3://bucket", key, '"etag"', len(data))
-        fd = os.memfd_create("shelf")
+        fd = os.memfd_create("blocks")
         os.write(fd, data)
         size = self.block_size
         sums = [xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]

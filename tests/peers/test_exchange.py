@@ -297,7 +297,7 @@ async def test_handshake_and_have() -> None:
         client.close()
 
 
-# Who is believed.
+# Which requests are accepted.
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ async def test_a_node_that_comes_back_under_another_address_is_one_member_at_its
         network.handshakes = {C: replace(a, life="2"), B: b}
         names.addresses = [B.host, C.host]
         await trio.sleep(SEEN_S)
-        # The name's old address is believed for some looks more, and is nobody's.
+        # The name's old address is kept for some looks more, and is nobody's.
         assert {m.name: m.addresses for m in membership.members.values()} == {"a": (C,), "b": (B,)}
         assert membership.ring.members == before == {"a": 1.0, "b": 1.0}
         nursery.cancel_scope.cancel()

@@ -38,7 +38,7 @@ class Sink:
 
 
 class Line:
-    """A connection whose body is ready; counts blocks read, and how often it was lent and given back."""
+    """A connection whose body is ready; counts blocks read, and how often it was taken from the pool and given back."""
 
     address = "peer"
 

@@ -1,4 +1,4 @@
-"""Which large file is foretold from the order in which others were opened."""
+"""Which large file is predicted from the order in which others were opened."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Reader:
         self.shards = Shards()
 
     def opened(self, directory: int, pid: int, name: bytes, listing: Names) -> list[bytes]:
-        foretold = self.shards.opened(directory, pid, name, listing)
-        return list(dict.fromkeys(foretold + self.shards.was_read(directory, pid, listing)))
+        predicted = self.shards.opened(directory, pid, name, listing)
+        return list(dict.fromkeys(predicted + self.shards.was_read(directory, pid, listing)))
 
 
 def told(names: Names, opened: Sequence[str], pid: int = 1) -> list[list[str]]:
@@ -101,36 +101,36 @@ def test_a_shuffled_order_wastes_few_shards() -> None:
 
 def test_workers_by_stride_each_have_theirs() -> None:
     shards, hits, opened = Reader(), 0, set()
-    foretold: set[bytes] = set()
+    predicted: set[bytes] = set()
     for turn in range(40):
         for worker in range(8):
             name = PADDED.names[turn * 8 + worker]
-            hits += name in foretold
+            hits += name in predicted
             opened.add(name)
-            foretold |= set(shards.opened(1, 100 + worker, name, PADDED))
+            predicted |= set(shards.opened(1, 100 + worker, name, PADDED))
     assert hits >= 40 * 8 - 8
-    assert len(foretold - opened) <= 2 * 8
+    assert len(predicted - opened) <= 2 * 8
 
 
-def test_workers_that_share_a_queue_are_foretold_the_directory_s_next() -> None:
+def test_workers_that_share_a_queue_are_predicted_the_directory_s_next() -> None:
     rng = random.Random(2)
-    shards, foretold, hits = Reader(), set[bytes](), 0
+    shards, predicted, hits = Reader(), set[bytes](), 0
     for name in PADDED.names[:200]:
-        hits += name in foretold
-        foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
+        hits += name in predicted
+        predicted |= set(shards.opened(1, rng.randrange(4), name, PADDED))
     assert hits >= 195
-    assert len(foretold - set(PADDED.names[:200])) <= 2 * AHEAD
+    assert len(predicted - set(PADDED.names[:200])) <= 2 * AHEAD
 
 
 @pytest.mark.parametrize("node", range(4))
-def test_of_shards_that_are_dealt_out_to_nodes_only_this_node_s_are_foretold(node: int) -> None:
+def test_of_shards_that_are_dealt_out_to_nodes_only_this_node_s_are_predicted(node: int) -> None:
     rng = random.Random(node)
-    shards, foretold, hits, own = Reader(), set[bytes](), 0, PADDED.names[node:800:4]
+    shards, predicted, hits, own = Reader(), set[bytes](), 0, PADDED.names[node:800:4]
     for name in own:
-        hits += name in foretold
-        foretold |= set(shards.opened(1, rng.randrange(4), name, PADDED))
+        hits += name in predicted
+        predicted |= set(shards.opened(1, rng.randrange(4), name, PADDED))
     assert hits >= len(own) - 5
-    assert len(foretold - set(own)) <= 2 * AHEAD
+    assert len(predicted - set(own)) <= 2 * AHEAD
 
 
 def blocks(processes: int, size: int) -> list[tuple[int, int]]:
@@ -162,10 +162,10 @@ def turns(nodes: int, size: int) -> list[int]:
     ids=["4 blocks of 8", "8 blocks of 10", "4 of 16", "2 of 4", "8 of 64", "every fourth, and the first"],
 )
 def test_a_run_of_shards_that_ends_costs_two(order: list[tuple[int, int]], runs: int) -> None:
-    readers, foretold = Reader(), set[bytes]()
+    readers, predicted = Reader(), set[bytes]()
     for process, shard in order:
-        foretold |= set(readers.opened(1, process, PADDED.names[shard], PADDED))
-    wasted = foretold - {PADDED.names[shard] for _, shard in order}
+        predicted |= set(readers.opened(1, process, PADDED.names[shard], PADDED))
+    wasted = predicted - {PADDED.names[shard] for _, shard in order}
     assert len(wasted) <= AHEAD * (runs + 8)
 
 
@@ -174,11 +174,11 @@ def test_at_the_end_of_a_number_the_next_directory_of_names_is_not_guessed() -> 
     names = Names(f"part-{a}-{b}" for a in range(4) for b in range(12))
     for processes in (2, 4, 8):
         rng = random.Random(processes)
-        reader, foretold = Reader(), set[bytes]()
+        reader, predicted = Reader(), set[bytes]()
         order = [f"part-{a}-{b}".encode() for a in range(4) for b in range(12)]
         for name in order[:36]:
-            foretold |= set(reader.opened(1, rng.randrange(processes), name, names))
-        assert len(foretold - set(order[:36])) <= AHEAD * processes
+            predicted |= set(reader.opened(1, rng.randrange(processes), name, names))
+        assert len(predicted - set(order[:36])) <= AHEAD * processes
 
 
 def test_readers_of_scattered_shards_predict_little() -> None:
@@ -208,7 +208,7 @@ def test_looking_at_shards_predicts_nothing() -> None:
     assert not shards.trusts(1, 1)
 
 
-def test_the_next_is_foretold_when_one_has_been_read() -> None:
+def test_the_next_is_predicted_when_one_has_been_read() -> None:
     shards, names = Shards(), PADDED.names
     assert [shards.opened(1, 1, name, PADDED) for name in names[:4]] == [[], [], [], []]
     assert shards.was_read(1, 1, PADDED) == names[4:6]  # while others are in flight, in another thread
@@ -217,12 +217,12 @@ def test_the_next_is_foretold_when_one_has_been_read() -> None:
 
 @pytest.mark.parametrize("read", [1, 2, 5, 100])
 def test_a_reader_that_turns_to_looking_costs_a_few(read: int) -> None:
-    shards, foretold = Shards(), set[bytes]()
+    shards, predicted = Shards(), set[bytes]()
     for number, name in enumerate(PADDED.names[:200]):
-        foretold |= set(shards.opened(1, 1, name, PADDED))
+        predicted |= set(shards.opened(1, 1, name, PADDED))
         if number < read:
-            foretold |= set(shards.was_read(1, 1, PADDED))
-    assert len(foretold - set(PADDED.names[:read])) <= MOST_UNREAD + AHEAD
+            predicted |= set(shards.was_read(1, 1, PADDED))
+    assert len(predicted - set(PADDED.names[:read])) <= MOST_UNREAD + AHEAD
     assert shards.opened(1, 1, PADDED.names[200], PADDED) == [] and not shards.trusts(1, 1)
     assert shards.was_read(1, 1, PADDED) == PADDED.names[201:203]  # and begins again
 
@@ -234,25 +234,25 @@ def test_one_in_three_is_seen_and_no_prediction_is_lost(processes: int) -> None:
     for number, name in enumerate(PADDED.names[:count]):
         pid = number % processes
         doubts = shards.doubts(1, pid) or number < processes
-        foretold = shards.opened(1, pid, name, PADDED)
+        predicted = shards.opened(1, pid, name, PADDED)
         if doubts:
             seen += 1
             shards.was_read(1, pid, PADDED)
         elif number > 2 * processes:
-            assert foretold
+            assert predicted
     assert seen <= count * 0.4 + processes
 
 
 @pytest.mark.parametrize("processes", [2, 4, 16])
 def test_processes_that_turn_to_looking_cost_a_few_each(processes: int) -> None:
-    shards, foretold, opened = Shards(), set[bytes](), PADDED.names[:400]
+    shards, predicted, opened = Shards(), set[bytes](), PADDED.names[:400]
     for number, name in enumerate(opened):
         pid = number % processes
-        foretold |= set(shards.opened(1, pid, name, PADDED))
+        predicted |= set(shards.opened(1, pid, name, PADDED))
         if number < 200:
-            foretold |= set(shards.was_read(1, pid, PADDED))
-    assert foretold >= set(opened[processes + 2 : 200])
-    assert len(foretold - set(opened[:200])) <= (MOST_UNREAD + AHEAD) * processes
+            predicted |= set(shards.was_read(1, pid, PADDED))
+    assert predicted >= set(opened[processes + 2 : 200])
+    assert len(predicted - set(opened[:200])) <= (MOST_UNREAD + AHEAD) * processes
 
 
 def test_what_was_here_already_says_nothing() -> None:
@@ -274,12 +274,12 @@ def test_streams_are_bounded() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=6)), max_size=60), st.sets(st.binary(max_size=6))
 )
-def test_whatever_the_names_only_files_that_exist_are_foretold(
+def test_whatever_the_names_only_files_that_exist_are_predicted(
     opened: list[tuple[int, bytes]], names: set[bytes]
 ) -> None:
     listing = Names(names)
     shards = Reader()
     for pid, name in opened:
-        foretold = shards.opened(1, pid, name, listing)
-        assert set(foretold) <= names
-        assert len(foretold) <= 2 * AHEAD
+        predicted = shards.opened(1, pid, name, listing)
+        assert set(predicted) <= names
+        assert len(predicted) <= 2 * AHEAD

@@ -1,4 +1,4 @@
-"""Files that were written here become cached versions as they are: read and lent at once, accounted for, never wrong."""
+"""Files that were written here become cached versions as they are: in passthrough at once, accounted for, never wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LARGE = 5 * EXTENT + 5
 SIZES = [1, 4097, BLOCK, BLOCK + 1, 3 * BLOCK - 1, EXTENT, EXTENT + 5, 2 * EXTENT]
 
 
-def dirty_file(lab: Lab, data: bytes, name: str = "draft") -> Path:
+def dirty_file(lab: Lab, data: bytes, name: str = "staged") -> Path:
     """A file as the upload room leaves it."""
     staging = lab.store.tiers[-1].path / "staging" if lab.store.tiers else lab.opened.state_dir / "staging"
     staging.mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ def dirty_file(lab: Lab, data: bytes, name: str = "draft") -> Path:
     return path
 
 
-async def adopt(lab: Lab, object_id: ObjectId, name: str = "draft") -> bool:
+async def adopt(lab: Lab, object_id: ObjectId, name: str = "staged") -> bool:
     """What the store has been given before."""
     data = lab.origin.objects[object_id.key][1]
     return await lab.store.adopt(object_id, dirty_file(lab, data, name))
@@ -189,8 +189,8 @@ async def test_what_cannot_be_adopted_is_left_alone(
         path = dirty_file(lab, data + b"x" if why == "longer" else data[:-1] if why == "shorter" else data)
         if why == "a link":
             path = path.rename(path.with_name("other"))
-            path.with_name("draft").symlink_to(path)
-            path = path.with_name("draft")
+            path.with_name("staged").symlink_to(path)
+            path = path.with_name("staged")
         elif why == "a directory":
             path = path.parent
         elif why == "elsewhere":
@@ -695,7 +695,7 @@ async def look(cache_dir: Path, verify: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("used", ["", "open", "lent"])
+@pytest.mark.parametrize("used", ["", "open", "passthrough"])
 @in_trio
 async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size: int, used: str) -> None:
     async with running(cache_dir) as lab:
@@ -706,7 +706,7 @@ async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size:
         file = lab.store.tiers[-1].file_path(old.digest)
         inode = file.stat().st_ino
         backend = Backend(lab)
-        passthrough = backend.open_backing(old, data) if used == "lent" else None
+        passthrough = backend.open_backing(old, data) if used == "passthrough" else None
         was = lab.store.object(old)
         if used == "open":
             was.refs += 1

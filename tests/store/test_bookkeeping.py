@@ -112,7 +112,7 @@ async def test_what_nobody_has_checked_is_not_passthrough_after_it_was_forgotten
 
 @in_trio
 async def test_a_block_that_comes_again_is_judged_anew(cache_dir: Path) -> None:
-    """What was remembered of a copy is not believed of what came after it."""
+    """What was remembered of a copy does not hold for what came after it."""
     async with running(cache_dir) as lab:
         [object_id] = put(lab, 1, 2 * BLOCK)
         await lab.read(object_id)

@@ -1,4 +1,4 @@
-"""Whole files in the kernel's hands: only what is whole and verified is lent, and no byte of it changes ever after.
+"""Passthrough files: only what is whole and verified is registered, and no byte of it changes ever after.
 
 A mapping stands for the kernel: like it, it sees every change of the file, and outlives its name.
 """
@@ -116,7 +116,7 @@ def no_files() -> Iterator[None]:
         yield
 
 
-# -- what is lent --------------------------------------------------------------------------------------
+# -- what is registered --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -173,7 +173,7 @@ async def test_what_is_not_whole_is_not_passthrough(cache_dir: Path, why: str) -
         assert lab.store.open_backing(lab.store.object(object_id)) is None
         assert len(os.listdir("/proc/self/fd")) == before
         for path in cache_files(cache_dir):
-            assert path.stat().st_mode & 0o200, "what is not lent is not sealed"
+            assert path.stat().st_mode & 0o200, "what is not registered is not immutable"
 
 
 @in_trio
@@ -474,7 +474,7 @@ async def test_a_sealed_file_leaves_ram_with_all_its_extents(cache_dir: Path, ho
 
 @in_trio
 async def test_passthrough_while_it_is_spilled(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of two extents is being copied to SSD: what is lent and given back just then leaves with both or not."""
+    """The first of two extents is being copied to SSD: what is registered and released just then leaves with both or not."""
     async with running(cache_dir, ram=3 * EXTENT) as lab:
         backend, store = Backend(lab), lab.store
         data = content(1, 2 * EXTENT)
@@ -630,7 +630,7 @@ async def test_whoever_may_not_write_sealed_files_can_read_them(
 # -- recency -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used_by", ["lending", "giving back", "nothing"])
+@pytest.mark.parametrize("used_by", ["registering", "releasing", "nothing"])
 @in_trio
 async def test_passthrough_and_giving_back_count_as_use(cache_dir: Path, used_by: str) -> None:
     async with running(cache_dir, ssd=4 * EXTENT) as lab:
@@ -639,17 +639,17 @@ async def test_passthrough_and_giving_back_count_as_use(cache_dir: Path, used_by
         await fill(lab, ids[0])
         passthrough = backend.open_backing(ids[0])
         assert passthrough is not None
-        if used_by != "giving back":
+        if used_by != "releasing":
             lab.store.release_backing(passthrough)
         await lab.store.flush()
         await fill(lab, ids[1])
         await lab.store.flush()
-        if used_by == "lending":
+        if used_by == "registering":
             assert backend.open_backing(ids[0]) is passthrough
-        if used_by == "giving back":
+        if used_by == "releasing":
             lab.store.release_backing(passthrough)
-        elif used_by == "lending":
-            # Only the lending's touch is seen: with users it could not be evicted at all.
+        elif used_by == "registering":
+            # Only the registration's touch is seen: with users it could not be evicted at all.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(lab.store.eviction, "touch_if_old", lambda copy: False)
                 lab.store.release_backing(passthrough)
@@ -798,7 +798,7 @@ OPERATIONS = st.lists(
         st.sampled_from(
             # Twice what the others only work on.
             [
-                *["read", "lend", "give"] * 2,
+                *["read", "register", "release"] * 2,
                 *["drop", "spill", "prepare", "split", "adopt", "flush", "stop", "kill", "damage"],
             ]
         ),
@@ -818,7 +818,7 @@ OPERATIONS = st.lists(
 def test_through_everything_passthrough_bytes_stay_and_accounts_are_exact(
     operations: list[tuple[str, int]],
 ) -> None:
-    place = Path(tempfile.mkdtemp(prefix="lending-"))
+    place = Path(tempfile.mkdtemp(prefix="passthrough-"))
     try:
         everything(place / "cache", operations)
     finally:
@@ -865,11 +865,11 @@ async def life(
             return name
         if name == "read":
             assert await lab.read(ids[i]) == data[i]
-        elif name == "lend":
+        elif name == "register":
             passthrough = backend.open_backing(ids[i], data[i])
             if passthrough is not None:
                 users.append(passthrough)
-        elif name == "give" and users:
+        elif name == "release" and users:
             store.release_backing(users.pop(i % len(users)))
         elif name == "drop":
             for copy in store.catalog.copies(obj, i % 2)[-1:]:

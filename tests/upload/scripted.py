@@ -242,7 +242,7 @@ class ScriptedUpload:
         self.known: dict[int, Part] = {}
 
     def state(self) -> dict[str, Any]:
-        return {"id": self.id, "stamp": f"stamp of {self.id}", "content_type": None, "parts": {}}
+        return {"id": self.id, "stamp": f"token of {self.id}", "content_type": None, "parts": {}}
 
     def _parts(self) -> dict[int, bytes]:
         if self.id not in self.store.uploads:
@@ -279,7 +279,7 @@ class ScriptedUpload:
             for number, etag in parts.items():
                 assert etag == f'"{hashlib.md5(held[number]).hexdigest()}"'
             info = self.store.show(self.key, b"".join(held[n] for n in sorted(parts)))
-            self.store.tokens[self.key] = (info.etag, f"stamp of {self.id}")
+            self.store.tokens[self.key] = (info.etag, f"token of {self.id}")
             del self.store.uploads[self.id]
         return info
 

@@ -1,4 +1,4 @@
-"""Drafts that are written by others (the kernel): through descriptors of their files, of which nobody tells the room."""
+"""Dirty files that the kernel writes, through descriptors of their staging files, without telling the daemon."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -
         await d.uploads.commit(dirty_file)
         assert dirty_file.acknowledged
         await trio.sleep(100)
-        assert d.store.counts == {}, "not while it is lent"
+        assert d.store.counts == {}, "not while it is in passthrough"
         os.pwrite(fd, b"new", PART)
         await d.uploads.commit(dirty_file)
         ends(d, dirty_file, fd)
