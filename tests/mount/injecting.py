@@ -94,7 +94,7 @@ def workload(root: Path) -> Known:
         for path in paths:
             known.pop(path, None)
 
-    def write(name: str, size: int, version: int, *, sync: bool = False) -> None:
+    def write(name: str, size: int, version: int, *, sync: bool = False, cut: int | None = None) -> None:
         path, data = root / name, content(f"{root}/{name}/{version}", size)
         tried(path)
         try:
@@ -103,6 +103,9 @@ def workload(root: Path) -> Known:
                 at = 0
                 while at < size:
                     at += os.write(fd, data[at : at + (1 << 20)])
+                if cut is not None:
+                    os.ftruncate(fd, cut)
+                    data = data[:cut]
                 if sync:
                     os.fsync(fd)
             finally:
@@ -139,6 +142,7 @@ def workload(root: Path) -> Known:
     rename("small0", "moved")
     write("small1", SMALL // 2, 2)
     rename("small2", "small3")
+    write("small3", SMALL, 3, cut=SMALL // 3)
     write("temporary", SMALL, 1, sync=True)
     rename("temporary", "large")
     unlink("tiny")
