@@ -39,7 +39,8 @@ LOOKED_AT = 64
 """Remote-owned copies that one search passes over because they are in use; they come last in the next one. Guessed."""
 
 LARGE_PASSED = 16
-"""Immutable files of several extents, which go whole, that are passed over when only protected copies are left. Guessed."""
+"""Copies of immutable files of several extents, which go whole, that are passed over when only protected copies are left.
+Guessed."""
 
 KEPT_AT_ONCE = 1024
 """Protected rows passed over in one search, about 1 ms. Derived: after an epoch began, a million rows cost a thousand
@@ -357,8 +358,8 @@ class Eviction:
     def _first(
         self, walk: Walk, tier: int, evictable: bool, older_than: int | None, moving: bool, passing: int = 0
     ) -> Victim | None:
-        """The first copy of this node's own; only `evictable` ones, or any. `passing` is how many large immutable files it
-        passes over."""
+        """The first copy of this node's own; only `evictable` ones, or any. `passing` is how many copies of large immutable
+        files it passes over."""
         catalog = self._catalog
 
         def judge(key: CopyKey, clock: int) -> Verdict:
@@ -372,7 +373,9 @@ class Eviction:
                 return Verdict.GONE
             if copy.clock != clock:
                 return Verdict.GONE
-            if passing and len(obj.on(self._tier[tier])) > 1 and obj.is_immutable(self._tier[tier]):
+            # By its size: of a version that is only met here, no other copy is loaded.
+            large = catalog.extent_bytes(copy) < copy.object_size
+            if passing and large and obj.is_immutable(self._tier[tier]):
                 passing -= 1
                 return Verdict.HELD
             return Verdict.GOES if self._can_go(obj, copy, moving) else Verdict.HELD

@@ -6,14 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.store import eviction
 from cachefs.store.eviction import ANY, HELD, KEPT_AT_ONCE, LOWEST, Class, Verdict, Walk
 from cachefs.store.index import CopyKey, Row
+from cachefs.store.tier import SSD
 from tests.conftest import examples
-from tests.fetch.scripted import in_trio
-from tests.store.lab import BLOCK, running
+from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.store.lab import BLOCK, EXTENT, running
 from tests.store.test_shared_epochs import put
 
 
@@ -155,3 +158,39 @@ async def test_what_goes_next_is_the_copy_with_the_lowest_key(cache_dir: Path) -
             copies = [other for other in copies if other is not copy]
             lab.store.space.drop(obj, copy, copy.bitmap)
         assert not copies and len(gone) == 18
+
+
+@pytest.mark.parametrize(
+    "extents, immutable, first",
+    [
+        ([1, 1, 1], [True, True, False], 0),  # a small immutable file goes in its turn
+        ([2, 1, 1], [True, True, False], 1),  # a large one goes whole, so what is younger goes before it
+        ([2, 1, 1], [False, True, False], 0),  # block by block: no need to pass over it
+        ([2, 3, 1], [True, True, False], 1),  # four copies are passed over, and the fifth is not
+        ([3, 1, 1], [True, False, False], 1),
+    ],
+)
+@in_trio
+async def test_large_immutable_files_are_passed_over_when_protected_copies_go(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, extents: list[int], immutable: list[bool], first: int
+) -> None:
+    """In the daemon that has just read them, and in the next, which has loaded nothing of them yet."""
+    monkeypatch.setattr(eviction, "LARGE_PASSED", 4)
+    origin = ScriptedOrigin()
+    data = [content(n, (count - 1) * EXTENT + BLOCK) for n, count in enumerate(extents)]
+    ids = [origin.put(f"k{n}", d) for n, d in enumerate(data)]
+    async with running(cache_dir, origin) as lab:
+        for object_id, never_changes in zip(ids, immutable, strict=True):
+            await lab.read(object_id)
+            await lab.quiet()
+            await lab.store.flush()
+            if never_changes:
+                backing = lab.store.open_backing(lab.store.object(object_id))
+                assert backing is not None
+                lab.store.release_backing(backing)
+        await lab.store.flush()
+        victim = lab.store.eviction.victim(SSD, (Class.PROTECTED,))
+        assert victim is not None and victim[0].id.digest == ids[first].digest
+    async with running(cache_dir, origin) as lab:
+        victim = lab.store.eviction.victim(SSD, (Class.PROTECTED,))
+        assert victim is not None and victim[0].id.digest == ids[first].digest

@@ -6,11 +6,14 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 from cachefs.base.errors import Transient
+from cachefs.store import disk, tier
+from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
     BLOCK,
@@ -24,6 +27,7 @@ from tests.store.lab import (
     running,
     until,
 )
+from tests.store.test_shared_epochs import put
 
 
 @in_trio
@@ -379,3 +383,70 @@ async def test_a_zero_length_read_is_empty_anywhere(cache_dir: Path) -> None:
         await lab.read(object_id)
         for offset in (0, 1, BLOCK, 2 * BLOCK, 3 * BLOCK):
             assert await lab.read(object_id, offset, 0) == b""
+
+
+@in_trio
+async def test_what_comes_into_use_while_it_is_copied_stays_in_ram(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ram=4 * BLOCK) as lab:
+        store = lab.store
+        assert store._moves is not None
+        ids = [lab.origin.put(f"k{n}", content(n, 2 * BLOCK)) for n in range(2)]
+        for object_id in ids:
+            await lab.read(object_id)
+            await lab.quiet()
+            await store.flush()
+        oldest, younger = (store.catalog.copy(store.object(object_id), RAM, 0) for object_id in ids)
+        assert oldest is not None and younger is not None
+        real = store._moves.move
+
+        async def move(obj: Any, copy: Any, *args: Any, **kwargs: Any) -> bool:
+            done = await real(obj, copy, *args, **kwargs)
+            if copy is oldest:
+                store.space.pin(copy)
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store._moves, "move", move)
+            await store._moves._spill()
+        assert (oldest.bitmap, younger.bitmap) == (0b11, 0), "the next one went instead"
+        store.space.unpin(store.object(ids[0]), oldest)
+        assert oldest.bitmap == 0b11
+        lab.check_accounts()
+
+
+@in_trio
+async def test_protected_copies_stay_in_ram_while_ssd_gives_its_room_back(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SSD has dropped is still on its way out: no room yet, though there are copies that may go."""
+    monkeypatch.setattr(tier, "GOING_BYTES", 0)
+    monkeypatch.setattr(tier, "GOING_SHARE", 1 << 30)
+    async with running(cache_dir, ram=4 * BLOCK, ssd=4 * BLOCK) as lab:
+        store = lab.store
+        assert store._moves is not None
+        lower = [lab.origin.put(f"lower{n}", content(n, 2 * BLOCK)) for n in range(2)]
+        for object_id in lower:
+            await lab.read(object_id)
+            await lab.quiet()
+        await store._moves.save_all()
+        ids = [lab.origin.put(f"k{n}", bytes(BLOCK)) for n in range(4)]
+
+        def places() -> list[int]:
+            copies = [store.catalog.find(store.object(object_id), 0) for object_id in ids]
+            return [copy.tier if copy is not None else -1 for copy in copies]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.Disposal, "_begin", lambda self: None)
+            obj = store.object(lower[0])
+            copy = store.catalog.copy(obj, SSD, 0)
+            assert copy is not None
+            store.space.drop(obj, copy, copy.bitmap)
+            assert all(put(lab, object_id, ahead=True) for object_id in ids)
+            await store._moves._spill()
+            assert places() == [RAM] * 4
+        store.tiers[1].disposal._work(0.0)
+        await store._moves._spill()
+        assert places() == [SSD, RAM, RAM, RAM]
+        lab.check_accounts()
