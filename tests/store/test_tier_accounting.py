@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import time
@@ -12,6 +13,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import Transient
+from cachefs.base.units import Size
 from cachefs.store import disk, tier
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
@@ -449,4 +451,68 @@ async def test_protected_copies_stay_in_ram_while_ssd_gives_its_room_back(
         store.tiers[1].disposal._work(0.0)
         await store._moves._spill()
         assert places() == [SSD, RAM, RAM, RAM]
+        lab.check_accounts()
+
+
+GONE = -1
+
+
+@pytest.mark.parametrize(
+    "copies, ssd, expected, expected_over_limit",
+    [
+        ("evictable", "older copies", [SSD], [SSD, SSD]),
+        ("evictable", "younger copies", [GONE], [GONE, GONE]),
+        ("evictable", "pinned copies", [RAM], [GONE]),
+        ("evictable", "an error", [RAM], [GONE]),
+        ("protected", "older copies", [SSD], [SSD, SSD]),
+        ("protected", "younger copies", [SSD], [SSD, SSD]),
+        ("protected", "pinned copies", [RAM], [GONE]),
+        ("protected", "an error", [RAM], [GONE]),
+        ("pinned", "older copies", [SSD], [SSD, SSD]),
+        ("pinned", "younger copies", [SSD], [SSD, SSD]),
+        ("pinned", "pinned copies", [RAM], [RAM, RAM]),
+        ("pinned", "an error", [RAM], [RAM, RAM]),
+    ],
+)
+@pytest.mark.parametrize("over_limit", [False, True])
+@in_trio
+async def test_what_a_spill_does_where_ssd_is_full_or_fails(
+    cache_dir: Path,
+    copies: str,
+    ssd: str,
+    expected: list[int],
+    expected_over_limit: list[int],
+    over_limit: bool,
+) -> None:
+    """The oldest copy of RAM leaves it, or the oldest two if its limit has sunk by a block. What SSD does not take is dropped
+    for copies of SSD that are younger, and as far as the limit demands it; what is pinned is not dropped at all."""
+    async with running(cache_dir, ram=4 * BLOCK, ssd=4 * BLOCK, eviction="lru") as lab:
+        store = lab.store
+        assert store._moves is not None
+        store.pins.budget = Size(percent=100)
+        lower = [lab.origin.put(f"lower{n}", content(n, BLOCK)) for n in range(4)]
+        assert all(put(lab, object_id) for object_id in lower)
+        await store._moves.save_all()
+        ids = [lab.origin.put(f"k{n}", content(n, BLOCK)) for n in range(4)]
+        assert all(put(lab, object_id, ahead=copies == "protected") for object_id in ids)
+        for object_id in (*(ids if copies == "pinned" else ()), *(lower if ssd == "pinned copies" else ())):
+            store.pin(store.object(object_id))
+        if ssd == "younger copies":
+            await store.flush()  # else it is still their first use
+            for object_id in lower:
+                await lab.read(object_id)
+        if ssd == "an error":
+            store.tiers[1].failed(OSError(errno.EIO, "broken"))
+        await store.flush()
+        if over_limit:
+            store.tiers[0].cap_bytes = 3 * BLOCK
+        await store._moves._spill()
+        found = [store.catalog.find(store.object(object_id), 0) for object_id in ids]
+        places = [copy.tier if copy is not None else GONE for copy in found]
+        leaving = expected_over_limit if over_limit else expected
+        assert places == leaving + [RAM] * (4 - len(leaving))
+        moved, gone = leaving.count(SSD), leaving.count(GONE)
+        assert lab.metrics.spilled_blocks == moved
+        assert lab.metrics.evicted_blocks == gone + moved, "what moves takes the place of a lower one"
+        store.tiers[0].cap_bytes = 4 * BLOCK
         lab.check_accounts()
