@@ -484,8 +484,8 @@ async def test_what_a_spill_does_where_ssd_is_full_or_fails(
     expected_over_limit: list[int],
     over_limit: bool,
 ) -> None:
-    """The oldest copy of RAM leaves it, or the oldest two if its limit has sunk by a block. What SSD does not take is dropped
-    for copies of SSD that are younger, and as far as the limit demands it; what is pinned is not dropped at all."""
+    """The oldest copy of RAM leaves it, or the oldest two if its limit has sunk by a block. What SSD does not take is
+    dropped for copies of SSD that are younger, and as far as the limit demands it; what is pinned is not dropped."""
     async with running(cache_dir, ram=4 * BLOCK, ssd=4 * BLOCK, eviction="lru") as lab:
         store = lab.store
         assert store._moves is not None
