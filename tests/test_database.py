@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -274,6 +276,63 @@ def test_a_refused_owner_leaks_no_descriptor(tmp_path: Path) -> None:
     db.close()
 
 
+@pytest.mark.parametrize(
+    "failing", ["durable.put", "durable.write", "durable.remove", "os.fchmod", "fcntl.flock", "lmdb.open"]
+)
+@pytest.mark.parametrize("there", [False, True])
+def test_an_opening_that_fails_leaves_nothing_open_and_nothing_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, there: bool
+) -> None:
+    """A new database is made beside its place, and is put there whole."""
+    path = tmp_path / "db"
+    if there:
+        db = opened(path)
+        db.write([("a", b"k", b"v")])
+        db.close()
+    before = len(os.listdir("/proc/self/fd"))
+    module, name = failing.split(".")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr({"durable": durable, "os": os, "fcntl": fcntl, "lmdb": lmdb}[module], name, fail)
+        if there and failing == "durable.put":
+            opened(path).close()  # there is nothing to be made
+        else:
+            for _ in range(2):
+                with pytest.raises(CacheUnusable, match=str(path)):
+                    opened(path)
+        assert (path / "data.mdb").exists() is there
+    assert len(os.listdir("/proc/self/fd")) == before
+    db = opened(path)
+    assert db.dropped is None and db.get("a", b"k") == (b"v" if there else None)
+    assert sorted(os.listdir(path)) == ["data.mdb", "lock.pid", "version"]
+    db.close()
+
+
+def test_a_database_that_lmdb_refuses_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its mark says that it was closed."""
+    path = tmp_path / "db"
+    db = opened(path)
+    db.write([("a", b"k", b"v")])
+    db.close()
+    (path / "data.mdb").write_bytes(b"no database" * 1000)
+    durable.write(path / "version", f"v1\nclosed {database._file_hash(path / 'data.mdb')}\n")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CacheUnusable, match="move the directory away"):
+        Database(path, TABLES, version="v1", fsync=True, precious=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+    durable.write(path / "version", f"v1\nclosed {database._file_hash(path / 'data.mdb')}\n")
+    db = opened(path)
+    assert db.dropped and db.count("a") == 0
+    db.write([("a", b"k", b"w")])
+    db.close()
+    db = opened(path)
+    assert db.was_clean and db.get("a", b"k") == b"w"
+    db.close()
+
+
 def test_unusable_places_are_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for place in (tmp_path / "file", tmp_path / "file" / "db", Path("/proc/nothing")):
@@ -340,6 +399,48 @@ def test_a_small_address_space_costs_map_size_not_the_database(tmp_path: Path) -
     assert done.stdout == "b'v'\n", done.stderr[-1500:]
 
 
+def test_without_address_space_it_is_unusable(tmp_path: Path) -> None:
+    done = child(
+        """
+        import resource
+        from cachefs.base.errors import CacheUnusable
+        resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+        try:
+            Database(Path(sys.argv[1]), ["a"], version="v1", fsync=True)
+        except CacheUnusable as exc:
+            print("unusable")
+        """,
+        str(tmp_path / "db"),
+    )
+    assert done.stdout == "unusable\n", done.stderr[-1500:]
+
+
+def mapped_bytes(path: Path) -> int:
+    """Of the data file, in this process's memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    return sum(
+        int(next(line for line in lines if line.startswith("Rss:")).split()[1]) << 10
+        for line in lines
+        if line.endswith(str(path / "data.mdb"))
+    )
+
+
+def test_pages_that_reads_have_mapped_are_given_back_above_a_bound(tmp_path: Path) -> None:
+    db = opened(tmp_path / "db", fsync=False)
+    db.write([("a", b"%06d" % n, bytes(4000)) for n in range(5000)])
+    db.sync()
+    assert len(db.scan("a")) == 5000
+    mapped = mapped_bytes(tmp_path / "db")
+    assert mapped > 16 << 20
+    for above in (1 << 40, mapped + (1 << 20), mapped):
+        db.release_memory(above)
+        assert mapped_bytes(tmp_path / "db") == mapped
+    db.release_memory(mapped - (1 << 20))
+    assert mapped_bytes(tmp_path / "db") < 1 << 20
+    assert len(db.scan("a")) == 5000
+    db.close()
+
+
 def test_writing_after_close_is_harmless(tmp_path: Path) -> None:
     db = opened(tmp_path / "db")
     db.close()
@@ -378,7 +479,7 @@ class Disk:
         for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
             patch.setattr(os, name, self._recorded(getattr(os, name), name))
         opening = lmdb.open
-        patch.setattr(lmdb, "open", lambda path, **how: Synced(opening(path, **how), self, Path(path)))
+        patch.setattr(lmdb, "open", lambda path, **how: Synced(opening(path, **how), self, Path(path), how))
 
     def _recorded(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def instead(*args: Any, **named: Any) -> Any:
@@ -435,15 +536,17 @@ class Disk:
 class Synced:
     """An LMDB environment that tells the disk when it syncs."""
 
-    def __init__(self, env: Any, disk: Disk, path: Path) -> None:
+    def __init__(self, env: Any, disk: Disk, path: Path, how: dict[str, Any]) -> None:
         self._env, self._disk, self._path = env, disk, path
+        self._syncs = how.get("sync", True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
     def sync(self, force: bool) -> None:
         self._env.sync(force)
-        self._disk.synced(self._path / "data.mdb")
+        if force or self._syncs:
+            self._disk.synced(self._path / "data.mdb")
 
 
 @pytest.mark.parametrize(("fsync", "precious"), [(True, True), (False, False)], ids=["journal", "names"])
@@ -657,6 +760,91 @@ def test_while_it_cannot_be_opened_again_calls_fail_and_then_work(
     db.write([("a", b"l", b"v")])
     assert db.count("a") == 2
     db.close()
+
+
+class Patient:
+    """The clock of `database`: who waits there lets the reader end, if there is `reader`."""
+
+    def __init__(self, ends: threading.Event | None) -> None:
+        self.monotonic = time.monotonic
+        self._ends = ends
+
+    def sleep(self, seconds: float) -> None:
+        if self._ends is not None:
+            self._ends.set()
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[tuple[Database, threading.Event]]:
+    """A database with a thread that reads it until the event."""
+    db, begun, end = opened(tmp_path / "db"), threading.Event(), threading.Event()
+    db.write([("a", b"k", b"v")])
+
+    def take(environment: Any) -> None:
+        begun.set()
+        end.wait(30)
+
+    thread = threading.Thread(target=db._read, args=(take,))
+    thread.start()
+    assert begun.wait(30)
+    yield db, end
+    end.set()
+    thread.join()
+    db.close()
+
+
+def test_a_reader_is_waited_for_before_the_file_is_closed_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: tuple[Database, threading.Event]
+) -> None:
+    db, end = reader
+    monkeypatch.setattr(database, "time", Patient(end))
+    break_meta(tmp_path / "db")
+    db.write([("a", b"l", b"v")])
+    assert end.is_set() and db.count("a") == 2
+
+
+def test_a_reader_that_does_not_end_keeps_the_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: tuple[Database, threading.Event]
+) -> None:
+    db, end = reader
+    monkeypatch.setattr(database, "time", Patient(None))
+    monkeypatch.setattr(database, "WAIT_S", 0.05)
+    before = len(os.listdir("/proc/self/fd"))
+    break_meta(tmp_path / "db")
+    for _ in range(2):
+        with pytest.raises(CacheUnusable, match="a reader does not end"):
+            db.write([("a", b"l", b"v")])
+    db.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "the lock alone is given back"
+    end.set()
+    db = opened(tmp_path / "db")
+    assert not db.was_clean and db.get("a", b"k") == b"v"
+    db.close()
+
+
+def test_what_goes_on_in_the_refuge_is_closed_with_it(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, refuge=tmp_path / "refuge")
+    db.write([("a", b"k", b"here")])
+    db.leave("its disk does not answer")
+    db.write([("a", b"k", b"there")])
+    db.leave("once more")  # there is one only
+    assert db.get("a", b"k") == b"there"
+    db.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    db = opened(tmp_path / "db")
+    assert not db.was_clean and db.dropped is None and db.get("a", b"k") == b"here"
+    db.close()
+
+
+def test_a_rewrite_ends_without_the_process_that_wants_it(tmp_path: Path) -> None:
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+    db.close()
+    (tmp_path / "db" / "fresh").mkdir()
+    command = [sys.executable, "-m", "cachefs.base.database", "1", str(tmp_path / "db"), "1", *TABLES]
+    assert subprocess.run(command, cwd=ROOT).returncode == 1
+    assert os.listdir(tmp_path / "db" / "fresh") == []
 
 
 INJECTED = """

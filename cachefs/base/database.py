@@ -516,8 +516,8 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
 def _lock(path: Path) -> int:
     """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.fchmod(fd, durable.PRIVATE_FILE)
     try:
+        os.fchmod(fd, durable.PRIVATE_FILE)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -525,6 +525,9 @@ def _lock(path: Path) -> int:
         raise CacheInUse(
             f"{path.parent} is in use by another cachefs (pid {holder}): give this one another --cache-dir"
         ) from exc
+    except OSError:
+        os.close(fd)
+        raise
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
