@@ -167,7 +167,7 @@ class Adopting:
         if tier is None or not tier.writable() or not size or old.size != size:
             return False
         was, obj = self._catalog.object(old), self._catalog.object(new)
-        if not tier.immutable(old.digest) or self._in_the_way(obj, tier):
+        if not tier.immutable(old.digest):
             return False
         if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False

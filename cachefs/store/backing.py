@@ -152,21 +152,25 @@ class Passthrough:
             return backing
         return None
 
-    def to_seal(self, obj: CachedObject) -> Tier | None:
-        """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk."""
+    def to_seal(self, obj: CachedObject) -> tuple[Tier, list[Copy]] | None:
+        """The tier that `open` takes once its file is made immutable, if that may have to wait for a disk, and the copies
+        there."""
         if obj.backing is not None or self._closed:
             return None
         for tier in self._tiers:
-            if tier.passthrough and not tier.disk.down and self._whole(obj, tier, verified=True):
-                return tier if tier.blocking and not obj.is_immutable(tier) else None
+            copies = (
+                self._whole(obj, tier, verified=True) if tier.passthrough and not tier.disk.down else None
+            )
+            if copies is not None:
+                return (tier, copies) if tier.blocking and not obj.is_immutable(tier) else None
         return None
 
     async def make_immutable(self, obj: CachedObject) -> None:
         """Make the file that `to_seal` has found immutable, if possible; then `open` does not wait for the disk."""
-        tier = self.to_seal(obj)
-        copies = self._whole(obj, tier, verified=True) if tier is not None else None
-        if tier is None or copies is None:
+        found = self.to_seal(obj)
+        if found is None:
             return
+        tier, copies = found
         immutable = [False]
 
         def make_immutable() -> None:

@@ -121,10 +121,6 @@ class Parts:
         self._sent.clear()
         self._next = 1
 
-    def found(self, number: int) -> None:
-        """The store has this part as it is now, from an earlier run."""
-        self._sent[number] = self._piece(number)
-
     def bounds(self, number: int) -> tuple[int, int]:
         """[start, stop) of a part."""
         return self._cut(number - 1), min(self._cut(number), self.size)

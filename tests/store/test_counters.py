@@ -163,6 +163,28 @@ async def test_only_a_file_that_never_changes_goes_on_under_a_new_name(cache_dir
 
 
 @in_trio
+async def test_a_new_name_is_nothing_where_the_tier_has_no_room(cache_dir: Path) -> None:
+    """Its limit has sunk meanwhile: neither version is cached, and nothing of them is left."""
+    async with running(cache_dir) as lab:
+        [tier] = lab.store.tiers
+        data = content(1, 2 * EXTENT + 5)
+        old = lab.origin.put("old", data)
+        await lab.read(old)
+        await lab.quiet()
+        backing = lab.store.open_backing(lab.store.object(old))
+        assert backing is not None
+        lab.store.release_backing(backing)
+        new, cap = lab.origin.put("new", data), tier.cap_bytes
+        tier.cap_bytes = 2 * EXTENT
+        assert not lab.store.recast(old, new)
+        tier.cap_bytes = cap
+        assert not lab.store.cached_bytes(old) and not lab.store.cached_bytes(new)
+        await settled(lab)
+        assert tier.used_bytes == 0 and not cache_files(tier.path)
+        assert await lab.read(new) == data
+
+
+@in_trio
 async def test_what_is_remote_owned_becomes_ones_own_with_all_that_it_counts(cache_dir: Path) -> None:
     """Landed, on its way, and dropped while it is used."""
     async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
 from cachefs.cli import status as statusview
-from cachefs.store.epochs import MOST, SAMPLE, TRACKED, Datasets, Epochs, Seen, unit_hash
+from cachefs.store.epochs import (
+    FILTER_FIRST,
+    MOST,
+    SAMPLE,
+    TRACKED,
+    Datasets,
+    Epochs,
+    Seen,
+    SharedDataset,
+    unit_hash,
+)
 from tests.conftest import examples
 
 
@@ -38,6 +48,56 @@ class Watched:
 def orders(count: int, epochs: int, seed: int = 1) -> list[list[int]]:
     rng = random.Random(seed)
     return [rng.sample(range(count), count) for _ in range(epochs)]
+
+
+@pytest.mark.parametrize("count", [10, FILTER_FIRST, FILTER_FIRST + 1, 5 * FILTER_FIRST + 1, 20_000])
+def test_what_was_seen_is_known_and_little_else(count: int) -> None:
+    rng, seen = random.Random(count), Seen()
+    units, others = ([rng.getrandbits(64) for _ in range(20_000)] for _ in range(2))
+    for unit in units[:count]:
+        seen.add(unit)
+        seen.add(unit)
+    assert all(unit in seen for unit in units[:count])
+    assert sum(unit in seen for unit in others) < 0.01 * len(others)
+    size = sum(len(bits) for bits, _ in seen._filters)
+    assert size <= max(2 * FILTER_FIRST, 2 * 5 * count), (
+        "two bytes a unit, and room for four times as many as before"
+    )
+
+
+def test_all_units_of_a_small_dataset_are_sampled_and_fewer_of_a_large_one() -> None:
+    watched = Watched()
+    watched.use(range(SAMPLE))
+    dataset = watched.epochs._datasets[1]
+    assert (dataset.rate, len(dataset.sample), dataset.fresh) == (1.0, SAMPLE, SAMPLE)
+    watched.use(range(SAMPLE, SAMPLE + 1))
+    assert dataset.rate == 0.5 and 0.4 * SAMPLE < len(dataset.sample) < 0.6 * SAMPLE
+    assert dataset.fresh == len(dataset.sample) and all(unit < dataset.threshold for unit in dataset.sample)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_how_many_nodes_use_a_unit_is_counted_in_the_last_epoch(nodes: int) -> None:
+    """Not in those before it: then there were four."""
+    epochs, clock = Epochs(), 0
+    for epoch in range(5):
+        for order in orders(300, 1, seed=epoch):
+            for unit in order:
+                for node in range(4 if epoch < 2 else nodes):
+                    clock += 10  # other datasets are used, too
+                    key = unit_hash(random.Random(unit).randbytes(8), 0)
+                    epochs.used(1, key, clock, 1 << 20, hit=False, requester=f"node{node}")
+    assert epochs._shared[1].each == nodes
+
+
+def test_a_footprint_is_that_of_the_units_unless_pairs_decide() -> None:
+    watched = Watched()
+    for order in orders(1000, 3):
+        watched.use(order)
+    footprint = watched.status()["footprint_bytes"]
+    assert footprint == 1000 << 20
+    shared = watched.epochs._shared[1] = SharedDataset(watched.clock)
+    shared.each = 4  # as of an epoch that has passed
+    assert not shared.epochs and watched.status()["footprint_bytes"] == footprint
 
 
 @pytest.mark.parametrize("count", [64, 1000, 3 * SAMPLE])

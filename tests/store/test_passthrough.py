@@ -746,6 +746,29 @@ async def test_what_nobody_has_read_since_the_start_is_verified(cache_dir: Path,
 
 
 @in_trio
+async def test_a_block_that_is_dropped_while_it_is_verified_is_not_verified(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = ScriptedOrigin()
+    object_id = origin.put("k", content(1, 3 * BLOCK))
+    async with running(cache_dir, origin) as lab:
+        await fill(lab, object_id)
+    async with running(cache_dir, origin) as lab:
+        obj, real = lab.store.object(object_id), backing._checksums
+
+        def checksums(*args: Any) -> list[int]:
+            found = real(*args)
+            trio.from_thread.run_sync(drop, lab, object_id, SSD, 0, 0b10)
+            return found
+
+        monkeypatch.setattr(backing, "_checksums", checksums)
+        assert not await lab.store._passthrough._prepare(obj)
+        (copy,) = lab.store.catalog.copies(obj, SSD)
+        assert (copy.bitmap, copy.verified) == (0b101, 0b101)
+        obj.rest()
+
+
+@in_trio
 async def test_what_is_not_whole_is_left_alone_and_trouble_does_not_end_the_work(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,15 +108,19 @@ async def test_renaming_after_an_upload_whose_outcome_nobody_knows(tmp_path: Pat
         assert d.store.objects.keys() == {"b"}
 
 
+@pytest.mark.parametrize("half_changed", [False, True])
 @in_trio
-async def test_once_it_has_another_name_its_outcome_is_known(tmp_path: Path) -> None:
+async def test_once_it_has_another_name_its_outcome_is_known(tmp_path: Path, half_changed: bool) -> None:
     """So what another client puts there is not taken for ours when the file is removed."""
     async with desk(tmp_path) as d:
         d.store.fail("put", lambda: OriginFailed("silence"), lost=True)
         dirty_file = await d.create("a", b"data")
         with pytest.raises(OriginFailed):
             await d.uploads.commit(dirty_file)
+        if half_changed:  # what the store has is copied then, and not sent again
+            await dirty_file.append(b" and more")
         await d.rename(dirty_file, "b")
+        assert d.store.counts["copy"] == half_changed
         assert d.store.content("b") == b"data"
         d.store.show("b", b"theirs")
         await d.uploads.discard(dirty_file)

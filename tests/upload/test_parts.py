@@ -42,6 +42,7 @@ class Wire:
         self.held: dict[int, bytes] = {}
 
     def begin(self, piece: Piece) -> None:
+        assert piece.number not in self.parts.under_way, "one of its number is under way"
         self.parts.begin(piece)
         self.under_way.append((piece, bytes(self.file[piece.start : piece.stop])))
 
@@ -138,6 +139,29 @@ def test_sizes_are_those_of_the_store(limits: Limits, size: int) -> None:
 
 def test_the_largest_object_needs_no_more_parts_than_there_may_be() -> None:
     assert Parts(S3, S3.largest_object).count <= S3.most_parts
+
+
+def test_an_empty_file_has_no_parts() -> None:
+    parts = Parts(TINY)
+    assert (parts.count, parts.pieces(), parts.missing(parts.pieces()), parts.ready()) == (0, [], [], None)
+    parts.wrote(0, 25)
+    parts.resized(0)
+    assert (parts.count, parts.pieces(), parts.ready()) == (0, [], None)
+
+
+def test_a_part_that_is_under_way_when_the_file_is_cut_is_not_begun_again() -> None:
+    parts = Parts(TINY)
+    parts.wrote(0, 25)
+    first, second = parts.pieces()[:2]
+    parts.begin(first)
+    parts.begin(second)
+    parts.resized(5)
+    parts.wrote(5, 20)
+    assert parts.ready() is None, "the first is still under way"
+    parts.ended(first, landed=True)
+    again = parts.ready()
+    assert again is not None and (again.number, again.start, again.stop) == (1, 0, 10)
+    assert not parts.is_current(first)
 
 
 def test_a_store_without_parts_is_never_ready() -> None:

@@ -18,7 +18,7 @@ from cachefs.upload import passthrough, staging
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.passthrough import StagingBacking
 from tests.fetch.scripted import content
-from tests.upload.scripted import LIMITS, PART, Desk, ScriptedStore, desk, in_trio
+from tests.upload.scripted import LIMITS, PART, Desk, Room, ScriptedStore, desk, in_trio
 
 
 class Kernel:
@@ -89,6 +89,23 @@ async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -
         data = data[:PART] + b"new" + data[PART + 3 :]
         assert d.store.content("k") == data and d.store.seen["k"] == [data]
         assert list(d.cache.adopted.values()) == [data] and d.settled == ["k"]
+
+
+@in_trio
+async def test_one_of_several_writers_that_has_written_nothing_changes_nothing(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, cache=Room(adopts=False)) as d:
+        Kernel(d)
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        assert await d.uploads.flush() == [] and not dirty_file.dirty
+        fds = [await open_backing(d, dirty_file) for _ in range(2)]
+        d.uploads.open(dirty_file)
+        ends(d, dirty_file, fds[0])
+        assert dirty_file.writers == 1 and not dirty_file.dirty
+        ends(d, dirty_file, fds[1])
+        assert dirty_file.writers == 0 and not dirty_file.dirty
+        await trio.sleep(60)
+        assert d.store.counts == {"put": 1}
 
 
 @in_trio
