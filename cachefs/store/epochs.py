@@ -558,19 +558,18 @@ class Epochs:
             self._datasets[number].changed = False
         return json.dumps([self._now, list(self._datasets)]).encode(), changed
 
-    def restore(self, listed: bytes | None, rows: Iterable[tuple[int, bytes | None]]) -> int:
-        """Go on where `changes` was called, without what is damaged. Returns the clock as it was."""
+    def restore(self, listed: bytes | None, rows: Iterable[tuple[int, bytes | None]]) -> None:
+        """Go on where `changes` was called, without what is damaged."""
         try:
             now, numbers = json.loads(listed or b"[0, []]")
             self._now = int(now)
             wanted = {int(number) for number in numbers}
         except (ValueError, TypeError):
-            return self._now
+            return
         for number, row in rows:
             found = Dataset.unpacked(row or b"")
             if number in wanted and found is not None:
                 self._datasets[number] = found
-        return self._now
 
     @staticmethod
     def listed(row: bytes | None) -> list[int]:

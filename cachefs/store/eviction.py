@@ -457,7 +457,7 @@ class Eviction:
         self.datasets.restore(index.note(b"datasets"))
         listed = index.note(b"epochs")
         rows = [(number, index.note(b"epochs%08x" % number)) for number in self.epochs.listed(listed)]
-        known = self.epochs.restore(listed, rows)
+        self.epochs.restore(listed, rows)
         noted = int.from_bytes(index.note(b"clock") or b"", "big")
-        self._catalog.clock = max(self._catalog.clock, known + 1, noted + 1)
+        self._catalog.clock = max(self._catalog.clock, noted + 1)
         self._catalog.flush_begins()

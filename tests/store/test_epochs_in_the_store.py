@@ -10,6 +10,7 @@ import pytest
 
 from cachefs.base.errors import NoRoom
 from cachefs.base.names import ObjectId
+from cachefs.store.eviction import EPOCHS_SAVED_EVERY
 from cachefs.store.tier import RAM
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, KIB, Lab, as_kill_leaves_it, running
@@ -363,3 +364,14 @@ async def test_passthrough_is_a_use(cache_dir: Path) -> None:
                 await lab.store.flush()
         (known,) = lab.store.eviction_status()["datasets"]
         assert (known["epoch"], known["mode"]) == (2, "epoch")
+
+
+@in_trio
+async def test_the_state_of_epochs_is_written_now_and_then_and_when_it_changes(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        eviction = lab.store.eviction
+        written = [b"epochs" in eviction._notes(False) for _ in range(2 * EPOCHS_SAVED_EVERY)]
+        assert written.count(True) == 2
+        assert b"epochs" not in eviction._notes(False) and b"epochs" in eviction._notes(True)
+        eviction.epochs.version += 1
+        assert b"epochs" in eviction._notes(False) and b"epochs" not in eviction._notes(False)

@@ -3,6 +3,7 @@ is looked at again and again."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.store import eviction
-from cachefs.store.eviction import ANY, HELD, KEPT_AT_ONCE, LOWEST, Class, Verdict, Walk
+from cachefs.store.eviction import ANY, HELD, KEPT_AT_ONCE, LOWEST, Class, Keys, Verdict, Walk
 from cachefs.store.index import CopyKey, Row
 from cachefs.store.tier import SSD
 from tests.conftest import examples
@@ -126,6 +127,39 @@ def test_the_search_is_that_of_a_plain_one(kept: set[int], busy: list[set[int]],
             assert found == (key_of(can[0]) if can else None)
             if can:
                 del rows.rows[can[0]]
+
+
+def test_keys_are_kept_by_tier_in_the_order_of_their_use() -> None:
+    keys = Keys(most=3)
+    fast, slow = ([(tier, bytes([n]) * 16, 0) for n in range(4)] for tier in (0, 1))
+    for key in (*fast, *slow[:2], fast[0]):
+        keys.add(key)
+    assert [key in keys for key in (*fast, *slow)] == [True, True, True, False, True, True, False, False]
+    keys.used(fast[0])
+    keys.used(slow[3])
+    assert list(islice(keys.oldest(0), 2)) == [fast[1], fast[2]]
+    assert list(islice(keys.oldest(0), 2)) == [fast[2], fast[0]], "what was passed over comes last"
+    assert keys.discard(fast[0]) and not keys.discard(fast[0]) and not keys.discard(slow[2])
+    keys.add(fast[3])
+    assert fast[3] in keys and fast[0] not in keys
+    keys.clear(1)
+    assert slow[0] not in keys and fast[1] in keys and list(keys.oldest(1)) == []
+    keys.clear(1)
+    keys.clear()
+    assert not any(key in keys for key in fast)
+
+
+def test_one_search_passes_over_so_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "LOOKED_AT", 2)
+    keys = Keys()
+    all_keys = [(1, bytes([n]) * 16, 0) for n in range(5)]
+    for key in all_keys:
+        keys.add(key)
+    assert [list(keys.oldest(1)) for _ in range(3)] == [
+        all_keys[:2],
+        all_keys[2:4],
+        [all_keys[4], all_keys[0]],
+    ]
 
 
 @in_trio

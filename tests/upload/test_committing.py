@@ -41,8 +41,10 @@ async def test_a_large_file_goes_in_parts_while_it_is_written(tmp_path: Path) ->
         assert bytes(await dirty_file.read(PART - 5, 10)) == data[PART - 5 : PART + 5]
         await d.close(dirty_file)
         assert d.store.content("big") == data
-        assert d.store.counts == {"begin": 1, "part": dirty_file.parts.count or early + 1, "complete": 1}
+        counts = {"begin": 1, "part": dirty_file.parts.count or early + 1, "complete": 1}
+        assert d.store.counts == counts
         await d.quiet()
+        assert d.store.counts == counts, "an upload that is completed is over: there is nothing to abort"
         assert d.cache.adopted == {d.store.version("big"): data} and d.files() == []
         assert d.uploads.journal.rows("drafts") == {}
 

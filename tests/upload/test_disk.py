@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, OriginFailed
-from cachefs.upload.staging import HELD
+from cachefs.upload.staging import HELD, Spoiled
 from tests.upload.scripted import ScriptedStore, desk, in_trio
 
 LARGE = HELD + 1
@@ -101,6 +101,53 @@ async def test_a_file_that_is_written_again_after_a_failed_fsync_is_right(
         assert dirty_file.acknowledged
         assert await d.uploads.flush() == []
         assert d.store.content("k") == data
+
+
+@pytest.mark.parametrize(
+    "changes, mended",
+    [
+        ([(0, 100)], True),
+        ([(0, 99)], False),
+        ([(1, 100)], False),
+        ([(0, 50), (50, 100)], True),
+        ([(50, 100), (0, 50)], False),
+        ([(0, 50), (20, 40), (50, 100)], True),
+        ([(0, 50), (51, 100)], False),
+        ([(0, 50), 51], False),
+        ([(0, 50), 50], True),
+        ([(0, 50), 40], True),
+        ([60, (0, 60)], True),
+        ([200, (0, 99)], False),
+        ([0], True),
+    ],
+)
+def test_a_spoiled_file_is_mended_by_what_is_written_from_its_beginning_on(
+    changes: list[tuple[int, int] | int], mended: bool
+) -> None:
+    """A pair is a write; a number the size that the file is given."""
+    spoiled, done = Spoiled(100), False
+    for change in changes:
+        done = spoiled.truncated(change) if isinstance(change, int) else spoiled.wrote(*change)
+    assert done is mended
+
+
+@pytest.mark.parametrize("left", [0, 1000])
+@in_trio
+async def test_what_is_cut_down_to_what_was_written_again_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    sync = Failing(monkeypatch, "fdatasync", errno.EIO, tmp_path / "staging")
+    async with desk(tmp_path, writeback=True) as d:
+        dirty_file = await d.create("k", b"1" * LARGE)
+        sync.on = True
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(dirty_file)
+        sync.on = False
+        if left:
+            await dirty_file.write(0, b"2" * left)
+        await dirty_file.truncate(left)
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == [] and d.store.content("k") == b"2" * left
 
 
 @in_trio

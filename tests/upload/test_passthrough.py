@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from cachefs.base.errors import TooLarge
 from cachefs.upload import passthrough, staging
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.passthrough import StagingBacking
+from tests.conftest import ROOT
 from tests.fetch.scripted import content
 from tests.upload.scripted import LIMITS, PART, Desk, Room, ScriptedStore, desk, in_trio
 
@@ -89,6 +92,53 @@ async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -
         data = data[:PART] + b"new" + data[PART + 3 :]
         assert d.store.content("k") == data and d.store.seen["k"] == [data]
         assert list(d.cache.adopted.values()) == [data] and d.settled == ["k"]
+
+
+@in_trio
+async def test_a_write_in_the_same_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
+    """It leaves the size and the time that the file had."""
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file = await d.create("k", b"one")
+        await d.uploads.commit(dirty_file)
+        before = dirty_file.file.shape()
+        fd = await open_backing(d, dirty_file)
+        assert not dirty_file.look()
+        os.pwrite(fd, b"two", 0)
+        os.utime(fd, ns=(before.mtime_ns, before.mtime_ns))
+        assert dirty_file.file.shape() == before and dirty_file.look()
+        ends(d, dirty_file, fd)
+        assert await d.uploads.flush() == [] and d.store.content("k") == b"two"
+
+
+LEASED = """
+import fcntl, os, sys
+from cachefs.upload import staging
+
+path, real = sys.argv[1], fcntl.fcntl
+
+def control(fd, command, argument=0):
+    done = real(fd, command, argument)
+    if (command, argument) == (fcntl.F_SETLEASE, fcntl.F_RDLCK):
+        try:
+            os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except BlockingIOError:
+            print("broken")
+    return done
+
+fcntl.fcntl = control
+print(staging._leased(os.open(path, os.O_RDONLY), otherwise=True))
+"""
+
+
+def test_a_process_that_opens_it_while_a_lease_is_held_does_not_end_us(tmp_path: Path) -> None:
+    """The kernel tells the holder of a lease by a signal, and the usual one ends a process."""
+    if not staging.can_lease(tmp_path):
+        pytest.skip("no leases here")
+    (tmp_path / "file").write_bytes(b"data")
+    command = [sys.executable, "-c", LEASED, str(tmp_path / "file")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "broken\nTrue\n"), done.stderr
 
 
 @in_trio

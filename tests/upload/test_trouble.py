@@ -121,6 +121,34 @@ async def test_when_nothing_helps_what_is_kept_free_is_written_into_but_for_a_te
         assert dirty_file.size == 20_000
 
 
+@pytest.mark.parametrize("gives_way", [True, False])
+@in_trio
+async def test_a_cache_that_gives_way_slowly_is_waited_for(
+    tmp_path: Path, disk: Disk, gives_way: bool
+) -> None:
+    """Some file systems free what was unlinked a little later."""
+
+    class Slow(Room):
+        async def make_room(self, wanted: int) -> bool:
+            await super().make_room(wanted)
+            if len(self.asked) == 4:
+                disk.free = 1 << 30
+            return gives_way
+
+    async with desk(tmp_path, cache=Slow()) as d:
+        dirty_file = await d.create("k")
+        disk.free = 0
+        await trio.sleep(1)
+        before = trio.current_time()
+        if gives_way:
+            await dirty_file.append(b"1" * 100)
+            assert trio.current_time() == before + 3 * room.LOOK_S and d.cache.asked == [100] * 4
+        else:
+            with pytest.raises(NoRoom):
+                await dirty_file.append(b"1" * 100)
+            assert trio.current_time() == before and d.cache.asked == [100]
+
+
 @pytest.mark.parametrize("helps", [True, False])
 @in_trio
 async def test_a_writer_waits_for_others_to_be_uploaded(tmp_path: Path, disk: Disk, helps: bool) -> None:
