@@ -147,6 +147,25 @@ async def test_no_two_fills_write_one_block(cache_dir: Path) -> None:
 
 
 @in_trio
+async def test_what_did_not_come_is_no_use(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        obj = lab.store.object(lab.origin.put("k", content(1, 2 * BLOCK)))
+        clock = lab.store.catalog.clock
+        for some in (b"", bytes(BLOCK // 2)):
+            fill = lab.store.begin_fill(obj, 0, 2)
+            assert fill is not None and fill.wanted
+            fill.write(some)
+            lab.store.end_fill(obj, fill)
+        assert lab.store.catalog.clock == clock and not lab.store.eviction_status()["datasets"]
+        fill = lab.store.begin_fill(obj, 0, 2)
+        assert fill is not None
+        fill.write(content(1, 2 * BLOCK)[: BLOCK + 1])
+        lab.store.end_fill(obj, fill)
+        assert lab.store.catalog.clock > clock and len(lab.store.eviction_status()["datasets"]) == 1
+        obj.rest()
+
+
+@in_trio
 async def test_only_a_file_that_never_changes_goes_on_under_a_new_name(cache_dir: Path) -> None:
     """One that was fetched may be punched and written yet: a second name of it would show that."""
     async with running(cache_dir) as lab:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
 from cachefs.cli import status as statusview
+from cachefs.store import epochs
 from cachefs.store.epochs import (
     FILTER_FIRST,
     MOST,
     SAMPLE,
     TRACKED,
+    Dataset,
     Datasets,
     Epochs,
     Seen,
@@ -87,6 +90,100 @@ def test_how_many_nodes_use_a_unit_is_counted_in_the_last_epoch(nodes: int) -> N
                     key = unit_hash(random.Random(unit).randbytes(8), 0)
                     epochs.used(1, key, clock, 1 << 20, hit=False, requester=f"node{node}")
     assert epochs._shared[1].each == nodes
+
+
+class Rules:
+    """When an epoch of one dataset begins, from the list of all of its uses; the constants are those of the policy."""
+
+    def __init__(self, clock: int, noisy: bool) -> None:
+        self.noisy, self.epochs, self.size = noisy, False, 0
+        self.starts, self.start, self.previous, self.edge = [clock], clock, clock, clock
+        self.uses: list[tuple[int, int]] = []  # (unit, clock) of separate uses
+        self.joined: dict[int, int] = {}  # unit → how many uses there were at its last one, separate or not
+        self.again: list[int] = []  # places in `uses`, of this epoch's re-references
+        self.fresh = 0
+
+    def _last(self) -> dict[int, int]:
+        return dict(self.uses)
+
+    def correlated(self) -> float:
+        return min(max(len(self._last()) / 8, epochs.CORRELATED_LEAST), epochs.CORRELATED_MOST)
+
+    def used(self, unit: int, clock: int) -> bool:
+        before = self._last().get(unit)
+        together = before is not None and len(self.uses) - self.joined[unit] <= self.correlated()
+        if not together:
+            self.uses.append((unit, clock))
+        self.joined[unit] = len(self.uses)
+        if together:
+            return False
+        if before is None or before < self.start:
+            self.fresh += 1
+            return False
+        self.again.append(len(self.uses) - 1)
+        enough = max(epochs.AGAIN_LEAST, math.ceil(epochs.AGAIN_SHARE * self.fresh))
+        if self.epochs and not self.noisy and self.size and self.fresh >= epochs.DONE_SHARE * self.size:
+            enough = 1
+        for count in (enough, epochs.PATIENCE * enough) if self.noisy else (enough,):
+            if len(self.again) < count:
+                return False
+            first = self.again[-count]
+            density = count / (len(self.uses) - first)
+            if not self.noisy or density >= epochs.EPOCH_SHARE or count > enough:
+                break
+        if density < epochs.AGAIN_DENSITY:
+            return False
+        self._begin(self.uses[first][1], density)
+        return True
+
+    def _begin(self, clock: int, density: float) -> None:
+        last = self._last()
+        self.starts.append(clock)
+        self.size = sum(at >= self.starts[-epochs.EPOCHS_REMEMBERED :][0] for at in last.values())
+        used = sum(at >= self.start for at in last.values())
+        self.epochs = min(density, used / self.size) >= epochs.EPOCH_SHARE
+        self.fresh = sum(at >= clock for at in last.values())
+        before = [at for _, at in self.uses[-epochs.CORRELATED_MOST :] if at < clock]
+        edge = before[-min(len(before), math.ceil(self.correlated()))] if before else clock
+        self.previous, self.start, self.edge, self.again = self.edge, clock, edge, []
+
+
+def mixed(rng: random.Random, units: int) -> list[int]:
+    """Uses of all kinds: whole orders, cut ones, streams that come back, a few units again and again, uses at random."""
+    found: list[int] = []
+    for _ in range(rng.randrange(3, 9)):
+        order = rng.sample(range(units), units)
+        match rng.randrange(5):
+            case 0 | 1:
+                found += order
+            case 2:
+                found += order[: rng.randrange(1, units)]
+            case 3:
+                found += [unit for at in range(0, units, 8) for unit in (*order[at : at + 8], order[0])]
+            case 4:
+                found += rng.choices(order, k=units)
+    return found
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("units", [8, 30, 150])
+@pytest.mark.parametrize("seed", range(6))
+def test_epochs_begin_by_the_rules(seed: int, units: int, noisy: bool) -> None:
+    rng = random.Random(f"{seed} {units}")
+    dataset, rules, clock = Dataset.begun(1, noisy=noisy), Rules(1, noisy), 0
+    for unit in mixed(rng, units):
+        clock += rng.randrange(1, 4)
+        hit = rng.random() < 0.5
+        begun = dataset.used(unit, clock, 1 << 20, hit)
+        assert begun == rules.used(unit, clock)
+        assert (dataset.start, dataset.previous, dataset.edge) == (rules.start, rules.previous, rules.edge)
+        assert (dataset.number, dataset.epochs) == (len(rules.starts), rules.epochs)
+        assert (dataset.fresh, dataset.size, dataset.count) == (rules.fresh, rules.size, len(rules.uses))
+        if begun:
+            again = Dataset.unpacked(dataset.packed())
+            assert again is not None
+            again.noisy, again.lately = noisy, dataset.lately  # which a restart forgets
+            dataset = again
 
 
 def test_a_footprint_is_that_of_the_units_unless_pairs_decide() -> None:

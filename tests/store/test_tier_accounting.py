@@ -15,6 +15,7 @@ import trio
 from cachefs.base.errors import Transient
 from cachefs.base.units import Size
 from cachefs.store import disk, tier
+from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
@@ -516,3 +517,48 @@ async def test_what_a_spill_does_where_ssd_is_full_or_fails(
         assert lab.metrics.evicted_blocks == gone + moved, "what moves takes the place of a lower one"
         store.tiers[0].cap_bytes = 4 * BLOCK
         lab.check_accounts()
+
+
+A_READER = [
+    *[("RAM", REMOTE_OWNED), ("SSD", NOTHING), ("RAM", ANY_REMOTE_OWNED), ("SSD", LOWEST), ("RAM", LOWEST)],
+    *[("RAM", ANY_REMOTE_OWNED), ("SSD", ANY)],
+]
+ALONE = [
+    ("SSD", NOTHING),
+    ("SSD", ANY_REMOTE_OWNED),
+    ("SSD", LOWEST),
+    ("SSD", ANY_REMOTE_OWNED),
+    ("SSD", ANY),
+]
+
+
+@pytest.mark.parametrize(
+    "ram, ahead, remote_owned, expected",
+    [
+        ("free", False, False, A_READER),
+        ("full", False, False, [*A_READER[:2], *A_READER[3:]]),
+        ("full of others'", False, False, A_READER),
+        ("failing", False, False, ALONE),
+        ("none", False, False, ALONE),
+        ("free", True, False, [("RAM", REMOTE_OWNED), ("SSD", LOWEST), ("RAM", LOWEST)]),
+        ("full", True, False, [("RAM", REMOTE_OWNED), ("SSD", LOWEST), ("RAM", LOWEST)]),
+        ("none", True, False, [("SSD", LOWEST)]),
+        ("free", False, True, [("RAM", REMOTE_OWNED)]),
+        ("free", True, True, [("RAM", REMOTE_OWNED)]),
+        ("failing", False, True, []),
+        ("none", False, True, [("SSD", REMOTE_OWNED)]),
+    ],
+)
+@in_trio
+async def test_where_blocks_may_come_and_what_goes_for_them(
+    cache_dir: Path, ram: str, ahead: bool, remote_owned: bool, expected: list[tuple[str, Any]]
+) -> None:
+    async with running(cache_dir, ram=0 if ram == "none" else 4 * BLOCK) as lab:
+        fills: Any = lab.store.begin_fill.__self__  # type: ignore[attr-defined]
+        if ram.startswith("full"):
+            for n in range(4):
+                assert put(lab, lab.origin.put(f"k{n}", bytes(BLOCK)), remote_owned=ram == "full of others'")
+        if ram == "failing":
+            lab.store.tiers[0].failed(OSError(errno.EIO, "broken"))
+        places = [(tier.name, classes) for tier, classes in fills._places(ahead, remote_owned)]
+        assert [(name.upper(), classes) for name, classes in places] == expected

@@ -247,6 +247,24 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
 
 
 @in_trio
+async def test_what_is_found_again_is_uploaded_though_a_process_reads_it(tmp_path: Path) -> None:
+    """It is whole, as it was acknowledged: no change of it is half made."""
+    store = ScriptedStore()
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=10_000) as d:
+        await d.save("k", b"data")
+    async with desk(tmp_path, store, writeback=True, upload_delay_s=5) as d:
+        (dirty_file,) = d.uploads.pending()
+        d.uploads.open(dirty_file)
+        assert not dirty_file.between
+        await trio.sleep(6)
+        await d.quiet()
+        assert store.content("k") == b"data" and not dirty_file.dirty
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert d.settled == ["k"]
+
+
+@in_trio
 async def test_an_upload_in_parts_goes_on_with_what_the_store_has(tmp_path: Path) -> None:
     store, data = ScriptedStore(), bytearray(content(1, 300 * PART))
     async with desk(tmp_path, store, writeback=True) as d:
