@@ -80,9 +80,9 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
     """Make a file that takes `on_disk_bytes` and its rows agree. Returns by how many bytes they did not."""
     catalog, space, size = store.catalog, store.space, store.block_size
     obj = catalog.idle(digest)
+    if obj is None:
+        return 0  # in use
     known = _known(store, tier, obj)
-    if obj is None or known is None:
-        return 0
     excess = on_disk_bytes - sum(map(allocated, known.values()))
     if not known:
         space.unlink(obj, tier)
@@ -90,7 +90,8 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
     if excess == 0 and len(known) == 1 and max(known) == 0:
         return 0  # one block, and it is there; with more blocks, a hole may hide a stray
     strays, holes = await trio.to_thread.run_sync(_inspect, tier, digest, size, known)
-    if _known(store, tier, catalog.idle(digest)) != known or not (strays or holes):
+    again = catalog.idle(digest)
+    if again is None or _known(store, tier, again) != known or not (strays or holes):
         return 0  # it was used meanwhile
     obj = catalog.by_digest(digest)
     if obj.is_immutable(tier):
@@ -105,10 +106,8 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
     return (len(strays) + len(holes)) * size
 
 
-def _known(store: Store, tier: Tier, obj: CachedObject | None) -> dict[int, int] | None:
-    """Offset → length of the blocks that rows speak of; None while the version is in use."""
-    if obj is None:
-        return None
+def _known(store: Store, tier: Tier, obj: CachedObject) -> dict[int, int]:
+    """Offset → length of the blocks that rows speak of."""
     catalog = store.catalog
     return dict(r for c in catalog.copies(obj, tier.number) for r in catalog.ranges(c, c.bitmap))
 
