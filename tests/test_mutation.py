@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from bench.mutation.mutants import functions_of, mutants_of, within
+from bench.mutation.__main__ import _harmless, _is_harmless, _named
+from bench.mutation.mutants import Mutant, functions_of, mutants_of, within
 from tests.conftest import ROOT
 
 SOURCE = b'''
@@ -69,10 +70,14 @@ def test_each_fault_is_a_program_that_differs_in_one_place() -> None:
     assert within(functions, 1) == ("", 0)
 
 
-def test_named_and_harmless_faults_are_well_formed() -> None:
-    place = ROOT / "bench" / "mutation"
-    for name, columns in (("named.txt", 4), ("harmless.txt", 4)):
-        for line in (place / name).read_text().splitlines():
-            if line and not line.startswith("#"):
-                assert len(line.split(" | ")) == columns, f"{name}: {line}"
-                assert (ROOT / line.split(" | ")[0]).exists(), f"{name}: {line}"
+def test_named_and_harmless_faults_are_of_the_code_as_it_is() -> None:
+    """Each line of `named.txt` has one place where it applies, each of `harmless.txt` a fault that it speaks of."""
+    named = _named()  # ends with the line's text where it does not apply
+    for mutant in named:
+        ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
+    faults: dict[str, list[Mutant]] = {}
+    for known in _harmless():
+        path = known[0]
+        if path not in faults:
+            faults[path] = mutants_of(path, (ROOT / path).read_bytes())
+        assert any(_is_harmless(mutant, [known]) for mutant in (*faults[path], *named)), known
