@@ -23,7 +23,7 @@ from cachefs.store.tier import (
     allocated,
 )
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, cache_files, running
+from tests.store.lab import BLOCK, cache_files, running, until
 
 CAP, KEPT = 1000 * 4096, 100 * 4096
 DIGEST, OTHER = bytes(16), b"\x01" * 16
@@ -271,3 +271,19 @@ async def test_a_directory_that_is_not_the_one_of_the_index_has_no_blocks(cache_
         assert await lab.read(object_id) == content(1, 3 * BLOCK)
         await lab.quiet()
         lab.check_accounts()
+
+
+@in_trio
+async def test_a_disk_that_hangs_is_noticed_while_the_store_runs(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "HANGS_AFTER_S", 0.0)
+    async with running(cache_dir, background=True) as lab:
+        [one] = lab.store.tiers
+        noticed: list[bool] = []
+        one.disk.on_down.append(lambda: noticed.append(True))
+        with one.disk.busy():
+            await until(lambda: bool(noticed), 10)
+        assert noticed
+        await until(lambda: not one.disk.down, 10)
+        assert one.state == "normal", "it has answered"
