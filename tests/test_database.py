@@ -324,12 +324,27 @@ def test_a_database_that_lmdb_refuses_is_dropped(tmp_path: Path, monkeypatch: py
         Database(path, TABLES, version="v1", fsync=True, precious=True)
     assert len(os.listdir("/proc/self/fd")) == before
     durable.write(path / "version", f"v1\nclosed {database._file_hash(path / 'data.mdb')}\n")
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(durable, "put", fail)
+        with pytest.raises(CacheUnusable):
+            opened(path)
+        assert not (path / "data.mdb").exists(), "the new one is put there whole, or not at all"
     db = opened(path)
-    assert db.dropped and db.count("a") == 0
+    assert db.dropped is None and db.count("a") == 0
     db.write([("a", b"k", b"w")])
     db.close()
+    (path / "data.mdb").write_bytes(b"no database" * 1000)
+    durable.write(path / "version", f"v1\nclosed {database._file_hash(path / 'data.mdb')}\n")
     db = opened(path)
-    assert db.was_clean and db.get("a", b"k") == b"w"
+    assert db.dropped and db.count("a") == 0
+    db.write([("a", b"k", b"x")])
+    db.close()
+    db = opened(path)
+    assert db.was_clean and db.get("a", b"k") == b"x"
     db.close()
 
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
-from cachefs.store import disk, tier
+from cachefs.store import disk, store, tier
 from cachefs.store.tier import (
     FREE_MEMORY_EVERY_S,
     FREE_SPACE_EVERY_S,
@@ -23,6 +24,7 @@ from cachefs.store.tier import (
     allocated,
 )
 from tests.fetch.scripted import content, in_trio
+from tests.store.counters import rows
 from tests.store.lab import BLOCK, cache_files, running, until
 
 CAP, KEPT = 1000 * 4096, 100 * 4096
@@ -287,3 +289,25 @@ async def test_a_disk_that_hangs_is_noticed_while_the_store_runs(
         assert noticed
         await until(lambda: not one.disk.down, 10)
         assert one.state == "normal", "it has answered"
+
+
+@in_trio
+async def test_the_index_is_written_now_and_then(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "FLUSH_EVERY_S", 3600.0)
+    async with running(cache_dir, background=True) as lab:
+        flushes: list[bool] = []
+        real = lab.store.flush
+
+        async def flush(**how: bool) -> None:
+            flushes.append(True)
+            await real(**how)
+
+        monkeypatch.setattr(lab.store, "flush", flush)
+        for _ in range(100):
+            await trio.lowlevel.checkpoint()
+        assert not flushes
+    monkeypatch.setattr(store, "FLUSH_EVERY_S", 0.001)
+    async with running(cache_dir, background=True) as lab:
+        await lab.read(lab.origin.put("k", bytes(BLOCK)))
+        await until(lambda: not lab.store.catalog.changes, 10)
+        assert len(rows(lab.store)) == 1
