@@ -609,6 +609,21 @@ def test_a_power_cut_at_any_moment_leaves_a_database_that_opens(
         db.close()
 
 
+@pytest.mark.parametrize("fsync", [True, False])
+def test_what_was_synced_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with monkeypatch.context() as patch:
+        disk = Disk(root, patch)
+        db = opened(root / "db", fsync=fsync)
+        db.write([("a", b"k", b"what was written")])
+        db.sync()
+        disk.look()
+        assert b"what was written" in disk.least()["db/data.mdb"]
+        db.close()
+        disk.close()
+
+
 def test_a_state_file_is_whole_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "disk"
     root.mkdir()

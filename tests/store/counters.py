@@ -65,6 +65,11 @@ def check_unused(store: Store, *, files: bool = True) -> None:
         if files and not obj.in_use():
             assert not obj.fds, f"{obj.id.key}: descriptors of an unused version are open"
 
+    for tier in store.tiers:
+        backings = [obj.backing for obj in store.catalog._objects.values() if obj.backing is not None]
+        known = sum(backing.tier is tier for backing in backings)
+        assert tier.registered == known, f"{tier.name}: {tier.registered} passthrough files are counted"
+
 
 def check_counted(store: Store) -> None:
     """After a flush: tiers count what copies hold, and the index has a row, and a place in the order, for each."""

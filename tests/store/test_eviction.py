@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cachefs.store import eviction
 from cachefs.store.eviction import ANY, HELD, KEPT_AT_ONCE, LOWEST, Class, Keys, Verdict, Walk
 from cachefs.store.index import CopyKey, Row
-from cachefs.store.tier import SSD
+from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, running
@@ -127,6 +127,27 @@ def test_the_search_is_that_of_a_plain_one(kept: set[int], busy: list[set[int]],
             assert found == (key_of(can[0]) if can else None)
             if can:
                 del rows.rows[can[0]]
+
+
+@in_trio
+async def test_what_another_node_owned_has_its_place_when_it_is_ours(cache_dir: Path) -> None:
+    """The search has passed over it already."""
+    async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
+        other, own = (lab.origin.put(name, bytes(BLOCK)) for name in ("other", "own"))
+        assert put(lab, other, remote_owned=True) and put(lab, own)
+        await lab.store.flush()
+
+        def evictable() -> bytes:
+            victim = lab.store.eviction.victim(RAM, (Class.EVICTABLE,))
+            assert victim is not None
+            return victim[0].id.digest
+
+        assert evictable() == own.digest
+        (copy,) = lab.store.catalog.copies(lab.store.object(other), RAM)
+        lab.store.space.own(copy)
+        assert put(lab, lab.origin.put("next", bytes(BLOCK)))  # something to flush
+        await lab.store.flush()
+        assert evictable() == other.digest
 
 
 def test_keys_are_kept_by_tier_in_the_order_of_their_use() -> None:

@@ -689,6 +689,7 @@ async def test_what_lies_in_two_tiers_is_gathered(cache_dir: Path, size: int) ->
         fetched = lab.origin.delivered
         lab.store.prepare_later(lab.store.object(object_id))
         await until(lambda: lab.metrics.prepared_versions == 1)
+        assert lab.metrics.prepared_versions == 1
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None and passthrough.tier.number == SSD
         assert set(spread(lab, object_id, RAM)) == {0}
@@ -714,6 +715,7 @@ async def test_gathering_does_not_make_its_room_from_what_it_gathers(cache_dir: 
         await lab.store.flush()  # the other is the youngest, and has to go all the same
         lab.store.prepare_later(lab.store.object(object_id))
         await until(lambda: lab.metrics.prepared_versions == 1)
+        assert lab.metrics.prepared_versions == 1
         assert backend.open_backing(object_id, data)
         assert spread(lab, other, SSD) == [0]
         backend.check()
@@ -794,6 +796,7 @@ async def test_what_is_not_whole_is_left_alone_and_trouble_does_not_end_the_work
                 lab.store.prepare_later(lab.store.object(object_id))
         assert len(lab.store._passthrough._queue) == 4
         await until(lambda: lab.metrics.prepared_versions == 1)
+        assert lab.metrics.prepared_versions == 1
         backend = Backend(lab)
         passthrough = [bool(backend.open_backing(i)) for i in (partial, vanished, odd, good)]
         assert passthrough == [False, False, False, True]

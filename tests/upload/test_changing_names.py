@@ -127,6 +127,19 @@ async def test_once_it_has_another_name_its_outcome_is_known(tmp_path: Path, hal
         assert d.store.content("b") == b"theirs"
 
 
+@pytest.mark.parametrize("lost", [False, True])
+@in_trio
+async def test_removing_after_an_upload_whose_outcome_nobody_knows(tmp_path: Path, lost: bool) -> None:
+    async with desk(tmp_path) as d:
+        d.store.fail("put", lambda: OriginFailed("silence"), lost=lost)
+        dirty_file = await d.create("a", b"data")
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(dirty_file)
+        assert ("a" in d.store.objects) == lost
+        await d.uploads.discard(dirty_file)
+        assert d.store.objects == {} and d.store.counts["delete"] == 1
+
+
 @in_trio
 async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:

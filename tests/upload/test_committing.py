@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.base.errors import OriginFailed, PermissionDenied
+from cachefs.base.errors import NoRoom, OriginFailed, PermissionDenied
+from cachefs.upload import DirtyFile
 from tests.fetch.scripted import content
 from tests.upload.scripted import MIB, PART, ScriptedStore, desk, in_trio
 
@@ -60,6 +61,39 @@ async def test_what_is_written_back_into_a_sent_part_is_sent_again(tmp_path: Pat
         await dirty_file.write(3, b"header")
         await d.close(dirty_file)
         assert d.store.content("k") == data and d.store.counts["part"] == 9
+
+
+@in_trio
+async def test_room_that_is_allocated_is_a_change_where_the_file_grows(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        await dirty_file.allocate(0, 4)
+        assert not dirty_file.dirty and dirty_file.size == 4
+        await dirty_file.allocate(2, 8)
+        assert dirty_file.dirty and dirty_file.size == 10
+        await d.close(dirty_file)
+        assert d.store.content("k") == b"data" + bytes(6)
+
+
+@in_trio
+async def test_an_upload_that_cannot_be_written_down_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash nothing would know of it."""
+    async with desk(tmp_path) as d:
+        with monkeypatch.context() as patch:
+
+            async def full(dirty_file: DirtyFile) -> None:
+                raise NoRoom("the journal is full")
+
+            patch.setattr(d.uploads, "keep", full)
+            dirty_file = await d.create("k", content(1, 40 * PART))
+            await d.quiet()
+            assert d.store.counts == {"begin": 1, "abort": 1} and d.store.uploads == {}
+            assert isinstance(dirty_file.sender.failed, NoRoom) and dirty_file.sender.upload is None
+        await d.close(dirty_file)
+        assert d.store.content("k") == content(1, 40 * PART)
 
 
 @in_trio

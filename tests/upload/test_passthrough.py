@@ -95,6 +95,18 @@ async def test_what_others_wrote_is_seen_promised_and_uploaded(tmp_path: Path) -
 
 
 @in_trio
+async def test_a_promise_covers_what_no_look_has_seen(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"written")
+        await d.uploads._records.acknowledge(dirty_file)
+        assert (dirty_file.size, dirty_file.synced) == (7, dirty_file.generation) and not dirty_file.between
+        (row,) = d.uploads.journal.rows("drafts").values()
+        assert row["size"] == 7
+        ends(d, dirty_file, fd)
+
+
+@in_trio
 async def test_a_write_in_the_same_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
     """It leaves the size and the time that the file had."""
     async with desk(tmp_path, writeback=True) as d:
@@ -109,6 +121,13 @@ async def test_a_write_in_the_same_tick_of_the_clock_is_seen(tmp_path: Path) -> 
         assert dirty_file.file.shape() == before and dirty_file.look()
         ends(d, dirty_file, fd)
         assert await d.uploads.flush() == [] and d.store.content("k") == b"two"
+
+
+def test_a_directory_without_leases_is_known_and_nothing_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    assert not staging.can_lease(tmp_path / "none")
+    assert staging.can_lease(tmp_path) == staging.can_lease(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before and os.listdir(tmp_path) == []
 
 
 LEASED = """
