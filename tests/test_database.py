@@ -262,6 +262,15 @@ def test_two_owners_are_refused_and_the_second_is_told_who_the_first_is(tmp_path
     again.close()
 
 
+def test_an_owner_that_has_not_said_who_it_is_is_unknown(tmp_path: Path) -> None:
+    """On a full disk it cannot."""
+    db = opened(tmp_path / "db")
+    os.truncate(tmp_path / "db" / "lock.pid", 0)
+    with pytest.raises(CacheInUse, match="pid unknown"):
+        opened(tmp_path / "db")
+    db.close()
+
+
 def test_a_refused_owner_leaks_no_descriptor(tmp_path: Path) -> None:
     db = opened(tmp_path / "db")
     before = len(os.listdir("/proc/self/fd"))

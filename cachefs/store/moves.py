@@ -87,7 +87,7 @@ class Moves:
                 key, _ = self._promotions.popitem(last=False)
                 obj = self._catalog.by_digest(key[1])
                 copy = self._catalog.copy(obj, key[0], key[2])
-                if copy is not None and copy.bitmap and await self.move(obj, copy, self._ram, NOTHING):
+                if copy is not None and await self.move(obj, copy, self._ram, NOTHING):
                     self._metrics.promoted_blocks += copy.bitmap.bit_count()
 
     async def _spill(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.base.errors import NoRoom
+from cachefs.base.units import Size
 from cachefs.store.scrub import reclaim as reclaimed
 from cachefs.store.tier import RAM
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
@@ -225,6 +227,15 @@ async def test_what_is_remote_owned_becomes_ones_own_with_all_that_it_counts(cac
         obj.rest()
         await settled(lab)
         assert (tier.remote_owned_bytes, tier.used_bytes) == (0, 0)
+
+
+@in_trio
+async def test_what_is_empty_may_be_pinned_without_a_budget(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        lab.store.pins.budget = Size(percent=0)
+        lab.store.pin(lab.store.object(lab.origin.put("empty", b"")))
+        with pytest.raises(NoRoom):
+            lab.store.pin(lab.store.object(lab.origin.put("k", b"1")))
 
 
 @pytest.mark.parametrize("while_used", [False, True])
