@@ -262,6 +262,17 @@ def test_two_owners_are_refused_and_the_second_is_told_who_the_first_is(tmp_path
     again.close()
 
 
+def test_the_lock_names_its_owner_and_the_mark_this_boot(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    path.mkdir()
+    (path / "lock.pid").write_bytes(b"9" * 20)
+    db = opened(path)
+    assert (path / "lock.pid").read_text() == f"{os.getpid()}\n"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert read_mark(path) == ("v1", f"open {boot}")
+    db.close()
+
+
 def test_an_owner_that_has_not_said_who_it_is_is_unknown(tmp_path: Path) -> None:
     """On a full disk it cannot."""
     db = opened(tmp_path / "db")

@@ -150,6 +150,21 @@ async def test_what_another_node_owned_has_its_place_when_it_is_ours(cache_dir: 
         assert evictable() == other.digest
 
 
+@in_trio
+async def test_what_is_renewed_goes_later_unless_it_is_protected(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        read, waits, last = (lab.origin.put(name, bytes(BLOCK)) for name in ("read", "waits", "last"))
+        assert put(lab, read) and put(lab, waits, ahead=True) and put(lab, last)
+        clocks = []
+        for object_id in (read, waits):
+            obj = lab.store.object(object_id)
+            (copy,) = lab.store.catalog.copies(obj, SSD)
+            before = copy.clock
+            lab.store.renew(obj)
+            clocks.append(copy.clock - before)
+        assert clocks == [3, 0]
+
+
 def test_keys_are_kept_by_tier_in_the_order_of_their_use() -> None:
     keys = Keys(most=3)
     fast, slow = ([(tier, bytes([n]) * 16, 0) for n in range(4)] for tier in (0, 1))

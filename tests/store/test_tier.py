@@ -216,6 +216,7 @@ def test_an_immutable_file_is_opened_for_reading_only(make: Callable[..., Tier])
     os.close(fd)
     path = one.file_path(DIGEST)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and not one.immutable(DIGEST)
+    before = len(os.listdir("/proc/self/fd"))
     for size in (4, 6):
         with pytest.raises(OSError) as refused:
             one.make_immutable(DIGEST, size)
@@ -235,6 +236,7 @@ def test_an_immutable_file_is_opened_for_reading_only(make: Callable[..., Tier])
         one.open_to_fill(OTHER, known=True)
     os.close(one.open_to_fill(OTHER, known=False))
     os.close(one.open_to_fill(OTHER, known=True))
+    assert len(os.listdir("/proc/self/fd")) == before
     one.unlink(DIGEST)
     assert not one.immutable(DIGEST), "it goes"
 
