@@ -152,7 +152,7 @@ class Moving:
         self._local_changes.moved(place, to, stable, ino)
         origin = _key(to)[0]
         for number in numbers:
-            files.turn(number, info.version(origin.source), reopen=origin)
+            files.turn(number, info.version(origin.source), info.mtime_ns, reopen=origin)
         self._kept.put(ino, info.etag, self._kept.get(stable, row.etag))
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
