@@ -277,6 +277,10 @@ class OpenFiles:
             found = self.parted[ino] = self._shape(self._by_ino[ino][0])
         return found
 
+    def paths(self) -> set[int]:
+        """The numbers of the paths of all open files."""
+        return {handle.stable for handle in self._handles.values()}
+
     def under(self, ino: int) -> list[FileHandle]:
         """The handles that are open under this number."""
         return list(self._by_ino.get(ino, ()))

@@ -13,13 +13,22 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import trio
 
 from cachefs.base.database import Database
-from cachefs.base.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
+from cachefs.base.errors import (
+    CachefsError,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    NotPermitted,
+    ObjectChanged,
+    ReadOnly,
+)
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fs import xattrs
@@ -157,9 +166,12 @@ class FileSystem(Writes):
 
     def _part(self, ino: int) -> tuple[Attributes, float]:
         """The same once its name was found to show something else. Raises the present exception if it is not open."""
-        if not self._files.held(ino):
-            raise
-        return self._files.part(ino), 0.0
+        if self._files.held(ino):
+            return self._files.part(ino), 0.0
+        for handle in self._open_directories.values():
+            if handle.ino == ino and handle.attributes is not None:
+                return replace(handle.attributes, nlink=0), 0.0
+        raise
 
     def _of_handle(self, handle: FileHandle) -> Attributes:
         """What is shown of an open file, by what it was when it was opened."""
@@ -284,7 +296,9 @@ class FileSystem(Writes):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, ino: int) -> int:
-        handle = DirectoryHandle(self._directory(ino))
+        directory = self._directory(ino)
+        found = self.attributes_now(ino)
+        handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         number = self._next_directory
         self._next_directory += 1
         self._open_directories[number] = handle
@@ -292,10 +306,16 @@ class FileSystem(Writes):
 
     async def readdir(self, dh: int, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind `offset`, in the store's order, without "." and ".."; none at the end. Raises
-        when the listing fails, rather than end early."""
+        when the listing fails, rather than end early; `NotFound` when the directory was removed."""
         handle = self._open_directories.get(dh)
         if handle is None:
             raise NotFound(f"no directory handle {dh}")
+        try:
+            directory = self._tree.directory(handle.ino)
+        except NotADirectory:
+            raise NotFound(f"directory {handle.ino} was removed") from None
+        if directory is not handle.directory:
+            handle.directory, handle.generation = directory, 0
         return await self._directories.read(handle, offset, limit)
 
     def releasedir(self, dh: int) -> None:

@@ -367,6 +367,10 @@ class LocalChanges:
             self.add(node)
         if node is not None:
             node.stable = ino
+        self.renumbered(stable, ino)
+
+    def renumbered(self, stable: int, ino: int) -> None:
+        """The path `ino` is shown under the number of the path `stable` from now on."""
         lost = self._files.moved(stable, ino)
         if lost is not None:
             self.on_lost(lost)

@@ -52,7 +52,8 @@ def read(path: Path, until: float, seen: collections.Counter[str]) -> None:
                 step = "fstat again"
                 if (again := os.fstat(fd)).st_size != size:
                     seen["fstat torn"] += 1
-                    if seen["fstat torn"]<4: print(os.getpid(), size, again, data[:32], len(data), file=sys.stderr)
+                    if seen["fstat torn"] < 4:
+                        print(os.getpid(), size, again, data[:32], len(data), file=sys.stderr)
                     continue
                 step = "map"
                 with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped:
