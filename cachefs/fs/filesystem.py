@@ -368,17 +368,20 @@ class FileSystem(Writes):
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (arriving := self._arriving(ino, flags)) is not None:
             await self._reader.arrival(arriving, pid)
-        if self._writing is None or ino == ROOT:
+        if self._writing is None or ino == ROOT or ino in self._files.parted:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
             return await self._open_late(ino, flags, pid)
         # Of a name that is being removed or replaced, what comes after that is opened, or found to be missing.
         change = partial(self._open_late, ino, flags, pid)
-        return await self._writing.claimed(lambda: [self._place_of(ino)], change)
+        return await self._writing.claimed(lambda: self._places_of(ino), change)
 
-    def _place_of(self, ino: int) -> tuple[Directory, bytes]:
+    def _places_of(self, ino: int) -> list[tuple[Directory, bytes]]:
+        """The name of a file; none once what is open has lost it."""
+        if ino in self._files.parted:
+            return []
         directory, mark = self._locate(ino)
-        return directory, name_in(mark)
+        return [(directory, name_in(mark))]
 
     async def _open_late(self, ino: int, flags: int, pid: int, *_: object) -> Opened:
         opened = self._open_now(ino, flags, pid)

@@ -118,26 +118,17 @@ class Writing:
 
     def of_handle(self, handle: FileHandle) -> Attributes:
         """Of what is open, whatever its name shows."""
-        if (node := handle.node) is not None and node.dirty_file is not None and handle.size == DIRTY_FILE:
-            node.dirty_file.look()
-            size, mtime_ns, kept = node.dirty_file.size, node.dirty_file.mtime_ns, node.attrs
+        if (node := handle.node) is not None and handle.size == DIRTY_FILE:
+            (size, mtime_ns), kept = _content(node), node.attrs
         else:
             size, mtime_ns = handle.object.size, handle.mtime_ns
             kept = self._kept.get(handle.stable, handle.object.etag) if self._kept.any else _NOTHING
         return self._shape(handle.ino, False, size, mtime_ns, kept)
 
     def _of_node(self, node: Node) -> Attributes:
-        dirty_file = node.dirty_file
-        assert dirty_file is not None
-        dirty_file.look()
-        return self._shape(
-            self._local_changes.number(node),
-            False,
-            dirty_file.size,
-            dirty_file.mtime_ns,
-            node.attrs,
-            int(not node.removed),
-        )
+        size, mtime_ns = _content(node)
+        ino = self._local_changes.number(node)
+        return self._shape(ino, False, size, mtime_ns, node.attrs, int(not node.removed))
 
     def _shape(
         self, ino: int, is_dir: bool, size: int, mtime_ns: int, kept: dict[str, Any], links: int = 1
@@ -332,6 +323,15 @@ class Writing:
                     directory = await self._local_changes.directory(directory, name)
                 return directory, last
         raise NotFound(f"{key} is not below what is mounted")
+
+
+def _content(node: Node) -> tuple[int, int]:
+    """Size and time of a dirty file; the origin's time, once its name has shown that."""
+    dirty_file = node.dirty_file
+    assert dirty_file is not None
+    dirty_file.look()
+    info = None if node.held else dirty_file.committed
+    return dirty_file.size, dirty_file.mtime_ns if info is None else info.mtime_ns
 
 
 _NOTHING: dict[str, Any] = {}

@@ -18,9 +18,9 @@ from cachefs.fs import Attributes, FileSystem
 if TYPE_CHECKING:
     from cachefs.fs.filesystem import Opened
 
-WALK_S = 0.1
+WALK_S = 1.0
 """How long a walk takes at most, and how long what it finds is held open. Guessed: the kernel's next request comes within a
-millisecond; a loaded machine may be a hundred times slower."""
+millisecond, or when a rename in the same directory is done."""
 
 ATTEMPTS = 8
 """How often a name is looked up that is replaced each time before it can be opened. Guessed."""

@@ -12,8 +12,9 @@ import trio
 
 from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.fs.attributes import Attributes
+from cachefs.fuse.operations import Operations, Pending
 from tests.fs.bucket import Bucket, WritableBucket
-from tests.fs.mount import Mount, mounted
+from tests.fs.mount import ROOT, Mount, mounted
 from tests.fs.test_writing_model import WRITERS, World
 from tests.fs.writers import MemoryWriter
 
@@ -255,3 +256,83 @@ async def test_a_directory_that_is_removed() -> None:
         await mount.write("d/e/other", b"")
         assert await mount.names("d/e") == [b"other"]
         mount.fs.releasedir(dh)
+
+
+# -- between lookup and open -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", WRITERS)
+async def test_an_open_file_is_opened_again_while_its_name_goes_to_another(mode: str, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        world = World(tmp_path, nursery, writeback=mode == "writeback")
+        await world.start()
+        mount = world.mount
+        await mount.write("dir/f", b"first")
+        await mount.write("dir/new", b"second")
+        held = await mount.open("dir/f")
+        ino = (await mount.fstat(held)).ino
+        assert await mount.pread(held) == b"first"  # it is cached
+        opened: list[int] = []
+
+        async def open_again() -> None:
+            opened.append((await mount.fs.open(ino, os.O_RDONLY, 2))[0])
+
+        async with trio.open_nursery() as both:
+            both.start_soon(mount.rename, "dir/new", "dir/f")
+            for _ in range(40):
+                both.start_soon(open_again)
+                await trio.sleep(0.0001)
+        for fh in opened:
+            assert await mount.pread(fh) in (b"first", b"second")
+            assert (await mount.pread(fh) == b"first") == ((await mount.fstat(fh)).nlink == 0)
+            await mount.close_file(fh)
+        assert len(opened) == 40
+        await mount.close_file(held)
+        await world.stop()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("stat", [False, True])
+async def test_what_a_second_walk_finds_can_be_opened(stat: bool) -> None:
+    """The kernel walks a path once more after ESTALE, and tells the program of the second one."""
+    bucket = WritableBucket()
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        operations = Operations(mount.fs, mount.metrics, 5.0, writable=True)
+
+        async def answer(found: Any) -> Any:
+            return await operations.begin(found).answer() if isinstance(found, Pending) else found
+
+        async def replace(data: bytes) -> None:
+            await mount.write("new", data)
+            await mount.rename("new", "f")
+
+        async def walk(thread: int) -> int:
+            return int((await answer(operations.lookup(thread, ROOT, b"f")))[0].ino)
+
+        await mount.write("f", b"0")
+        numbers = [await walk(1), await walk(2)]
+        await replace(b"1")
+        for thread, ino in enumerate(numbers, 1):
+            with pytest.raises(ObjectChanged):
+                if stat:
+                    await answer(operations.getattr(thread, ino))
+                else:
+                    await answer(operations.open(thread, ino, os.O_RDONLY))
+            if thread == 2:
+                await trio.sleep(10)  # this one does not walk again soon
+        assert len(mount.fs._files) == 0
+        number = await walk(1)
+        assert len(mount.fs._files) == 0
+        await replace(b"2")
+        with pytest.raises(ObjectChanged):
+            await answer(operations.open(1, number, os.O_RDONLY))
+        number = await walk(1)
+        assert len(mount.fs._files) == 1
+        assert await mount.read("f") == b"2"  # from now on it is cached
+        await replace(b"3")
+        fh = (await answer(operations.open(1, number, os.O_RDONLY)))[0]
+        assert await mount.pread(fh) == b"2"
+        assert (await answer(operations.getattr(1, number)))[0].nlink == 0
+        operations.release(fh)
+        await trio.sleep(10)
+        assert len(mount.fs._files) == 0

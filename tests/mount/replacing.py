@@ -11,7 +11,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +49,8 @@ def read(path: Path, until: float, seen: collections.Counter[str]) -> None:
                 if len(data) != size or not whole(data):
                     seen["read torn"] += 1
                 step = "fstat again"
-                if (again := os.fstat(fd)).st_size != size:
+                if os.fstat(fd).st_size != size:
                     seen["fstat torn"] += 1
-                    if seen["fstat torn"] < 4:
-                        print(os.getpid(), size, again, data[:32], len(data), file=sys.stderr)
                     continue
                 step = "map"
                 with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped:
