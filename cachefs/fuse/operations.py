@@ -228,7 +228,7 @@ class Operations:
 
     def lookup(self, thread: int, parent: int, name: bytes) -> Looked | Pending[Looked]:
         self._metrics.fuse_lookup += 1
-        if self.walks.again(thread):
+        if self.walks.until and self.walks.again(thread):
             return Pending(LOOKUP, thread, partial(self.walks.lookup, thread, parent, name))
         found = self._fs.lookup_now(parent, name)
         if found is None:
@@ -243,7 +243,7 @@ class Operations:
             self.walks.begin(thread)
             raise
         if found is None:
-            return Pending(GETATTR, thread, partial(self.walks.getattr, thread, inode))
+            return Pending(GETATTR, thread, partial(self._known, thread, partial(self._fs.getattr, inode)))
         return found
 
     def statfs(self) -> Space:
@@ -296,8 +296,17 @@ class Operations:
             self.walks.begin(thread)
             raise
         if opened is None:
-            return Pending(OPEN, thread, partial(self.walks.open, thread, inode, flags))
+            work = partial(self._fs.open, inode, flags, thread)
+            return Pending(OPEN, thread, partial(self._known, thread, work))
         return opened
+
+    async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
+        """The answer about a file that the kernel has looked up. It walks the path again where that is another by now."""
+        try:
+            return await work()
+        except ObjectChanged:
+            self.walks.begin(thread)
+            raise
 
     async def _open_to_write(self, thread: int, inode: int, flags: int) -> Opened:
         opened = await self._fs.open(inode, flags, thread)

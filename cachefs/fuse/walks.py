@@ -8,15 +8,11 @@ opened and looked at, whatever becomes of its name.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import trio
 
 from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.fs import Attributes, FileSystem
-
-if TYPE_CHECKING:
-    from cachefs.fs.filesystem import Opened
 
 WALK_S = 1.0
 """How long a walk takes at most, and how long what it finds is held open. Guessed: the kernel's next request comes within a
@@ -31,31 +27,17 @@ class WalksAgain:
 
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
-        self._until: dict[int, float] = {}  # by thread
+        self.until: dict[int, float] = {}  # by thread
 
     def begin(self, thread: int) -> None:
         """It walks again."""
         now = trio.current_time()
-        self._until = {other: until for other, until in self._until.items() if until > now}
-        self._until[thread] = now + WALK_S
+        self.until = {other: until for other, until in self.until.items() if until > now}
+        self.until[thread] = now + WALK_S
 
     def again(self, thread: int) -> bool:
         """Whether this is its second walk."""
-        return bool(self._until) and self._until.get(thread, 0.0) > trio.current_time()
-
-    async def open(self, thread: int, inode: int, flags: int) -> Opened:
-        try:
-            return await self._fs.open(inode, flags, thread)
-        except ObjectChanged:
-            self.begin(thread)
-            raise
-
-    async def getattr(self, thread: int, inode: int) -> tuple[Attributes, float]:
-        try:
-            return await self._fs.getattr(inode)
-        except ObjectChanged:
-            self.begin(thread)
-            raise
+        return self.until.get(thread, 0.0) > trio.current_time()
 
     async def lookup(self, thread: int, parent: int, name: bytes) -> tuple[Attributes | None, float]:
         """Look up a name, and hold the file that it shows open."""
