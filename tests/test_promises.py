@@ -26,6 +26,29 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_faults.py::test_an_object_that_changes_while_it_is_read",
         "tests/fs/test_changes.py::test_a_changed_object_is_estale_to_its_handle_and_new_to_the_next",
     ),
+    "An open file keeps its attributes and its cached bytes until its last handle is closed, whatever "
+    "becomes of its name: `fstat` never fails with ESTALE, and only bytes that cannot be had any more do. "
+    "After a removal or a replacement by this node its link count is 0.": (
+        "tests/mount/test_open_files.py::test_after_a_change_of_its_name_here",
+        "tests/mount/test_open_files.py::test_after_a_change_at_the_origin_that_is_noticed",
+        "tests/mount/test_open_files.py::test_bytes_that_the_origin_has_no_more_are_missing_and_nothing_else",
+        "tests/fs/test_open_files.py::test_a_local_change_of_its_name",
+        "tests/fs/test_open_files.py::test_a_change_at_the_origin",
+        "tests/fs/test_open_files.py::test_a_change_that_fstat_itself_notices",
+        "tests/fs/test_races.py::test_names_that_several_processes_change",
+    ),
+    "A program that opens, stats, reads or maps a file which another program of this node replaces by "
+    "rename again and again gets one version whole, and no error.": (
+        "tests/mount/test_open_files.py::test_a_file_that_is_replaced_again_and_again",
+        "tests/fs/test_open_files.py::test_an_open_file_is_opened_again_while_its_name_goes_to_another",
+        "tests/fs/test_open_files.py::test_what_a_second_walk_finds_can_be_opened",
+    ),
+    "A working directory and an open directory go on under the new name when this node renames a directory"
+    " above them: what is made, listed and looked up through them is there.": (
+        "tests/mount/test_open_files.py::test_a_working_directory_in_a_directory_that_is_renamed",
+        "tests/fs/test_open_files.py::test_a_directory_below_one_that_is_renamed",
+        "tests/fs/test_open_files.py::test_a_directory_that_is_renamed_while_it_is_read",
+    ),
     "A file open in passthrough, and a file that is still mapped, keeps its bytes when it is evicted, "
     "replaced or deleted, and when the daemon stops or dies.": (
         "tests/mount/test_passthrough.py::TestEviction",

@@ -15,7 +15,7 @@ from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
 from cachefs.base.ledger import about
 from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
-from cachefs.fs.keys import name_in
+from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.listing import AHEAD
 from cachefs.fs.tree import Directory, inode_of
 
@@ -33,11 +33,14 @@ Shape = Callable[[int, bool, "Row"], Attributes]
 
 
 class DirectoryHandle:
-    """One open directory. `generation` is the oldest listing whose rows it shows; 0 until it has begun."""
+    """One open directory: `directory` is what its number `ino` leads to now. `attributes` are those it was opened with, if
+    they were known. `generation` is the oldest listing whose rows it shows; 0 until it has begun."""
 
-    __slots__ = ("chunk", "directory", "generation", "last", "places")
+    __slots__ = ("attributes", "chunk", "directory", "generation", "ino", "last", "places")
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, ino: int, directory: Directory, attributes: Attributes | None = None) -> None:
+        self.ino = ino
+        self.attributes = attributes
         self.directory = directory
         self.generation = 0
         self.chunk: list[Entry] = []
@@ -59,7 +62,11 @@ class DirectoryReader:
         """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
         about(handle.directory.prefix)
         if offset and (place := handle.places.get(offset)) is not None:
-            if place < len(handle.chunk):
+            if not handle.generation:
+                # Its directory was renamed: what comes behind this name is listed anew.
+                entry = handle.chunk[place - 1]
+                handle.last = mark_of_directory(entry.name) if entry.attributes.is_dir else entry.name
+            elif place < len(handle.chunk):
                 return handle.chunk[place : place + limit]
             after = handle.last
         elif offset:

@@ -82,20 +82,27 @@ class DirtyFiles:
         return node
 
     async def open(
-        self, directory: Directory, name: bytes, ino: int, obj: ObjectId, flags: int, pid: int
+        self,
+        directory: Directory,
+        name: bytes,
+        ino: int,
+        obj: ObjectId,
+        mtime_ns: int,
+        flags: int,
+        pid: int,
     ) -> Opened:
         """A handle to write a file that has the version `obj`. Raises `ObjectChanged` when the kernel has to come back
         with another number."""
         writable(directory)
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
         if node is None:
-            opened = self._files.open(ino, writable(directory), obj, pid, writes=True)
+            opened = self._files.open(ino, writable(directory), obj, mtime_ns, pid, writes=True)
             node = Node(directory, name, self._files.stable(ino), ino, stored=True)
             node.attrs = self._kept.get(node.stable, obj.etag)
         elif node.dirty_file is not None:
             opened = self._open_dirty_file(node, ino, pid)
         else:
-            opened = self._files.open(ino, node.origin, obj, pid, writes=True)
+            opened = self._files.open(ino, node.origin, obj, mtime_ns, pid, writes=True)
         handle = self._files.get(opened[0])
         handle.node, handle.writes = node, True
         node.writers += 1
@@ -149,7 +156,14 @@ class DirtyFiles:
         if ino != self._local_changes.number(node):
             raise ObjectChanged(f"{node.key} is open under another number: look it up again")
         node.ino = ino
-        opened = self._files.open_dirty_file(ino, self._local_changes.version(node), pid)
+        return self._attached(node, ino, self._local_changes.version(node), pid)
+
+    def open_again(self, node: Node, handle: FileHandle, pid: int) -> Opened:
+        """One more handle to read a dirty file that is open, whatever its name shows."""
+        return self._attached(node, handle.ino, handle.object, pid)
+
+    def _attached(self, node: Node, ino: int, version: ObjectId, pid: int) -> Opened:
+        opened = self._files.open_dirty_file(ino, node.origin, version, pid)
         try:
             self._local_changes.attach(self._files.get(opened[0]), node)
         except BaseException:
@@ -187,11 +201,13 @@ class DirtyFiles:
         _, dirty_file = await self._dirty_file_of(fh, offset + length)
         await dirty_file.allocate(offset, length)
 
-    async def truncate(self, directory: Directory, name: bytes, ino: int, obj: ObjectId, size: int) -> None:
+    async def truncate(
+        self, directory: Directory, name: bytes, ino: int, obj: ObjectId, mtime_ns: int, size: int
+    ) -> None:
         """Of a file that no process need have open: then it is at the store, or as good as, when this returns.
 
         The caller has claimed the name."""
-        fh, _, _ = await self.open(directory, name, ino, obj, os.O_WRONLY, 0)
+        fh, _, _ = await self.open(directory, name, ino, obj, mtime_ns, os.O_WRONLY, 0)
         node = self._files.get(fh).node
         assert node is not None
         alone = node.writers == 1

@@ -15,14 +15,19 @@ process that wants to write it gets an alias.
 A file that was moved keeps its number as long as the mount lives, since the kernel goes on using it: the number of its new
 path is shown as that one.
 
-An alias leads back to its file through a table in memory. What falls out of that table, and an alias whose version is not
-the current one any more, is answered with `ObjectChanged`: ESTALE makes the kernel walk the path again, asking for each
-name, and then it finds the number that is right.
+A number that is open and that no name shows any more is *parted* from its name: the name was removed, another file was
+moved over it, or the origin has another version. It keeps the attributes that it had then until its last handle is closed
+(`OpenFiles.parted`), and its handles read on, as long as the bytes can be had.
+
+An alias leads back to its file through a table in memory. What falls out of that table without being open, and a number that
+is not open and stands for another version than the current one, is answered with `ObjectChanged`: ESTALE makes the kernel
+walk the path again, asking for each name, and then it finds the number that is right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cachefs.base.errors import NotFound, ObjectChanged
@@ -30,6 +35,7 @@ from cachefs.fs.inodes import FIRST_ALIAS, alias_of, next_alias
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
+    from cachefs.fs.attributes import Attributes
     from cachefs.fs.local_changes import Node
     from cachefs.fs.reader import Backing, Reader
     from cachefs.origin import Origin
@@ -46,7 +52,7 @@ NOT_OPENED = float("inf")
 
 ALIASES_REMEMBERED = 16_384
 """Aliases, about 300 bytes each. Guessed: more than the files that change while they are open. Beyond it the oldest are
-looked up again; a handle that is still open under one can be read, but not looked at (fstat)."""
+looked up again."""
 
 
 NUMBERS_KEPT = 16_384
@@ -80,17 +86,20 @@ nothing."""
 
 
 class FileHandle:
-    """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias. `backing` is what the
-    kernel reads it from by itself, if it does. `node` is there when it is open for writing, or reads what is written."""
+    """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias. `mtime_ns` is the time
+    of its version. `backing` is what the kernel reads it from by itself, if it does. `node` is there when it is open for
+    writing, or reads what is written. `superseded`: another version is the current one."""
 
     __slots__ = (
         "backing",
         "counted",
         "former",
         "ino",
+        "mtime_ns",
         "node",
         "object",
         "opened",
+        "origin",
         "pid",
         "size",
         "stable",
@@ -99,11 +108,21 @@ class FileHandle:
     )
 
     def __init__(
-        self, ino: int, stable: int, obj: ObjectId, opened: Any, pid: int, backing: Backing | None
+        self,
+        ino: int,
+        stable: int,
+        origin: Origin,
+        obj: ObjectId,
+        mtime_ns: int,
+        opened: Any,
+        pid: int,
+        backing: Backing | None,
     ) -> None:
         self.ino = ino
         self.stable = stable
+        self.origin = origin
         self.object = obj
+        self.mtime_ns = mtime_ns
         self.size = obj.size
         self.opened = opened
         self.pid = pid
@@ -116,15 +135,25 @@ class FileHandle:
 
 
 class OpenFiles:
-    def __init__(self, reader: Reader, clock: Callable[[], float], moved: dict[int, int]) -> None:
+    """`shape` returns what is shown of an open file, by a handle of it."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        clock: Callable[[], float],
+        moved: dict[int, int],
+        shape: Callable[[FileHandle], Attributes],
+    ) -> None:
         self.on_passthrough: PassthroughHook | None = None
         # The hook that hears of opens; and the digests of small files in passthrough, the fast path, whose opens are worth a
         # call.
         self.on_open: OpenHook | None = None
         self.awaited: Container[bytes] = frozenset()
         self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
+        self.parted: dict[int, Attributes] = {}  # by number; of open ones only
         self._reader = reader
         self._clock = clock
+        self._shape = shape
         self._next = 1
         self._handles: dict[int, FileHandle] = {}
         self._by_ino: dict[int, list[FileHandle]] = {}
@@ -133,7 +162,7 @@ class OpenFiles:
         self._changed: dict[int, float] = {}  # until when an open makes the kernel drop its pages
         self._moved = moved  # number that the kernel uses → number of the path
         self._owns: dict[int, int] = {}  # the other way round
-        self._apart: set[int] = set()  # open, and not to be opened again: in passthrough, or removed
+        self._apart: set[int] = set()  # open, and shown no more: in passthrough, or removed
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -147,10 +176,11 @@ class OpenFiles:
         """The number of the path that is shown as `ino`. Raises `ObjectChanged` for an alias that is forgotten."""
         if ino < FIRST_ALIAS:
             return self._moved.get(ino, ino)
-        try:
-            return self._aliases[ino][0]
-        except KeyError:
-            raise ObjectChanged(f"alias {ino} is forgotten") from None
+        if (alias := self._aliases.get(ino)) is not None:
+            return alias[0]
+        if (others := self._by_ino.get(ino)) is not None:
+            return others[0].stable
+        raise ObjectChanged(f"alias {ino} is forgotten")
 
     def own(self, stable: int) -> int:
         """The number that a path has in this mount, but for aliases."""
@@ -227,9 +257,29 @@ class OpenFiles:
         own = self._owns.pop(stable, None)
         if own is not None:
             self._moved[own] = NOWHERE
+            self._lose_name(own)
         elif stable in self._by_ino and stable not in self._moved:
-            self._apart.add(stable)  # even if it should have the same content
-        self._apart.update(handle.ino for handle in self._under_alias.get(stable, ()))
+            self._lose_name(stable)
+        for ino in {handle.ino for handle in self._under_alias.get(stable, ())}:
+            self._lose_name(ino)
+
+    def _lose_name(self, ino: int) -> None:
+        """Whatever comes to the name is shown under another number, even with the same content."""
+        if ino in self._by_ino:
+            self._apart.add(ino)
+            self.part(ino)
+            self.parted[ino] = replace(self.parted[ino], nlink=0)
+
+    def part(self, ino: int) -> Attributes:
+        """No name shows this open number any more. Returns what is shown of it from now on."""
+        found = self.parted.get(ino)
+        if found is None:
+            found = self.parted[ino] = self._shape(self._by_ino[ino][0])
+        return found
+
+    def paths(self) -> set[int]:
+        """The numbers of the paths of all open files."""
+        return {handle.stable for handle in self._handles.values()}
 
     def under(self, ino: int) -> list[FileHandle]:
         """The handles that are open under this number."""
@@ -247,7 +297,7 @@ class OpenFiles:
     # -- handles -----------------------------------------------------------------------------------
 
     def open(
-        self, ino: int, origin: Origin, obj: ObjectId, pid: int, *, writes: bool = False
+        self, ino: int, origin: Origin, obj: ObjectId, mtime_ns: int, pid: int, *, writes: bool = False
     ) -> tuple[int, bool, int]:
         """A handle, whether pages the kernel has of this inode are of this version, and the kernel's number of the file it
         is to read instead of asking (0: none). What is opened for writing is not read in passthrough.
@@ -264,10 +314,12 @@ class OpenFiles:
         keep = not self._changed or self._keep(ino)
         opened = self._reader.open(origin, obj)
         backing = None
-        if self.on_passthrough is not None and not writes and not (self._apart and self._is_apart(ino)):
-            backing = self._open_backing(opened) if others is None else self._reopen_backing(others[0])
+        if others is not None:
+            backing = self._reopen_backing(others[0])
+        elif self.on_passthrough is not None and not writes and not (self._apart and self._is_apart(ino)):
+            backing = self._open_backing(opened)
         stable = self.stable(ino) if self._moved or ino >= FIRST_ALIAS else ino
-        fh = self._add(FileHandle(ino, stable, obj, opened, pid, backing), others)
+        fh = self._add(FileHandle(ino, stable, origin, obj, mtime_ns, opened, pid, backing), others)
         if self.on_open is not None and (backing is None or obj.size > LARGE or obj.digest in self.awaited):
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
@@ -279,14 +331,15 @@ class OpenFiles:
     def _is_apart(self, ino: int) -> bool:
         return self.own(self.stable(ino)) in self._apart
 
-    def open_dirty_file(self, ino: int, version: ObjectId, pid: int) -> tuple[int, bool, int]:
+    def open_dirty_file(self, ino: int, origin: Origin, version: ObjectId, pid: int) -> tuple[int, bool, int]:
         """A handle of what is being written here, which `LocalChanges` attaches."""
         others = self._by_ino.get(ino)
         if others is not None and others[0].object != version:
             raise ObjectChanged(f"{version.key} is open in an older version: look it up again")
         keep = self._keep(ino)
         backing = None if others is None else self.backing_of(others)
-        fh = self._add(FileHandle(ino, self.stable(ino), version, None, pid, backing), others)
+        handle = FileHandle(ino, self.stable(ino), origin, version, 0, None, pid, backing)
+        fh = self._add(handle, others)
         return fh, keep, 0 if backing is None else backing.id
 
     @staticmethod
@@ -320,13 +373,13 @@ class OpenFiles:
         self._handles[fh] = handle
         return fh
 
-    def turn(self, ino: int, version: ObjectId, reopen: Origin | None = None) -> None:
+    def turn(self, ino: int, version: ObjectId, mtime_ns: int, reopen: Origin | None = None) -> None:
         """The handles under this number are of another version from now on, and so is the alias, if it is one. Those that
         read by themselves read on from the same content under its new name at `reopen`."""
         if ino in self._aliases:
             self._aliases[ino] = (self._aliases[ino][0], version.etag, version.size)
         for handle in self._by_ino.get(ino, ()):
-            handle.object = version
+            handle.object, handle.mtime_ns = version, mtime_ns
             if reopen is not None and handle.backing is None and handle.size != DIRTY_FILE:
                 handle.former = (*handle.former, handle.opened)
                 handle.opened = self._reader.open(reopen, version)
@@ -353,12 +406,16 @@ class OpenFiles:
             raise NotFound(f"no file handle {fh}") from None
 
     def supersede(self, stable: int, etag: str, size: int) -> None:
-        """This is the current version of a file: handles of others are at their end."""
+        """This is the current version of a file: numbers that are open in others part from the name."""
         for handles in (self._by_ino.get(self.own(stable), ()), self._under_alias.get(stable, ())):
             for handle in handles:
-                if handle.object.etag != etag or handle.object.size != size:
-                    # What has no name any more is no version of one.
-                    handle.superseded = handle.node is None or not handle.node.removed
+                if handle.ino in self._apart or (handle.node is not None and handle.node.removed):
+                    continue  # what has no name any more is no version of one
+                handle.superseded = handle.object.etag != etag or handle.object.size != size
+                if handle.superseded:
+                    self.part(handle.ino)
+                else:
+                    self.parted.pop(handle.ino, None)
 
     def note_change(self, ino: int) -> None:
         """The kernel may have pages of an older version."""
@@ -382,8 +439,9 @@ class OpenFiles:
             self._reader.close(handle.opened)
         for opened in handle.former:
             self._reader.close(opened)
-        if self._apart and handle.ino not in self._by_ino:
+        if handle.ino not in self._by_ino:
             self._apart.discard(handle.ino)
+            self.parted.pop(handle.ino, None)
         return handle
 
     def close(self) -> None:

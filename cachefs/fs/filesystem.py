@@ -13,13 +13,22 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import trio
 
 from cachefs.base.database import Database
-from cachefs.base.errors import CachefsError, IsADirectory, NotFound, NotPermitted, ObjectChanged, ReadOnly
+from cachefs.base.errors import (
+    CachefsError,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    NotPermitted,
+    ObjectChanged,
+    ReadOnly,
+)
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fs import xattrs
@@ -83,7 +92,7 @@ class FileSystem(Writes):
         self._lister = Lister(self._tree, self._freshness, metrics, clock, self._changed)
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
-        self._files = OpenFiles(reader, clock, self._tree.moved)
+        self._files = OpenFiles(reader, clock, self._tree.moved, self._of_handle)
         self.tree_queries = TreeQueries(
             self._tree, self._freshness, self._looker, self._directories, self._locate
         )
@@ -96,7 +105,7 @@ class FileSystem(Writes):
         self._open_directories: dict[int, DirectoryHandle] = {}
         self._next_directory = 1
         # What lately opened files are, and until when that is fresh. Dropped whole on any news.
-        self._warm: dict[int, tuple[float, Origin, ObjectId]] = {}
+        self._warm: dict[int, tuple[float, Origin, ObjectId, int]] = {}
         self._file_mode = stat.S_IFREG | options.file_mode
         self._dir_mode = stat.S_IFDIR | options.dir_mode
 
@@ -132,18 +141,44 @@ class FileSystem(Writes):
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
-        """Attributes and for how many seconds they hold. Raises `NotFound`; `ObjectChanged` when `ino` stands for a
-        version that is not the current one."""
+        """Attributes and for how many seconds they hold. An open file always has some. Raises `NotFound`; `ObjectChanged`
+        when `ino` stands for a version that is not the current one."""
         if ino == ROOT:
             return self._root()
+        if (parted := self._parted(ino)) is not None:
+            return parted
+        try:
+            directory, mark = self._locate(ino)
+            name = name_in(mark)
+            found = self._looker.now(directory, name)
+            if found is None and directory.ttls.strict:
+                found = self._freshness.recent(directory, name) or self._opened(directory, name, ino)
+            return None if found is None else self._known(ino, found)
+        except (NotFound, ObjectChanged):
+            return self._part(ino)
+
+    def _parted(self, ino: int) -> tuple[Attributes, float] | None:
+        """Of what is open, and no name shows."""
         if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
             return orphan
-        directory, mark = self._locate(ino)
-        name = name_in(mark)
-        found = self._looker.now(directory, name)
-        if found is None and directory.ttls.strict:
-            found = self._freshness.recent(directory, name) or self._opened(directory, name, ino)
-        return None if found is None else self._known(ino, found)
+        parted = self._files.parted.get(ino)
+        return None if parted is None else (parted, 0.0)
+
+    def _part(self, ino: int) -> tuple[Attributes, float]:
+        """The same once its name was found to show something else. Raises the present exception if it is not open."""
+        if self._files.held(ino):
+            return self._files.part(ino), 0.0
+        for handle in self._open_directories.values():
+            if handle.ino == ino and handle.attributes is not None:
+                return replace(handle.attributes, nlink=0), 0.0
+        raise
+
+    def _of_handle(self, handle: FileHandle) -> Attributes:
+        """What is shown of an open file, by what it was when it was opened."""
+        if self._writing is not None:
+            return self._writing.of_handle(handle)
+        row = _NO_ROW._replace(size=handle.object.size, mtime_ns=handle.mtime_ns)
+        return self._attributes(handle.ino, False, row)
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
         """An open file is what it was when it was opened: the next walk to its name asks whether it still is."""
@@ -158,10 +193,14 @@ class FileSystem(Writes):
         """The same, looking where necessary."""
         if ino == ROOT:
             return self._root()
-        if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
-            return orphan
-        directory, mark = self._locate(ino)
-        return self._known(ino, await self._looker.look(directory, name_in(mark)))
+        if (parted := self._parted(ino)) is not None:
+            return parted
+        try:
+            directory, mark = self._locate(ino)
+            found = await self._looker.look(directory, name_in(mark))
+            return self._parted(ino) or self._known(ino, found)
+        except (NotFound, ObjectChanged):
+            return self._part(ino)
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
@@ -257,7 +296,9 @@ class FileSystem(Writes):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, ino: int) -> int:
-        handle = DirectoryHandle(self._directory(ino))
+        directory = self._directory(ino)
+        found = self.attributes_now(ino)
+        handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         number = self._next_directory
         self._next_directory += 1
         self._open_directories[number] = handle
@@ -265,10 +306,16 @@ class FileSystem(Writes):
 
     async def readdir(self, dh: int, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind `offset`, in the store's order, without "." and ".."; none at the end. Raises
-        when the listing fails, rather than end early."""
+        when the listing fails, rather than end early; `NotFound` when the directory was removed."""
         handle = self._open_directories.get(dh)
         if handle is None:
             raise NotFound(f"no directory handle {dh}")
+        try:
+            directory = self._tree.directory(handle.ino)
+        except NotADirectory:
+            raise NotFound(f"directory {handle.ino} was removed") from None
+        if directory is not handle.directory:
+            handle.directory, handle.generation = directory, 0
         return await self._directories.read(handle, offset, limit)
 
     def releasedir(self, dh: int) -> None:
@@ -289,7 +336,9 @@ class FileSystem(Writes):
             raise IsADirectory("the root is a directory")
         warm = self._warm.get(ino)
         if warm is not None and warm[0] > self._clock():
-            return self._files.open(ino, warm[1], warm[2], pid)
+            return self._files.open(ino, warm[1], warm[2], warm[3], pid)
+        if ino in self._files.parted and (again := self._open_again(ino, pid)) is not None:
+            return again
         directory, mark = self._locate(ino)
         if self._writing is not None and self._writing.is_going(directory, mark):
             return None
@@ -297,6 +346,19 @@ class FileSystem(Writes):
             return self._open_answered(directory, mark, ino, pid) if directory.ttls.strict else None
         found = self._looker.now(directory, name_in(mark))
         return None if found is None else self._open(directory, mark, ino, found, pid)
+
+    def _open_again(self, ino: int, pid: int) -> Opened | None:
+        """Another handle of a file that is open and has no name any more: it was looked up before that, or is opened through
+        a descriptor. None where not all of its bytes can be had: then the name is looked up again."""
+        handle = self._files.under(ino)[0]
+        if self._files.parted[ino].nlink:
+            return None  # the origin has another version: names show that
+        if handle.size == DIRTY_FILE:
+            assert self._writing is not None
+            return self._writing.open_again(handle, pid)
+        if self._reader.cached_bytes(handle.object) < handle.size:
+            return None
+        return self._files.open(ino, handle.origin, handle.object, handle.mtime_ns, pid)
 
     def _open_answered(self, directory: Directory, mark: bytes, ino: int, pid: int) -> Opened | None:
         """A handle, when the walk that led here has just asked for this very object."""
@@ -306,17 +368,20 @@ class FileSystem(Writes):
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (arriving := self._arriving(ino, flags)) is not None:
             await self._reader.arrival(arriving, pid)
-        if self._writing is None or ino == ROOT:
+        if self._writing is None or ino == ROOT or ino in self._files.parted:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
             return await self._open_late(ino, flags, pid)
         # Of a name that is being removed or replaced, what comes after that is opened, or found to be missing.
         change = partial(self._open_late, ino, flags, pid)
-        return await self._writing.claimed(lambda: [self._place_of(ino)], change)
+        return await self._writing.claimed(lambda: self._places_of(ino), change)
 
-    def _place_of(self, ino: int) -> tuple[Directory, bytes]:
+    def _places_of(self, ino: int) -> list[tuple[Directory, bytes]]:
+        """The name of a file; none once what is open has lost it."""
+        if ino in self._files.parted:
+            return []
         directory, mark = self._locate(ino)
-        return directory, name_in(mark)
+        return [(directory, name_in(mark))]
 
     async def _open_late(self, ino: int, flags: int, pid: int, *_: object) -> Opened:
         opened = self._open_now(ino, flags, pid)
@@ -353,11 +418,12 @@ class FileSystem(Writes):
             if written is not None:
                 return written
         obj = object_of(directory, mark, found.row)
-        opened = self._files.open(ino, directory.origin, obj, pid)
+        mtime_ns = found.row.mtime_ns
+        opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
         if len(self._warm) >= WARM_OPENS:
             self._warm.clear()
         if not directory.ttls.revalidate:
-            self._warm[ino] = (found.until, directory.origin, obj)
+            self._warm[ino] = (found.until, directory.origin, obj, mtime_ns)
         return opened
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
@@ -366,35 +432,26 @@ class FileSystem(Writes):
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else self._dirty_file(handle).read_now(offset, size)
-        if handle.superseded:
-            raise self._lost(handle)
         try:
             return self._reader.read_now(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
             raise self._lost(handle) from exc
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
-        """Bytes, clipped to the object. `ObjectChanged` as soon as and as long as the version is not the current one."""
+        """Bytes, clipped to the object. `ObjectChanged` for what is not cached of a version that the origin has no more."""
         handle = self._files.get(fh)
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else await self._dirty_file(handle).read(offset, size)
-        if handle.superseded:
-            raise self._lost(handle)
         opened = handle.opened
         try:
-            data = await self._reader.read(opened, offset, count, handle.pid)
+            return await self._reader.read(opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
             if handle.opened is not opened:  # it was renamed meanwhile
                 return await self.read(fh, offset, size)
             raise self._lost(handle) from exc
-        if handle.superseded:
-            raise self._lost(handle)
-        return data
 
     def _dirty_file(self, handle: FileHandle) -> DirtyFile:
-        if handle.superseded:
-            raise self._lost(handle)
         assert handle.node is not None and handle.node.dirty_file is not None
         return handle.node.dirty_file
 
@@ -406,7 +463,7 @@ class FileSystem(Writes):
             self._writing.release(fh)
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
-        """The version a handle reads is gone: nothing known of the inode is used until it was looked up again."""
+        """The version a handle reads is gone: nothing known of its name is used until that was looked up again."""
         if not handle.counted:
             handle.counted = True
             self._metrics.objects_changed += 1
@@ -434,6 +491,8 @@ class FileSystem(Writes):
                 await self._refreshing.name(directory, mark, self._files.stable(ino))
             await self.told()
             return b"looking again"
+        if ino in self._files.parted and name in xattrs.OF_FILES:
+            return xattrs.of_file(self._files.under(ino)[0].object, self._reader, name)
         is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
             raise NoAttribute(f"no attribute {name.decode(errors='replace')}")

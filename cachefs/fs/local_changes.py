@@ -164,7 +164,7 @@ class LocalChanges:
                 node.stable, node.row = self._pinned(node, node.directory, node.name)
                 self._held(node)
         self.on_change()
-        self._files.turn(self.number(node), self.version(node))
+        self._files.turn(self.number(node), self.version(node), node.dirty_file.mtime_ns)
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
 
@@ -281,7 +281,7 @@ class LocalChanges:
         node.unwritten = False
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.stable, self._clock())
-        self._files.turn(node.ino, self.version(node))
+        self._files.turn(node.ino, self.version(node), info.mtime_ns)
         self._files.supersede(node.stable, info.etag, info.size)
         self.on_stored(node, info)
         self._forget(node)
@@ -353,7 +353,7 @@ class LocalChanges:
                 node.directory, node.name, node.ino = directory, name, ino
                 self._held(node)
                 self.moved(place, (directory, name), stable, node.stable)
-                self._files.turn(ino, self.version(node))
+                self._files.turn(ino, self.version(node), node.row.mtime_ns)
             await self.gone(*place, moved=True)
 
     def moved(
@@ -367,6 +367,10 @@ class LocalChanges:
             self.add(node)
         if node is not None:
             node.stable = ino
+        self.renumbered(stable, ino)
+
+    def renumbered(self, stable: int, ino: int) -> None:
+        """The path `ino` is shown under the number of the path `stable` from now on."""
         lost = self._files.moved(stable, ino)
         if lost is not None:
             self.on_lost(lost)
@@ -411,15 +415,11 @@ class LocalChanges:
         tree, files = self._tree, self._files
         with trio.CancelScope(shield=True):
             async with tree.writing:
-                written = await trio.to_thread.run_sync(
-                    write_answer,
-                    tree.database,
-                    directory,
-                    name,
-                    said,
-                    directory.generation,
-                    tree.moved,
-                    [("local", directory.key + name, None)],
+                # Not in a thread, and no checkpoint from here until a caller has moved numbers: a lookup in between would
+                # show the new version under the number of the old one.
+                also = [("local", directory.key + name, None)]
+                written = write_answer(
+                    tree.database, directory, name, said, directory.generation, tree.moved, also
                 )
                 tree.note_change(directory, name)
                 self._give_up(directory, name)

@@ -17,13 +17,14 @@ import trio
 
 from cachefs.base.errors import CachefsError, NotEmpty, NotFound
 from cachefs.fs.dirty_files import check_key
+from cachefs.fs.keys import name_in
 from cachefs.fs.local_changes import Node, is_below
-from cachefs.fs.tree import Directory, Found, Tree
+from cachefs.fs.tree import Directory, Found, Tree, inode_of
 from cachefs.fs.tree_queries import object_of
 from cachefs.origin import each
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from cachefs.base.names import ObjectId
     from cachefs.fs.files import OpenFiles
@@ -39,7 +40,13 @@ log = logging.getLogger(__name__)
 COPIES_AT_ONCE = 32
 """Guessed; the origin's gate bounds what is really under way."""
 
+ROWS = 256
+"""Names looked at before others have their turn: about half a millisecond. Guessed."""
+
 Place = tuple[Directory, bytes]
+
+Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
+"""Original and copy, by the key of the original."""
 
 
 class Moving:
@@ -152,7 +159,7 @@ class Moving:
         self._local_changes.moved(place, to, stable, ino)
         origin = _key(to)[0]
         for number in numbers:
-            files.turn(number, info.version(origin.source), reopen=origin)
+            files.turn(number, info.version(origin.source), info.mtime_ns, reopen=origin)
         self._kept.put(ino, info.etag, self._kept.get(stable, row.etag))
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
@@ -204,9 +211,9 @@ class Moving:
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
                 raise error
 
-    async def _nodes(self, inside: Directory, moved: Directory, copies: Mapping[str, ObjectInfo]) -> set[str]:
-        """What is written or open below goes along, one by one; `copies` are the objects there by their keys here. Returns
-        the keys that need nothing more: what the store got and was closed meanwhile is an object like the others."""
+    async def _nodes(self, inside: Directory, moved: Directory, copies: Copied) -> set[str]:
+        """What is written or open below goes along, one by one. Returns the keys that need nothing more: what the store got
+        and was closed meanwhile is an object like the others."""
         went: set[str] = set()
         for node in self._local_changes.below(inside):
             key = node.key
@@ -214,23 +221,42 @@ class Moving:
                 if node.removed:
                     went.add(key)
                     continue
-                above = moved
-                for name in _path(node.directory, inside):
-                    above = await self._local_changes.directory(above, name)
-                row, to = self._tree.row(node.directory, node.name), (above, node.name)
+                row = self._tree.row(node.directory, node.name)
                 if row is None:
                     continue
-                found = Found(node.stable, False, row, 0.0)
                 if node.dirty_file is not None:
-                    await self._node(node, found, to, None, upload=False)
+                    to = await self._there(node.directory, inside, moved), node.name
+                    await self._node(node, Found(node.stable, False, row, 0.0), to, None, upload=False)
                     went.add(key)
-                elif key in copies:
-                    await self._moved((node.directory, node.name), found, to, copies[key])
-                else:
+                elif not await self._goes_along(
+                    (node.directory, node.name), node.stable, inside, moved, copies
+                ):
                     node.removed = True
+        for stable in self._files.paths():
+            with suppress(NotFound):
+                place = self._tree.locate(stable)
+                if is_below(place[0], inside) and self._local_changes.at(*place) is None:
+                    await self._goes_along(place, stable, inside, moved, copies)
         return went
 
-    async def _back(self, moved: Directory, inside: Directory, copies: Mapping[str, ObjectInfo]) -> bool:
+    async def _goes_along(
+        self, place: Place, stable: int, inside: Directory, moved: Directory, copies: Copied
+    ) -> bool:
+        """Of a file that is open: its readers go on under the new name, if it was copied in the version that they have."""
+        row, copied = self._tree.row(*place), copies.get(_key(place)[1])
+        if row is None or copied is None or (row.etag, row.size) != (copied[0].etag, copied[0].size):
+            return False
+        to = await self._there(place[0], inside, moved), place[1]
+        await self._moved(place, Found(stable, False, row, 0.0), to, copied[1])
+        return True
+
+    async def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
+        """The directory below `moved` that is what `directory` is below `inside`."""
+        for name in _path(directory, inside):
+            moved = await self._local_changes.directory(moved, name)
+        return moved
+
+    async def _back(self, moved: Directory, inside: Directory, copies: Copied) -> bool:
         """What has gone along comes back, as far as the store lets it. Returns whether something stays."""
         try:
             await self._nodes(moved, inside, copies)
@@ -239,16 +265,34 @@ class Moving:
         return any(node.dirty_file is not None for node in self._local_changes.below(moved))
 
     async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
+        """The directories below keep their numbers, too: programs may work in them."""
         inside = self._tree.directory(found.ino)
-        self._local_changes.moved(place, to, found.ino, moved.ino)
-        self._kept.put(moved.ino, "", self._kept.get(found.ino, ""))
+        below = await self._below(inside)
+        there = [await self._there(one, inside, moved) for one in below]
+        for old, new in zip((inside, *below), (moved, *there), strict=True):
+            self._kept.put(new.ino, "", self._kept.get(old.ino, ""))
+            self._local_changes.renumbered(old.ino, new.ino)
         await self._local_changes.gone(*place, moved=True)
-        for directory in self._tree.in_use():
-            if directory is not inside and is_below(directory, inside):
-                self._lister.cancel(directory)
-                self._tree.drop(directory)
+        for directory in below:
+            self._lister.cancel(directory)
+            self._tree.drop(directory)
         await self._lister.erase(found.ino)
         self._local_changes.look_again(moved)
+
+    async def _below(self, above: Directory) -> list[Directory]:
+        """All directories below that are written down: the kernel may know any of them."""
+        found: list[Directory] = []
+        todo = [above]
+        while todo:
+            directory, after = todo.pop(), b""
+            while rows := self._tree.scan(directory, after, ROWS):
+                for mark, row in rows:
+                    if mark.endswith(b"/"):
+                        todo.append(self._tree.directory(inode_of(directory, name_in(mark), row)))
+                        found.append(todo[-1])
+                after = rows[-1][0]
+                await trio.lowlevel.checkpoint()
+        return found
 
     async def recover(self, origins: Sequence[Origin]) -> None:
         """Finish the renames of directories that a daemon died in: forward, copies first. No caller is there to be told of
@@ -290,14 +334,13 @@ class _Copies:
         self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
 
     @property
-    def made(self) -> dict[str, ObjectInfo]:
-        """The copies, by the keys of the originals."""
-        return {info.key: made for info, made in self._made}
+    def made(self) -> Copied:
+        return {info.key: (info, made) for info, made in self._made}
 
     @property
-    def undone(self) -> dict[str, ObjectInfo]:
-        """The originals, by the keys of their copies."""
-        return {made.key: info for info, made in self._made}
+    def undone(self) -> Copied:
+        """As if the copies were the originals."""
+        return {made.key: (made, info) for info, made in self._made}
 
     def to(self, info: ObjectInfo) -> str:
         return self._new + info.key.removeprefix(self._prefix)

@@ -195,7 +195,7 @@ class TreeQueries:
     async def _below(
         self, directory: Directory, above: list[bytes]
     ) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]:
-        handle = DirectoryHandle(directory)
+        handle = DirectoryHandle(directory.ino, directory)
         offset = 0
         while entries := await self._directories.read(handle, offset, SLICE):
             for entry in entries:

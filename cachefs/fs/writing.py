@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from cachefs.base.errors import AlreadyExists, IsADirectory, NotFound, NotPermit
 from cachefs.fs.attributes import DIRECTORY_SIZE, Attributes
 from cachefs.fs.changing import Changing
 from cachefs.fs.dirty_files import DirtyFiles, Opened, check_name, writable
+from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import name_in
 from cachefs.fs.local_changes import LocalChanges, Node
@@ -26,7 +28,7 @@ from cachefs.fs.tree_queries import object_of
 
 if TYPE_CHECKING:
     from cachefs.fs.attributes import Options
-    from cachefs.fs.files import OpenFiles
+    from cachefs.fs.files import FileHandle, OpenFiles
     from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
     from cachefs.fs.lookup import Looker
@@ -114,18 +116,19 @@ class Writing:
             return None
         return self._of_node(node), 0.0
 
+    def of_handle(self, handle: FileHandle) -> Attributes:
+        """Of what is open, whatever its name shows."""
+        if (node := handle.node) is not None and handle.size == DIRTY_FILE:
+            (size, mtime_ns), kept = _content(node), node.attrs
+        else:
+            size, mtime_ns = handle.object.size, handle.mtime_ns
+            kept = self._kept.get(handle.stable, handle.object.etag) if self._kept.any else _NOTHING
+        return self._shape(handle.ino, False, size, mtime_ns, kept)
+
     def _of_node(self, node: Node) -> Attributes:
-        dirty_file = node.dirty_file
-        assert dirty_file is not None
-        dirty_file.look()
-        return self._shape(
-            self._local_changes.number(node),
-            False,
-            dirty_file.size,
-            dirty_file.mtime_ns,
-            node.attrs,
-            int(not node.removed),
-        )
+        size, mtime_ns = _content(node)
+        ino = self._local_changes.number(node)
+        return self._shape(ino, False, size, mtime_ns, node.attrs, int(not node.removed))
 
     def _shape(
         self, ino: int, is_dir: bool, size: int, mtime_ns: int, kept: dict[str, Any], links: int = 1
@@ -169,10 +172,14 @@ class Writing:
         }
         news = {name: value for name, value in given.items() if value is not None}
         node = self._local_changes.nodes.get(ino)
-        if node is not None and (node.held or node.removed):
-            if node.dirty_file is not None:
-                node.dirty_file.look()  # a later one would take what is set now for older than the change
+        if node is not None and node.dirty_file is not None and (node.held or node.removed):
+            node.dirty_file.look()  # a later one would take what is set now for older than the change
             node.attrs.update(news)
+            return
+        if (parted := self._files.parted.get(ino)) is not None:  # its number may lead to another file's name
+            if "mode" in news:
+                news["mode"] |= stat.S_IFREG
+            self._files.parted[ino] = replace(parted, **news)
             return
         stable, etag = ROOT, ""
         if ino != ROOT:
@@ -236,7 +243,8 @@ class Writing:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         self._forget()
         obj = object_of(directory, mark, found.row)
-        return await self._dirty_files.open(directory, name_in(mark), ino, obj, flags, pid)
+        mtime_ns = found.row.mtime_ns
+        return await self._dirty_files.open(directory, name_in(mark), ino, obj, mtime_ns, flags, pid)
 
     def open_reader(self, directory: Directory, mark: bytes, ino: int, row: Row, pid: int) -> Opened | None:
         """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
@@ -245,6 +253,11 @@ class Writing:
         else:
             node = self._local_changes.fresh(directory, mark, row)
         return None if node is None else self._dirty_files.open_reader(node, ino, pid)
+
+    def open_again(self, handle: FileHandle, pid: int) -> Opened:
+        """Another handle to read a dirty file that is open."""
+        assert handle.node is not None
+        return self._dirty_files.open_again(handle.node, handle, pid)
 
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
         if fh is not None and self._files.get(fh).writes:
@@ -270,7 +283,7 @@ class Writing:
         obj = object_of(directory, name, found.row)
         if found.row.known and obj.size == size:
             return
-        await self._dirty_files.truncate(directory, name, ino, obj, size)
+        await self._dirty_files.truncate(directory, name, ino, obj, found.row.mtime_ns, size)
 
     def _shown(self, found: Found) -> int:
         if found.is_dir:
@@ -310,6 +323,15 @@ class Writing:
                     directory = await self._local_changes.directory(directory, name)
                 return directory, last
         raise NotFound(f"{key} is not below what is mounted")
+
+
+def _content(node: Node) -> tuple[int, int]:
+    """Size and time of a dirty file; the origin's time, once its name has shown that."""
+    dirty_file = node.dirty_file
+    assert dirty_file is not None
+    dirty_file.look()
+    info = None if node.held else dirty_file.committed
+    return dirty_file.size, dirty_file.mtime_ns if info is None else info.mtime_ns
 
 
 _NOTHING: dict[str, Any] = {}

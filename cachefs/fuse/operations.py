@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import trio
 
+from cachefs.base.errors import ObjectChanged
 from cachefs.base.ledger import NAMES, WRITES, Call, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
@@ -28,6 +29,7 @@ from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
 from cachefs.fuse.errno_table import GRACE_S, OURS, errno_of_foreign, tell
+from cachefs.fuse.walks import WalksAgain
 from cachefs.fuse.zero_open import UnopenedFiles
 
 T = TypeVar("T")
@@ -199,6 +201,7 @@ class Operations:
         self.admission = Admission()
         self.writers = Writers(device)
         self.unopened = UnopenedFiles(fs)
+        self.walks = WalksAgain(fs)
         self._fs = fs
         self._metrics = metrics
         self._writable = writable
@@ -225,6 +228,8 @@ class Operations:
 
     def lookup(self, thread: int, parent: int, name: bytes) -> Looked | Pending[Looked]:
         self._metrics.fuse_lookup += 1
+        if self.walks.until and self.walks.again(thread):
+            return Pending(LOOKUP, thread, partial(self.walks.lookup, thread, parent, name))
         found = self._fs.lookup_now(parent, name)
         if found is None:
             return Pending(LOOKUP, thread, partial(self._fs.lookup, parent, name))
@@ -232,9 +237,13 @@ class Operations:
 
     def getattr(self, thread: int, inode: int) -> Shown | Pending[Shown]:
         self._metrics.fuse_getattr += 1
-        found = self._fs.attributes_now(inode)
+        try:
+            found = self._fs.attributes_now(inode)
+        except ObjectChanged:
+            self.walks.begin(thread)
+            raise
         if found is None:
-            return Pending(GETATTR, thread, partial(self._fs.getattr, inode))
+            return Pending(GETATTR, thread, partial(self._known, thread, partial(self._fs.getattr, inode)))
         return found
 
     def statfs(self) -> Space:
@@ -281,10 +290,23 @@ class Operations:
         self._metrics.fuse_open += 1
         if flags & WRITING and self._writable:
             return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags))
-        opened = self._fs.open_now(inode, flags, thread)
+        try:
+            opened = self._fs.open_now(inode, flags, thread)
+        except ObjectChanged:
+            self.walks.begin(thread)
+            raise
         if opened is None:
-            return Pending(OPEN, thread, partial(self._fs.open, inode, flags, thread))
+            work = partial(self._fs.open, inode, flags, thread)
+            return Pending(OPEN, thread, partial(self._known, thread, work))
         return opened
+
+    async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
+        """The answer about a file that the kernel has looked up. It walks the path again where that is another by now."""
+        try:
+            return await work()
+        except ObjectChanged:
+            self.walks.begin(thread)
+            raise
 
     async def _open_to_write(self, thread: int, inode: int, flags: int) -> Opened:
         opened = await self._fs.open(inode, flags, thread)

@@ -516,7 +516,8 @@ class Uploads:
             while dirty_file.handles:
                 dirty_file.release()
         else:
-            log.warning("%s was being written and is given up", dirty_file.origin.name(dirty_file.key))
+            if not dirty_file.discarded:
+                log.warning("%s was being written and is given up", dirty_file.origin.name(dirty_file.key))
             await self.discard(dirty_file, replaced=True)
 
     def status(self) -> dict[str, Any]:

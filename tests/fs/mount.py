@@ -133,6 +133,11 @@ class Mount:
         finally:
             await self.close_file(fh)
 
+    async def fstat(self, fh: int) -> Attributes:
+        """fstat(2): the kernel asks by the number that was opened."""
+        ino = self.fs._files.get(fh).ino
+        return (self.fs.attributes_now(ino) or await self.fs.getattr(ino))[0]
+
     async def pread(self, fh: int, offset: int = 0, size: int = 1 << 20) -> bytes:
         now = self.fs.read_now(fh, offset, size)
         return bytes(await self.fs.read(fh, offset, size) if now is None else now)

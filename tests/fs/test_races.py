@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -33,6 +33,8 @@ HISTORIES = int(os.environ.get("CACHEFS_RACES", "12"))
 
 PATHS = ["a", "b", "c", "dir/x", "dir/y", "other/x"]
 DIRECTORIES = ["dir", "other"]
+T = TypeVar("T")
+
 USUAL = (NotFound, AlreadyExists, IsADirectory, NotADirectory, NotEmpty, Invalid)
 
 
@@ -70,6 +72,7 @@ class Actor:
                     "chmod",
                     "replace",
                     "poll",
+                    "look",
                 ]
             )
             try:
@@ -123,8 +126,31 @@ class Actor:
                 data += await self.world.mount.pread(fh, len(data), 10)
                 await trio.sleep(self.rng.choice((0, 0.001)))
             assert data and data == data[:1] * len(data) and len(data) in (5, 20, 40)
+            for _ in range(4):  # all of it is cached or staged by now
+                assert await self.answered(self.world.mount.pread, fh) == data
+                assert (await self.answered(self.world.mount.fstat, fh)).size == len(data)
+                await trio.sleep(self.rng.choice((0, 0.001)))
         finally:
             await self.world.mount.close_file(fh)
+
+    async def look(self) -> None:
+        """A descriptor can be looked at, whatever becomes of its name."""
+        fh = await self.world.mount.open(self.path())
+        try:
+            ino = (await self.answered(self.world.mount.fstat, fh)).ino
+            for _ in range(6):
+                await trio.sleep(self.rng.choice((0, 0.001, 0.005)))
+                found = await self.answered(self.world.mount.fstat, fh)
+                assert not found.is_dir and found.ino == ino and found.nlink in (0, 1)
+        finally:
+            await self.world.mount.close_file(fh)
+
+    async def answered(self, what: Callable[[int], Awaitable[T]], fh: int) -> T:
+        """A question about an open file that no change of names may answer with an error."""
+        try:
+            return await what(fh)
+        except CachefsError as exc:
+            raise AssertionError(f"{what.__name__} of an open file: {exc!r}") from exc
 
     async def list(self) -> None:
         await self.world.mount.entries()

@@ -1,0 +1,338 @@
+"""A handle is of the file that was opened: what is shown of it, and its bytes, stay when its name goes to another one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.fs.attributes import Attributes
+from cachefs.fuse.operations import Operations, Pending
+from tests.fs.bucket import Bucket, WritableBucket
+from tests.fs.mount import ROOT, Mount, mounted
+from tests.fs.test_writing_model import WRITERS, World
+from tests.fs.writers import MemoryWriter
+
+RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
+
+Change = Callable[[Mount], Awaitable[None]]
+
+
+async def unlink(mount: Mount) -> None:
+    await mount.unlink("d/f")
+
+
+async def rename_over(mount: Mount) -> None:
+    await mount.write("d/new", b"another")
+    await mount.rename("d/new", "d/f")
+
+
+async def rename_a_stored_file_over(mount: Mount) -> None:
+    await mount.rename("d/g", "d/f")
+
+
+async def unlink_and_create(mount: Mount) -> None:
+    await mount.unlink("d/f")
+    await mount.write("d/f", b"another")
+
+
+async def unlink_and_put_the_same_back(mount: Mount) -> None:
+    data = await mount.read("d/f")
+    await mount.unlink("d/f")
+    await mount.write("d/f", data)
+
+
+LOCAL = [unlink, rename_over, rename_a_stored_file_over, unlink_and_create, unlink_and_put_the_same_back]
+
+
+def shown(found: Attributes) -> tuple[Any, ...]:
+    return found.ino, found.mode, found.size, found.mtime_ns, found.uid, found.gid
+
+
+@pytest.mark.parametrize("change", LOCAL)
+@pytest.mark.parametrize("written", ["at the origin", "here", "here, and closed", "open for writing"])
+@pytest.mark.parametrize("mode", WRITERS)
+async def test_a_local_change_of_its_name(mode: str, written: str, change: Change, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        world = World(tmp_path, nursery, writeback=mode == "writeback")
+        await world.start()
+        mount, data = world.mount, world.bucket.content("dir/x")
+        await mount.rename("dir", "d")
+        await mount.write("d/g", b"gee")
+        if written == "at the origin":
+            await mount.rename("d/x", "d/f")
+            assert not await world.uploads.flush()
+        else:
+            data = b"was written here"
+            await mount.write("d/f", data)
+        ino = await mount.ino("d/f")
+        await mount.fs.setattr(ino, mode=0o640, mtime_ns=1_234_567_890_000_000_000)
+        fh = await mount.open("d/f", os.O_RDWR if written == "open for writing" else os.O_RDONLY)
+        other = await mount.open("d/f") if written == "here, and closed" else None
+        if other is not None:
+            await mount.close_file(other)
+        assert await mount.pread(fh) == data
+        before = await mount.fstat(fh)
+        assert before.mode & 0o777 == 0o640 and before.nlink == 1
+        await change(mount)
+        for _ in range(2):
+            after = await mount.fstat(fh)
+            assert shown(after) == shown(before) and after.nlink == 0
+            assert await mount.pread(fh) == data
+            assert not await world.uploads.flush()
+        found = await mount.stat("d/f")
+        assert (found is None) == (change is unlink)
+        if found is not None:
+            assert found.nlink == 1 and found.ino != after.ino
+        # What is set of the descriptor is not set of the name, and the other way round.
+        await mount.fs.setattr(after.ino, mode=0o600)
+        assert (await mount.fstat(fh)).mode & 0o777 == 0o600
+        if found is not None:
+            now = await mount.stat("d/f")
+            assert now is not None and now.mode == found.mode
+            await mount.fs.setattr(await mount.ino("d/f"), mode=0o611)
+            assert (await mount.fstat(fh)).mode & 0o777 == 0o600
+        # It can be opened once more, as through /proc/self/fd, or by who looked it up before.
+        again = (
+            mount.fs.open_now(after.ino, os.O_RDONLY, 2) or await mount.fs.open(after.ino, os.O_RDONLY, 2)
+        )[0]
+        assert await mount.pread(again) == data
+        await mount.close_file(fh)
+        assert await mount.pread(again) == data and (await mount.fstat(again)).nlink == 0
+        await mount.close_file(again)
+        assert not mount.fs._files.parted and not mount.fs._files._apart
+        await world.stop()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+@pytest.mark.parametrize("writable", [False, True])
+async def test_a_change_at_the_origin(change: str, writable: bool) -> None:
+    bucket = WritableBucket(["d/f"])
+    async with mounted(
+        bucket, metadata_ttl=1.0, negative_ttl=1.0, writer=MemoryWriter() if writable else None
+    ) as mount:
+        fh = await mount.open("d/f")
+        data, before = await mount.pread(fh), await mount.fstat(fh)
+        if change == "replaced":
+            bucket.set("d/f", size=20, version=1)
+        else:
+            del bucket.objects["d/f"]
+        mount.clock.now += 2
+        for _ in range(3):
+            found = await mount.stat("d/f")
+            assert found is None if change == "removed" else found is not None and found.size == 20
+            after = await mount.fstat(fh)
+            assert shown(after) == shown(before)
+            assert await mount.pread(fh) == data
+        mount.bytes.warm.clear()
+        with pytest.raises(ObjectChanged):
+            await mount.pread(fh)
+        assert shown(await mount.fstat(fh)) == shown(before)
+        await mount.close_file(fh)
+
+
+async def test_a_change_that_fstat_itself_notices() -> None:
+    bucket = Bucket(["f"])
+    async with mounted(bucket, metadata_ttl=1.0, negative_ttl=1.0) as mount:
+        fh = await mount.open("f")
+        before = await mount.fstat(fh)
+        bucket.put("f", size=20, version=1)
+        mount.clock.now += 2
+        heads = len(bucket.heads)
+        for _ in range(3):
+            assert shown(await mount.fstat(fh)) == shown(before)
+        assert len(bucket.heads) == heads + 1  # nobody asks for a version that is gone
+        mount.fs.release(fh)
+
+
+async def test_an_alias_that_is_open_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cachefs.fs import files
+
+    monkeypatch.setattr(files, "ALIASES_REMEMBERED", 1)
+    bucket = Bucket(["a", "b", "c"])
+    async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0, revalidate_at_open=True) as mount:
+        held = [await mount.open(name) for name in "abc"]
+        for name in "abc":
+            bucket.put(name, size=20, version=1)
+        held += [await mount.open(name) for name in "abc"]
+        assert [(await mount.fstat(fh)).size for fh in held] == [10, 10, 10, 20, 20, 20]
+        for fh in held:
+            mount.fs.release(fh)
+
+
+# -- directories -----------------------------------------------------------------------------------------
+
+
+async def listed(mount: Mount, dh: int, limit: int = 100) -> list[bytes]:
+    names: list[bytes] = []
+    offset = 0
+    while page := await mount.fs.readdir(dh, offset, limit):
+        names += [entry.name for entry in page]
+        offset = page[-1].next_offset
+    return names
+
+
+@pytest.mark.parametrize("mode", WRITERS)
+@pytest.mark.parametrize("known", ["looked up", "used"])
+async def test_a_directory_below_one_that_is_renamed(mode: str, known: str, tmp_path: Path) -> None:
+    """What the kernel does for a program whose working directory it is, and for an open descriptor of it."""
+    async with trio.open_nursery() as nursery:
+        world = World(tmp_path, nursery, writeback=mode == "writeback")
+        await world.start()
+        mount, fs = world.mount, world.mount.fs
+        deep = await mount.ino("dir/deep")
+        await fs.setattr(deep, mode=0o750)
+        dh = await fs.opendir(deep)
+        if known == "used":
+            assert await listed(mount, dh) == [b"y"]
+            await mount.write("dir/deep/z", b"zed")
+        reader, number = await mount.open("dir/deep/y"), await mount.ino("dir/deep/y")
+        data, before = await mount.pread(reader, 0, 2), await mount.fstat(reader)
+        names = ["dir", "moved", "again", "dir"]
+        for at, name in enumerate(names[1:]):
+            await mount.rename(names[at], name)
+            for ino in (deep, await mount.ino(f"{name}/deep")):
+                assert (await fs.getattr(ino))[0].ino == deep and (await fs.getattr(ino))[
+                    0
+                ].mode & 0o777 == 0o750
+            new = b"n%d" % at
+            _, _, opened = await fs.create(deep, new, os.O_RDWR, 0o644, 1, 1000, 1000)
+            await mount.close_file(opened[0])
+            await fs.mkdir(deep, b"d" + new, 0o755, 1000, 1000)
+            assert (await fs.lookup(deep, new))[0] is not None
+            assert {new, b"d" + new, b"y"} <= set(await listed(mount, dh))
+            assert set(await listed(mount, dh)) == set(await mount.names(f"{name}/deep"))
+            assert await mount.ino(f"{name}/deep/{new.decode()}")
+            # A reader of a file in it goes on, with what was not read before, too.
+            assert (await mount.fstat(reader)).ino == number == await mount.ino(f"{name}/deep/y")
+            assert (await mount.fstat(reader)).nlink == 1 and (await mount.fstat(reader)).size == before.size
+            mount.bytes.warm.clear()
+            assert (await mount.pread(reader))[:2] == data
+            if name != "dir":
+                assert await mount.stat("dir") is None
+        await mount.close_file(reader)
+        fs.releasedir(dh)
+        assert not await world.uploads.flush()
+        await world.stop()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_a_directory_that_is_renamed_while_it_is_read(limit: int) -> None:
+    bucket = WritableBucket([f"d/e/{number:02}" for number in range(10)])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        dh = await mount.fs.opendir(await mount.ino("d/e"))
+        page = await mount.fs.readdir(dh, 0, limit)
+        names = [entry.name for entry in page]
+        for new in ("moved", "again"):
+            await mount.rename("d" if new == "moved" else "moved", new)
+            page = await mount.fs.readdir(dh, page[-1].next_offset, limit)
+            names += [entry.name for entry in page]
+        while page := await mount.fs.readdir(dh, page[-1].next_offset, limit):
+            names += [entry.name for entry in page]
+        assert names == [b"%02d" % number for number in range(10)]
+        mount.fs.releasedir(dh)
+
+
+async def test_a_directory_that_is_removed() -> None:
+    bucket = WritableBucket(["d/e/f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        ino = await mount.ino("d/e")
+        dh = await mount.fs.opendir(ino)
+        await mount.unlink("d/e/f")
+        assert await listed(mount, dh) == []
+        await mount.rmdir("d/e")
+        with pytest.raises(NotFound):  # getdents(2) gives ENOENT, which readdir(3) takes for the end
+            await listed(mount, dh)
+        found, ttl = mount.fs.attributes_now(ino) or await mount.fs.getattr(ino)
+        assert (found.ino, found.is_dir, found.nlink, ttl) == (ino, True, 0, 0)
+        await mount.mkdir("d/e")
+        await mount.write("d/e/other", b"")
+        assert await mount.names("d/e") == [b"other"]
+        mount.fs.releasedir(dh)
+
+
+# -- between lookup and open -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", WRITERS)
+async def test_an_open_file_is_opened_again_while_its_name_goes_to_another(mode: str, tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        world = World(tmp_path, nursery, writeback=mode == "writeback")
+        await world.start()
+        mount = world.mount
+        await mount.write("dir/f", b"first")
+        await mount.write("dir/new", b"second")
+        held = await mount.open("dir/f")
+        ino = (await mount.fstat(held)).ino
+        assert await mount.pread(held) == b"first"  # it is cached
+        opened: list[int] = []
+
+        async def open_again() -> None:
+            opened.append((await mount.fs.open(ino, os.O_RDONLY, 2))[0])
+
+        async with trio.open_nursery() as both:
+            both.start_soon(mount.rename, "dir/new", "dir/f")
+            for _ in range(40):
+                both.start_soon(open_again)
+                await trio.sleep(0.0001)
+        for fh in opened:
+            assert await mount.pread(fh) in (b"first", b"second")
+            assert (await mount.pread(fh) == b"first") == ((await mount.fstat(fh)).nlink == 0)
+            await mount.close_file(fh)
+        assert len(opened) == 40
+        await mount.close_file(held)
+        await world.stop()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("stat", [False, True])
+async def test_what_a_second_walk_finds_can_be_opened(stat: bool) -> None:
+    """The kernel walks a path once more after ESTALE, and tells the program of the second one."""
+    bucket = WritableBucket()
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        operations = Operations(mount.fs, mount.metrics, 5.0, writable=True)
+
+        async def answer(found: Any) -> Any:
+            return await operations.begin(found).answer() if isinstance(found, Pending) else found
+
+        async def replace(data: bytes) -> None:
+            await mount.write("new", data)
+            await mount.rename("new", "f")
+
+        async def walk(thread: int) -> int:
+            return int((await answer(operations.lookup(thread, ROOT, b"f")))[0].ino)
+
+        await mount.write("f", b"0")
+        numbers = [await walk(1), await walk(2)]
+        await replace(b"1")
+        for thread, ino in enumerate(numbers, 1):
+            with pytest.raises(ObjectChanged):
+                if stat:
+                    await answer(operations.getattr(thread, ino))
+                else:
+                    await answer(operations.open(thread, ino, os.O_RDONLY))
+            if thread == 2:
+                await trio.sleep(10)  # this one does not walk again soon
+        assert len(mount.fs._files) == 0
+        number = await walk(1)
+        assert len(mount.fs._files) == 0
+        await replace(b"2")
+        with pytest.raises(ObjectChanged):
+            await answer(operations.open(1, number, os.O_RDONLY))
+        number = await walk(1)
+        assert len(mount.fs._files) == 1
+        assert await mount.read("f") == b"2"  # from now on it is cached
+        await replace(b"3")
+        fh = (await answer(operations.open(1, number, os.O_RDONLY)))[0]
+        assert await mount.pread(fh) == b"2"
+        assert (await answer(operations.getattr(1, number)))[0].nlink == 0
+        operations.release(fh)
+        await trio.sleep(10)
+        assert len(mount.fs._files) == 0
