@@ -155,6 +155,35 @@ class Uploads:
         self._dirty_files[name] = dirty_file
         return dirty_file
 
+    @property
+    def takes(self) -> bool:
+        """False if `take` never succeeds."""
+        return self._store is not None and self._passthrough.possible
+
+    def take(
+        self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
+    ) -> DirtyFile | None:
+        """A dirty file that is to replace `base` and holds its content, so it is not dirty: its staging file is the cache's
+        file of that version, which the kernel has as `backing` for as many `users`, all of them the caller's. None while
+        others use that file."""
+        name = uuid4().hex
+        path = self._staging / name
+        fd = self._store.take_out(backing, users, path) if self._store is not None and self.takes else None
+        if fd is None:
+            return None
+        file = StagingFile(path, self._threads, fd=fd)
+        dirty_file = DirtyFile(
+            *(self, name, origin, base.key, file, base.size),
+            base=base.etag,
+            mtime_ns=base.mtime_ns,
+            attrs=attrs,
+        )
+        dirty_file.stored_as(0, base)
+        dirty_file.synced = 0
+        self._passthrough.share(dirty_file, backing.id)
+        self._dirty_files[name] = dirty_file
+        return dirty_file
+
     def open(self, dirty_file: DirtyFile) -> None:
         """One user more, reader or writer."""
         dirty_file.open()
@@ -180,9 +209,8 @@ class Uploads:
         self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]
     ) -> None:
         """From now on the kernel writes files by itself; see `Passthrough`. Not where parts are sent while they are
-        written."""
-        if self._writeback:
-            self._passthrough.to(tell, retire)
+        written: there only what it has for readers."""
+        self._passthrough.to(tell, retire, direct=not self._writeback)
 
     async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
@@ -302,7 +330,7 @@ class Uploads:
         self._push(dirty_file)
 
     def _push(self, dirty_file: DirtyFile) -> None:
-        if not self._writeback and not dirty_file.discarded:
+        if not (self._writeback or dirty_file.discarded or dirty_file.shared):
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
@@ -372,6 +400,14 @@ class Uploads:
             try:
                 if dirty_file.in_passthrough and not dirty_file.reclaim():
                     return
+                if dirty_file.shared and not dirty_file.handles:
+                    written = dirty_file.file.written()
+                    if dirty_file.look():
+                        self._queue.plan(dirty_file, 0.0)
+                        return
+                    if written:  # a mapping outlives its close
+                        self._settle_later(dirty_file)
+                        return
             except CachefsError:  # its file cannot be opened now
                 self._settle_later(dirty_file)
                 return
