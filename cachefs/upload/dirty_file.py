@@ -114,6 +114,7 @@ class DirtyFile:
         self.writers = 0  # who write it by themselves
         self.in_passthrough = False  # a process may write it without our hearing of it
         self.shared = False  # it is the backing file of readers: a process may map it, and write that unseen
+        self.mapped = False  # of one that is shared: no writer has it open, and one may still write it
         self._shape: Shape | None = None
         self._owner = owner
         self._at_store: tuple[int, ObjectInfo] | None = None
@@ -129,8 +130,8 @@ class DirtyFile:
 
     @property
     def committed(self) -> ObjectInfo | None:
-        """The version of the store that has exactly this content; None while dirty."""
-        return None if self.dirty or self._at_store is None else self._at_store[1]
+        """The version of the store that has exactly this content; None while dirty, or while a mapping may make it so."""
+        return None if self.dirty or self.mapped or self._at_store is None else self._at_store[1]
 
     @property
     def stored(self) -> ObjectInfo | None:
@@ -318,6 +319,13 @@ class DirtyFile:
         with self.file.used():
             self._shape = self.file.open_backing()
         self.shared = True
+
+    def look_for_mappings(self) -> None:
+        """Of one that is shared and that no writer has open: find out what is written, and if more may be. Raises
+        `CacheUnusable`."""
+        self.mapped = True
+        self.mapped = self.file.written()
+        self.look()
 
     def may_be_written(self) -> None:
         """An earlier run may have had it in passthrough."""

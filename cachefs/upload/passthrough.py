@@ -111,6 +111,11 @@ class Passthrough:
         """One of its writers has closed it."""
         dirty_file.writers -= 1
         if self._direct:
+            if not dirty_file.writers and not dirty_file.discarded:
+                try:
+                    dirty_file.look_for_mappings()
+                except CachefsError as exc:
+                    log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
             return
         self._writers -= 1
         if dirty_file.writers or dirty_file.discarded:

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import NOTES, Journal
 from cachefs.upload.naming import Names
 from cachefs.upload.passthrough import Passthrough, StagingBacking
-from cachefs.upload.queue import Queue, in_vain
+from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Preconditions
@@ -45,6 +46,10 @@ FLUSHED_AT_ONCE = 64
 
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
+
+UNMAPPED_S = 0.01
+"""How long after a close is looked again whether the file is still open for writing: the kernel tells of a close before it
+has closed the file that is behind it. Guessed."""
 
 SETTLE_AGAIN_S = 1.0
 """How long a dirty file is kept that cannot be settled yet, before that is tried again. Guessed."""
@@ -222,8 +227,26 @@ class Uploads:
     def returned(self, dirty_file: DirtyFile) -> None:
         """One passthrough writer has closed it. Never raises, never waits."""
         self._passthrough.returned(dirty_file)
-        if not dirty_file.writers and dirty_file.acknowledged:
+        if not dirty_file.writers and (dirty_file.acknowledged or dirty_file.shared):
             self._plan(dirty_file)
+        if dirty_file.mapped:
+            contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
+
+    async def _until_unmapped(self, dirty_file: DirtyFile) -> None:
+        """Upload what is written through mappings that outlive their close, until there are none."""
+        wait_s = UNMAPPED_S
+        while dirty_file.mapped:
+            await trio.sleep(wait_s)
+            wait_s = STILL_WRITTEN_S
+            if dirty_file.writers or dirty_file.discarded:
+                return  # the last of them begins again, if need be
+            with suppress(CachefsError):
+                dirty_file.look_for_mappings()
+            self._plan(dirty_file)
+        if (info := dirty_file.committed) is not None:
+            self.on_committed(dirty_file, info)
+            if not dirty_file.handles:
+                await self._settle(dirty_file)
 
     def unmounted(self) -> None:
         """The kernel will report no more closes. Files that are still being written are found before they are sent."""
@@ -400,14 +423,6 @@ class Uploads:
             try:
                 if dirty_file.in_passthrough and not dirty_file.reclaim():
                     return
-                if dirty_file.shared and not dirty_file.handles:
-                    written = dirty_file.file.written()
-                    if dirty_file.look():
-                        self._queue.plan(dirty_file, 0.0)
-                        return
-                    if written:  # a mapping outlives its close
-                        self._settle_later(dirty_file)
-                        return
             except CachefsError:  # its file cannot be opened now
                 self._settle_later(dirty_file)
                 return
