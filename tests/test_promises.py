@@ -156,6 +156,14 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_writing.py::TestWriteback::test_unmounting_that_must_not_leave_anything",
         "tests/mount/test_writing_crash.py::TestDurable::test_after_a_close_that_failed",
     ),
+    "All descriptors and mappings of a file on one node see one content under one inode number, whichever was opened"
+    " first, and their locks meet: a reader sees what a later writer appends, patches or truncates.": (
+        "tests/mount/test_descriptors.py::TestAReaderThatWasThereBefore::test_sees_the_change",
+        "tests/mount/test_descriptors.py::TestAReaderThatWasThereBefore::test_follows_a_log",
+        "tests/mount/test_descriptors.py::TestLocks::test_of_flock_meet",
+        "tests/mount/test_descriptors.py::TestLocks::test_of_fcntl_meet",
+        "tests/mount/test_descriptors.py::TestDatabases::test_sqlite_with_a_reader_that_came_first",
+    ),
     "Reading back what was written on this node sends no request to the origin.": (
         "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",
         "tests/store/test_adopting.py::test_what_was_adopted_is_passthrough_and_read_at_once",
