@@ -370,3 +370,45 @@ class TestWhatItCosts:
         assert os.pread(reader, 2 * MIB, 0) == data + b"appended"
         os.close(reader)
         flushed(mount)
+
+
+class TestSources:
+    def test_a_directory_of_this_machine(self, mounted: Mounted, backend: str, tmp_path: Path) -> None:
+        (tmp_path / "source").mkdir()
+        there = tmp_path / "source" / "f"
+        there.write_bytes(content("f", MIB))
+        mount = mounted(f"file://{there.parent}", read_only=False, ram=0)
+        settle(mount, backend, "f")
+        path = mount.path / "f"
+        with path.open("rb") as reader:
+            fcntl.flock(reader, fcntl.LOCK_EX)
+            for change in (append, patch, truncate, empty_and_write):
+                change(path)
+                assert os.pread(reader.fileno(), 2 * MIB, 0) == there.read_bytes()
+                assert os.fstat(reader.fileno()).st_size == there.stat().st_size
+            with path.open("r+b") as writer, pytest.raises(BlockingIOError):
+                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert path.read_bytes() == content("new", 6000)
+
+
+class TestKilled:
+    def test_a_change_that_was_not_closed_is_no_change(
+        self, mount: Mount, bucket: Bucket, backend: str
+    ) -> None:
+        """The cache has given the file away: it is fetched again, and never what was half written into it."""
+        data = bucket.put("f", SIZE)
+        path = mount.path / "f"
+        settle(mount, backend, "f")
+        reader, writer = os.open(path, os.O_RDONLY), os.open(path, os.O_RDWR)
+        os.pwrite(writer, b"half", 0)
+        assert os.pread(reader, 4, 0) == b"half"
+        mount.kill()
+        if backend == "native":
+            assert os.pread(reader, SIZE, 0) == b"half" + data[4:], "the kernel has it"
+        for fd in (reader, writer):
+            with suppress(OSError):
+                os.close(fd)
+        mount.start()
+        assert path.read_bytes() == data == stored(bucket, "f")
+        assert mount.metrics()["checksum_failures"] == 0
+        assert not os.listdir(mount.cache / "staging")
