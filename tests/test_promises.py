@@ -88,8 +88,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_file_is_read_again_without_a_read_message",
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_small_file_costs_one_open_and_one_release",
     ),
-    "On the native backend, a file that is whole and verified on one tier when it is opened is read "
-    "without a READ message, in any access pattern and after the kernel drops its pages.": (
+    "On the native backend, a file that is whole and verified on one tier (where it can be written, on SSD) when it is"
+    " opened is read without a READ message, in any access pattern and after the kernel drops its pages.": (
+        "tests/mount/test_descriptors.py::TestWhatItCosts::test_nothing_where_nothing_is_written",
         "tests/mount/test_passthrough.py::TestWholeFiles::test_are_read_without_the_daemon",
         "tests/mount/test_passthrough.py::TestWholeFiles::test_of_every_size",
         "tests/mount/test_passthrough.py::test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_the_daemon",
