@@ -111,8 +111,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_file_is_read_again_without_a_read_message",
         "tests/mount/test_kernel.py::TestMessages::test_a_warm_small_file_costs_one_open_and_one_release",
     ),
-    "On the native backend, a file that is whole and verified on one tier when it is opened is read "
-    "without a READ message, in any access pattern and after the kernel drops its pages.": (
+    "On the native backend, a file that is whole and verified on one tier (where it can be written, on SSD) when it is"
+    " opened is read without a READ message, in any access pattern and after the kernel drops its pages.": (
+        "tests/mount/test_descriptors.py::TestWhatItCosts::test_nothing_where_nothing_is_written",
         "tests/mount/test_passthrough.py::TestWholeFiles::test_are_read_without_the_daemon",
         "tests/mount/test_passthrough.py::TestWholeFiles::test_of_every_size",
         "tests/mount/test_passthrough.py::test_a_file_that_lies_in_ram_and_on_ssd_is_gathered_and_then_read_without_the_daemon",
@@ -178,6 +179,14 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_writing.py::TestWriteback::test_only_what_is_below_a_path",
         "tests/mount/test_writing.py::TestWriteback::test_unmounting_that_must_not_leave_anything",
         "tests/mount/test_writing_crash.py::TestDurable::test_after_a_close_that_failed",
+    ),
+    "All descriptors and mappings of a file on one node see one content under one inode number, whichever was opened"
+    " first, and their locks meet: a reader sees what a later writer appends, patches or truncates.": (
+        "tests/mount/test_descriptors.py::TestAReaderThatWasThereBefore::test_sees_the_change",
+        "tests/mount/test_descriptors.py::TestAReaderThatWasThereBefore::test_follows_a_log",
+        "tests/mount/test_descriptors.py::TestLocks::test_of_flock_meet",
+        "tests/mount/test_descriptors.py::TestLocks::test_of_fcntl_meet",
+        "tests/mount/test_descriptors.py::TestDatabases::test_sqlite_with_a_reader_that_came_first",
     ),
     "Reading back what was written on this node sends no request to the origin.": (
         "tests/mount/test_writing.py::TestContent::test_a_large_file_goes_in_parts_and_is_read_back_from_here",

@@ -432,7 +432,10 @@ class Daemon:
             self._fs.enable_passthrough(self._register_backing)
             self._store.on_retired = backend.retire
             if self._uploading is not None:
-                self._uploading.uploads.enable_passthrough(backend.register, backend.retire)
+                uploads = self._uploading.uploads
+                uploads.enable_passthrough(backend.register, backend.retire)
+                for tier in self._store.tiers if not uploads.takes else ():
+                    self._store.refuse(tier, "the file system of the cache directory has no leases")
         if config.zero_open and backend.name == "native":
             self._fs.never_opened()
         elif config.zero_open:

@@ -146,7 +146,7 @@ class Fetcher:
         self._flying: set[InFlightFetch] = set()
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
-        self.passthrough = False
+        self.passthrough = self.written = False
         self._on_read: ReadHook | None = None
         self._not_passed: Container[bytes] = frozenset()
 
@@ -173,7 +173,8 @@ class Fetcher:
     def open_backing(self, opened: OpenedObject) -> Backing | None:
         if not self._passthrough_ready(opened.id):
             return None
-        return self._store.open_backing(self._store.object(opened.id))
+        on_disk = self.written and opened.origin.can_write
+        return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
 
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed

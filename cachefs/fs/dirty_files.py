@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 Opened = tuple[int, bool, int]
 
+TAKEN_S = 1.0
+"""How long a writer waits for other users of a file that its readers have in passthrough: reads of the daemon, for example
+for another node. Guessed: longer than any of them takes, unless the disk fails."""
+
 
 class DirtyFiles:
     """`wall` is seconds since the epoch: new files show it."""
@@ -95,6 +99,7 @@ class DirtyFiles:
         with another number."""
         writable(directory)
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
+        node = node or await self._take(directory, name, ino, obj)
         if node is None:
             opened = self._files.open(ino, writable(directory), obj, mtime_ns, pid, writes=True)
             node = Node(directory, name, self._files.stable(ino), ino, stored=True)
@@ -114,6 +119,22 @@ class DirtyFiles:
         except BaseException:
             self.release(opened[0])
             raise
+
+    async def _take(self, directory: Directory, name: bytes, ino: int, obj: ObjectId) -> Node | None:
+        """The node of a file that readers have in passthrough. Its dirty file is that very file, so that they see what is
+        written; it begins with the open, because a mapping is written unseen. None if no reader has it so, or if others use
+        the cache's file for longer than `TAKEN_S`."""
+        with trio.move_on_after(TAKEN_S):
+            while (handles := self._files.under(ino)) and (backing := handles[0].backing) is not None:
+                node = Node(directory, name, self._files.stable(ino), ino, stored=True)
+                attrs = self._kept.get(node.stable, obj.etag)
+                base = self._local_changes.info(directory, name, obj)
+                dirty_file = self._writer.take(node.origin, base, backing, len(handles), attrs)
+                if dirty_file is not None:
+                    self._local_changes.share(node, dirty_file, handles)
+                    return node
+                await trio.sleep(TAKEN_S / 100)
+        return None
 
     def open_reader(self, node: Node, ino: int, pid: int) -> Opened:
         """A handle to read what is being written."""

@@ -9,8 +9,8 @@ Another law is the kernel's own: all handles that are open under one number are 
 cache or from a backing file of ours (`Backing`; all of them share that one). So the first handle decides.
 
 What is written here is a version, too, from its first change to the moment when the store has it
-(`cachefs.fs.local_changes`): all handles under the number turn to it together. A file in passthrough cannot turn, so a
-process that wants to write it gets an alias.
+(`cachefs.fs.local_changes`): all handles under the number turn to it together. For readers that have a file of the cache
+in passthrough, that very file becomes the dirty file. While others use it, too, a process that wants to write gets an alias.
 
 A file that was moved keeps its number as long as the mount lives, since the kernel goes on using it: the number of its new
 path is shown as that one.

@@ -112,7 +112,7 @@ class FileSystem(Writes):
     def enable_passthrough(self, kernel: PassthroughHook) -> None:
         """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""
         self._files.on_passthrough = kernel
-        self._reader.passthrough = True
+        self._reader.passthrough, self._reader.written = True, self._writing is not None
 
     def never_opened(self) -> None:
         """The kernel opens files without asking: whatever changes is shown under another number from then on."""

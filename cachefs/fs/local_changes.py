@@ -25,6 +25,7 @@ from cachefs.fs.keys import mark_of_directory
 from cachefs.fs.pages import pin, write_answer
 from cachefs.fs.rows import Row, encode
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.fs.files import FileHandle, OpenFiles
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
-    from cachefs.origin.protocol import ObjectInfo
 
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,19 @@ class LocalChanges:
         node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
         self._by_dirty_file[dirty_file.id] = node
         self.add(node)
+
+    def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
+        """The store's object that is at a name, as it is known here."""
+        row = self._tree.row(directory, name)
+        return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
+
+    def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
+        """What its readers have in passthrough is the dirty file from now on, under the same number."""
+        self.give(node, dirty_file)
+        for handle in handles:
+            self.attach(handle, node)
+            handle.backing = dirty_file.backing
+        self.on_change()
 
     async def hold(self, node: Node) -> None:
         """From now on its name shows its dirty file, and all handles under its number read that."""

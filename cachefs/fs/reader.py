@@ -23,9 +23,11 @@ class Backing(Protocol):
 
 class Reader(Protocol):
     """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `passthrough` says that
-    files are opened in passthrough, and worth making ready for it; `in_flight_fetches` are transfers under way."""
+    files are opened in passthrough, and worth making ready for it, `written` that what is opened may be changed here
+    (`Writer.take`); `in_flight_fetches` are transfers under way."""
 
     passthrough: bool
+    written: bool
     in_flight_fetches: int
 
     def open(self, origin: Origin, obj: ObjectId) -> Any:

@@ -43,6 +43,10 @@ class DirtyFile(Protocol):
         ...
 
     @property
+    def backing(self) -> Backing | None:
+        """Its file, while the kernel has it."""
+
+    @property
     def attrs(self) -> dict[str, Any]: ...
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
@@ -86,6 +90,12 @@ class Writer(Protocol):
     ) -> Any:
         """A new dirty file that is to replace `base`, with its first `upto` bytes (None: all), or a new file. Raises
         `ObjectChanged` when the store has `base` no more."""
+
+    def take(
+        self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: dict[str, Any]
+    ) -> Any | None:
+        """A dirty file that is to replace `base` and begins with its content, in the very file that the kernel has as
+        `backing`: its `users`, all of them the caller's, have the dirty file from now on. None while others use the file."""
 
     def open(self, dirty_file: Any) -> None: ...
     def release(self, dirty_file: Any) -> None:

@@ -144,6 +144,7 @@ def _native(
         zero_open=config.zero_open,
         keep_listings=immutable and not writable and keeps_listings(platform.release()),
         writable=writable,
+        direct_writers=not config.writeback,
     )
     passthrough = False
     if config.zero_open:

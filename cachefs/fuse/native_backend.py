@@ -67,7 +67,8 @@ _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 class NativeBackend:
     """`zero_open` has the kernel open files without a request, and `keep_listings` lets it keep what it has read of a
-    directory: both only where no object ever changes. `writable` is how the connection was made."""
+    directory: both only where no object ever changes. `writable` is how the connection was made. With `direct_writers`, a
+    handle that is opened for writing reads and writes through the daemon even when its file is in passthrough."""
 
     name = "native"
     max_background = MAX_BACKGROUND
@@ -83,6 +84,7 @@ class NativeBackend:
         zero_open: bool = False,
         keep_listings: bool = False,
         writable: bool = False,
+        direct_writers: bool = False,
     ) -> None:
         self.agreed = agreed
         self.operations = Operations(fs, metrics, deadline_s, writable=writable, device=lambda: device.number)
@@ -92,6 +94,7 @@ class NativeBackend:
         self._write = device.write
         self._zero_open = zero_open
         self._directory_flags = int(Flags.KEEP_CACHE | Flags.CACHE_DIR) if keep_listings else 0
+        self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
         self._user = (0, 0)  # uid and gid of the request that is being handled
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
         self._signalled: set[int] = set()  # those of them that had a signal and went on
@@ -316,12 +319,12 @@ class NativeBackend:
         self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
 
     def _opened_to_write(self, unique: int, opened: Opened) -> None:
-        self._opened(unique, opened, 0)
+        self._opened(unique, opened, self._writer_flags if opened[2] else 0)
 
     def _created(self, unique: int, made: Created) -> None:
         attributes, ttl, opened = made
         fields = entry(attributes, ttl, least=0.0 if attributes.size else NEW_S)
-        self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, 0)
+        self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[2] else 0)
 
     def _hand_over(
         self, reply: struct.Struct, unique: int, fields: tuple[int, ...], opened: Opened, flags: int

@@ -98,6 +98,7 @@ class Setattr(IntFlag):
 class Opened(IntFlag):
     """How the kernel is to treat a handle."""
 
+    DIRECT_IO = 1 << 0
     KEEP_CACHE = 1 << 1
     CACHE_DIR = 1 << 3
     NOFLUSH = 1 << 5

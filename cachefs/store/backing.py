@@ -4,6 +4,10 @@ A version is opened in passthrough from one tier, when all its blocks lie there 
 open its file is immutable (`tier.IMMUTABLE`): a process may keep a mapping of it long after it closed the file, and
 longer than the daemon lives. `space.py` never changes such a file, it only unlinks it.
 
+What a program on this node writes into a file is seen by those who have it open. So on a mount that can be written, the
+file of a version that is about to be changed leaves the cache first (`take_out`): it is the staging file from then on, and
+its readers have it already. A file in memory cannot become one.
+
 While a backing file has users, all copies of the version on its tier are pinned. Without users it is *idle*: it pins nothing
 and stays registered with the kernel, so that the next open costs no system call; it is retired before its file goes.
 """
@@ -14,6 +18,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import trio
 import xxhash
@@ -111,13 +116,16 @@ class Passthrough:
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def open(self, obj: CachedObject) -> Backing | None:
-        """The version's file, if it is whole and verified on one tier. The caller gives it to `release`."""
+    def open(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
+        """The version's file, if it is whole and verified on one tier (`on_disk`: on that which `take_out` serves). The
+        caller gives it to `release`."""
         backing = obj.backing
         if backing is None:
-            backing = self._make(obj)
+            backing = self._make(obj, on_disk)
             if backing is None:
                 return None
+        elif on_disk and not backing.tier.blocking:
+            return None
         elif backing.users:
             if backing.tier.number in obj.leaving or backing.tier.disk.down:
                 return None
@@ -134,9 +142,9 @@ class Passthrough:
                 self._eviction.used(obj, copy, hit=True)
         return backing
 
-    def _make(self, obj: CachedObject) -> Backing | None:
+    def _make(self, obj: CachedObject, on_disk: bool) -> Backing | None:
         for tier in self._tiers:
-            if not tier.passthrough or self._closed or tier.disk.down:
+            if not tier.passthrough or self._closed or tier.disk.down or (on_disk and not tier.blocking):
                 continue
             copies = self._whole(obj, tier, verified=True)
             if copies is None:
@@ -207,6 +215,28 @@ class Passthrough:
             if len(self._idle) > IDLE_BACKINGS:
                 self.retire(self._idle.popitem(last=False)[0])
         obj.rest()
+
+    def take_out(self, backing: Backing, users: int, path: Path) -> int | None:
+        """The cache forgets the version, and its file goes to `path`, on the same file system, to be written there: its
+        `users` and the kernel, which has it as `backing.id`, go on with it. Returns a descriptor, for reading only. None,
+        and nothing has changed, while others use it, or where there is no such file."""
+        obj, tier = backing.object, backing.tier
+        if not tier.blocking or self._closed or tier.disk.down or tier.number in obj.leaving:
+            return None
+        copies = self._catalog.copies(obj, tier.number)
+        if backing.users != users or any(copy.pins != 1 or copy.arriving for copy in copies):
+            return None
+        try:
+            fd = tier.give(obj.id.digest, path)
+        except OSError as exc:
+            log.debug("cannot take %s out of the %s tier: %s", obj.id.key, tier.name, exc)
+            return None
+        tier.registered -= 1
+        obj.backing = None
+        self._space.drop_file(obj, tier, "changed")
+        self._space.unpin(obj, *backing.copies)
+        obj.rest()
+        return fd
 
     def refuse(self, tier: Tier, reason: str) -> None:
         """The kernel does not take this tier's files."""

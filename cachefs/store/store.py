@@ -108,6 +108,7 @@ class Store:
         self.settle, self.end_fill = fills.settle, fills.end
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
         self.release_backing = self._passthrough.release
+        self.take_out = self._passthrough.take_out
         self.make_immutable, self.refuse = self._passthrough.make_immutable, self._passthrough.refuse
         self.prepare_later = self._passthrough.prepare_later
 
@@ -401,9 +402,10 @@ class Store:
     def on_retired(self, hook: Callable[[Backing], None]) -> None:
         self._passthrough.on_retired = hook
 
-    def open_backing(self, obj: CachedObject) -> Backing | None:
-        """The version's file, if it is whole and verified on one tier. The caller gives it back with `release_backing`."""
-        backing = self._passthrough.open(obj)
+    def open_backing(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
+        """The version's file, if it is whole and verified on one tier; `on_disk`, if that is one that `take_out` can take.
+        The caller gives it back with `release_backing`."""
+        backing = self._passthrough.open(obj, on_disk=on_disk)
         if backing is not None:
             self._metrics.passthrough_blocks += block_count(obj.id.size, self.block_size)
         return backing

@@ -349,6 +349,18 @@ class Tier:
         os.rename(path, file)
         return False
 
+    def give(self, digest: bytes, path: Path) -> int:
+        """The version's file goes to `path`, on the same file system, and may be written there. Returns a descriptor, for
+        reading only. When this raises OSError, the file is where it was."""
+        fd = os.open(self._file(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.rename(self._file(digest), path)
+            os.fchmod(fd, 0o600)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
     def link(self, digest: bytes, other: bytes) -> Path:
         """The file of a version gets a second name, that of another. OSError where that one has a file already."""
         path = self._file(other)

@@ -113,6 +113,8 @@ class DirtyFile:
         self.backing: StagingBacking | None = None  # for the kernel, as long as a process has it open
         self.writers = 0  # who write it by themselves
         self.in_passthrough = False  # a process may write it without our hearing of it
+        self.shared = False  # it is the backing file of readers: a process may map it, and write that unseen
+        self.mapped = False  # of one that is shared: no writer has it open, and one may still write it
         self._shape: Shape | None = None
         self._owner = owner
         self._at_store: tuple[int, ObjectInfo] | None = None
@@ -128,8 +130,8 @@ class DirtyFile:
 
     @property
     def committed(self) -> ObjectInfo | None:
-        """The version of the store that has exactly this content; None while dirty."""
-        return None if self.dirty or self._at_store is None else self._at_store[1]
+        """The version of the store that has exactly this content; None while dirty, or while a mapping may make it so."""
+        return None if self.dirty or self.mapped or self._at_store is None else self._at_store[1]
 
     @property
     def stored(self) -> ObjectInfo | None:
@@ -242,6 +244,9 @@ class DirtyFile:
         if not count:
             return
         self._within_limits(offset + count)
+        if self.shared:
+            self.look()
+            before = self.size
         await self._may_change(min(offset, before))
         await self._owner.admit(self, count)
         try:
@@ -285,6 +290,8 @@ class DirtyFile:
         self.adopted = False
 
     def _changed(self) -> None:
+        if self.shared:
+            self._shape = self.file.open_backing()
         self.generation += 1
         self._owner.wrote(self)
 
@@ -306,6 +313,20 @@ class DirtyFile:
             self._shape = self.file.open_backing()
             self.in_passthrough = True
 
+    def share(self) -> None:
+        """From now on all who have it open read and map its file by themselves, and write it here. What one writes through
+        a mapping is not heard of; its file tells (`look`)."""
+        with self.file.used():
+            self._shape = self.file.open_backing()
+        self.shared = True
+
+    def look_for_mappings(self) -> None:
+        """Of one that is shared and that no writer has open: find out what is written, and if more may be. Raises
+        `CacheUnusable`."""
+        self.mapped = True
+        self.mapped = self.file.written()
+        self.look()
+
     def may_be_written(self) -> None:
         """An earlier run may have had it in passthrough."""
         self.in_passthrough = self.file.in_passthrough = True
@@ -315,7 +336,7 @@ class DirtyFile:
         """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
         if self.discarded and not self.handles:  # its file is removed, while its name is still shown
             return False
-        if not self.in_passthrough or (shape := self.file.shape()) == self._shape:
+        if not (self.in_passthrough or self.shared) or (shape := self.file.shape()) == self._shape:
             return False
         self._shape = shape
         self.parts.rewritten(shape.size)

@@ -7,7 +7,10 @@ it.
 A mapping outlives the close, and a writer outlives the daemon; the daemon hears of neither. But the kernel grants no read
 lease on a file that a process has open for writing: so a lease is requested before anything is sent, or given to the cache
 (`StagingFile.written`). For this to mean something, a file in passthrough is open for reading only here, and as such handed
-to the kernel."""
+to the kernel.
+
+Where a close is an upload (`direct`), writers come through the daemon, except that a file which readers have in passthrough
+stays their backing file (`DirtyFile.share`): then it is mapped past the daemon, and read and written through it."""
 
 from __future__ import annotations
 
@@ -38,22 +41,36 @@ class Passthrough:
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
         self._staging = staging
         self._relieve = relieve
-        self._possible = False
+        self._possible = self._direct = False
         self._tell: Callable[[StagingBacking], None] = _to_nobody
         self._retire: Callable[[StagingBacking], None] = _to_nobody
         self._writers = 0
         self._begun = trio.Event()
 
-    def to(self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]) -> None:
+    def to(
+        self,
+        tell: Callable[[StagingBacking], None],
+        retire: Callable[[StagingBacking], None],
+        *,
+        direct: bool,
+    ) -> None:
         """The backend takes backing files: `tell` registers one with the kernel (OSError: it does not take it), `retire`
-        that there will be no more use for it."""
-        self._tell, self._retire = tell, retire
+        that there will be no more use for it. `direct` says that writers come through the daemon."""
+        self._tell, self._retire, self._direct = tell, retire, direct
         self._possible = can_lease(self._staging)
         if not self._possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
 
+    @property
+    def possible(self) -> bool:
+        """False if the backend or the staging directory's file system cannot do this."""
+        return self._possible
+
     async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
         """See `Uploads.open_backing`."""
+        if self._direct:
+            dirty_file.writers += dirty_file.backing is not None
+            return dirty_file.backing
         if not self._possible:
             return None
         async with dirty_file.lock:
@@ -69,6 +86,13 @@ class Passthrough:
                 self._writers += 1
                 self._begun.set()
             return dirty_file.backing
+
+    def share(self, dirty_file: DirtyFile, backing_id: int) -> None:
+        """The kernel has its file already, for readers."""
+        dirty_file.backing = StagingBacking(-1)
+        dirty_file.backing.id = backing_id
+        if self._direct:
+            dirty_file.share()
 
     def _told(self, dirty_file: DirtyFile) -> StagingBacking | None:
         backing = StagingBacking(dirty_file.file.reader())
@@ -86,6 +110,13 @@ class Passthrough:
     def returned(self, dirty_file: DirtyFile) -> None:
         """One of its writers has closed it."""
         dirty_file.writers -= 1
+        if self._direct:
+            if not dirty_file.writers and not dirty_file.discarded:
+                try:
+                    dirty_file.look_for_mappings()
+                except CachefsError as exc:
+                    log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+            return
         self._writers -= 1
         if dirty_file.writers or dirty_file.discarded:
             return

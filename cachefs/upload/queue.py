@@ -180,6 +180,10 @@ class Queue:
                         dirty_file.overdue = True
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
+                    if dirty_file.shared:
+                        # After the sync each store through a mapping moves the file's time on, so the next look finds it.
+                        dirty_file.look()
+                        await dirty_file.file.sync()
                     dirty_file.file.check()
                     attempt.generation, attempt.frozen = dirty_file.generation, dirty_file.size
                     pieces = dirty_file.parts.pieces()

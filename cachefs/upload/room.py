@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -45,6 +45,9 @@ class Cache(Protocol):
 
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Take the file as the whole content of a version; False: it is still there, and whose it was."""
+
+    def take_out(self, backing: Any, users: int, path: Path) -> int | None:
+        """The file of a version goes to `path`, with its users; a descriptor of it. None while others use it."""
 
     def recast(self, old: ObjectId, new: ObjectId) -> bool:
         """The origin shows `old` as `new` now."""

@@ -88,19 +88,21 @@ class Memory:
 
 
 class StagingFile:
-    """One file: a new one, empty, if there is `memory` for it, else the one that lies there. Raises `NoRoom` when the disk
-    is full, `CacheUnusable` when it fails. One that is `in_passthrough` is written by others, and open for reading only
-    here: then `written` says whether they still are at it.
+    """One file: a new one, empty, if there is `memory` for it, else the one that lies there, of which `fd` is a descriptor
+    for reading only. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is
+    written by others, and open for reading only here: then `written` says whether they still are at it.
 
     After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until all that it held then was written
     again, or cut off. Writes of others (`in_passthrough`) are not seen, so these do not count."""
 
-    def __init__(self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None) -> None:
+    def __init__(
+        self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None, fd: int = -1
+    ) -> None:
         self.path = path
         self._threads = threads
         self.in_passthrough = False
-        self._fd = -1
-        self._writes = True  # what the descriptor is for
+        self._fd = fd
+        self._writes = fd < 0  # what the descriptor is for
         self._users = 0
         self._memory = memory or Memory(0)
         self._held = None if memory is None else bytearray()  # all of it, until it lands

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import NOTES, Journal
 from cachefs.upload.naming import Names
 from cachefs.upload.passthrough import Passthrough, StagingBacking
-from cachefs.upload.queue import Queue, in_vain
+from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Preconditions
@@ -45,6 +46,10 @@ FLUSHED_AT_ONCE = 64
 
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
+
+UNMAPPED_S = 0.01
+"""How long after a close is looked again whether the file is still open for writing: the kernel tells of a close before it
+has closed the file that is behind it. Guessed."""
 
 SETTLE_AGAIN_S = 1.0
 """How long a dirty file is kept that cannot be settled yet, before that is tried again. Guessed."""
@@ -155,6 +160,35 @@ class Uploads:
         self._dirty_files[name] = dirty_file
         return dirty_file
 
+    @property
+    def takes(self) -> bool:
+        """False if `take` never succeeds."""
+        return self._store is not None and self._passthrough.possible
+
+    def take(
+        self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
+    ) -> DirtyFile | None:
+        """A dirty file that is to replace `base` and holds its content, so it is not dirty: its staging file is the cache's
+        file of that version, which the kernel has as `backing` for as many `users`, all of them the caller's. None while
+        others use that file."""
+        name = uuid4().hex
+        path = self._staging / name
+        fd = self._store.take_out(backing, users, path) if self._store is not None and self.takes else None
+        if fd is None:
+            return None
+        file = StagingFile(path, self._threads, fd=fd)
+        dirty_file = DirtyFile(
+            *(self, name, origin, base.key, file, base.size),
+            base=base.etag,
+            mtime_ns=base.mtime_ns,
+            attrs=attrs,
+        )
+        dirty_file.stored_as(0, base)
+        dirty_file.synced = 0
+        self._passthrough.share(dirty_file, backing.id)
+        self._dirty_files[name] = dirty_file
+        return dirty_file
+
     def open(self, dirty_file: DirtyFile) -> None:
         """One user more, reader or writer."""
         dirty_file.open()
@@ -180,9 +214,8 @@ class Uploads:
         self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]
     ) -> None:
         """From now on the kernel writes files by itself; see `Passthrough`. Not where parts are sent while they are
-        written."""
-        if self._writeback:
-            self._passthrough.to(tell, retire)
+        written: there only what it has for readers."""
+        self._passthrough.to(tell, retire, direct=not self._writeback)
 
     async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
@@ -194,8 +227,26 @@ class Uploads:
     def returned(self, dirty_file: DirtyFile) -> None:
         """One passthrough writer has closed it. Never raises, never waits."""
         self._passthrough.returned(dirty_file)
-        if not dirty_file.writers and dirty_file.acknowledged:
+        if not dirty_file.writers and (dirty_file.acknowledged or dirty_file.shared):
             self._plan(dirty_file)
+        if dirty_file.mapped:
+            contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
+
+    async def _until_unmapped(self, dirty_file: DirtyFile) -> None:
+        """Upload what is written through mappings that outlive their close, until there are none."""
+        wait_s = UNMAPPED_S
+        while dirty_file.mapped:
+            await trio.sleep(wait_s)
+            wait_s = STILL_WRITTEN_S
+            if dirty_file.writers or dirty_file.discarded:
+                return  # the last of them begins again, if need be
+            with suppress(CachefsError):
+                dirty_file.look_for_mappings()
+            self._plan(dirty_file)
+        if (info := dirty_file.committed) is not None:
+            self.on_committed(dirty_file, info)
+            if not dirty_file.handles:
+                await self._settle(dirty_file)
 
     def unmounted(self) -> None:
         """The kernel will report no more closes. Files that are still being written are found before they are sent."""
@@ -302,7 +353,7 @@ class Uploads:
         self._push(dirty_file)
 
     def _push(self, dirty_file: DirtyFile) -> None:
-        if not self._writeback and not dirty_file.discarded:
+        if not (self._writeback or dirty_file.discarded or dirty_file.shared):
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:

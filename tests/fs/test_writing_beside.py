@@ -205,7 +205,7 @@ async def open_as_kernel(mount: Mount, path: str, flags: int) -> tuple[int, int,
     raise AssertionError("ESTALE twice")
 
 
-async def test_a_file_that_is_passthrough_is_written_under_another_number() -> None:
+async def test_a_file_that_is_passthrough_and_that_others_use_is_written_under_another_number() -> None:
     bucket = WritableBucket(["f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
         reader = Passthrough(bucket)
@@ -228,6 +228,50 @@ async def test_a_file_that_is_passthrough_is_written_under_another_number() -> N
         assert await mount.ino("f") == own
         assert await mount.read("f") == b"new" + old[3:]
         assert reader.backings == 0 and reader.open_count == 0
+
+
+async def test_a_file_that_is_passthrough_is_written_where_its_readers_have_it() -> None:
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    writer.takes = writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        reader = Passthrough(bucket)
+        mount.fs.read_through(reader)
+        mount.fs.enable_passthrough(lambda backing: True)
+        old = await mount.read("f")
+        opened = [await open_as_kernel(mount, "f", os.O_RDONLY) for _ in range(2)]
+        opened.append(await open_as_kernel(mount, "f", os.O_RDWR))
+        opened.append(await open_as_kernel(mount, "f", os.O_RDONLY))
+        opened.append(await open_as_kernel(mount, "f", os.O_WRONLY))
+        assert {(ino, backing) for ino, _, backing in opened} == {(opened[0][0], 7)}
+        assert writer.taken == [2]
+        attributes, _ = await mount.fs.getattr(opened[0][0])
+        await mount.fs.write(opened[2][1], 0, b"new")
+        for _, fh, _ in opened:
+            assert await mount.pread(fh) == b"new" + old[3:]
+        after, _ = await mount.fs.getattr(opened[0][0])
+        assert (after.ino, after.size) == (attributes.ino, len(old))
+        for _, fh, _ in opened:
+            await mount.close_file(fh)
+        assert bucket.content("f") == b"new" + old[3:]
+        reader.backings -= 2  # they are the dirty file's
+        assert reader.backings == 0 and reader.open_count == 0 and not writer.dirty_files
+
+
+async def test_a_file_that_is_passthrough_and_only_opened_to_write_stays_what_it_is() -> None:
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    writer.takes = writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        mount.fs.read_through(Passthrough(bucket))
+        mount.fs.enable_passthrough(lambda backing: True)
+        await mount.read("f")
+        ino, reader, _ = await open_as_kernel(mount, "f", os.O_RDONLY)
+        before, etag = await mount.fs.getattr(ino), bucket.objects["f"].etag
+        _, fh, _ = await open_as_kernel(mount, "f", os.O_RDWR)
+        await mount.close_file(fh)
+        assert (await mount.fs.getattr(ino))[0] == before[0]
+        await mount.close_file(reader)
+        assert bucket.objects["f"].etag == etag and not writer.dirty_files
+        assert (await mount.fs.getattr(await mount.ino("f")))[0] == before[0]
 
 
 async def test_who_reads_through_the_daemon_sees_what_is_written() -> None:

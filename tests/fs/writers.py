@@ -44,6 +44,10 @@ class MemoryDirtyFile:
         return len(self.data)
 
     @property
+    def backing(self) -> MemoryBacking | None:
+        return self.passthrough
+
+    @property
     def committed(self) -> ObjectInfo | None:
         return None if self.dirty else self.made
 
@@ -84,6 +88,8 @@ class MemoryWriter:
         self.on_settled: Callable[[Any], None] = lambda dirty_file: None
         self.on_changed: Callable[[Any], None] = lambda dirty_file: None
         self.passthrough = False
+        self.takes = False
+        self.taken: list[int] = []  # by how many users
         self.writeback = writeback
         self.failure: CachefsError | None = None
         self.dirty_files: list[MemoryDirtyFile] = []
@@ -109,6 +115,21 @@ class MemoryWriter:
         dirty_file.base = base and base.etag
         dirty_file.changed = self.on_changed
         self.dirty_files.append(dirty_file)
+        return dirty_file
+
+    def take(
+        self, origin: Any, base: ObjectInfo, backing: Any, users: int, attrs: Any
+    ) -> MemoryDirtyFile | None:
+        if not self.takes:
+            return None
+        dirty_file = MemoryDirtyFile(
+            next(self._names), origin, base.key, origin.content(base.key), base.mtime_ns, attrs
+        )
+        dirty_file.dirty, dirty_file.made, dirty_file.base = False, base, base.etag
+        dirty_file.passthrough = MemoryBacking(backing.id)
+        dirty_file.changed = self.on_changed
+        self.dirty_files.append(dirty_file)
+        self.taken.append(users)
         return dirty_file
 
     def open(self, dirty_file: MemoryDirtyFile) -> None:

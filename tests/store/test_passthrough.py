@@ -379,6 +379,59 @@ async def test_eviction_goes_round_a_file_in_use(cache_dir: Path, pinned_by: str
         backend.check()
 
 
+@pytest.mark.parametrize("size", [1, 3 * BLOCK - 1, EXTENT + 5])
+@in_trio
+async def test_a_file_in_use_is_taken_out_with_its_users_and_the_cache_forgets_it(
+    cache_dir: Path, tmp_path: Path, size: int
+) -> None:
+    async with running(cache_dir) as lab:
+        backend, store = Backend(lab), lab.store
+        data = content(1, size)
+        object_id = lab.origin.put("k", data)
+        await fill(lab, object_id)
+        passthrough = backend.open_backing(object_id)
+        assert passthrough is not None
+        store.reopen_backing(passthrough)
+        there, path = passthrough.tier.file_path(object_id.digest), cache_dir / "taken"
+        assert store.take_out(passthrough, 1, path) is None, "another has it open"
+        with store.space.pinned(passthrough.object, *passthrough.copies):
+            assert store.take_out(passthrough, 2, path) is None, "it is being read"
+        assert there.exists() and not path.exists()
+        fd = store.take_out(passthrough, 2, path)
+        assert fd is not None
+        mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        os.close(fd)
+        path.write_bytes(b"x" * size)
+        assert mapping[:] == b"x" * size, "it is the same file"
+        mapping.close()
+        await trio.to_thread.run_sync(passthrough.tier.disposal.settle, object_id.digest)
+        assert not there.exists() and backend.retired == []
+        assert store.cached_bytes(object_id) == lab.used() == passthrough.tier.registered == 0
+        lab.check_accounts()
+        assert await lab.read(object_id) == data, "from the origin"
+        await lab.quiet()
+        lab.check_accounts()
+        again = backend.open_backing(object_id, data)
+        assert again is not None and again is not passthrough
+        backend.check()
+
+
+@in_trio
+async def test_a_file_in_memory_is_not_taken_out_nor_opened_where_it_may_have_to_be(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        backend, store = Backend(lab), lab.store
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        await fill(lab, object_id)
+        assert store.open_backing(store.object(object_id), on_disk=True) is None
+        passthrough = backend.open_backing(object_id)
+        assert passthrough is not None and passthrough.tier is store.tiers[0]
+        assert store.open_backing(store.object(object_id), on_disk=True) is None
+        assert passthrough.users == 1
+        assert store.take_out(passthrough, 1, cache_dir / "taken") is None
+        store.release_backing(passthrough)
+        lab.check_accounts()
+
+
 @pytest.mark.parametrize("ram", [0, 8 * MIB])
 @in_trio
 async def test_a_bad_block_of_a_file_in_use_lets_it_go_with_its_last_user(cache_dir: Path, ram: int) -> None:

@@ -303,6 +303,13 @@ class Room:
             path.rename(path.with_name(path.name + ".adopted"))  # noqa: ASYNC240
         return self.adopts
 
+    def take_out(self, backing: Path, users: int, path: Path) -> int | None:
+        """`backing` is the file."""
+        if not backing.exists():
+            return None
+        backing.rename(path)
+        return os.open(path, os.O_RDONLY)
+
     def recast(self, old: ObjectId, new: ObjectId) -> bool:
         if (data := self.adopted.pop(old, None)) is not None:
             self.adopted[new] = data

@@ -16,6 +16,7 @@ import trio
 import trio.testing
 
 from cachefs.base.errors import TooLarge
+from cachefs.origin import ObjectInfo
 from cachefs.upload import passthrough, staging
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.passthrough import StagingBacking
@@ -423,3 +424,99 @@ async def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert await d.uploads.open_backing(dirty_file) is None
             await d.close(dirty_file)
             assert not dirty_file.file.written()
+
+
+# -- files that readers have already -------------------------------------------------------------------
+
+
+class CacheFile:
+    """A file of the cache that readers have in passthrough."""
+
+    id = 77
+
+    def __init__(self, path: Path, data: bytes) -> None:
+        self.path = path
+        self.exists, self.rename = path.exists, path.rename
+        path.write_bytes(data)
+        path.chmod(0o400)
+
+
+async def taken(d: Desk, tmp_path: Path, data: bytes) -> tuple[DirtyFile, int]:
+    """The dirty file of what a reader has open, with a writer, and a descriptor that maps it past the daemon."""
+    etag = d.store.show("k", data).etag
+    base = ObjectInfo("k", len(data), 5, etag)
+    dirty_file = d.uploads.take(d.store, base, CacheFile(tmp_path / "cached", data), 1, {})
+    assert dirty_file is not None and dirty_file.backing is not None and dirty_file.backing.id == 77
+    d.uploads.open(dirty_file)
+    assert await d.uploads.open_backing(dirty_file) is dirty_file.backing
+    assert dirty_file.committed == base and not dirty_file.look()
+    return dirty_file, os.open(dirty_file.file.path, os.O_RDWR)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_what_is_taken_and_not_changed_goes_back(tmp_path: Path, writeback: bool) -> None:
+    async with desk(tmp_path, writeback=writeback) as d:
+        kernel, data = Kernel(d), content(1, PART + 5)
+        dirty_file, fd = await taken(d, tmp_path, data)
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        await d.quiet()
+        assert "put" not in d.store.counts and list(d.cache.adopted.values()) == [data]
+        assert d.settled == ["k"] and kernel.backings == []
+
+
+@in_trio
+async def test_what_is_taken_is_written_here_and_mapped_past_here(tmp_path: Path) -> None:
+    """A store into a page that is writable already moves no time on: only the sync before an upload makes it do so again."""
+    async with desk(tmp_path) as d:
+        kernel, data = Kernel(d), bytearray(content(1, 3 * PART))
+        dirty_file, fd = await taken(d, tmp_path, bytes(data))
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        with mmap.mmap(fd, 3 * PART) as mapping:
+            for number in range(4):
+                mapping[7] = data[7] = number  # the same page each time, stored to by two at once
+                await dirty_file.write(PART, b"%d" % number)
+                data[PART : PART + 1] = b"%d" % number
+                mapping[8] = data[8] = number
+                assert await dirty_file.read(0, 3 * PART) == bytes(mapping[:]) == data
+                await d.uploads.commit(dirty_file)
+                assert d.store.content("k") == data
+                mapping[9] = data[9] = number + 1
+                await d.uploads.commit(dirty_file)
+                assert d.store.content("k") == data
+            puts = dict(d.store.counts)
+            await d.uploads.commit(dirty_file)
+            assert d.store.counts == puts, "nothing has changed since"
+        await dirty_file.truncate(5)
+        assert os.fstat(fd).st_size == 5
+        await d.uploads.commit(dirty_file)
+        assert d.store.content("k") == data[:5]
+        ends(d, dirty_file, fd)
+        await d.quiet()
+        assert bytes(data[:5]) in d.cache.adopted.values() and kernel.backings == []
+
+
+@in_trio
+async def test_what_a_mapping_writes_after_its_close_is_uploaded_before_the_cache_has_it(
+    tmp_path: Path,
+) -> None:
+    async with desk(tmp_path) as d:
+        kernel, data = Kernel(d), bytearray(content(1, 2 * PART))
+        dirty_file, fd = await taken(d, tmp_path, bytes(data))
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        mapping = mmap.mmap(fd, 2 * PART)  # which keeps a descriptor of its own
+        await d.uploads.commit(dirty_file)
+        ends(d, dirty_file, fd)
+        for number in range(3):
+            mapping[number] = data[number] = 200 + number
+            await trio.sleep(10)
+            assert d.store.content("k") == data
+            assert dirty_file.committed is None and not d.cache.adopted and not d.settled
+        mapping[number] = data[number] = 1
+        mapping.close()
+        await trio.sleep(10)
+        await d.quiet()
+        assert d.store.content("k") == data and list(d.cache.adopted.values()) == [data]
+        assert d.settled == ["k"]
