@@ -237,6 +237,13 @@ SERIES = (
     Series("info", "gauge", "", "always 1: which daemon this is", ("version", "fuse", "mountpoint")),
     Series("up_seconds", "gauge", "seconds", "since the daemon started"),
     Series("ready", "gauge", "", "1 once the mount answers, 0 before and while it stops"),
+    Series(
+        "loop_pause_seconds_max",
+        "gauge",
+        "seconds",
+        "longest time in which the event loop stood still and answered nothing, within 0.1 s: of the last minute, or of the run",
+        ("over",),
+    ),
     Series("memory_bytes", "gauge", "bytes", "resident memory of the daemon, the RAM tier not included"),
     Series("open_files", "gauge", "files", "open through the mount"),
     Series("names", "gauge", "names", "known names of files and directories"),

@@ -100,7 +100,8 @@ def stats(mountpoint: Path | None, interval: str | None, count: int | None, as_j
                 "seconds": round(passed, 3),
                 "blocked_s": round(blocked_s, 6),
             }
-            show.data({**line, "waiting": after["reads"]["waiting"], **grown}, line=True)
+            waiting, pauses = after["reads"]["waiting"], after["loop_pause_s"]
+            show.data({**line, "waiting": waiting, "loop_pause_s": pauses, **grown}, line=True)
             continue
         if number % HEADS_EVERY == 0:
             say(_line(tuple(head for head, _ in COLUMNS)))

@@ -112,6 +112,9 @@ def _daemon(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{about_bytes(status['memory_bytes'])} resident"
     if "inodes" in status:
         yield f"{status['inodes']:,} inodes"
+    if "loop_pause_s" in status:
+        paused = (f"{status['loop_pause_s'][over]:.2f} s" for over in ("minute", "run"))
+        yield "longest pause {} ({} since the start)".format(*paused)
 
 
 def _tier(tier: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
 from cachefs.fuse.notices import Notices
-from cachefs.observe import Endpoint, Watch, open_endpoint
+from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
 from cachefs.observe.explaining import Explainer
 from cachefs.origin import Origin, open_origin
 from cachefs.peers.node import PeerNode
@@ -158,6 +158,7 @@ class Daemon:
         self._unsent = Unsent()
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
+        self._pauses = Pauses()
 
     async def main(self) -> int:
         # Open until the very end: a second signal must not end the process while RAM is being saved.
@@ -325,6 +326,7 @@ class Daemon:
             nursery.start_soon(self._keep, self._store.run, "writing the cache index")
             if not self._store.was_clean:
                 nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
+            nursery.start_soon(self._keep, self._pauses.run, "looking for pauses of the loop")
             nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
             for tier in self._store.tiers:
                 if tier.path == self._opened.state_dir:  # where the names are, too
@@ -600,6 +602,7 @@ class Daemon:
                 *([aside] if (aside := orphans.warning(self._opened.state_dir)) else []),
             ],
             "memory_bytes": resident_bytes(),
+            "loop_pause_s": self._pauses.status(),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
             "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),

@@ -44,6 +44,7 @@ STATUS: dict[str, Any] = {
     **{"version": "0.1", "fuse": "native", "mountpoint": "/mnt", "started": time.time() - 10, "pid": 7},
     **{"memory_bytes": 1 << 20, "open_files": 3, "names": 9, "pinned_bytes": 0, "ready": 1},
     "warnings": ["one"],
+    "loop_pause_s": {"minute": 0.25, "run": 1.5},
     "tiers": [
         {"name": "ram", "used_bytes": 1, "cap_bytes": 2, "blocks": 3, "state": "normal", "path": "/ram"},
         {"name": "ssd", "used_bytes": 10, "cap_bytes": 20, "blocks": 30, "state": "normal", "path": "/ssd"},
@@ -111,6 +112,8 @@ def test_labels() -> None:
     assert value("peer_bytes_total", peer="there:1", direction="out") == 4
     assert value("peer_members", state="healthy") == 1
     assert value("peer_members", state="dead") == 0
+    assert value("loop_pause_seconds_max", over="minute") == 0.25
+    assert value("loop_pause_seconds_max", over="run") == 1.5
     assert value("dataset_requests_total", dataset="train", request="get") == 3
     assert value("dataset_bytes_total", dataset="train", direction="in") == 500
     assert value("info", version="0.1", fuse="native", mountpoint="/mnt") == 1
