@@ -241,7 +241,7 @@ SERIES = (
         "loop_pause_seconds_max",
         "gauge",
         "seconds",
-        "longest time in which the event loop stood still and answered nothing, within 0.1 s: of the last minute, or of the run",
+        "longest time in which the event loop answered nothing, within 0.1 s: of the last minute, or of the run",
         ("over",),
     ),
     Series("memory_bytes", "gauge", "bytes", "resident memory of the daemon, the RAM tier not included"),

@@ -7,8 +7,8 @@ from collections import deque
 import trio
 
 LOOK_EVERY_S = 0.1
-"""A longer pause is seen in any case, short by up to this; a shorter one by chance. Guessed: ten looks a second cost less than
-a thousandth of a processor."""
+"""A longer pause is always seen, up to this too short; a shorter one is seen by chance. Guessed: ten looks a second
+cost less than a thousandth of a processor."""
 
 RECENT_S = 60.0
 """How long a pause counts as recent. Derived: scrapes come at least once a minute."""

@@ -18,7 +18,7 @@ def test_a_call_that_blocks_the_loop_is_seen() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pauses.run)
             await trio.sleep(1.5 * LOOK_EVERY_S)
-            time.sleep(0.5)
+            time.sleep(0.5)  # noqa: ASYNC251
             await trio.sleep(2 * LOOK_EVERY_S)
             seen = pauses.status()
             nursery.cancel_scope.cancel()
