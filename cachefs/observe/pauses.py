@@ -19,7 +19,8 @@ class Pauses:
 
     def __init__(self) -> None:
         self._longest_s = 0.0
-        self._recent: deque[tuple[float, float]] = deque()  # (when, how long): each is longer than all after it
+        # (when, how long); each is longer than all after it.
+        self._recent: deque[tuple[float, float]] = deque()
 
     async def run(self) -> None:
         """Look until cancelled."""
