@@ -457,7 +457,8 @@ class TestEviction:
             with tiny.counting() as grown:
                 assert mapped[:] == data
                 assert file.read() == data
-            assert grown == {}
+            # The daemon may still be moving other files' blocks.
+            assert grown.keys() <= {"spilled_blocks", "evicted_blocks"}
             assert tiny.metrics()["evicted_blocks"] > 0
         read_everything(tiny, bucket)
 
