@@ -55,6 +55,30 @@ KILLED = """
 """
 
 
+def test_a_commit_beside_a_look_at_the_file_is_no_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread makes the file longer between the look at its length and the comparison."""
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+    length, committed = database._Environment.length, threading.Event()
+
+    def beside(self: Any) -> int:
+        found = length(self)
+        if not committed.is_set():
+            committed.set()
+            rows = [("a", b"%06d" % number, bytes(1000)) for number in range(2000)]
+            thread = threading.Thread(target=db.write, args=(rows,))
+            thread.start()
+            thread.join()
+            assert length(self) > found
+        return found
+
+    monkeypatch.setattr(database._Environment, "length", beside)
+    assert db.get("a", b"k") == b"v"
+    db.close()
+
+
 def test_rows_come_back_in_key_order(tmp_path: Path) -> None:
     db = opened(tmp_path / "db")
     keys = [b"b", b"a", b"\xff", b"\x00", b"ab", b"a\x00"]

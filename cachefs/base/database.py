@@ -280,7 +280,8 @@ class Database:
         return CacheUnusable(f"the database in {self.path} cannot be read: {why}")
 
     def _check_length(self, opened: _Environment) -> None:
-        if opened.length() < opened.committed:
+        committed = opened.committed  # first: a commit in another thread raises both
+        if opened.length() < committed:
             raise self._unreadable("its file was cut short")
 
     @contextmanager
