@@ -109,5 +109,6 @@ def _wait_for_exit(pidfd: int, path: Path) -> None:
     poll.register(pidfd, select.POLLIN)
     if not poll.poll(EXIT_DEADLINE_S * 1000):
         raise MountError(
-            f"{path} is unmounted, but its daemon has not ended within {EXIT_DEADLINE_S:.0f} s: see its log"
+            f"{path} is unmounted, but its daemon has not ended within {EXIT_DEADLINE_S:.0f} s: another mount namespace "
+            "(a container's?) may still have the mount, or see its log"
         )
