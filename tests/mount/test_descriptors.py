@@ -102,7 +102,7 @@ def by_another(change: Callable[[Path], None], path: Path) -> None:
 
 
 class TestAReaderThatWasThereBefore:
-    @pytest.mark.parametrize("writer", [by_this_process, by_another])
+    @pytest.mark.parametrize("writer", [by_this_process, pytest.param(by_another, marks=pytest.mark.long)])
     @pytest.mark.parametrize("change", CHANGES)
     def test_sees_the_change(
         self,

@@ -17,7 +17,8 @@ from tests.mount.mounts import Mount, eventually, in_python
 from tests.mount.racing import MODES
 from tests.mount.replacing import replace
 
-pytestmark = [BOTH_BACKENDS, pytest.mark.parametrize("source", ["file", "s3"])]
+sources = [pytest.param("file", marks=pytest.mark.long), "s3"]
+pytestmark = [BOTH_BACKENDS, pytest.mark.parametrize("source", sources)]
 
 both_modes = pytest.mark.parametrize("mode", MODES)
 
