@@ -109,7 +109,11 @@ class World:
                         await d.rename(dirty_file, to)
                         del self.live[name]
                     except CachefsError:
-                        del self.live[to]
+                        if dirty_file.key == to:  # only removing what the store had under the old name failed
+                            self.store.objects.pop(name, None)
+                            del self.live[name]
+                        else:
+                            del self.live[to]
         if dirty_file.handles:
             assert bytes(await dirty_file.read(0, len(data) + 1)) == data
 
