@@ -98,7 +98,7 @@ def ask(mountpoint: Path, verb: str, /, timeout_s: float = 5.0, **arguments: Any
     """The answer of the daemon that serves `mountpoint` (canonical). Raises `ControlError`, or `MountError`
     when there is no such mount."""
     mount = mount_at(mountpoint)
-    # The kernel says who has mounted it: root asks that user's daemon, and no other user's.
+    # The kernel names the user that mounted it: root asks that user's daemon, and no other's.
     owners = {mount.owner} if mount is not None and mount.is_cachefs and mount.owner is not None else ()
     for place in sockets(mountpoint):
         try:

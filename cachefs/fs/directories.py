@@ -63,7 +63,7 @@ class DirectoryReader:
         about(handle.directory.prefix)
         if offset and (place := handle.places.get(offset)) is not None:
             if not handle.generation:
-                # Its directory was renamed: what comes behind this name is listed anew.
+                # Its directory was renamed: what comes behind this name is listed again.
                 entry = handle.chunk[place - 1]
                 handle.last = mark_of_directory(entry.name) if entry.attributes.is_dir else entry.name
             elif place < len(handle.chunk):

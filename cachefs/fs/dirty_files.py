@@ -1,7 +1,7 @@
 """Writing the content of files: from open for writing, or create, to the moment when the store has it.
 
 Opening a file for writing costs nothing and begins nothing, unless it is emptied: its dirty file begins with the first
-change, with the content of the version that is open. From then on who has it open on this node reads the dirty file, under
+change, with the content of the version that is open. From then on all its handles on this node read the dirty file, under
 the same inode number, so that the pages the kernel has are right all along. `close` and `fsync` wait for what the upload
 room promises (`Writer.commit`); when no process writes it any more and the origin has it, it is a file like any other."""
 
@@ -126,6 +126,8 @@ class DirtyFiles:
         the cache's file for longer than `TAKEN_S`."""
         with trio.move_on_after(TAKEN_S):
             while (handles := self._files.under(ino)) and (backing := handles[0].backing) is not None:
+                if handles[0].object != obj:
+                    return None  # while this waited, the number was opened again, in another version
                 node = Node(directory, name, self._files.stable(ino), ino, stored=True)
                 attrs = self._kept.get(node.stable, obj.etag)
                 base = self._local_changes.info(directory, name, obj)

@@ -12,6 +12,7 @@ import os
 import trio
 
 from cachefs.base.errors import CachefsError, ObjectChanged
+from cachefs.base.tasks import run_contained
 from cachefs.fs import Attributes, FileSystem
 
 WALK_S = 1.0
@@ -52,7 +53,7 @@ class WalksAgain:
                 continue
             except CachefsError:
                 break  # the kernel's own open is told
-            trio.lowlevel.spawn_system_task(self._hold, fh)
+            trio.lowlevel.spawn_system_task(run_contained, "holding a file open", self._hold, fh)
             break
         return found
 

@@ -111,7 +111,7 @@ class DirtyFile:
         self.has_row = False
         self.upload_state: dict[str, Any] | None = None
         self.backing: StagingBacking | None = None  # for the kernel, as long as a process has it open
-        self.writers = 0  # who write it by themselves
+        self.writers = 0  # open handles whose process writes the file in passthrough
         self.in_passthrough = False  # a process may write it without our hearing of it
         self.shared = False  # it is the backing file of readers: a process may map it, and write that unseen
         self.mapped = False  # of one that is shared: no writer has it open, and one may still write it

@@ -531,7 +531,7 @@ class Uploads:
             attrs=row["attrs"],
         )
         dirty_file.has_row = dirty_file.acknowledged = True
-        dirty_file.may_be_written()  # by who has outlived that run
+        dirty_file.may_be_written()  # by a process that has outlived that run
         dirty_file.tokens, dirty_file.upload_state = row["tokens"], row["upload"]
         dirty_file.synced = dirty_file.generation
         if row["upload"] is not None:

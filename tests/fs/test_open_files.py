@@ -147,7 +147,7 @@ async def test_a_change_that_fstat_itself_notices() -> None:
         heads = len(bucket.heads)
         for _ in range(3):
             assert shown(await mount.fstat(fh)) == shown(before)
-        assert len(bucket.heads) == heads + 1  # nobody asks for a version that is gone
+        assert len(bucket.heads) == heads + 1  # no request is sent for a version that is gone
         mount.fs.release(fh)
 
 

@@ -257,6 +257,26 @@ async def test_a_file_that_is_passthrough_is_written_where_its_readers_have_it()
         assert reader.backings == 0 and reader.open_count == 0 and not writer.dirty_files
 
 
+async def test_what_readers_have_of_an_older_version_is_not_written() -> None:
+    """Another client has replaced the object: a write here would put the old content in the place of the new."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    writer.takes = writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        mount.fs.read_through(Passthrough(bucket))
+        mount.fs.enable_passthrough(lambda backing: True)
+        await mount.read("f")
+        ino, reader, _ = await open_as_kernel(mount, "f", os.O_RDONLY)
+        bucket.set("f", size=20, version=1)
+        replaced = bucket.content("f")
+        await mount.fs.refresh()
+        await mount.stat("f")
+        with pytest.raises(ObjectChanged):
+            await mount.fs.open(ino, os.O_RDWR, 1)
+        assert writer.taken == []
+        await mount.close_file(reader)
+        assert bucket.content("f") == replaced
+
+
 async def test_a_file_that_is_passthrough_and_only_opened_to_write_stays_what_it_is() -> None:
     bucket, writer = WritableBucket(["f"]), MemoryWriter()
     writer.takes = writer.passthrough = True

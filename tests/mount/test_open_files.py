@@ -1,5 +1,5 @@
 """A descriptor is of the file that was opened, as on a local disk: what is shown of it and its bytes stay when its name is
-removed, goes to another file, or is shown anew. On both backends, both kinds of origin and both ways to write."""
+removed, goes to another file, or is shown again. On both backends, both kinds of origin and both ways to write."""
 
 from __future__ import annotations
 

@@ -544,7 +544,7 @@ class TestDamage:
         path = damaged.path / "file"
         with Mapping(path) as mapping, open(path, "rb") as file:
             assert mapping.bytes() == file.read() == bucket.objects["file"]
-        # An immutable file goes as a whole, once nobody has it open; then it is fetched anew.
+        # An immutable file goes as a whole, once no process has it open; then it is fetched again.
         drop_all_pages(damaged)
         assert path.read_bytes() == bucket.objects["file"]
         becomes_passthrough(damaged, path)

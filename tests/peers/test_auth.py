@@ -1,4 +1,4 @@
-"""Which requests are accepted: signatures, times, replays; and where nobody may listen without them."""
+"""Which requests are accepted: signatures, times, replays; and addresses where a node must not listen without them."""
 
 from __future__ import annotations
 
