@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from bench.mutation.mutants import Mutant, functions_of, mutants_of, within
-from bench.mutation.running import Coverage, Run, copy_project, preload, run_all
+from bench.mutation.running import Cost, Coverage, Run, copy_project, preload, run_all
 
 ROOT = Path(__file__).parents[2]
 HARMLESS = Path(__file__).with_name("harmless.txt")
@@ -63,7 +63,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=60, help="mutants to choose, 0: all (60)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="test files or directories")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for one mutant (60)")
+    parser.add_argument(
+        "--budget", type=float, default=240.0, help="processor seconds of tests for one mutant (240)"
+    )
     parser.add_argument("--again", action="store_true", help="find out again which test covers what")
     parser.add_argument("--only", default="", help="mutants whose line in the report matches this expression")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
@@ -162,19 +164,18 @@ def _test_files(given: list[str]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files]
 
 
-def _stages(mutant: Mutant, coverage: Coverage, budget_s: float) -> list[dict[str, float]]:
-    """The tests of its own room, then the others; each fastest first, within the budget."""
-    found = sorted(coverage.of(mutant).items(), key=lambda one: one[1])
-    room = mutant.path.split("/")[1].removesuffix(".py")
+def _stages(mutant: Mutant, coverage: Coverage, budget_s: float) -> list[dict[str, Cost]]:
+    """The tests of its own module and room, then the others; each cheapest first, within the budget. The budget counts
+    processor time, so that a busy machine runs the same tests as an idle one."""
+    found = sorted(coverage.of(mutant).items(), key=lambda one: one[1].processor_s)
+    _, room, *_ = Path(mutant.path).with_suffix("").parts
+    near = (f"tests/{room}/", f"tests/test_{room}.py", f"tests/test_{Path(mutant.path).stem}.py")
     own, others, spent = {}, {}, 0.0
-    near = (f"tests/{room}/", f"tests/test_{room}")
-    for name, seconds in [t for t in found if t[0].startswith(near)] + [
-        t for t in found if not t[0].startswith(near)
-    ]:
-        spent += seconds
+    for name, cost in sorted(found, key=lambda one: not one[0].startswith(near)):
+        spent += cost.processor_s
         if spent > budget_s and (own or others):
             continue
-        (own if name.startswith(near) else others)[name] = seconds
+        (own if name.startswith(near) else others)[name] = cost
     return [own, others]
 
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.mutation.mutants import Mutant, functions_of, within
 from bench.mutation.plugin import Chosen, Mapper, use_fixed_seeds
@@ -45,7 +45,7 @@ CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 
 SLOWER = 10
 """A test may take as many times of what it took, and `GRACE_S`, before it counts as hanging."""
-GRACE_S = 10.0
+GRACE_S = 20.0
 
 
 def preload() -> None:
@@ -121,6 +121,13 @@ def pytest_here(tree: Path, targets: Iterable[str], plugin: object, *more: str) 
     return int(pytest.main([*quiet, *more, f"--basetemp={base}", *targets], plugins=[plugin]))
 
 
+class Cost(NamedTuple):
+    """Of a test, while what it covers was read: that is several times what it takes otherwise."""
+
+    processor_s: float
+    seconds: float
+
+
 # -- which tests cover what ---------------------------------------------------------------------------
 
 
@@ -137,7 +144,7 @@ class Coverage:
         self.tests: dict[str, dict[str, Any]] = {}
 
     def _place(self, test_file: str) -> Path:
-        about = test_file.encode() + b"\0" + (self._root / test_file).read_bytes()
+        about = b"processor_s\0" + test_file.encode() + b"\0" + (self._root / test_file).read_bytes()
         return self._cache / f"{hashlib.blake2b(about, digest_size=12).hexdigest()}.json"
 
     def _known(self, test_file: str) -> dict[str, Any] | None:
@@ -187,16 +194,19 @@ class Coverage:
         place.with_suffix(".new").replace(place)
         return 0
 
-    def of(self, mutant: Mutant) -> dict[str, float]:
-        """Test → seconds, of those that run what is changed. What none runs may be run by a process that it starts: then
-        each counts that uses the module."""
+    def of(self, mutant: Mutant) -> dict[str, Cost]:
+        """Test → what it took, of those that run what is changed. What none runs may be run by a process that it starts:
+        then each counts that uses the module."""
         users = {
             name: test["ran"][mutant.path]
             for name, test in self.tests.items()
             if not test["failed"] and mutant.path in test["ran"]
         }
         found = [name for name, ran in users.items() if self._runs(ran, mutant)]
-        return {name: float(self.tests[name]["seconds"]) for name in found or users}
+        return {
+            name: Cost(float(self.tests[name]["processor_s"]), float(self.tests[name]["seconds"]))
+            for name in found or users
+        }
 
     def _runs(self, ran: dict[str, Any], mutant: Mutant) -> bool:
         if not mutant.lines:
@@ -215,7 +225,7 @@ class Coverage:
 class Run:
     """One mutant in one tree: its stages of tests, until one fails."""
 
-    def __init__(self, mutant: Mutant, tree: Path, stages: list[dict[str, float]], number: int) -> None:
+    def __init__(self, mutant: Mutant, tree: Path, stages: list[dict[str, Cost]], number: int) -> None:
         self.mutant = mutant
         self.tree = tree
         self._stages = stages
@@ -237,7 +247,7 @@ class Run:
         while self._stages:
             stage = self._stages.pop(0)
             if stage:
-                limits = {name: GRACE_S + SLOWER * seconds for name, seconds in stage.items()}
+                limits = {name: GRACE_S + SLOWER * cost.seconds for name, cost in stage.items()}
                 self.pid = fork(self.tree, self.log, partial(self._work, limits))
                 return True
         return False
@@ -274,7 +284,7 @@ class Run:
 def run_all(
     mutants: list[Mutant],
     trees: list[Path],
-    stages_of: Callable[[Mutant], list[dict[str, float]]],
+    stages_of: Callable[[Mutant], list[dict[str, Cost]]],
     done: Callable[[Run], None],
 ) -> None:
     """As many at a time as there are trees. A survivor's outcome is "" when tests covered it, else "not covered"."""
