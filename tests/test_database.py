@@ -1129,3 +1129,23 @@ def test_what_was_closed_is_found_again_under_every_format(tmp_path: Path, versi
         assert (again.was_clean, again.dropped, again.get("t", b"key")) == (True, None, b"value")
     finally:
         again.close()
+
+
+def test_a_writer_that_does_not_end_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk hangs. Others are told so, and a stop goes on."""
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+    fds = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(database, "WAIT_S", 0.02)
+    db._turn.acquire()
+    with pytest.raises(CacheUnusable, match="does not answer"):
+        db.write([("a", b"l", b"v")])
+    assert db.get("a", b"k") == b"v", "readers do not wait for it"
+    db.close()
+    assert len(os.listdir("/proc/self/fd")) == fds - 1, "the lock is given back"
+    db._turn.release()
+    again = opened(tmp_path / "db")
+    assert not again.was_clean and dict(again.scan("a")) == {b"k": b"v"}
+    again.close()

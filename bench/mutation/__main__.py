@@ -167,10 +167,12 @@ def _test_files(given: list[str]) -> list[str]:
 def _stages(mutant: Mutant, coverage: Coverage, budget_s: float) -> list[dict[str, Cost]]:
     """The tests of its own module and room, then the others; each cheapest first, within the budget. The budget counts
     processor time, so that a busy machine runs the same tests as an idle one."""
-    found = sorted(coverage.of(mutant).items(), key=lambda one: one[1].processor_s)
     _, room, *_ = Path(mutant.path).with_suffix("").parts
     near = (f"tests/{room}/", f"tests/test_{room}.py", f"tests/test_{Path(mutant.path).stem}.py")
-    own, others, spent = {}, {}, 0.0
+    found = sorted(coverage.of(mutant, near).items(), key=lambda one: one[1].processor_s)
+    own: dict[str, Cost] = {}
+    others: dict[str, Cost] = {}
+    spent = 0.0
     for name, cost in sorted(found, key=lambda one: not one[0].startswith(near)):
         spent += cost.processor_s
         if spent > budget_s and (own or others):

@@ -41,20 +41,26 @@ def _processor_s() -> float:
 
 
 class Mapper:
-    """Notes the lines that each test runs in the files under `below`."""
+    """Notes the lines that each test runs in the files under `below`, and whether it starts processes, whose lines nobody
+    sees."""
 
     def __init__(self, below: str, paths: set[str]) -> None:
         self._files = {os.path.join(below, path): path for path in paths}
         self._seen: set[tuple[str, int]] = set()
         self.tests: dict[str, dict[str, Any]] = {}
-        self._failed = False
+        self._failed = self._spawned = False
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, _: tuple[object, ...]) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+            self._spawned = True
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if runnable(item)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._seen, self._failed = set(), False
+        self._seen, self._failed, self._spawned = set(), False, False
         begun, work = time.monotonic(), _processor_s()
         threading.settrace(self._trace)
         sys.settrace(self._trace)
@@ -70,6 +76,7 @@ class Mapper:
                 "seconds": time.monotonic() - begun,
                 "processor_s": _processor_s() - work,
                 "failed": self._failed,
+                "spawned": self._spawned,
                 "lines": lines,
             }
 

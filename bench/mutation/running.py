@@ -144,7 +144,7 @@ class Coverage:
         self.tests: dict[str, dict[str, Any]] = {}
 
     def _place(self, test_file: str) -> Path:
-        about = b"processor_s\0" + test_file.encode() + b"\0" + (self._root / test_file).read_bytes()
+        about = b"spawned\0" + test_file.encode() + b"\0" + (self._root / test_file).read_bytes()
         return self._cache / f"{hashlib.blake2b(about, digest_size=12).hexdigest()}.json"
 
     def _known(self, test_file: str) -> dict[str, Any] | None:
@@ -194,18 +194,17 @@ class Coverage:
         place.with_suffix(".new").replace(place)
         return 0
 
-    def of(self, mutant: Mutant) -> dict[str, Cost]:
-        """Test → what it took, of those that run what is changed. What none runs may be run by a process that it starts:
-        then each counts that uses the module."""
-        users = {
-            name: test["ran"][mutant.path]
-            for name, test in self.tests.items()
-            if not test["failed"] and mutant.path in test["ran"]
-        }
-        found = [name for name, ran in users.items() if self._runs(ran, mutant)]
+    def of(self, mutant: Mutant, near: tuple[str, ...]) -> dict[str, Cost]:
+        """Test → what it took, of those that run what is changed, or may run it in a process that they start: those of the
+        files `near`, and where no other runs it, all that use the module."""
+        good = {name: test for name, test in self.tests.items() if not test["failed"]}
+        users = {name for name, test in good.items() if mutant.path in test["ran"]}
+        found = {name for name in users if self._runs(good[name]["ran"][mutant.path], mutant)} or users
+        found |= {name for name, test in good.items() if test["spawned"] and name.startswith(near)}
         return {
-            name: Cost(float(self.tests[name]["processor_s"]), float(self.tests[name]["seconds"]))
-            for name in found or users
+            name: Cost(float(test["processor_s"]), float(test["seconds"]))
+            for name, test in good.items()
+            if name in found
         }
 
     def _runs(self, ran: dict[str, Any], mutant: Mutant) -> bool:
