@@ -1149,3 +1149,143 @@ def test_a_writer_that_does_not_end_is_not_waited_for_for_ever(
     again = opened(tmp_path / "db")
     assert not again.was_clean and dict(again.scan("a")) == {b"k": b"v"}
     again.close()
+
+
+def test_what_is_closed_stays_closed(tmp_path: Path) -> None:
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+    db.close()
+    fds = len(os.listdir("/proc/self/fd"))
+    for call in (lambda: db.get("a", b"k"), lambda: db.scan("a"), lambda: db.count("a")):
+        with pytest.raises(CacheUnusable, match="closed"):
+            call()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_what_it_was_made_in_may_be_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that has become read-only in this very moment."""
+    rmdir = os.rmdir
+
+    def refused(path: Any, **where: Any) -> None:
+        if str(path).endswith("fresh"):
+            raise OSError(errno.EROFS, "no")
+        rmdir(path, **where)
+
+    monkeypatch.setattr(os, "rmdir", refused)
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+    assert db.get("a", b"k") == b"v"
+    db.close()
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_commits_are_synced_as_was_asked_wherever_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    """Opened, opened again after a failed write, and both in the refuge, which is in memory."""
+    opening, how = lmdb.open, []
+
+    def noted(path: str, **options: Any) -> Any:
+        how.append((Path(path).name, options["sync"]))
+        return opening(path, **options)
+
+    opened(tmp_path / "db", fsync=fsync).close()
+    monkeypatch.setattr(lmdb, "open", noted)
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=fsync, refuge=tmp_path / "refuge")
+    with db._exclusive():
+        db._reopen()
+    db.write([("a", b"k", b"v")])
+    assert how == [("db", fsync)] * 2
+    db.leave("its disk does not answer")
+    with db._exclusive():
+        db._reopen()
+    db.write([("a", b"l", b"v")])
+    assert how == [("db", fsync)] * 2 + [("refuge", False)] * 2
+    assert dict(db.scan("a")) == {b"k": b"v", b"l": b"v"}
+    db.close()
+
+
+# -- the copy of a file that was not closed ------------------------------------------------------------
+
+
+def left_open(path: Path, rows: int) -> tuple[int, int]:
+    """A database that was not closed; its page size, and the number of its last page."""
+    db = opened(path)
+    db.write([("a", b"k%03d" % n, b"v%03d" % n * 50) for n in range(rows)])
+    db.write([("b", b"k%03d" % n, b"w%03d" % n) for n in range(rows)])
+    db.close(clean=False)
+    env = lmdb.open(str(path), readonly=True, lock=False, max_dbs=3)
+    found = env.stat()["psize"], env.info()["last_pgno"]
+    env.close()
+    return found
+
+
+def copied(path: Path) -> list[dict[bytes, bytes]]:
+    fresh = path.with_name("fresh copy")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    database._copy_rows(path, fresh, TABLES, fsync=False)
+    env = lmdb.open(str(fresh), readonly=True, lock=False, max_dbs=3)
+    try:
+        found = []
+        for name in TABLES:
+            with env.begin(db=env.open_db(name.encode(), create=False)) as txn, txn.cursor() as cursor:
+                found.append(dict(cursor))
+        return found
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 6, 7])
+def test_all_rows_are_copied_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(database, "BATCH_ROWS", 3)
+    left_open(tmp_path / "db", rows)
+    assert copied(tmp_path / "db") == [
+        {b"k%03d" % n: b"v%03d" % n * 50 for n in range(rows)},
+        {b"k%03d" % n: b"w%03d" % n for n in range(rows)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pages", "more", "whole"), [(0, 1, False), (0, -1, False), (1, 0, True), (1, 1, True), (2, 0, True)]
+)
+def test_a_file_that_ends_within_a_page_is_cut(tmp_path: Path, pages: int, more: int, whole: bool) -> None:
+    """`pages` behind the beginning of the last one, and some bytes."""
+    page, last = left_open(tmp_path / "db", 40)
+    os.truncate(tmp_path / "db" / "data.mdb", (last + pages) * page + more % page)
+    if whole:
+        assert [len(rows) for rows in copied(tmp_path / "db")] == [40, 40]
+    else:
+        with pytest.raises(lmdb.CorruptedError, match="cut short"):
+            copied(tmp_path / "db")
+
+
+def test_a_file_with_keys_out_of_order_or_without_a_table_is_damaged(tmp_path: Path) -> None:
+    left_open(tmp_path / "db", 40)
+    data = tmp_path / "db" / "data.mdb"
+    raw = data.read_bytes()
+    data.write_bytes(raw.replace(b"k020v020", b"k000v020"))
+    with pytest.raises(lmdb.CorruptedError, match="order"):
+        copied(tmp_path / "db")
+    data.write_bytes(raw)
+    assert len(copied(tmp_path / "db")[0]) == 40
+    with pytest.raises(lmdb.NotFoundError):
+        database._copy_rows(tmp_path / "db", tmp_path / "fresh copy", [*TABLES, "c"], fsync=False)
+
+
+def test_the_lock_file_is_in_memory_and_all_there_before_it_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is full, touching a page of a sparse one would be a SIGBUS."""
+    opening, seen = lmdb.open, []
+
+    def looked(path: str, **options: Any) -> Any:
+        if options.get("lock", True):
+            lock = os.stat(f"{path}/lock.mdb")
+            seen.append((lock.st_dev != os.stat(path).st_dev, lock.st_blocks * 512 >= database.LOCK_BYTES))
+        return opening(path, **options)
+
+    monkeypatch.setattr(lmdb, "open", looked)
+    opened(tmp_path / "db").close()
+    assert seen == [(True, True)] * 2, "the new one, and the one that is used"
+    assert not (tmp_path / "db" / "lock.mdb").is_symlink()
