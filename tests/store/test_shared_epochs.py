@@ -3,16 +3,19 @@ room, while its own readers have what other nodes keep fetched ahead. And the po
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cachefs.base.names import ObjectId
+from cachefs.store import epochs as policy
 from cachefs.store.epochs import Epochs, unit_hash
 from tests.fetch.scripted import in_trio
 from tests.store.lab import BLOCK, Lab, running
+from tests.store.test_epochs import Rules
 
 NODES = ("", "a", "b", "c")
 """Who asks; this node's readers are ""."""
@@ -163,3 +166,215 @@ def test_uses_by_several_nodes_at_random_are_no_epochs(exponent: float) -> None:
     played(epochs, [(rng.choice(NODES), unit) for unit in rng.choices(range(500), weights, k=8000)])
     assert not epochs.has_epochs(1)
     assert not any(epochs.spent(1, key(unit)) for unit in range(500))
+
+
+# -- against the rules, from the list of all uses ----------------------------------------------------
+
+
+class Plain:
+    """What `Epochs` says, without samples and filters: from all uses of all units and pairs."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.version = self.now = self.looked = 0
+        self.units: dict[int, Watch] = {}
+        self.pairs: dict[int, Watch] = {}
+        self.each: dict[int, int] = {}
+        self.nodes: dict[int, dict[int, int]] = {}  # dataset → slot → epoch of its last use
+        self.slots = {"": 0}
+
+    def used(self, dataset: int, unit: int, clock: int, length: int, hit: bool, node: str) -> bool:
+        self.now = clock
+        if clock - self.looked >= 64:
+            self.looked = clock
+            for watch in (*self.units.values(), *self.pairs.values()):
+                if not watch.idle and clock - watch.last > max(64, (watch.start - watch.previous) // 2):
+                    watch.idle = True
+                    self.version += 1
+        units = self.units.get(dataset) or self.add(dataset)
+        before = self.decides(dataset)
+        begun = units.uses_unit(unit, clock, length, hit)
+        if node and dataset not in self.pairs:
+            self.pairs[dataset] = Watch(clock, noisy=True)
+            self.each[dataset], self.nodes[dataset] = 0, {}
+        if dataset in self.pairs:
+            pairs, nodes = self.pairs[dataset], self.nodes[dataset]
+            slot = self.slots.setdefault(node, min(len(self.slots), policy.SLOTS - 1))
+            nodes[slot] = len(pairs.starts)
+            begun_pairs = pairs.uses_unit(unit * policy.SLOTS + slot, clock, length, hit)
+            if begun_pairs:
+                self.nodes[dataset] = {
+                    slot: last for slot, last in nodes.items() if last >= len(pairs.starts) - 1
+                }
+                late = [pair for pair, at in pairs._last().items() if at >= pairs.previous]
+                units_of_them = {pair // policy.SLOTS for pair in late}
+                self.each[dataset] = math.ceil(len(late) / len(units_of_them) - 0.1) if late else 0
+            decides = self.decides(dataset)
+            if decides is not before:
+                begun = True
+            elif decides is pairs:
+                begun = begun_pairs
+        if begun:
+            self.version += 1
+        return begun
+
+    def add(self, dataset: int) -> Watch:
+        if len(self.units) >= policy.TRACKED:
+            gone = min(self.units, key=lambda d: self.units[d].last)
+            del self.units[gone]
+            self.pairs.pop(gone, None)
+            self.version += 1
+        self.units[dataset] = watch = Watch(self.now, noisy=False)
+        return watch
+
+    def comes(self, dataset: int, unit: int) -> None:
+        (self.units.get(dataset) or self.add(dataset)).seen.add(unit)
+        if dataset in self.pairs:
+            self.pairs[dataset].seen.add(unit * policy.SLOTS)
+
+    def pairs_have_epochs(self, dataset: int) -> bool:
+        pairs = self.pairs[dataset]
+        first = len(pairs.starts) == 1 and len(pairs.uses) >= policy.FIRST_LEAST
+        first = first and len(self.nodes[dataset]) > 1
+        return pairs.epochs or (first and len(pairs.again) <= policy.FIRST_AGAIN * len(pairs.uses))
+
+    def decides(self, dataset: int) -> Watch | None:
+        units, pairs = self.units.get(dataset), self.pairs.get(dataset)
+        if pairs is None or units is None or (units.epochs and not self.pairs_have_epochs(dataset)):
+            return units
+        return pairs
+
+    def has_epochs(self, dataset: int) -> bool:
+        found = self.decides(dataset)
+        if found is None or self.policy == "lru":
+            return False
+        by_pairs = found is self.pairs.get(dataset)
+        return self.policy == "epoch" or (self.pairs_have_epochs(dataset) if by_pairs else found.epochs)
+
+    def protects(self, dataset: int, clock: int) -> bool:
+        found = self.decides(dataset)
+        if found is None or found.idle or clock < found.previous or not self.has_epochs(dataset):
+            return False
+        return found is self.pairs.get(dataset) or clock < found.start
+
+    def spent(self, dataset: int, unit: int) -> bool:
+        pairs = self.pairs.get(dataset)
+        if pairs is None or self.decides(dataset) is not pairs or not self.has_epochs(dataset):
+            return False
+        slots = self.nodes[dataset]
+        had = sum(unit * policy.SLOTS + slot in pairs.seen for slot in slots)
+        return had >= (min(self.each[dataset], len(slots)) or len(slots))
+
+    def had(self, dataset: int, unit: int) -> bool:
+        found = self.decides(dataset)
+        if found is None:
+            return False
+        if found is self.pairs.get(dataset):
+            return unit * policy.SLOTS in found.seen
+        return unit in found.seen or found._last().get(unit, -1) >= found.start
+
+    def status(self) -> dict[int, dict[str, object]]:
+        found = {}
+        for dataset in sorted(self.units, key=lambda d: -self.units[d].last):
+            watch = self.decides(dataset)
+            assert watch is not None
+            alive = sum(at >= watch.starts[-policy.EPOCHS_REMEMBERED :][0] for at in watch._last().values())
+            each = max(1, self.each[dataset]) if watch is self.pairs.get(dataset) else 1
+            found[dataset] = {
+                "mode": "epoch" if self.has_epochs(dataset) else "lru",
+                "epoch": len(watch.starts),
+                "used_share": round(watch.fresh / max(1, alive), 3),
+                "footprint_bytes": int(alive / each * watch.bytes),
+                "hit_ratio": round(watch.hits / watch.count, 3) if watch.count else None,
+                "last_hit_ratio": watch.last_hit_ratio,
+            }
+        return found
+
+
+class Watch(Rules):
+    """The rules, and what is counted beside them."""
+
+    def __init__(self, clock: int, noisy: bool) -> None:
+        super().__init__(clock, noisy)
+        self.last, self.idle, self.seen = 0, False, set[int]()
+        self.hits = self.count = 0
+        self.bytes = 0.0
+        self.last_hit_ratio: float | None = None
+
+    def uses_unit(self, unit: int, clock: int, length: int, hit: bool) -> bool:
+        self.last, self.idle = clock, False
+        self.seen.add(unit)
+        before = len(self.uses)
+        begun = self.used(unit, clock)
+        if len(self.uses) > before:
+            self.count += 1
+            self.hits += hit
+            self.bytes += (length - self.bytes) / min(len(self.uses), 1000)
+        if begun:
+            self.last_hit_ratio = round(self.hits / self.count, 3)
+            self.hits = self.count = 0
+            self.seen = set()
+        return begun
+
+
+def lives(rng: random.Random, nodes: list[str], units: int) -> Iterator[tuple[str, int]]:
+    """(node, unit): each node all of it, each a part, all at random, one alone; one epoch after the other."""
+    for _ in range(rng.randrange(3, 7)):
+        order = rng.sample(range(units), units)
+        match rng.randrange(5):
+            case 0 | 1:
+                yield from asked(units, rng.random(), nodes)
+            case 2:
+                yield from ((nodes[at % len(nodes)], unit) for at, unit in enumerate(order))
+            case 3:
+                yield from ((rng.choice(nodes), rng.randrange(units)) for _ in range(units))
+            case 4:
+                yield from ((nodes[0], unit) for unit in order)
+
+
+@pytest.mark.parametrize("how", ["auto", "epoch", "lru"])
+@pytest.mark.parametrize("seed", range(5))
+def test_all_that_is_said_is_by_the_rules(monkeypatch: pytest.MonkeyPatch, seed: int, how: str) -> None:
+    """Several datasets, of which too many are in use now and then."""
+    monkeypatch.setattr(policy, "TRACKED", 3)
+    monkeypatch.setattr(policy, "FIRST_LEAST", 30)
+    monkeypatch.setattr(policy, "SLOTS", 4 if seed % 2 else 256)  # the last slot is shared
+    rng = random.Random(f"{seed} {how}")
+    epochs, plain, clock = Epochs(how), Plain(how), 0  # type: ignore[arg-type]
+    nodes = ["", "a", "b", "c", "d"]
+    streams = {
+        dataset: lives(rng, nodes[: rng.randrange(1, 6)], rng.choice([12, 40])) for dataset in range(4)
+    }
+    units = {dataset: [key(100 * dataset + unit) for unit in range(40)] for dataset in range(5)}
+    while streams:
+        dataset = rng.choice(sorted(streams)[:2] if rng.random() < 0.9 else sorted(streams))
+        for _ in range(rng.choice([1, 1, 3, 30])):
+            use = next(streams[dataset], None)
+            if use is None:
+                del streams[dataset]
+                break
+            clock += rng.choice([1, 1, 2, 3])
+            node, unit = use[0], units[dataset][use[1]]
+            length, hit = rng.randrange(1, 1 << 20), rng.random() < 0.5
+            begun = epochs.used(dataset, unit, clock, length, hit=hit, requester=node)
+            assert begun == plain.used(dataset, unit, clock, length, hit, node)
+            assert epochs.version == plain.version
+            if rng.random() < 0.1:
+                ahead = rng.choice(units[dataset])
+                epochs.comes(dataset, ahead)
+                plain.comes(dataset, ahead)
+        for number in range(5):
+            found = plain.decides(number)
+            said = (epochs.number(number), epochs.start(number), epochs.has_epochs(number))
+            if found is None:
+                assert said == (0, 0, False)
+            else:
+                assert said == (len(found.starts), found.start, plain.has_epochs(number))
+            edges = [found.previous + by for by in (-1, 0)] if found else []
+            edges += [found.start + by for by in (-1, 0)] if found else []
+            for at in (0, clock, *edges):
+                assert epochs.protects(number, at) == plain.protects(number, at)
+            for unit in rng.sample(units[number], 4):
+                assert epochs.spent(number, unit) == plain.spent(number, unit)
+                assert epochs.had(number, unit) == plain.had(number, unit)
+        assert list(epochs.status()) == list(plain.status().items())
