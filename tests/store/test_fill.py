@@ -1,0 +1,194 @@
+"""Bytes on their way into a tier or the heap, and the heap itself: against what plain bytes say."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import OrderedDict
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachefs.base.errors import NoRoom
+from cachefs.store import fill
+from cachefs.store.fill import Fill, FillClosed, Heap, HeapFill, TierFill
+from cachefs.store.index import Copy
+from cachefs.store.tier import RAM, Tier
+from tests.conftest import examples
+
+BLOCK = 8
+SIZE = 5 * BLOCK + 3  # of the version: its last block is short
+
+
+def content(start: int, stop: int) -> bytes:
+    return bytes((7 * at + at // 256) % 251 for at in range(start, stop))
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[int, int, list[int], int]:
+    """(first block, one past the last, lengths in which the bytes come, the offset that a reader waits for)"""
+    start = draw(st.integers(0, 5))
+    stop = draw(st.integers(start + 1, 6))
+    lengths = draw(st.lists(st.integers(0, 2 * BLOCK + 1), max_size=12))
+    return start, stop, lengths, draw(st.integers(start * BLOCK, SIZE + 1))
+
+
+def check(fill: Fill, start: int, stop: int, lengths: list[int], wake_at: int) -> None:
+    first, end = start * BLOCK, min(SIZE, stop * BLOCK)
+    assert (fill.start, fill.stop, fill.landed) == (first, end, first)
+    assert not fill.take_completed()
+    fill.ahead = True
+    assert not fill.wanted, "no reader has asked for it"
+    fill.wake_at = wake_at
+    assert fill.wanted is (wake_at <= end)
+    woken: list[int] = []
+    fill.on_landed = lambda: woken.append(fill.landed)
+    at, taken, ends = first, list[tuple[int, int]](), list[int]()
+    for number, length in enumerate(lengths):
+        if at + length > end:
+            with pytest.raises(ValueError, match="more bytes than the range has"):
+                fill.write(content(at, at + length))
+            length = 0
+        elif at % BLOCK == 0 and length == min(BLOCK, SIZE - at) and number % 2:
+            data = content(at, at + length)
+            fill.write_block(memoryview(data), xxhash.xxh3_64_intdigest(data))
+            ends.append(at + length)
+        else:
+            fill.write(content(at, at + length))
+            ends.append(at + length)
+        at += length
+        assert fill.landed == at
+        for offset in range(first, at):
+            assert fill.look(offset, at - offset) == content(offset, at)
+        if number % 3 == 0:
+            taken += fill.take_completed()
+            assert fill.settled == len(taken)
+    taken += fill.take_completed()
+    assert fill.take_completed() == []
+    whole = [(b, content(b * BLOCK, min(SIZE, (b + 1) * BLOCK))) for b in range(start, stop)]
+    assert taken == [(b, xxhash.xxh3_64_intdigest(d)) for b, d in whole if b * BLOCK + len(d) <= at]
+    assert woken == [landed for landed in ends if landed >= wake_at]
+    fill.close()
+    with pytest.raises(FillClosed):
+        fill.write(b"")
+    if at % BLOCK == 0 and at < end:
+        with pytest.raises(FillClosed):
+            fill.write_block(memoryview(content(at, min(at + BLOCK, SIZE))), 0)
+    assert fill.landed == at
+
+
+@given(deliveries())
+@settings(max_examples=examples(150))
+def test_what_comes_in_pieces_is_in_the_heap_as_it_is(how: tuple[int, int, list[int], int]) -> None:
+    filled = HeapFill(SIZE, BLOCK, *how[:2])
+    check(filled, *how)
+    assert filled.kept and not filled.waits
+
+
+@pytest.fixture(scope="module")
+def tier(tmp_path_factory: pytest.TempPathFactory) -> Tier:
+    path = tmp_path_factory.mktemp("tier")
+    return Tier(RAM, "ram", path, 1 << 20, blocking=False, keep_free_bytes=0, clock=lambda: 0.0)
+
+
+@given(deliveries(), st.booleans(), st.integers(1, 9))
+@settings(max_examples=examples(100))
+def test_what_comes_in_pieces_is_in_the_file_as_it_is(
+    tier: Tier, how: tuple[int, int, list[int], int], opens: bool, at_once: int
+) -> None:
+    """Though the file system takes a part of each write; opened before, or at the first write."""
+    path, before = tier.path / "file", len(os.listdir("/proc/self/fd"))
+    path.write_bytes(b"")
+    flags, pwrite = os.O_RDWR | os.O_CLOEXEC, os.pwrite
+    given = os.open(path, flags)
+    filled = TierFill(
+        tier,
+        Copy(RAM, b"", 0, SIZE),
+        (lambda: os.open(path, flags)) if opens else given,
+        SIZE,
+        BLOCK,
+        *how[:2],
+    )
+    os.close(given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:at_once], offset))
+        if opens:
+            assert len(os.listdir("/proc/self/fd")) == before
+            filled.write(b"")
+        check(filled, *how)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert filled.failure is None and filled.not_opened is None and not tier.disk._calls
+
+
+def test_a_block_that_is_none_is_refused() -> None:
+    for before, length in ((0, BLOCK - 1), (0, BLOCK + 1), (1, BLOCK), (1, BLOCK - 1)):
+        filled = HeapFill(SIZE, BLOCK, 0, 6)
+        filled.write(bytes(before))
+        with pytest.raises(ValueError, match="not a whole block"):
+            filled.write_block(memoryview(bytes(length)), 0)
+        assert filled.landed == before
+    filled = HeapFill(SIZE, BLOCK, 5, 6)
+    with pytest.raises(ValueError, match="not a whole block"):
+        filled.write_block(memoryview(bytes(BLOCK)), 0)
+    filled.write_block(memoryview(bytes(3)), 5)
+    assert filled.take_completed() == [(5, 5)]
+
+
+def test_a_file_that_cannot_be_opened_or_written_is_told_apart(tier: Tier) -> None:
+    def refused() -> int:
+        raise OSError(errno.EACCES, "no")
+
+    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), refused, SIZE, BLOCK, 0, 1)
+    with pytest.raises(NoRoom):
+        filled.write(b"1")
+    assert filled.not_opened is not None and filled.failure is None
+    assert (filled.landed, filled.take_completed()) == (0, [])
+    filled.close()
+    path = tier.path / "read only"
+    path.write_bytes(b"")
+    fd = os.open(path, os.O_RDONLY)
+    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), fd, SIZE, BLOCK, 0, 1)
+    os.close(fd)
+    with pytest.raises(NoRoom):
+        filled.write(b"1")
+    assert filled.not_opened is None and filled.failure is not None and filled.failure.errno == errno.EBADF
+    filled.close()
+
+
+def test_who_reads_what_comes_ahead_wants_it(tier: Tier) -> None:
+    path = tier.path / "ahead"
+    path.write_bytes(b"")
+    fd = os.open(path, os.O_RDWR)
+    filled = TierFill(tier, Copy(RAM, b"", 0, SIZE), fd, SIZE, BLOCK, 0, 1)
+    os.close(fd)
+    filled.ahead = True
+    filled.write(b"12345678")
+    assert filled.look(2, 3) == b"345" and not filled.wanted
+    assert filled.read(2, 3) == b"345" and filled.wanted
+    filled.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(-1, 12)), max_size=40))
+@settings(max_examples=examples(150))
+def test_the_heap_holds_what_came_last(steps: list[tuple[int, int, int]]) -> None:
+    """(version, block, bytes): put; a length below 0 drops the version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "HEAP_BYTES", 20)
+        heap, plain = Heap(), OrderedDict[tuple[bytes, int], bytes]()
+        for number, (version, block, length) in enumerate(steps):
+            digest = bytes([version])
+            if length < 0:
+                gone = [key for key in plain if key[0] == digest]
+                assert heap.drop(digest) == sum(len(plain.pop(key)) for key in gone)
+            else:
+                data = bytes([number]) * (length * 3)  # one block may be larger than all of it
+                plain.pop((digest, block), None)
+                plain[digest, block] = data
+                heap.put(digest, block, data)
+                while sum(map(len, plain.values())) > 20 and len(plain) > 1:
+                    plain.popitem(last=False)
+            found = {(bytes([v]), b): heap.get(bytes([v]), b) for v in range(3) for b in range(4)}
+            assert {key: data for key, data in found.items() if data is not None} == plain
+            assert heap._bytes == sum(map(len, plain.values()))
