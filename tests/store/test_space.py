@@ -1,15 +1,37 @@
-"""What becomes of blocks whose file cannot be opened, or be read at once."""
+"""What becomes of blocks whose file cannot be opened, or be read at once; and what goes to make room."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from cachefs.base.names import ObjectId
+from cachefs.store import space
+from cachefs.store import tier as tier_module
+from cachefs.store.eviction import ANY, LOWEST, NOTHING, REMOTE_OWNED
+from tests.conftest import examples
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, MIB, running
+from tests.store.lab import BLOCK, EXTENT, MIB, PAGE, Lab, running
+
+
+def put(lab: Lab, object_id: ObjectId) -> None:
+    """All its blocks come."""
+    obj = lab.store.object(object_id)
+    blocks = -(-object_id.size // BLOCK)
+    for first in range(0, blocks, 16):
+        fill = lab.store.begin_fill(obj, first, min(blocks, first + 16))
+        assert fill is not None
+        fill.write(bytes(fill.stop - fill.start))
+        lab.store.end_fill(obj, fill)
+    obj.rest()
 
 
 @pytest.mark.parametrize(
@@ -84,3 +106,114 @@ async def test_a_block_that_cannot_be_read_at_once(
             assert lab.store.cached_bytes(object_id) == (object_id.size if stays else 0)
             assert tier.reads_now is reads_now
             assert (lab.store.read_now(obj, 0, BLOCK) is not None) == (stays and reads_now)
+
+
+# -- making room, against a plain count --------------------------------------------------------------
+
+
+def pages(length: int) -> int:
+    return -(-length // PAGE) * PAGE
+
+
+@pytest.mark.parametrize("seed", range(4))
+@in_trio
+async def test_room_is_made_by_what_goes_first_and_by_no_more(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(space, "VICTIMS_AT_ONCE", 4)
+    async with running(cache_dir, ssd=10 * BLOCK) as lab:
+        [tier] = lab.store.tiers
+        for _ in range(25):
+            held: list[tuple[ObjectId, int]] = []
+            for number in range(rng.randrange(8)):
+                object_id = lab.origin.put(f"{number}", bytes(rng.randrange(1, 2 * BLOCK)))
+                if sum(size for _, size in held) + pages(object_id.size) <= tier.cap_bytes:
+                    put(lab, object_id)
+                    held.append((object_id, pages(object_id.size)))
+            if rng.random() < 0.5:
+                await lab.store.flush()
+            used = sum(size for _, size in held)
+            assert tier.used_bytes == used and tier.limit_bytes() == 10 * BLOCK
+            exact = [10 * BLOCK - used, 10 * BLOCK - used + 1, 10 * BLOCK, 10 * BLOCK + 1, 0]
+            need = rng.choice([*exact, rng.randrange(11 * BLOCK)])
+            classes = rng.choice([NOTHING, REMOTE_OWNED, LOWEST, ANY])
+            stays, fits, blocks = list(held), False, 0
+            for _ in range(4):
+                fits = sum(size for _, size in stays) + need <= 10 * BLOCK
+                if fits or classes in (NOTHING, REMOTE_OWNED) or need > 10 * BLOCK or not stays:
+                    break
+                object_id, _ = stays.pop(0)
+                blocks += -(-object_id.size // BLOCK)
+                fits = False  # until it is looked at once more
+            before = lab.metrics.evicted_blocks
+            assert lab.store.space.evict_for(tier, need, classes) is fits
+            there = [(i, size) for i, size in held if lab.store.cached_bytes(i) == i.size]
+            assert there == stays and lab.metrics.evicted_blocks - before == blocks
+            lab.check_accounts()
+            for object_id, _ in held:
+                lab.store.evict(lab.store.object(object_id))
+
+
+@in_trio
+async def test_nothing_goes_for_bytes_that_are_on_their_way_out(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir, ssd=10 * BLOCK) as lab:
+        [tier] = lab.store.tiers
+        object_id = lab.origin.put("k", bytes(2 * BLOCK))
+        put(lab, object_id)
+        monkeypatch.setattr(tier.disposal, "going_bytes", tier_module.GOING_BYTES + 3 * BLOCK)
+        assert lab.store.space.evict_for(tier, 5 * BLOCK, ANY)
+        assert not lab.store.space.evict_for(tier, 6 * BLOCK, ANY)
+        assert not lab.store.space.evict_for(tier, 8 * BLOCK, ANY)
+        assert lab.store.cached_bytes(object_id) == 2 * BLOCK
+        assert not lab.store.space.evict_for(tier, 9 * BLOCK, ANY)
+        assert lab.store.cached_bytes(object_id) == 0, "without it more would fit"
+        monkeypatch.undo()
+
+
+@given(limit=st.integers(0, 1 << 30), need=st.integers(0, 4 * BLOCK))
+@settings(max_examples=examples(100))
+def test_what_is_left_to_readers_is_whole_needs(limit: int, need: int) -> None:
+    tier = SimpleNamespace(limit_bytes=lambda: limit)
+    made = space.Space(None, None, {}, BLOCK, None)  # type: ignore[arg-type]
+    one = min(need, BLOCK)
+    left = made.left_to_readers(tier, need)  # type: ignore[arg-type]
+    share = limit // space.READERS_SHARE
+    assert left % one == 0 and left <= share < left + one if one else left == 0
+
+
+@pytest.mark.parametrize("ram", [0, 64 * BLOCK])
+@in_trio
+async def test_ranges_that_touch_are_punched_at_once(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, ram: int
+) -> None:
+    """All of them and nothing else; the end of a file to the end of its page."""
+    rng = random.Random(ram)
+    async with running(cache_dir, ram=ram) as lab:
+        tier = lab.store.tiers[0]
+        object_id = lab.origin.put("k", bytes(3 * EXTENT + 5000))
+        put(lab, object_id)
+        obj = lab.store.object(object_id)
+        called: list[tuple[int, int]] = []
+        done: list[int] = []
+        monkeypatch.setattr(tier, "punch", lambda fd, *run: called.append(run))
+        monkeypatch.setattr(
+            tier, "dispose_of", lambda digest, runs, freed: (called.extend(runs), done.append(freed))
+        )
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(60):
+            called.clear()
+            done.clear()
+            blocks = sorted(rng.sample(range(49), rng.randrange(50)))
+            ranges = [(block * BLOCK, min(BLOCK, object_id.size - block * BLOCK)) for block in blocks]
+            lab.store.space.punch(obj, tier, ranges, 7)
+            assert done == ([7] if blocks and not ram else [])
+            found = [at for start, length in called for at in range(start, start + length, PAGE)]
+            assert found == [at for start, length in ranges for at in range(start, start + length, PAGE)]
+            assert all(length % PAGE == 0 for _, length in called)
+            gaps = itertools.pairwise(called)
+            assert all(start + length < later for (start, length), (later, _) in gaps), "one call each"
+        assert len(os.listdir("/proc/self/fd")) == before
+        monkeypatch.undo()
