@@ -121,7 +121,7 @@ class Walk:
                 if verdict is Verdict.GOES:
                     return key
                 if verdict is Verdict.HELD:
-                    self.add(key, clock, dataset)
+                    self._held.append((b"", key, clock, dataset))
             self._rows.popleft()
             if row[0]:
                 self._after, self.passed = row[0], clock
@@ -129,8 +129,9 @@ class Walk:
                 return None
 
     def add(self, key: CopyKey, clock: int, dataset: int) -> None:
-        """A row below what was passed is to be looked at after the next flush."""
-        self._held.append((b"", key, clock, dataset))
+        """A row is to be looked at after the next flush, if it was passed; else the search will come to it in its place."""
+        if clock <= self.passed:
+            self._held.append((b"", key, clock, dataset))
 
     def flushed(self) -> None:
         """Rows are up to date again: go on where the walk was, after those that were held."""
@@ -430,8 +431,7 @@ class Eviction:
                 if placed is None:
                     self._seen_version = -1  # look again
                 for key, clock, dataset in placed or ():
-                    if clock <= self._evictable[key[0]].passed:
-                        self._evictable[key[0]].add(key, clock, dataset)
+                    self._evictable[key[0]].add(key, clock, dataset)
             finally:
                 for walk in self._evictable.values():
                     walk.flushed()

@@ -3,6 +3,7 @@ is looked at again and again."""
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.store import eviction
-from cachefs.store.eviction import ANY, HELD, KEPT_AT_ONCE, LOWEST, Class, Keys, Verdict, Walk
-from cachefs.store.index import CopyKey, Row
+from cachefs.store.eviction import (
+    ANY,
+    ANY_REMOTE_OWNED,
+    HELD,
+    KEPT_AT_ONCE,
+    LOWEST,
+    OURS,
+    Class,
+    Keys,
+    Verdict,
+    Walk,
+)
+from cachefs.store.index import Copy, CopyKey, Row
 from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, running
+from tests.store.lab import BLOCK, EXTENT, Lab, running
 from tests.store.test_shared_epochs import put
 
 
@@ -264,3 +276,162 @@ async def test_large_immutable_files_are_passed_over_when_protected_copies_go(
     async with running(cache_dir, origin) as lab:
         victim = lab.store.eviction.victim(SSD, (Class.PROTECTED,))
         assert victim is not None and victim[0].id.digest == ids[first].digest
+
+
+# -- against plain rules -----------------------------------------------------------------------------
+
+
+class Order:
+    """Which copies are owned by others, wait for a reader, or are pinned; in the order in which others' would go."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.now = 1000.0
+        self.copies: dict[CopyKey, Copy] = {}
+        self.remote: list[CopyKey] = []
+        self.waiting: dict[CopyKey, float] = {}
+        self.busy: set[CopyKey] = set()
+        lab.store.eviction._now = lambda: self.now
+
+    def class_of(self, copy: Copy) -> Class:
+        waits = copy.key in self.waiting
+        if copy.key in self.remote:
+            return Class.REMOTE_PREFETCHED if waits else Class.REMOTE_OWNED
+        protected = self.lab.store.eviction.epochs.protects(copy.dataset, copy.clock)
+        return Class.PROTECTED if waits or protected else Class.EVICTABLE
+
+    def touched(self, key: CopyKey) -> None:
+        self.waiting.pop(key, None)
+        if key in self.remote:
+            self.remote.remove(key)
+            self.remote.append(key)
+
+    def gone(self, key: CopyKey) -> None:
+        del self.copies[key]
+        self.waiting.pop(key, None)
+        if key in self.remote:
+            self.remote.remove(key)
+        self.busy.discard(key)
+
+    def waits(self, key: CopyKey) -> None:
+        self.waiting.pop(key, None)
+        self.waiting[key] = self.now + eviction.PREFETCHED_S
+        if len(self.waiting) > eviction.PREFETCHED_COPIES:
+            del self.waiting[next(iter(self.waiting))]
+
+    def flushed(self) -> None:
+        while self.waiting and next(iter(self.waiting.values())) < self.now:
+            del self.waiting[next(iter(self.waiting))]
+
+    def victim(self, classes: tuple[Class, ...], older_than: int | None) -> CopyKey | None:
+        for one in classes:
+            if one in (Class.REMOTE_OWNED, Class.REMOTE_PREFETCHED):
+                for key in list(self.remote):
+                    if (one is Class.REMOTE_PREFETCHED or key not in self.waiting) and key not in self.busy:
+                        return key
+                    self.remote.remove(key)
+                    self.remote.append(key)
+                continue
+            found = [
+                (copy.clock, key)
+                for key, copy in self.copies.items()
+                if key not in self.remote
+                and key not in self.busy
+                and (older_than is None or copy.clock < older_than)
+                and (one is Class.PROTECTED or self.class_of(copy) is Class.EVICTABLE)
+            ]
+            if found:
+                return min(found)[1]
+        return None
+
+
+@pytest.mark.parametrize("seed", range(6))
+@in_trio
+async def test_what_goes_next_is_as_the_plain_rules_say(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Copies come, are used, prefetched, owned by others and by this node, in use, pinned, left behind and dropped."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(eviction, "PREFETCHED_COPIES", 6)
+    policy = ["auto", "epoch", "lru"][seed % 3]
+    async with running(cache_dir, ssd=64 * BLOCK, eviction=policy) as lab:
+        store, order = lab.store, Order(lab)
+        ids = [lab.origin.put(f"d{n % 2}/{n}", bytes(BLOCK)) for n in range(24)]
+        pinned: set[CopyKey] = set()
+        for _ in range(60):
+            for _ in range(rng.randrange(10)):
+                object_id = rng.choice(ids)
+                obj, key = store.object(object_id), (SSD, object_id.digest, 0)
+                here = key in order.copies
+                what = rng.randrange(8)
+                if not here and what < 6:
+                    remote, ahead = what % 3 == 0, what % 2 == 0
+                    assert put(lab, object_id, ahead=ahead, remote_owned=remote)
+                    copy = store.catalog.copies(obj, SSD)[0]
+                    order.copies[key] = copy
+                    if remote:
+                        order.remote.append(key)
+                    if ahead:
+                        order.waits(key)
+                elif here and what < 3:
+                    store.hit(obj, [0])
+                    order.touched(key)
+                elif here and what == 3:
+                    store.left_behind(obj)
+                    order.waiting.pop(key, None)
+                elif here and what == 4:
+                    store.space.own(order.copies[key])
+                    order.remote = [other for other in order.remote if other != key]
+                elif here and what == 5 and key not in order.busy:
+                    store.space.drop(obj, order.copies[key], 1)
+                    order.gone(key)
+                elif here and what == 6:
+                    store.eviction.prefetched(order.copies[key])
+                    order.touched(key)
+                    order.waits(key)
+            for key in rng.sample(sorted(order.copies), min(4, len(order.copies))):
+                copy, obj = order.copies[key], store.catalog.by_digest(key[1])
+                if key in pinned:
+                    store.space.set_pinned(copy, False)
+                    order.touched(key)
+                    pinned.discard(key)
+                    order.busy.discard(key)
+                elif key in order.busy:
+                    store.space.unpin(obj, copy)
+                    order.busy.discard(key)
+                elif rng.random() < 0.2:
+                    store.space.pin(copy)
+                    order.busy.add(key)
+                elif rng.random() < 0.2:  # this node keeps it, then
+                    store.space.set_pinned(copy, True)
+                    order.remote = [other for other in order.remote if other != key]
+                    order.touched(key)
+                    pinned.add(key)
+                    order.busy.add(key)
+            order.now += rng.choice([0, 1, eviction.PREFETCHED_S / 2, eviction.PREFETCHED_S])
+            if order.copies:  # something is to be written, or no row would be looked at again
+                store.catalog.changed(rng.choice(list(order.copies.values())))
+            await store.flush()
+            order.flushed()
+            for key in rng.sample(sorted(order.copies), min(3, len(order.copies))):
+                if rng.random() < 0.5:  # used since
+                    store.hit(store.catalog.by_digest(key[1]), [0])
+                    order.touched(key)
+            clocks = [copy.clock for copy in order.copies.values()]
+            for classes in rng.sample(
+                [(), *((one,) for one in Class), LOWEST, ANY, OURS, ANY_REMOTE_OWNED], 5
+            ):
+                older_than = rng.choice([None, None, *clocks])
+                for copy in order.copies.values():
+                    assert store.eviction.class_of(copy.key, copy.clock, copy.dataset) is order.class_of(copy)
+                    assert store.eviction.protected(copy) is (
+                        copy.pinned
+                        or copy.key in order.waiting
+                        or store.eviction.epochs.protects(copy.dataset, copy.clock)
+                    )
+                victim = store.eviction.victim(SSD, classes, older_than=older_than)
+                wanted = order.victim(classes, older_than)
+                found = victim[1].key if victim is not None else None
+                assert found == wanted, (classes, older_than)
+        for key in list(order.busy - pinned):
+            store.space.unpin(store.catalog.by_digest(key[1]), order.copies[key])
