@@ -165,19 +165,24 @@ def _test_files(given: list[str]) -> list[str]:
 
 
 def _stages(mutant: Mutant, coverage: Coverage, budget_s: float) -> list[dict[str, Cost]]:
-    """The tests of its own module and room, then the others; each cheapest first, within the budget. The budget counts
-    processor time, so that a busy machine runs the same tests as an idle one."""
-    _, room, *_ = Path(mutant.path).with_suffix("").parts
-    near = (f"tests/{room}/", f"tests/test_{room}.py", f"tests/test_{Path(mutant.path).stem}.py")
-    found = sorted(coverage.of(mutant, near).items(), key=lambda one: one[1].processor_s)
+    """The tests of its own module, then of its room, then the others; each cheapest first, within the budget. The budget
+    counts processor time, so that a busy machine runs the same tests as an idle one."""
+    path = Path(mutant.path).with_suffix("")
+    room, module = path.parts[1], path.stem
+    near = (f"tests/{room}/", f"tests/test_{room}.py", f"tests/test_{module}.py")
+
+    def rank(name: str) -> int:
+        return 0 if Path(name.split("::")[0]).stem == f"test_{module}" else 1 if name.startswith(near) else 2
+
+    found = coverage.of(mutant, near)
     own: dict[str, Cost] = {}
     others: dict[str, Cost] = {}
     spent = 0.0
-    for name, cost in sorted(found, key=lambda one: not one[0].startswith(near)):
-        spent += cost.processor_s
+    for name in sorted(found, key=lambda name: (rank(name), found[name].processor_s)):
+        spent += found[name].processor_s
         if spent > budget_s and (own or others):
             continue
-        (own if name.startswith(near) else others)[name] = cost
+        (own if rank(name) < 2 else others)[name] = found[name]
     return [own, others]
 
 
