@@ -182,7 +182,7 @@ class Moves:
         ranges: list[Range],
         wanted: int,
     ) -> bool:
-        if source.disk.down:
+        if source.disk.down or to.disk.down:  # a thread would wait for it, and a stop for the thread
             return False
         try:
             sink = self._space.file_to_write(obj, to)
