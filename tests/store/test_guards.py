@@ -1,0 +1,368 @@
+"""Guards, each with what it keeps out; and what is told of what happens, in counters, modes and states."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
+from cachefs.store import Store, disk, open_store, ram
+from cachefs.store import tier as tier_module
+from cachefs.store.eviction import EPOCHS_SAVED_EVERY
+from cachefs.store.fill import READERS_SHARE as REMOTE_SHARE
+from cachefs.store.scrub import reclaim
+from cachefs.store.space import READERS_SHARE
+from cachefs.store.tier import RAM, SSD, Tier
+from tests.fetch.scripted import content, in_trio
+from tests.store.lab import BLOCK, EXTENT, Lab, running
+
+SMALL = 4096
+
+
+def fill(lab: Lab, object_id: ObjectId, first: int, stop: int, land: int | None = None, **how: bool) -> Any:
+    """The blocks come, or so many of their bytes; None where there is no room."""
+    obj = lab.store.object(object_id)
+    begun = lab.store.begin_fill(obj, first, stop, **how)
+    if begun is not None:
+        begun.write(bytes(begun.stop - begun.start if land is None else land))
+        lab.store.end_fill(obj, begun)
+    obj.rest()
+    return begun
+
+
+@in_trio
+async def test_all_that_is_made_is_for_its_owner_alone(cache_dir: Path) -> None:
+    umask = os.umask(0)
+    try:
+        async with running(cache_dir, ram=64 * BLOCK) as lab:
+            places = [cache_dir, *(tier.path for tier in lab.store.tiers)]
+            for number in range(4):
+                object_id = lab.origin.put(f"k{number}", content(number, 2 * BLOCK))
+                await lab.read(object_id)
+                obj, [ram_tier, ssd] = lab.store.object(object_id), lab.store.tiers
+                assert lab.store._moves is not None
+                await lab.quiet()
+                [copy] = lab.store.catalog.copies(obj, RAM)
+                assert await lab.store._moves.move(obj, copy, ssd, ())
+                shutil.rmtree(ssd.path / "objects") if number == 2 else None
+                shutil.rmtree(ram_tier.path / "objects") if number == 1 else None
+                lab.counts = False  # files are gone
+            backing = lab.store.open_backing(lab.store.object(object_id))
+            assert backing is not None
+            lab.store.release_backing(backing)
+            seen = 0
+            for place in places:
+                for folder, _, names in os.walk(place):
+                    assert stat.S_IMODE(os.lstat(folder).st_mode) == 0o700, folder
+                    for name in names:
+                        mode = stat.S_IMODE(os.lstat(f"{folder}/{name}").st_mode)
+                        assert mode in (0o600, 0o400), f"{folder}/{name}: {mode:o}"
+                        seen += 1
+            assert seen > 8
+    finally:
+        os.umask(umask)
+
+
+@in_trio
+async def test_what_a_disk_does_not_remove_is_its_failure(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk, in its thread; in memory at once. What is gone already is none."""
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        for tier in lab.store.tiers:
+            for number, failed in ((errno.EIO, 1), (errno.ENOENT, 1)):
+                object_id = lab.origin.put(f"k{tier.number}{number}", bytes(BLOCK))
+                tier.new_file(object_id.digest, BLOCK)
+
+                def refuse(path: Any, *_: object, number: int = number, **__: object) -> None:
+                    raise OSError(number, os.strerror(number))
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "unlink", refuse)
+                    tier.unlink(object_id.digest, 0)
+                assert tier.errors_in_a_row == failed
+            tier.worked()
+            assert (tier.disposal.going_bytes, tier.disposal.going_files) == (0, 0)
+        for name in counters_fds(cache_dir, lab.store):
+            os.close(name)
+
+
+def counters_fds(cache_dir: Path, store: Store) -> list[int]:
+    """What the test itself has opened."""
+    places = tuple(f"{tier.path}/objects" for tier in store.tiers)
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith(places):
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+@in_trio
+async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
+        object_id = lab.origin.put("k", bytes(BLOCK))
+        fill(lab, object_id, 0, 1)
+        await lab.store.flush()
+        obj = lab.store.object(object_id)
+        for requester in ("", "node"):
+            [copy] = lab.store.catalog.copies(obj, RAM)
+            uses, clock = lab.store.eviction.epochs._now, copy.clock
+            await lab.store.flush()
+            shared = lab.store.share(obj, 0, requester=requester)
+            assert shared is not None and copy.pins == 1 and shared.in_ram
+            assert (shared.offset, shared.length, shared.checksum) == (0, BLOCK, copy.checksums[0])
+            lab.store.unshare(obj, shared)
+            assert copy.clock > clock and lab.store.eviction.epochs._now > uses and not copy.pins
+        obj.rest()
+        assert lab.store.share(obj, 1) is None
+
+
+@in_trio
+async def test_what_is_pinned_is_this_nodes_own_from_its_first_block_on(cache_dir: Path) -> None:
+    async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
+        object_id = lab.origin.put("k", bytes(EXTENT + BLOCK))
+        fill(lab, object_id, 0, 1)
+        lab.store.pin(lab.store.object(object_id))
+        fill(lab, object_id, 16, 17, remote_owned=True)
+        fill(lab, object_id, 1, 2, remote_owned=True)
+        [tier] = lab.store.tiers
+        assert (tier.remote_owned_bytes, tier.pinned_bytes, tier.used_bytes) == (0, 3 * BLOCK, 3 * BLOCK)
+        lab.store.unpin(lab.store.object(object_id))
+
+
+@in_trio
+async def test_a_tier_works_again_when_a_transfer_has_come_whole(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        [tier] = lab.store.tiers
+        tier.failed(OSError(errno.EIO, "broken"))
+        tier._retry_at = 0.0
+        fill(lab, lab.origin.put("half", bytes(2 * BLOCK)), 0, 2, land=BLOCK)
+        assert tier.errors_in_a_row == 1
+        fill(lab, lab.origin.put("whole", bytes(2 * BLOCK)), 0, 2)
+        assert tier.errors_in_a_row == 0
+        assert lab.metrics.discarded_bytes == 0
+        fill(lab, lab.origin.put("part", bytes(2 * BLOCK)), 0, 2, land=BLOCK + 5)
+        assert lab.metrics.discarded_bytes == 5
+
+
+@in_trio
+async def test_what_passes_by_is_told_as_not_admitted(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", bytes(EXTENT + BLOCK + 3))
+        obj = lab.store.object(object_id)
+        passing = lab.store.begin_bypass(obj, 17)
+        passing.write(b"123")
+        lab.store.end_fill(obj, passing)
+        misses = lab.metrics.ledger.misses
+        assert misses.missed(object_id, 1, late=False) == "not_admitted"
+        assert misses.missed(object_id, 0, late=False) == "cold"
+        assert (lab.metrics.bypassed_blocks, lab.metrics.bypassed_bytes) == (1, 3)
+        assert lab.store.has(obj, 17) and lab.store.read_now(obj, EXTENT + BLOCK, 3) == b"123"
+        assert lab.metrics.heap_hits == 1
+        assert lab.store.evict(obj) == 3 and not lab.store.has(obj, 17)
+
+
+@pytest.mark.parametrize("aclosed", [True, False])
+@in_trio
+async def test_a_cache_that_is_given_up_can_be_opened_again(cache_dir: Path, aclosed: bool) -> None:
+    """In this very process: nothing is locked, mounted or open."""
+    before = set(os.listdir("/proc/self/fd"))
+    for number in range(2):
+        opened = open_store(cache_dir, 64 * BLOCK, 16 * BLOCK, 0, BLOCK, "first", Metrics())
+        assert opened.store.was_clean is (aclosed and number == 1)
+        place = ram.ram_directory(cache_dir)
+        assert place.exists()
+        if aclosed:
+            await opened.store.aclose(0.0)
+        opened.close()
+        opened.close()
+        assert not place.exists()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@in_trio
+async def test_a_flush_writes_when_there_is_something_to_write(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        index, written = lab.store.catalog._index, list[dict[bytes, bytes]]()
+        write = index.write
+
+        def noted(saved: Any, removed: Any, totals: Any, notes: Any) -> None:
+            written.append(notes)
+            write(saved, removed, totals, notes)
+
+        monkeypatch.setattr(index, "write", noted)
+        await lab.store.flush()
+        assert not written
+        for number in range(2 * EPOCHS_SAVED_EVERY):
+            fill(lab, lab.origin.put(f"k{number}", bytes(5)), 0, 1)
+            await lab.store.flush()
+            await lab.store.flush()
+        assert len(written) == 2 * EPOCHS_SAVED_EVERY
+        clocks = [int.from_bytes(notes[b"clock"], "big") for notes in written]
+        assert clocks == sorted(set(clocks)) and clocks[-1] == lab.store.catalog.clock
+        assert [n + 1 for n, notes in enumerate(written) if b"epochs" in notes] == [
+            EPOCHS_SAVED_EVERY,
+            2 * EPOCHS_SAVED_EVERY,
+        ]
+        await lab.store.flush(closing=True)
+        assert len(written) == 2 * EPOCHS_SAVED_EVERY + 1 and b"epochs" in written[-1]
+
+
+@pytest.mark.parametrize(("remote", "share"), [(False, READERS_SHARE), (True, REMOTE_SHARE)])
+@in_trio
+async def test_prefetch_leaves_a_share_to_readers_and_they_take_it(
+    cache_dir: Path, remote: bool, share: int
+) -> None:
+    blocks = 4 * share
+    tier = {"ssd": 0, "ram": blocks * SMALL} if remote else {"ssd": blocks * SMALL}
+    async with running(cache_dir, block=SMALL, eviction="lru", **tier) as lab:
+        [only] = lab.store.tiers
+        limit = only.limit_bytes() // SMALL
+        ids = [lab.origin.put(f"k{number}", bytes(SMALL)) for number in range(blocks + 8)]
+        came = 0
+        while fill(lab, ids[came], 0, 1, ahead=True, remote_owned=remote) is not None:
+            came += 1
+            if came == limit or lab.metrics.evicted_blocks:
+                break
+        left = limit - only.used_bytes // SMALL
+        assert left == limit // share, "what waits for a reader is not displaced by more of it"
+        for number in range(left):
+            assert fill(lab, ids[-1 - number], 0, 1) is not None
+        assert only.used_bytes == limit * SMALL
+        assert lab.metrics.evicted_blocks == (1 if came > limit - left else 0)
+        before = lab.metrics.evicted_blocks
+        assert fill(lab, ids[-1 - left], 0, 1) is not None
+        assert lab.metrics.evicted_blocks == before + 1, "no more than it needs"
+
+
+def test_nothing_is_taken_away_where_there_is_nothing(tmp_path: Path) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    for path in (tmp_path / "none", Path("/proc/self/fd/none")):
+        ram.take_away(path)
+        ram.forget(path)
+    (tmp_path / "file").write_bytes(b"not ours")
+    ram.take_away(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"not ours"
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    os.fstat(0)
+
+
+def test_a_directory_of_another_user_is_not_taken_away(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("gives a directory to another user")
+    other = tmp_path / "theirs"
+    (other / "objects").mkdir(parents=True)
+    os.chown(other, 12345, 12345)
+    before = len(os.listdir("/proc/self/fd"))
+    ram.take_away(other)
+    assert (other / "objects").is_dir() and len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Tier:
+    now = [0.0]
+    made = Tier(
+        *(SSD, "ssd", tmp_path / "tier", 1 << 30), blocking=True, keep_free_bytes=0, clock=lambda: now[0]
+    )
+    made.test_now = now  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_directory_that_goes_is_told_once(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(tier.path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            tier.spare_bytes()
+    assert [
+        record.message.count("was removed") for record in caplog.records if "removed" in record.message
+    ] == [1]
+
+
+@pytest.mark.parametrize("flags", [0, 0x20, 0x80, 0xA0])
+def test_no_access_times_are_kept_where_that_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, tier: Tier, flags: int
+) -> None:
+    """The file's other flags stay."""
+    said: list[int] = []
+
+    def ioctl(fd: int, request: int, argument: Any) -> int:
+        if request == tier_module._GETFLAGS:
+            argument[:4] = flags.to_bytes(4, "little")
+        else:
+            said.append(int.from_bytes(argument, "little"))
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    tier_module._set_noatime(1)
+    assert said == ([] if flags & 0x80 else [flags | 0x80])
+
+
+@in_trio
+async def test_what_is_in_use_is_left_to_its_user_by_the_scrub(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        [tier] = lab.store.tiers
+        object_id = lab.origin.put("k", content(1, 3 * BLOCK))
+        fill(lab, object_id, 0, 3)
+        obj = lab.store.object(object_id)
+        obj.hold()
+        assert await reclaim(lab.store, tier, object_id.digest, 17) == 0
+        obj.release()
+        assert lab.store.cached_bytes(object_id) == 3 * BLOCK
+        # A hole, and a stray block behind the end.
+        path = tier.file_path(object_id.digest)
+        fd = os.open(path, os.O_RDWR)
+        tier.punch(fd, BLOCK, BLOCK)
+        os.pwrite(fd, bytes([1]) * BLOCK, 4 * BLOCK)
+        os.close(fd)
+        await lab.store.flush()
+        on_disk = path.stat().st_blocks * 512
+        assert await reclaim(lab.store, tier, object_id.digest, on_disk) == 2 * BLOCK
+        assert lab.store.cached_bytes(object_id) == 2 * BLOCK
+        assert path.stat().st_blocks * 512 == 2 * BLOCK
+        assert await reclaim(lab.store, tier, object_id.digest, 2 * BLOCK) == 0
+        other = lab.origin.put("no rows", bytes(BLOCK))
+        os.close(tier.new_file(other.digest, BLOCK) or -1)
+        assert await reclaim(lab.store, tier, other.digest, 5 * SMALL) == 5 * SMALL
+        assert not tier.file_path(other.digest).exists()
+        lab.check_accounts()
+
+
+def test_a_disk_whose_call_lasts_too_long_is_down_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(disk, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = disk.Disk("ssd", tmp_path)
+    went: list[str] = []
+    monkeypatch.setattr(one, "goes_down", lambda: went.append("down"))
+    one.look()
+    with one.busy():
+        now[0] += disk.HANGS_AFTER_S
+        with one.busy():
+            one.look()
+            assert not went
+            now[0] += 0.01
+            one.look()
+        assert went == ["down"]
+        one.down = True
+        one.look()
+        assert went == ["down"]
+        one.down = False
+    now[0] += 100.0
+    one.look()
+    assert went == ["down"] and not one._calls
