@@ -211,3 +211,35 @@ def test_a_part_rewritten_under_way_is_stale() -> None:
     assert not parts.is_current(piece)
     parts.ended(piece, landed=True)
     assert [p.number for p in parts.missing(parts.pieces())] == [1, 2, 3]
+
+
+@given(st.integers(1, 40 * 10), st.integers(0, 40 * 10), st.integers(1, 3 * 10), st.booleans())
+@settings(max_examples=examples(200))
+def test_what_is_sent_again_is_what_was_changed(size: int, offset: int, length: int, edges: bool) -> None:
+    """No part beside it, also where it begins and ends where parts do."""
+    parts = Parts(TINY, size)
+    if edges:
+        offset, length = offset // 10 * 10, max(1, length // 10) * 10
+    sent = parts.pieces()
+    for piece in sent:
+        parts.begin(piece)
+        parts.ended(piece, landed=True)
+    assert parts.missing(parts.pieces()) == [] and parts.sent_bytes == size
+    parts.wrote(offset, length)
+    assert parts.size == max(size, offset + length)
+    now = parts.pieces()
+    # What is longer now is another part, though it was not written.
+    wanted = {
+        piece.number
+        for piece in now
+        if (piece.start < offset + length and offset < piece.stop)
+        or piece.number > len(sent)
+        or piece.stop != sent[piece.number - 1].stop
+    }
+    assert {piece.number for piece in parts.missing(now)} == wanted
+    assert parts.sent_bytes == sum(p.stop - p.start for p in now if p.number not in wanted)
+    before = parts.pieces()
+    parts.rewritten(size)
+    assert len(parts.missing(parts.pieces())) == parts.count > 0 and parts.pieces() != before
+    parts.forget()
+    assert parts.sent_bytes == 0

@@ -1,0 +1,571 @@
+"""What successes and failures leave behind, what is pending and shown, how often is tried again, what the disk is asked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
+from cachefs.origin import ObjectInfo
+from cachefs.upload import orphans, recovery, room, sending
+from cachefs.upload.dirty_file import TOKENS, DirtyFile
+from cachefs.upload.records import AGAIN_S
+from cachefs.upload.room import LOOK_BYTES, LOOK_S, WAIT_S, StagingRoom
+from cachefs.upload.status import SHOWN
+from tests.fetch.scripted import content
+from tests.upload.scripted import PART, Room, desk, in_trio
+from tests.upload.test_passthrough import Kernel, in_passthrough, open_backing, taken
+from tests.upload.test_series import Pwrite
+
+
+@pytest.mark.parametrize("size", [5, 3 * PART + 1])
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_after_a_success_nothing_of_the_failures_before_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writeback: bool, size: int
+) -> None:
+    monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    async with desk(tmp_path, writeback=writeback) as d:
+        dirty_file, data = await d.create("k", content(1, size)), content(1, size)
+        for kind in ("put", "complete"):
+            d.store.fail(kind, lambda: OriginFailed("no"), times=3)
+        for number in range(1, 4):
+            if writeback:
+                await d.uploads.commit(dirty_file) if number == 1 else None
+                while dirty_file.failures < number:  # noqa: ASYNC110 - what is waited for has no event
+                    await trio.sleep(0.1)
+            else:
+                with pytest.raises(OriginFailed):
+                    await d.uploads.commit(dirty_file)
+            assert (dirty_file.failures, str(dirty_file.failure), dirty_file.unsure) == (number, "no", True)
+            assert d.metrics.upload_failures == number and dirty_file.acknowledged
+            assert len(dirty_file.tokens) >= number and dirty_file.dirty and not dirty_file.conflicts
+            assert d.uploads.pending() == [dirty_file] and d.uploads.status()["failed"] == 1
+        if writeback:
+            with pytest.raises(OriginFailed):
+                await d.uploads.commit(dirty_file)
+            assert dirty_file.told
+            while dirty_file.dirty:  # noqa: ASYNC110 - as above
+                await trio.sleep(0.1)
+        else:
+            await d.uploads.commit(dirty_file)
+        assert d.store.content("k") == data and not dirty_file.dirty
+        left = (dirty_file.failure, dirty_file.failures, dirty_file.unsure, dirty_file.told)
+        assert left == (None, 0, False, False)
+        assert (dirty_file.tokens, dirty_file.upload_state, dirty_file.attempt) == ([], None, None)
+        assert (dirty_file.acknowledged, dirty_file.has_row) == (False, False)
+        assert dirty_file.base == d.store.objects["k"][0] and d.metrics.uploaded_files == 1
+        assert dirty_file.committed is dirty_file.stored is d.told[-1][1]
+        assert dirty_file.committed is not None and dirty_file.committed.mtime_ns
+        assert d.uploads.pending() == [] and d.uploads.journal.rows("drafts") == {}
+        assert d.uploads.status()["pending"] == 0, "a reader has it open, and nothing waits"
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert d.settled == ["k"] and list(d.cache.adopted.values()) == [data] and d.files() == []
+
+
+@in_trio
+async def test_who_is_shown_first_and_how(tmp_path: Path) -> None:
+    now = 10**18
+    async with desk(tmp_path, writeback=True, now_ns=lambda: now, upload_delay_s=1e6) as d:
+        files = []
+        for number in range(SHOWN + 3):
+            now += 10**9
+            files.append(await d.create(f"k{number}", b"x" * (number + 1)))
+        held = d.store.hold("put", key="k2")
+        d.uploads._queue.plan(files[2], 0.0)
+        d.uploads.release(files[2])
+        d.store.fail("put", lambda: OriginFailed("later"), key="k3", times=1000)
+        d.store.fail("put", lambda: OriginFailed("earlier"), key="k1", times=1000)
+        for number in (3, 1):
+            await d.uploads.commit(files[number])
+            d.uploads._queue.plan(files[number], 0.0)
+        await held.reached.wait()
+        await trio.sleep(0.1)
+        now += 5 * 10**8
+        status = d.uploads.status()
+        count = SHOWN + 3
+        assert status["writeback"] and status["pending"] == count
+        assert status["pending_bytes"] == count * (count + 1) // 2
+        assert (status["uploading"], status["failed"], status["last_error"]) == (1, 2, "later")
+        assert status["oldest_s"] == count - 1 + 0.5
+        assert [row["key"] for row in status["dirty_files"]] == [f"k{n}" for n in range(SHOWN)]
+        rows = status["dirty_files"][:4]
+        assert [row["size"] for row in rows] == [1, 2, 3, 4] and {row["sent"] for row in rows} == {0}
+        assert [row["open"] for row in rows] == [1, 1, 0, 1]
+        assert [row["acknowledged"] for row in rows] == [False, True, True, True] or rows[2]["uploading"]
+        assert [row["uploading"] for row in rows] == [False, False, True, False]
+        assert [row["error"] for row in rows] == ["", "earlier", "", "later"]
+        assert rows[0]["source"] == d.store.source
+        now -= 10**12
+        assert d.uploads.status()["oldest_s"] == 0.0, "the clock was set back"
+        assert held.release is not None
+        held.release.set()
+        d.store.rules.clear()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@in_trio
+async def test_parts_are_sent_early_again_after_an_upload_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: bool
+) -> None:
+    """Of a file that was cut to nothing, or whose upload the store has forgotten."""
+    monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", content(1, 4 * PART))
+        await d.quiet()
+        if forgotten:
+            d.store.uploads.clear()
+        else:
+            await dirty_file.truncate(0)
+        await d.uploads.commit(dirty_file)
+        assert d.store.content("k") == (content(1, 4 * PART) if forgotten else b"")
+        assert not d.store.uploads
+        parts = d.store.counts["part"]
+        await dirty_file.truncate(0)
+        for number in range(4):
+            await dirty_file.write(number * PART, content(2, PART))
+        await d.quiet()
+        assert d.store.counts["part"] >= parts + 3, "no commit has asked for it"
+        await d.close(dirty_file)
+        assert d.store.content("k") == 4 * content(2, PART)
+
+
+@in_trio
+async def test_what_cannot_be_cleared_away_is_tried_again_and_not_all_the_time(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", content(1, 3 * PART))
+        await d.quiet()
+        d.store.fail("abort", lambda: OriginFailed("no"), times=1000)
+        await d.uploads.discard(dirty_file)
+        await d.quiet()
+        assert d.store.counts["abort"] == 1, "not again at once"
+        await trio.sleep(1.5)
+        assert d.store.counts["abort"] == 2
+        await trio.sleep(5 * AGAIN_S)
+        assert d.store.counts["abort"] == 7
+        d.store.rules.clear()
+        await trio.sleep(AGAIN_S)
+        assert d.store.uploads == {} and d.uploads.journal.rows("orphans") == {}
+        done = d.store.counts["abort"]
+        await trio.sleep(5 * AGAIN_S)
+        assert d.store.counts["abort"] == done == 8
+        d.uploads.release(dirty_file)
+
+
+@pytest.mark.parametrize("offset", [0, 50, 99, 100])
+@in_trio
+async def test_a_failed_write_makes_what_the_store_has_another_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int
+) -> None:
+    """How much of it was written is not known; behind the end it is cut off again."""
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", content(1, 100))
+        await dirty_file.file.land()
+        await d.uploads.commit(dirty_file)
+        assert not dirty_file.dirty
+        pwrite = Pwrite(tmp_path)
+        pwrite.times = 2
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(NoRoom):
+            await dirty_file.write(offset, b"?" * 20)
+        monkeypatch.undo()
+        assert dirty_file.size == 100 and dirty_file.dirty is (offset < 100)
+        held = bytes(await dirty_file.read(0, 200))
+        await d.close(dirty_file)
+        assert d.store.content("k") == held and len(held) == 100
+
+
+@in_trio
+async def test_what_the_kernel_had_is_no_descriptor_of_ours(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        Kernel(d)
+        dirty_file, fd = await taken(d, tmp_path, b"data")
+        backing = dirty_file.backing
+        assert backing is not None and (backing.fd, backing.id) == (-1, 77)
+        os.close(fd)
+        d.uploads._passthrough._retire = lambda backing: backing.close()
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        os.fstat(0)
+
+
+def test_what_is_kept_aside_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Twice in one second, too."""
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    umask = os.umask(0)
+    try:
+        places = []
+        for number in range(3):
+            (staging / "f").write_bytes(b"%d" % number)
+            places.append(orphans.set_aside(staging, ["f"], "why"))
+    finally:
+        os.umask(umask)
+    assert len(set(places)) == 3 and not list(staging.iterdir())
+    for number, place in enumerate(places):
+        assert place is not None and stat.S_IMODE(place.stat().st_mode) == 0o700
+        assert (place / "f").read_bytes() == b"%d" % number
+    assert orphans.set_aside(staging, [], "why") is None
+    assert orphans.places(tmp_path) == sorted((p for p in places if p), reverse=True)
+    assert orphans.warning(tmp_path).startswith("3 files ")
+
+
+def test_which_rows_come_back() -> None:
+    def row(file: str, acknowledged: bool = True, over: str | None = None) -> dict[str, Any]:
+        return {"file": file, "acknowledged": acknowledged, "over": over}
+
+    rows = {
+        "a": row("a"),
+        "b": row("b", acknowledged=False),
+        "gone": row("gone"),
+        "old": row("old"),
+        "new": row("new", over="old"),
+        "kept": row("kept"),
+        "half": row("half", acknowledged=False, over="kept"),
+    }
+    files = {"a", "b", "old", "new", "kept", "half", "other"}
+    assert recovery.kept(rows, files) == {"a", "new", "kept"}
+    assert recovery.kept({}, files) == set()
+
+
+@in_trio
+async def test_only_the_last_attempts_are_known_by_their_tokens(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k")
+        for number in range(TOKENS + 5):
+            dirty_file.has_token(f"t{number}")
+            assert dirty_file.tokens == [f"t{n}" for n in range(max(0, number + 1 - TOKENS), number + 1)]
+        dirty_file.tokens = []
+        d.uploads.release(dirty_file)
+
+
+@in_trio
+async def test_what_is_said_of_a_content_follows_its_generations(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file, info = await d.create("k"), ObjectInfo("k", 0, 5, '"e"')
+
+        def said(dirty_file: DirtyFile) -> tuple[bool, bool, bool, bool]:
+            return (
+                *(dirty_file.dirty, dirty_file.committed is info, dirty_file.stored is info),
+                dirty_file.between,
+            )
+
+        assert said(dirty_file) == (True, False, False, True) and not dirty_file.has(0)
+        dirty_file.synced = 0
+        assert not dirty_file.between
+        await dirty_file.write(0, b"12345")
+        assert said(dirty_file) == (True, False, False, True)
+        dirty_file.stored_as(0, info)
+        assert said(dirty_file) == (True, False, True, True) and dirty_file.has(0) and not dirty_file.has(1)
+        dirty_file.stored_as(1, info)
+        assert said(dirty_file) == (False, True, True, True) and dirty_file.has(1) and dirty_file.has(0)
+        dirty_file.mapped = True
+        assert said(dirty_file) == (False, False, True, True)
+        dirty_file.mapped = False
+        dirty_file.failure = Conflict("theirs")
+        assert dirty_file.conflicts
+        dirty_file.failure = OriginFailed("no")
+        assert not dirty_file.conflicts
+        dirty_file.failure = None
+        for offset, size in ((0, 5), (0, 9), (2, 2), (4, 9), (5, 1), (7, 3)):
+            assert bytes(await dirty_file.read(offset, size)) == b"12345"[offset : offset + size]
+            assert bytes(dirty_file.read_now(offset, size) or b"") == b"12345"[offset : offset + size]
+        dirty_file.copied(ObjectInfo("k", 5, 1, '"another"'), ObjectInfo("n", 5, 1, '"n"'))
+        assert dirty_file.stored is info
+        new = ObjectInfo("n", 5, 1, '"n"')
+        dirty_file.unsure = True
+        dirty_file.copied(info, new)
+        assert dirty_file.stored is new and not dirty_file.unsure and dirty_file.has(1)
+        d.uploads.release(dirty_file)
+        assert not dirty_file.between, "no process has it open"
+        await d.quiet()
+        await d.uploads.discard(dirty_file)
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("acknowledged", "is_open"), [(True, True), (False, False), (False, True)])
+@in_trio
+async def test_what_could_not_be_removed_goes_to_the_store_after_all(
+    tmp_path: Path, acknowledged: bool, is_open: bool
+) -> None:
+    """Unless a process is just writing it, and was told nothing yet."""
+    async with desk(tmp_path, writeback=acknowledged, upload_delay_s=1e6 if acknowledged else 1.0) as d:
+        dirty_file = await d.create("k", b"data")
+        if acknowledged:
+            await d.uploads.commit(dirty_file)
+        if not is_open:
+            held = d.store.fail("put", lambda: OriginFailed("no"))
+            d.uploads.release(dirty_file)
+            await held.reached.wait()
+            await d.quiet()
+
+        async def refused() -> None:
+            raise OriginFailed("it stays")
+
+        with pytest.raises(OriginFailed, match="it stays"):
+            await d.uploads.discard(dirty_file, instead=refused)
+        assert not dirty_file.discarded
+        await trio.sleep(0.01)
+        await d.quiet()
+        assert ("k" in d.store.objects) is (acknowledged or not is_open)
+        if is_open:
+            await d.close(dirty_file)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("k") == b"data"
+
+
+@in_trio
+async def test_a_name_that_goes_leaves_no_parts_at_the_store(tmp_path: Path) -> None:
+    """Half a change: what the store had is copied, and what was sent of the change is given up."""
+    async with desk(tmp_path) as d:
+        await d.save("k", b"what was there")
+        dirty_file = await d.create("k", base=d.store.version("k"))
+        await dirty_file.write(0, content(1, 4 * PART))
+        await d.quiet()
+        assert d.store.uploads and dirty_file.tokens == [f"token of {next(iter(d.store.uploads))}"]
+        await d.rename(dirty_file, "n")
+        await d.quiet()
+        assert all(key == "n" for key, _ in d.store.uploads.values())
+        assert d.store.content("n") == b"what was there" and "k" not in d.store.objects
+        await d.close(dirty_file)
+        await d.quiet()
+        assert d.store.content("n") == content(1, 4 * PART) and not d.store.uploads
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@in_trio
+async def test_what_was_refused_under_its_old_name_goes_at_once_under_the_new_one(
+    tmp_path: Path, is_open: bool
+) -> None:
+    async with desk(tmp_path, writeback=True, on_conflict="fail") as d:
+        dirty_file = await d.create("k", b"ours")
+        d.store.show("k", b"theirs")
+        await d.uploads.commit(dirty_file)
+        if not is_open:
+            d.uploads.release(dirty_file)
+        await trio.sleep(10)
+        assert dirty_file.conflicts and dirty_file.failures
+        await d.uploads.rename(dirty_file, d.store, "n")
+        assert not dirty_file.conflicts
+        await trio.sleep(0.01)
+        await d.quiet()
+        assert d.store.content("n") == b"ours" and d.store.content("k") == b"theirs"
+        if is_open:
+            d.uploads.release(dirty_file)
+            await d.quiet()
+
+
+# -- written by others ---------------------------------------------------------------------------------
+
+
+@in_trio
+async def test_what_is_taken_and_written_is_half_a_change_until_it_is_closed(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        Kernel(d)
+        dirty_file, fd = await taken(d, tmp_path, b"data")
+        assert not dirty_file.between and dirty_file.synced == dirty_file.generation
+        await dirty_file.write(0, b"D")
+        assert dirty_file.between and dirty_file.dirty
+        os.close(fd)
+        await d.uploads.commit(dirty_file)
+        d.uploads._passthrough._retire = lambda backing: None
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert d.store.content("k") == b"Data"
+
+
+@in_trio
+async def test_a_writer_that_outlives_its_close_makes_a_file_pending(tmp_path: Path) -> None:
+    """Though nothing was written since the store got it: it may be, through a mapping."""
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        dirty_file, fd = await in_passthrough(d, "k", b"first")
+        await d.uploads.commit(dirty_file)
+        d.uploads.returned(dirty_file)
+        os.close(fd)
+        d.uploads._queue.plan(dirty_file, 0.0)
+        await trio.sleep(2)
+        await d.quiet()
+        assert d.store.content("k") == b"first" and not dirty_file.dirty
+        fd = await open_backing(d, dirty_file)
+        d.uploads.returned(dirty_file)
+        assert dirty_file.dirty and d.uploads.pending() == [dirty_file]
+        await trio.sleep(5)
+        assert d.store.counts["put"] == 1, "it is not sent while it may be written"
+        os.pwrite(fd, b"F", 0)
+        os.close(fd)
+        d.uploads.release(dirty_file)
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.content("k") == b"First" and kernel.backings == []
+
+
+# -- the disk of the staging files ---------------------------------------------------------------------
+
+
+class Asked:
+    """`statvfs`, and how often it was asked."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, free: int) -> None:
+        self.free, self.count = free, 0
+
+        def statvfs(path: Any) -> Any:
+            self.count += 1
+            return SimpleNamespace(f_bavail=self.free, f_frsize=1)
+
+        patch.setattr(os, "statvfs", statvfs)
+
+
+class Gives(Room):
+    """A cache that makes room, or not."""
+
+    def __init__(self, asked: Asked, gives: int) -> None:
+        super().__init__()
+        self._disk, self.gives = asked, gives
+
+    async def make_room(self, wanted: int) -> bool:
+        self.asked.append(wanted)
+        self._disk.free += self.gives
+        return self.gives > 0
+
+
+NOTHING_SENT: Any = SimpleNamespace(
+    parts=SimpleNamespace(under_way={}, waiting_bytes=1 << 40), sender=SimpleNamespace(failed=None)
+)
+
+
+@in_trio
+async def test_the_disk_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, 1000 + 3 * LOOK_BYTES)
+    free = StagingRoom(Path("/"), 1000, None, lambda _: False)
+    assert free.free_bytes() == 3 * LOOK_BYTES and free.free_bytes() == 3 * LOOK_BYTES
+    assert asked.count == 1
+    await free.admit(NOTHING_SENT, 100)
+    assert free.free_bytes() == 3 * LOOK_BYTES - 100 and asked.count == 1
+    await trio.sleep(LOOK_S - 0.01)
+    assert free.free_bytes() == 3 * LOOK_BYTES - 100 and asked.count == 1
+    await trio.sleep(0.01)
+    assert free.free_bytes() == 3 * LOOK_BYTES and asked.count == 2, (
+        "what was written is counted by the disk now"
+    )
+    await free.admit(NOTHING_SENT, LOOK_BYTES)
+    assert asked.count == 2
+    await free.admit(NOTHING_SENT, 5)
+    assert asked.count == 3
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "gives", "hopeful", "admitted", "waited"),
+    [
+        (100, 100, 0, False, True, 0.0),  # all that is free
+        (99, 100, 0, False, True, 0.0),  # what is kept free is written into, but for a tenth
+        (-800, 100, 0, False, True, 0.0),
+        (-801, 100, 0, False, False, 0.0),
+        (-801, 100, 901, False, True, 0.0),  # the cache gives way
+        (-900, 300, 1, False, False, WAIT_S),  # not enough, for as long as it is waited
+        (-900, 100, 0, True, False, WAIT_S),
+        (-900, 100, 10, False, True, 99 * LOOK_S),
+    ],
+)
+@in_trio
+async def test_who_writes_waits_for_room_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    count: int,
+    gives: int,
+    hopeful: bool,
+    admitted: bool,
+    waited: float,
+) -> None:
+    """1000 bytes are kept free. Nothing is given where none is short."""
+    asked = Asked(monkeypatch, 1000 + free)
+    cache = Gives(asked, gives)
+    place = StagingRoom(Path("/"), 1000, cache, lambda _: hopeful)
+    begun = trio.current_time()
+    if admitted:
+        await place.admit(NOTHING_SENT, count)
+    else:
+        with pytest.raises(NoRoom):
+            await place.admit(NOTHING_SENT, count)
+    took = trio.current_time() - begun
+    if gives in (0, 901) or not admitted:
+        assert abs(took - waited) <= LOOK_S
+    assert bool(cache.asked) is (free < count)
+    if waited == WAIT_S and not gives:
+        begun = trio.current_time()
+        with pytest.raises(NoRoom):
+            await place.admit(NOTHING_SENT, count)
+        assert trio.current_time() == begun, "who waited in vain does not wait again at each write"
+        await trio.sleep(WAIT_S)
+        with pytest.raises(NoRoom):
+            await place.admit(NOTHING_SENT, 10_000)
+        assert trio.current_time() > begun + WAIT_S, "but later"
+
+
+@pytest.mark.parametrize("cache", [None, 0, 5])
+@in_trio
+async def test_who_does_not_ask_is_given_room_where_it_is_short(
+    monkeypatch: pytest.MonkeyPatch, cache: int | None
+) -> None:
+    for free, short in ((1, False), (-1, True)):
+        asked, hoped = Asked(monkeypatch, 1000 + free), list[Any]()
+        gives = Gives(asked, cache) if cache is not None else None
+        place = StagingRoom(Path("/"), 1000, gives, lambda other: bool(hoped.append(other)))  # noqa: B023
+        await place.relieve()
+        assert hoped == ([None] if short and not cache else [])
+        if gives is not None:
+            assert gives.asked == ([LOOK_BYTES] if short else [])
+        count = asked.count
+        place.free_bytes()
+        assert asked.count == count + short, "it is looked at again"
+
+
+@in_trio
+async def test_who_is_ahead_of_the_wire_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as something is sent, and no longer than `UNSENT` bytes wait."""
+    monkeypatch.setattr(room, "UNSENT", 2 * PART)
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k")
+        held = d.store.hold("part", times=1000)
+        written = 0
+
+        async def write() -> None:
+            nonlocal written
+            for _ in range(8):
+                await dirty_file.append(bytes(PART))
+                written += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await held.reached.wait()
+            await d.quiet()
+            assert written == 3 and dirty_file.parts.waiting_bytes == 3 * PART
+            await trio.sleep(100)
+            assert written == 3
+            assert held.release is not None
+            held.release.set()
+        assert written == 8
+        await d.close(dirty_file)
+
+
+@in_trio
+async def test_what_the_disk_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def statvfs(path: Any) -> Any:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(CacheUnusable):
+        StagingRoom(Path("/"), 0, None, lambda _: False).free_bytes()
