@@ -366,3 +366,53 @@ def test_a_disk_whose_call_lasts_too_long_is_down_and_no_other(
     now[0] += 100.0
     one.look()
     assert went == ["down"] and not one._calls
+
+
+@pytest.mark.parametrize("size", [1, BLOCK, 2 * BLOCK])
+@in_trio
+async def test_what_is_cached_and_verified_is_not_adopted_once_more(
+    cache_dir: Path, tmp_path: Path, size: int
+) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, size))
+        written = cache_dir / "written"
+        written.write_bytes(content(1, size))
+        assert await lab.store.adopt(object_id, written) and not written.exists()
+        written.write_bytes(content(1, size))
+        assert not await lab.store.adopt(object_id, written) and written.exists()
+        assert lab.metrics.adopted_versions == 1
+        [copy] = lab.store.catalog.all_copies(lab.store.object(object_id))
+        copy.verified = 0
+        lab.store.tiers[0].failed(OSError(errno.EIO, "broken"))
+        assert not await lab.store.adopt(object_id, written), "the disk is left alone"
+        lab.store.tiers[0].worked()
+        assert await lab.store.adopt(object_id, written), "what no reader has checked is superseded"
+
+
+@in_trio
+async def test_verified_blocks_that_lie_together_are_read_at_once(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, EXTENT + 2 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        await lab.read(object_id)
+        await lab.quiet()
+        obj, pread, calls = lab.store.object(object_id), os.pread, list[tuple[int, int]]()
+
+        def counted(fd: int, size: int, offset: int) -> bytes:
+            calls.append((offset, size))
+            return pread(fd, size, offset)
+
+        monkeypatch.setattr(os, "pread", counted)
+        found = await lab.store.read(obj, 5, EXTENT + BLOCK)
+        assert found == data[5 : 5 + EXTENT + BLOCK]
+        assert calls == [(5, EXTENT - 5), (EXTENT, BLOCK + 5)], "one for each copy"
+        calls.clear()
+        lab.store.catalog.copies(obj, SSD)[0].verified &= ~(1 << 3)
+        assert await lab.store.read(obj, BLOCK + 1, 4 * BLOCK) == data[BLOCK + 1 : 5 * BLOCK + 1]
+        assert calls == [(BLOCK + 1, 2 * BLOCK - 1), (3 * BLOCK, BLOCK), (4 * BLOCK, BLOCK + 1)]
+        calls.clear()
+        assert await lab.store.read(obj, BLOCK + 1, 4 * BLOCK) == data[BLOCK + 1 : 5 * BLOCK + 1]
+        assert calls == [(BLOCK + 1, 4 * BLOCK)], "it is checked once"
+        obj.rest()

@@ -327,6 +327,53 @@ async def test_what_could_not_be_removed_goes_to_the_store_after_all(
 
 
 @in_trio
+async def test_what_was_broken_off_for_nothing_is_sent_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process has it open, and no caller was told anything yet."""
+    monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", content(1, 2 * PART))
+        dirty_file.sender.failed = OriginFailed("nothing is sent early")
+        held = d.store.hold("part", times=2)
+        d.uploads.release(dirty_file)
+        await held.reached.wait()
+
+        async def refused() -> None:
+            raise OriginFailed("it stays")
+
+        with pytest.raises(OriginFailed, match="it stays"):
+            await d.uploads.discard(dirty_file, instead=refused)
+        assert not dirty_file.acknowledged and dirty_file.dirty and dirty_file.attempt is None
+        d.store.rules.clear()
+        await trio.sleep(1)
+        await d.quiet()
+        assert d.store.content("k") == content(1, 2 * PART) and d.settled == ["k"]
+
+
+@pytest.mark.parametrize("short", [0, 1, 5000, 20_001])
+@in_trio
+async def test_what_begins_with_less_than_was_promised_does_not_begin(tmp_path: Path, short: int) -> None:
+    data = content(1, 20_001)
+
+    async def bring(origin: Any, base: Any, count: int, take: Any) -> None:
+        for at in range(0, count - short, 1000):
+            await take(data[at : min(count - short, at + 1000)])
+
+    async with desk(tmp_path, bring=bring) as d:
+        d.store.show("k", data)
+        if short:
+            with pytest.raises(OriginFailed, match=f"only {20_001 - short} of 20001 bytes"):
+                await d.create("k", base=d.store.version("k"))
+        else:
+            dirty_file = await d.create("k", base=d.store.version("k"), upto=15_000)
+            assert bytes(await dirty_file.read(0, 30_000)) == data[:15_000]
+            await d.close(dirty_file)
+            await d.quiet()
+        assert d.uploads._dirty_files == {} and d.files() == []
+
+
+@in_trio
 async def test_a_name_that_goes_leaves_no_parts_at_the_store(tmp_path: Path) -> None:
     """Half a change: what the store had is copied, and what was sent of the change is given up."""
     async with desk(tmp_path) as d:
