@@ -291,6 +291,38 @@ async def test_what_is_said_of_a_content_follows_its_generations(tmp_path: Path)
         await d.uploads.discard(dirty_file)
 
 
+@pytest.mark.parametrize(("more", "whole"), [(-1, True), (0, True), (1, False)])
+@in_trio
+async def test_up_to_a_bound_a_file_goes_in_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, whole: bool
+) -> None:
+    monkeypatch.setattr(sending, "PUT_BYTES", 3 * PART)
+    async with desk(tmp_path, writeback=True) as d:
+        data = content(1, 3 * PART + more)
+        await d.save("k", data)
+        assert await d.uploads.flush() == []
+        assert d.store.content("k") == data
+        assert (d.store.counts["put"], d.store.counts["begin"]) == ((1, 0) if whole else (0, 1))
+
+
+@in_trio
+async def test_a_disk_that_is_full_has_room_for_nothing(tmp_path: Path) -> None:
+    """Neither for what is written nor for what is allocated; what holds less goes on."""
+    async with desk(tmp_path, keep_free_bytes=1 << 60) as d:
+        dirty_file = await d.create("k")
+        for call in (
+            lambda: dirty_file.allocate(0, 10),
+            lambda: dirty_file.write(0, b"1"),
+            lambda: dirty_file.append(b"1"),
+        ):
+            with pytest.raises(NoRoom):
+                await call()
+            assert dirty_file.size == 0 and dirty_file.generation == 0
+        await dirty_file.truncate(5)
+        await d.close(dirty_file)
+        assert d.store.content("k") == bytes(5)
+
+
 # -- names ---------------------------------------------------------------------------------------------
 
 
