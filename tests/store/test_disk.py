@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,3 +262,33 @@ async def test_a_large_file_goes_in_slices(tmp_path: Path, monkeypatch: pytest.M
             assert lengths == expected
             assert len(reader.read()) == (0 if expected else 16384)  # one that was sealed may be mapped
         lengths.clear()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_punched_is_gone_and_the_rest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """In slices, of ranges that need not end where a slice does."""
+    rng, page, pages = random.Random(seed), 4096, 60
+    monkeypatch.setattr(disk, "SLICE_BYTES", 3 * page)
+    plain, path = bytearray(rng.randbytes(pages * page)), tmp_path / "f"
+    path.write_bytes(plain)
+    sizes: list[int] = []
+    fallocate = disk.libc.fallocate
+
+    def counted(fd: int, how: int, at: Any, length: Any) -> int:
+        sizes.append(length.value)
+        done: int = fallocate(fd, how, at, length)
+        return done
+
+    monkeypatch.setattr(disk, "libc", SimpleNamespace(fallocate=counted))
+    edges = sorted(rng.sample(range(pages + 1), 6))
+    ranges = [(a * page, (b - a) * page) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    before = len(os.listdir("/proc/self/fd"))
+    disk._punch(str(path), ranges)
+    for start, length in ranges:
+        plain[start : start + length] = bytes(length)
+    assert path.read_bytes() == plain and max(sizes) <= 3 * page
+    assert sum(sizes) == sum(length for _, length in ranges) and len(os.listdir("/proc/self/fd")) == before
+    assert len(sizes) == sum(-(-length // (3 * page)) for _, length in ranges)
+    assert path.stat().st_blocks * 512 == pages * page - sum(sizes)

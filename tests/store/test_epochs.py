@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from collections.abc import Iterable
 
 import pytest
@@ -420,3 +421,48 @@ def test_a_grown_filter_knows_all_and_is_seldom_wrong() -> None:
         seen.add(unit)
     assert all(unit in seen for unit in units)
     assert sum(rng.getrandbits(64) in seen for _ in range(20_000)) < 20_000 / 100
+
+
+KEYS = st.lists(
+    st.tuples(
+        st.sampled_from(["s3://a", "s3://b", "s3://c"]),
+        st.sampled_from(["", "data/", "data/deep/", "/", "da"]),
+        st.sampled_from(["x", "y", "z", "data", "deep", "w", "é"]),
+        st.sampled_from(["", "/1", "/1/2", "//"]),
+    ),
+    max_size=30,
+)
+
+
+@given(KEYS, st.integers(0, 30))
+@settings(max_examples=examples(150))
+def test_datasets_are_numbered_by_the_plain_rule(keys: list[tuple[str, str, str, str]], restart: int) -> None:
+    """The first component below the longest mounted prefix; all as one, from one too many on."""
+    mounted = {"s3://a": ["", "data/", "data/deep/"], "s3://b": ["data/"]}
+    places = [(source, prefix) for source, prefixes in mounted.items() for prefix in prefixes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epochs, "MOST", 2)
+        datasets, seen, whole, names = Datasets(), dict[tuple[str, str], set[str]](), set(), dict[int, str]()
+        datasets.mounted(places)
+        for number, (source, start, middle, end) in enumerate(keys):
+            key = start + middle + end
+            fits = [prefix for prefix in mounted.get(source, []) if key.startswith(prefix)]
+            prefix = max(fits, key=len, default="")
+            parts = key[len(prefix) :].lstrip("/").split("/", 1)
+            first = parts[0] if len(parts) == 2 and (source, prefix) not in whole else ""
+            if (source, prefix) not in whole:
+                known = seen.setdefault((source, prefix), set())
+                known.add(first)
+                if len(known) > 2:
+                    whole.add((source, prefix))
+                    first = ""
+            found = datasets(version(key, source))
+            assert found == zlib.crc32(f"{source}\0{prefix}\0{first}".encode())
+            assert datasets.name(found) == names.setdefault(found, prefix + first)
+            if number == restart:
+                again = Datasets()
+                again.mounted(places)
+                again.restore(datasets.dump())
+                assert {n: again.name(n) for n in names} == names
+                datasets, seen = again, {place: set() for place in whole}
+        assert datasets.name(5) == "00000005"
