@@ -3,6 +3,9 @@ counted as busy, held, under way or locked. Held after every test that runs them
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from cachefs.upload import DirtyFile, Uploads, staging
 
 
@@ -19,6 +22,19 @@ def check_unused(uploads: Uploads) -> None:
     held = sum(len(dirty_file.file._held or b"") for dirty_file in dirty_files)
     left = uploads._memory.left
     assert left + held == staging.HELD_ALTOGETHER, f"{held} bytes are held in memory, {left} are left"
+
+
+def check_closed(state: Path) -> None:
+    """No descriptor of the journal, nor one through which a staging file is written here, is left."""
+    left = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith((f"{state}/staging/", f"{state}/state/")):
+            left.append(target)
+    assert not left, f"the uploads have ended, and these are open: {left}"
 
 
 def check_dirty_file(dirty_file: DirtyFile) -> None:

@@ -375,9 +375,15 @@ def let_go(uploads: Uploads) -> None:
 
 @asynccontextmanager
 async def desk(
-    path: Path, store: Any = None, cache: Room | None = None, recover: bool = True, **how: Any
+    path: Path,
+    store: Any = None,
+    cache: Room | None = None,
+    recover: bool = True,
+    outlived: bool = False,
+    **how: Any,
 ) -> AsyncIterator[Desk]:
-    """A room over `store`, until this ends; then its journal is closed and all else is as a kill would leave it."""
+    """A room over `store`, until this ends; then its journal is closed and all else is as a kill would leave it. `outlived`:
+    the test has a file of it open longer."""
     store = store or ScriptedStore()
     cache = cache or Room()
     metrics = Metrics()
@@ -404,3 +410,5 @@ async def desk(
             uploads.journal.close()
             let_go(uploads)
     counters.check_unused(uploads)
+    if not outlived:
+        counters.check_closed(path)

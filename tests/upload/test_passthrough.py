@@ -236,7 +236,7 @@ async def test_a_mapping_that_outlives_its_close_is_waited_for(tmp_path: Path) -
 @in_trio
 async def test_so_is_who_outlives_the_run(tmp_path: Path) -> None:
     store = ScriptedStore()
-    async with desk(tmp_path, store, writeback=True) as d:
+    async with desk(tmp_path, store, writeback=True, outlived=True) as d:
         Kernel(d)
         dirty_file, fd = await in_passthrough(d, data=b"synced")
         await d.uploads.commit(dirty_file)
