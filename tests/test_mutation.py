@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
+from typing import Any
 
-from bench.mutation.__main__ import _harmless, _is_harmless, _named
+from bench.mutation.__main__ import _harmless, _is_harmless, _named, _stages
 from bench.mutation.mutants import Mutant, functions_of, mutants_of, within
+from bench.mutation.running import Cost, Coverage
 from tests.conftest import ROOT
 
 SOURCE = b'''
@@ -81,3 +84,64 @@ def test_named_and_harmless_faults_are_of_the_code_as_it_is() -> None:
         if path not in faults:
             faults[path] = mutants_of(path, (ROOT / path).read_bytes())
         assert any(_is_harmless(mutant, [known]) for mutant in (*faults[path], *named)), known
+
+
+class Covered:
+    """What `Coverage.of` says: test → (processor seconds, seconds)."""
+
+    def __init__(self, tests: dict[str, tuple[float, float]]) -> None:
+        self.tests = {name: Cost(*cost) for name, cost in tests.items()}
+
+    def of(self, mutant: Mutant, near: tuple[str, ...]) -> dict[str, Cost]:
+        assert near == ("tests/store/", "tests/test_store.py", "tests/test_space.py")
+        return self.tests
+
+
+def test_the_tests_of_a_module_come_first_and_waiting_costs_nothing() -> None:
+    mutant = Mutant("cachefs/store/space.py", "f", 1, 0, 1, "a", "b", frozenset())
+    tests = {
+        "tests/fs/test_fast.py::a": (0.1, 0.1),
+        "tests/store/test_other.py::dear": (5.0, 5.0),
+        "tests/store/test_other.py::waits": (0.2, 900.0),
+        "tests/store/test_space.py::b": (3.0, 3.0),
+        "tests/store/test_space.py::a": (1.0, 100.0),
+    }
+    order = [
+        "tests/store/test_space.py::a",
+        "tests/store/test_space.py::b",
+        "tests/store/test_other.py::waits",
+        "tests/store/test_other.py::dear",
+    ]
+    coverage: Any = Covered(tests)
+    assert [list(stage) for stage in _stages(mutant, coverage, 9.3)] == [order, ["tests/fs/test_fast.py::a"]]
+    assert [list(stage) for stage in _stages(mutant, coverage, 4.3)] == [order[:3], []]
+    assert [list(stage) for stage in _stages(mutant, coverage, 0.0)] == [order[:1], []], "one at least"
+
+
+def test_a_test_that_starts_a_process_may_run_any_line_of_its_room(tmp_path: Path) -> None:
+    path = "cachefs/store/space.py"
+    coverage = Coverage(ROOT, tmp_path, {path}, [])
+    inside = next(
+        m for m in mutants_of(path, (ROOT / path).read_bytes()) if m.function == "Space.own" and m.lines
+    )
+    [(function, line)] = inside.lines
+    digest = functions_of((ROOT / path).read_bytes())[function][2]
+
+    def test(lines: list[int] | None, *, spawned: bool = False, failed: bool = False) -> dict[str, Any]:
+        ran = {} if lines is None else {path: {function: [digest, lines]}}
+        return {"ran": ran, "spawned": spawned, "failed": failed, "processor_s": 1.0, "seconds": 2.0}
+
+    coverage.tests = {
+        "tests/store/test_a.py::runs_it": test([line]),
+        "tests/store/test_a.py::runs_another": test([line + 1000]),
+        "tests/store/test_a.py::starts_one": test(None, spawned=True),
+        "tests/store/test_a.py::fails": test([line], spawned=True, failed=True),
+        "tests/fs/test_a.py::runs_it": test([line]),
+        "tests/fs/test_a.py::starts_one": test(None, spawned=True),
+    }
+    found = coverage.of(inside, ("tests/store/",))
+    assert set(found) == {
+        *("tests/store/test_a.py::runs_it", "tests/store/test_a.py::starts_one"),
+        "tests/fs/test_a.py::runs_it",
+    }
+    assert set(found.values()) == {Cost(1.0, 2.0)}

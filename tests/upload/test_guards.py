@@ -219,6 +219,31 @@ def test_what_is_kept_aside_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert orphans.warning(tmp_path).startswith("3 files ")
 
 
+def test_a_journal_that_cannot_be_locked_is_told_apart_from_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "lock.pid").write_bytes(b"")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in (errno.EAGAIN, errno.EACCES, errno.ENOLCK):
+
+        def refuse(fd: int, how: int, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(orphans.fcntl, "flock", refuse)
+        if number == errno.ENOLCK:
+            with pytest.raises(OSError, match="No locks"), orphans.unused(tmp_path):
+                pass
+        else:
+            with orphans.unused(tmp_path) as unused:
+                assert not unused
+    monkeypatch.undo()
+    for place in (tmp_path, tmp_path / "none"):
+        with orphans.unused(place) as unused:
+            assert unused
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_which_rows_come_back() -> None:
     def row(file: str, acknowledged: bool = True, over: str | None = None) -> dict[str, Any]:
         return {"file": file, "acknowledged": acknowledged, "over": over}
