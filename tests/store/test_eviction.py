@@ -3,6 +3,7 @@ is looked at again and again."""
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import islice
 from pathlib import Path
@@ -435,3 +436,50 @@ async def test_what_goes_next_is_as_the_plain_rules_say(
                 assert found == wanted, (classes, older_than)
         for key in list(order.busy - pinned):
             store.space.unpin(store.catalog.by_digest(key[1]), order.copies[key])
+
+
+@pytest.mark.parametrize(
+    ("immutable", "owned", "goes"), [(True, 0b11, True), (True, 0b01, False), (False, 0b01, True)]
+)
+@in_trio
+async def test_a_file_that_goes_whole_goes_for_others_when_all_of_it_is_theirs(
+    cache_dir: Path, immutable: bool, owned: int, goes: bool
+) -> None:
+    async with running(cache_dir, ssd=0, ram=64 * BLOCK) as lab:
+        object_id = lab.origin.put("k", content(1, EXTENT + BLOCK))
+        obj, [tier] = lab.store.object(object_id), lab.store.tiers
+        for extent, blocks in enumerate((16, 1)):
+            remote = bool(owned >> extent & 1)
+            fill = lab.store.begin_fill(obj, 16 * extent, 16 * extent + blocks, remote_owned=remote)
+            assert fill is not None
+            fill.write(content(1, EXTENT + BLOCK)[fill.start : fill.stop])
+            lab.store.end_fill(obj, fill)
+        if immutable:
+            os.close(tier.make_immutable(object_id.digest, object_id.size))
+        victim = lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,))
+        assert (victim is not None and victim[1].extent == 0) is goes
+        assert lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,)) == victim, "until it has gone"
+        # A user of one part keeps a file that goes whole.
+        first, second = lab.store.catalog.copies(obj, RAM)
+        lab.store.space.pin(second)
+        assert (lab.store.eviction.victim(RAM, (Class.REMOTE_OWNED,)) is not None) is (goes and not immutable)
+        lab.store.space.unpin(obj, second)
+        freed = lab.store.space.drop(obj, first, 1)
+        assert freed == (17 if immutable else 1) and tier.used_bytes == (0 if immutable else 16 * BLOCK)
+        obj.rest()
+
+
+@in_trio
+async def test_a_tier_that_is_given_up_takes_its_places_along(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        order, keys = lab.store.eviction, [(tier, b"%016d" % tier, 0) for tier in (RAM, SSD)]
+        for key in keys:
+            order.remote_owned.add(key)
+            order._spent.add(key)
+        order.forget_tier(RAM)
+        assert [(key in order.remote_owned, key in order._spent) for key in keys] == [
+            (False,) * 2,
+            (True,) * 2,
+        ]
+        order.forget_tier(SSD)
+        assert not any(key in order.remote_owned or key in order._spent for key in keys)

@@ -666,6 +666,36 @@ async def test_who_is_ahead_of_the_wire_waits_for_it(tmp_path: Path, monkeypatch
 
 
 @in_trio
+async def test_who_waits_for_the_parts_of_a_commit_goes_on_when_they_have_landed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With writeback nothing is sent early: only a commit's parts are under way."""
+    monkeypatch.setattr(room, "UNSENT", PART)
+    monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    async with desk(tmp_path, writeback=True, upload_delay_s=0.0) as d:
+        dirty_file = await d.create("k", content(1, 4 * PART))
+        held = d.store.hold("part", times=4)
+        await d.uploads.commit(dirty_file)
+        await held.reached.wait()
+        appended = trio.Event()
+
+        async def append() -> None:
+            await dirty_file.append(b"more")
+            appended.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(append)
+            await trio.sleep(100)
+            assert not appended.is_set() and held.release is not None
+            held.release.set()
+            with trio.fail_after(100):
+                await appended.wait()
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == []
+        assert d.store.content("k") == content(1, 4 * PART) + b"more"
+
+
+@in_trio
 async def test_what_the_disk_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def statvfs(path: Any) -> Any:
         raise OSError(errno.EIO, "no")
