@@ -66,6 +66,13 @@ def check_unused(store: Store, *, files: bool = True) -> None:
             assert not obj.fds, f"{obj.id.key}: descriptors of an unused version are open"
 
     for tier in store.tiers:
+        going = tier.disposal
+        assert not going._pending and (going.going_bytes, going.going_files) == (0, 0), (
+            f"{tier.name}: {going._pending}"
+        )
+        assert not tier.disk._calls and not tier.disk._readers, (
+            f"{tier.name}: calls are counted, and none is made"
+        )
         backings = [obj.backing for obj in store.catalog._objects.values() if obj.backing is not None]
         known = sum(backing.tier is tier for backing in backings)
         assert tier.registered == known, f"{tier.name}: {tier.registered} passthrough files are counted"
@@ -91,6 +98,13 @@ def check_counted(store: Store) -> None:
         )
         for at in range(16):
             assert not copy.bitmap >> at & 1 or row.checksums[at] == copy.checksums[at]
+    order = store.eviction
+    for what, keys in (
+        ("waiting", list(order._waiting)),
+        ("remote-owned", [key for tier in order.remote_owned._tiers.values() for key in tier]),
+        ("spent", [key for tier in order._spent._tiers.values() for key in tier]),
+    ):
+        assert copies.keys() >= set(keys), f"{what} copies that are not there: {set(keys) - copies.keys()}"
     for tier in store.tiers:
         mine = [copy for copy in copies.values() if copy.tier == tier.number]
         held = sum(block_bytes(store, copy, copy.bitmap) for copy in mine)

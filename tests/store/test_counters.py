@@ -15,8 +15,9 @@ import trio
 
 from cachefs.base.errors import NoRoom
 from cachefs.base.units import Size
+from cachefs.store.eviction import Waiting
 from cachefs.store.scrub import reclaim as reclaimed
-from cachefs.store.tier import RAM
+from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store import counters
 from tests.store.counters import open_files
@@ -411,6 +412,9 @@ def _first(lab: Lab) -> Any:
     return counters.loaded(lab.store)[0]
 
 
+NOT_THERE = (SSD, b"\xee" * 16, 0)
+
+
 def _drop_order(lab: Lab) -> None:
     database = lab.store.catalog._index._db
     database.write([("order", database.scan("order")[0][0], None)])
@@ -449,6 +453,11 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "no place": _drop_order,
     "two places": _second_place,
     "no row": _drop_row,
+    "one that waits": lambda lab: lab.store.eviction._waiting.update({NOT_THERE: Waiting(1e18, 1, 0)}),
+    "one of another node": lambda lab: lab.store.eviction.remote_owned.add(NOT_THERE),
+    "one that is spent": lambda lab: lab.store.eviction._spent.add(NOT_THERE),
+    "bytes on their way out": lambda lab: _tier(lab).disposal._pending.update([b"digest"]),
+    "a call on the disk": lambda lab: _tier(lab).disk._calls.update({"call": 0.0}),
 }
 
 
