@@ -492,6 +492,88 @@ async def test_what_is_taken_and_written_is_half_a_change_until_it_is_closed(tmp
 
 
 @in_trio
+async def test_what_a_mapping_kept_and_did_not_change_is_settled_when_it_ends(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        kernel = Kernel(d)
+        dirty_file, fd = await taken(d, tmp_path, b"data")
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        await trio.sleep(5)
+        await d.quiet()
+        assert dirty_file.mapped and d.settled == [] and dirty_file.committed is None
+        os.close(fd)
+        await trio.sleep(1)
+        await d.quiet()
+        assert d.settled == ["k"] and list(d.cache.adopted.values()) == [b"data"]
+        assert "put" not in d.store.counts and d.uploads._dirty_files == {}
+
+
+@in_trio
+async def test_an_empty_file_that_is_just_sent_is_not_given_to_a_writer(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=0.0) as d:
+        kernel = Kernel(d)
+        dirty_file = await d.create("k")
+        held = d.store.hold("put")
+        await d.uploads.commit(dirty_file)
+        await held.reached.wait()
+        given = trio.Event()
+
+        async def give() -> None:
+            assert await d.uploads.open_backing(dirty_file) is not None
+            given.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give)
+            await trio.sleep(10)
+            assert not given.is_set(), "its outcome is out of our hands"
+            assert held.release is not None
+            held.release.set()
+        assert given.is_set() and d.store.content("k") == b""
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert kernel.backings == []
+
+
+@in_trio
+async def test_what_the_cache_is_taking_is_not_removed_under_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name goes meanwhile; the file is the cache's then."""
+    async with desk(tmp_path) as d:
+        adopt, taking, go_on = d.cache.adopt, trio.Event(), trio.Event()
+
+        async def slow(object_id: Any, path: Path) -> bool:
+            taking.set()
+            await go_on.wait()
+            return await adopt(object_id, path)
+
+        d.cache.adopt = slow  # type: ignore[method-assign]
+        dirty_file = await d.save("k", b"data")
+        await taking.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: d.uploads.discard(dirty_file, replaced=True))
+            await d.quiet()
+            go_on.set()
+        await d.quiet()
+        assert list(d.cache.adopted.values()) == [b"data"] and "failed to take" not in caplog.text
+        assert d.files() == [] and not dirty_file.settling
+
+
+@in_trio
+async def test_the_staging_directory_is_its_owners_whatever_was_there(tmp_path: Path) -> None:
+    for name in ("staging", "state"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o755)
+    async with desk(tmp_path) as d:
+        assert stat.S_IMODE(d.staging.stat().st_mode) == 0o700
+        dirty_file = await d.create("k", bytes(100_000))
+        assert [stat.S_IMODE((d.staging / name).stat().st_mode) for name in d.files()] == [0o600]
+        await d.close(dirty_file)
+
+
+@in_trio
 async def test_a_writer_that_outlives_its_close_makes_a_file_pending(tmp_path: Path) -> None:
     """Though nothing was written since the store got it: it may be, through a mapping."""
     async with desk(tmp_path, writeback=True) as d:
