@@ -1289,3 +1289,50 @@ def test_the_lock_file_is_in_memory_and_all_there_before_it_is_mapped(
     opened(tmp_path / "db").close()
     assert seen == [(True, True)] * 2, "the new one, and the one that is used"
     assert not (tmp_path / "db" / "lock.mdb").is_symlink()
+
+
+def test_where_it_cannot_be_opened_again_there_is_nothing_to_take_to_the_refuge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refuge stays for later."""
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, refuge=tmp_path / "refuge")
+    db.write([("a", b"k", b"v")])
+
+    def refused(*_: object, **__: object) -> None:
+        raise lmdb.Error("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb, "open", refused)
+        break_meta(tmp_path / "db")
+        with pytest.raises(CacheUnusable):
+            db.write([("a", b"l", b"v")])
+        db.leave("its disk does not answer")
+        assert not (tmp_path / "refuge").exists()
+    assert db.get("a", b"k") == b"v"
+    db.leave("its disk does not answer")
+    db.write([("a", b"l", b"v")])
+    assert (tmp_path / "refuge").exists() and dict(db.scan("a")) == {b"k": b"v", b"l": b"v"}
+    db.close()
+
+
+def test_a_disk_that_fails_twice_is_left_with_all_that_was_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure makes the environment useless, which is then opened again: else nothing could be copied."""
+    db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, refuge=tmp_path / "refuge")
+    db.write([("a", b"k", b"v")])
+    opening, count = Database._open, [0]
+
+    def broken(self: Database) -> Any:
+        found = opening(self)
+        count[0] += 1
+        if count[0] == 1:
+            break_meta(tmp_path / "db")
+        return found
+
+    monkeypatch.setattr(Database, "_open", broken)
+    break_meta(tmp_path / "db")
+    db.write([("a", b"l", b"v")])
+    assert count == [2] and (tmp_path / "refuge").exists()
+    assert dict(db.scan("a")) == {b"k": b"v", b"l": b"v"}
+    db.close()
