@@ -1336,3 +1336,22 @@ def test_a_disk_that_fails_twice_is_left_with_all_that_was_acknowledged(
     assert count == [2] and (tmp_path / "refuge").exists()
     assert dict(db.scan("a")) == {b"k": b"v", b"l": b"v"}
     db.close()
+
+
+def test_an_environment_whose_file_cannot_be_opened_closes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path / "db").close()
+    before, opening = sorted(os.listdir("/proc/self/fd")), os.open
+
+    def refused(path: Any, *rest: Any, **where: Any) -> int:
+        if str(path).endswith("data.mdb"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opening(path, *rest, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(OSError, match="Too many"):
+            database._Environment(tmp_path / "db", TABLES, fsync=True)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    os.fstat(0)
