@@ -14,7 +14,7 @@ import trio
 
 from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import ObjectInfo
-from cachefs.upload import orphans, recovery, room, sending
+from cachefs.upload import orphans, recovery, room, sending, staging
 from cachefs.upload.dirty_file import TOKENS, DirtyFile
 from cachefs.upload.records import AGAIN_S
 from cachefs.upload.room import LOOK_BYTES, LOOK_S, WAIT_S, StagingRoom
@@ -200,21 +200,21 @@ async def test_what_the_kernel_had_is_no_descriptor_of_ours(tmp_path: Path) -> N
 
 def test_what_is_kept_aside_is_for_its_owner_alone(tmp_path: Path) -> None:
     """Twice in one second, too."""
-    staging = tmp_path / "staging"
-    staging.mkdir()
+    directory = tmp_path / "staging"
+    directory.mkdir()
     umask = os.umask(0)
     try:
         places = []
         for number in range(3):
-            (staging / "f").write_bytes(b"%d" % number)
-            places.append(orphans.set_aside(staging, ["f"], "why"))
+            (directory / "f").write_bytes(b"%d" % number)
+            places.append(orphans.set_aside(directory, ["f"], "why"))
     finally:
         os.umask(umask)
-    assert len(set(places)) == 3 and not list(staging.iterdir())
+    assert len(set(places)) == 3 and not list(directory.iterdir())
     for number, place in enumerate(places):
         assert place is not None and stat.S_IMODE(place.stat().st_mode) == 0o700
         assert (place / "f").read_bytes() == b"%d" % number
-    assert orphans.set_aside(staging, [], "why") is None
+    assert orphans.set_aside(directory, [], "why") is None
     assert orphans.places(tmp_path) == sorted((p for p in places if p), reverse=True)
     assert orphans.warning(tmp_path).startswith("3 files ")
 
@@ -571,6 +571,18 @@ async def test_the_staging_directory_is_its_owners_whatever_was_there(tmp_path: 
         dirty_file = await d.create("k", bytes(100_000))
         assert [stat.S_IMODE((d.staging / name).stat().st_mode) for name in d.files()] == [0o600]
         await d.close(dirty_file)
+
+
+def test_all_in_the_staging_directory_is_ours_and_it_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging" / "any name").write_bytes(b"")
+    (tmp_path / "staging" / "any name").chmod(0o644)
+    staging.prepare(tmp_path / "staging")
+    assert stat.S_IMODE((tmp_path / "staging" / "any name").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "staging").stat().st_mode) == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "staging")
+    with pytest.raises(CacheUnusable):
+        staging.prepare(tmp_path / "link")
 
 
 @in_trio
