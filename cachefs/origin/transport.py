@@ -120,7 +120,7 @@ class Exchange:
         self.handle: pycurl.Curl | None = None
         # The request's body.
         self.pieces: deque[bytes] = deque()
-        self.room = threading.Semaphore(UNSENT)
+        self.room: threading.Semaphore | None = None  # for more pieces; set where they come one by one
         self._sent = 0  # of the first piece
         # The reply.
         self.status = 0
@@ -171,7 +171,8 @@ class Exchange:
         if self._sent == len(self.pieces[0]):
             self.pieces.popleft()
             self._sent = 0
-            self.room.release()
+            if self.room is not None:
+                self.room.release()
         return data
 
     def on_body(self, data: bytes) -> object:
@@ -254,7 +255,7 @@ class Transport:
         self._lock = threading.Lock()
         self._loop: _Loop | None = None
         self._closed = False
-        self._ways: dict[tuple[str, str], tuple[str, str]] = {}  # (scheme, host) → (proxy, authorities)
+        self._ways: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
 
     async def run(self, exchange: Exchange) -> None:
         """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller leaves at once. The
@@ -289,13 +290,15 @@ class Transport:
         ended = threading.Event()
         exchange.on_end = ended.set
         loop = self._loop_for(exchange)
-        if isinstance(body, bytes) and body:
-            exchange.pieces.append(body)
-        loop.post(loop.begin, exchange)
-        if not isinstance(body, bytes):
+        if isinstance(body, bytes):
+            exchange.pieces.extend((body,) if body else ())
+            loop.post(loop.begin, exchange)
+        else:
+            room = exchange.room = threading.Semaphore(UNSENT)
+            loop.post(loop.begin, exchange)
             try:
                 for piece in body:
-                    exchange.room.acquire()
+                    room.acquire()
                     if exchange.ended:  # with a refusal, or an error
                         break
                     exchange.pieces.append(piece)
@@ -318,12 +321,12 @@ class Transport:
     def _loop_for(self, exchange: Exchange) -> _Loop:
         """The loop, which begins with the first exchange, after a look at what the environment says of the host: once for
         each host, because that takes as long as signing a small request."""
-        parts = urlsplit(exchange.url)
-        host = parts.scheme, parts.hostname or ""
+        host = "/".join(exchange.url.split("/", 3)[:3])
         way = self._ways.get(host)
         if way is None:
-            proxy = urllib.request.getproxies().get(host[0], "")
-            if proxy and urllib.request.proxy_bypass(host[1]):
+            parts = urlsplit(exchange.url)
+            proxy = urllib.request.getproxies().get(parts.scheme, "")
+            if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
                 proxy = ""
             encrypted = "https" in (parts.scheme, urlsplit(proxy).scheme) or self._follow
             way = self._ways[host] = proxy, authorities() if encrypted else ""
@@ -552,7 +555,8 @@ class _Loop:
             handle.reset()
             self._idle.append(handle)
         exchange.error, exchange.ended = error, True
-        exchange.room.release()
+        if exchange.room is not None:
+            exchange.room.release()
         self._ended.append(exchange)
 
     def _tell(self) -> None:
