@@ -112,7 +112,8 @@ class Server:
             pass
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` goes on waiting
+        if self._listener.fileno() >= 0:
+            self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` goes on waiting
         self._listener.close()
         for sock in self._open:
             sock.close()
