@@ -3,8 +3,8 @@ docs/explanation/architecture.md, are lower.
 
 A journey is played in this process, from the record that the kernel writes to the reply it reads: backend, filesystem,
 fetcher, cache store and origin are the real ones, in front of a lab store. Counted are the modules of cachefs in which any
-function ran meanwhile, in the trio thread, in worker threads and in the HTTP client's. Another journey is one more row of `CEILINGS` and a
-function that plays it inside `counted`.
+function ran meanwhile, in the trio thread, in worker threads and in the HTTP client's. Another journey is one more row of
+`CEILINGS` and a function that plays it inside `counted`.
 """
 
 from __future__ import annotations

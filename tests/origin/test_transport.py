@@ -683,12 +683,12 @@ def test_signatures_are_botocores(
     signer = S3SigV4Auth(Credentials("id", "secret", token or None), "s3", "eu-west-1")
     signer.payload = lambda request: "UNSIGNED-PAYLOAD"
     signer.add_auth(reference)
-    stamp = (
+    sent_at = (
         reference.headers["X-Amz-Date"]
         if "X-Amz-Date" in reference.headers
         else reference.context["timestamp"]
     )
-    when = time.mktime(time.strptime(stamp, "%Y%m%dT%H%M%SZ")) - time.timezone
+    when = time.mktime(time.strptime(sent_at, "%Y%m%dT%H%M%SZ")) - time.timezone
     credentials = SimpleNamespace(access_key="id", secret_key="secret", token=token or None)
     ours = signed_v4(method, url, headers, "UNSIGNED-PAYLOAD", credentials, "eu-west-1", when)
     assert ours["Authorization"] == reference.headers["Authorization"]
