@@ -352,6 +352,7 @@ class _Loop:
         self._stall_s, self._tick_s = stall_s, min(1.0, stall_s / 8)
         self._queue: deque[tuple[Callable[[Exchange], None], Exchange]] = deque()
         self._rung = self._stopped = False
+        self._closing = threading.Lock()
         self._live: dict[pycurl.Curl, Exchange] = {}
         self._idle: list[pycurl.Curl] = []
         self._ended: list[Exchange] = []
@@ -383,14 +384,15 @@ class _Loop:
     def _ring(self) -> None:
         if not self._rung:
             self._rung = True
-            with suppress(OSError):  # closed meanwhile
-                os.eventfd_write(self._bell, 1)
+            with self._closing:
+                if not self.over:  # else the number may be another file's by now
+                    os.eventfd_write(self._bell, 1)
 
     def _end_queued(self) -> None:
         with suppress(IndexError):
             while True:
                 exchange = self._queue.popleft()[1]
-                if not exchange.ended:
+                if not exchange.ended and exchange.handle is None:  # others are ended by the loop
                     self._end(exchange, Transient(CLOSED))
         self._tell()
 
@@ -484,7 +486,8 @@ class _Loop:
                 self._turn()
         except Exception:
             log.exception("the HTTP client failed; it begins anew with the next request")
-        self.over = True
+        with self._closing:
+            self.over = True
         for exchange in list(self._live.values()):
             self._end(exchange, Transient(CLOSED))
         self._end_queued()
