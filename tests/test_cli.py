@@ -305,7 +305,7 @@ def test_print_config(tmp_path: Path) -> None:
 def test_cheap_verbs_stay_cheap() -> None:
     code = (
         "import sys; from cachefs.cli.main import cli; import cachefs.daemon.asking, cachefs.daemon.unmounting\n"
-        "assert not {'trio', 'pyfuse3', 'obstore', 'fsspec', 'lmdb'} & set(sys.modules), sys.modules.keys()"
+        "assert not {'trio', 'pyfuse3', 'pycurl', 'fsspec', 'lmdb'} & set(sys.modules), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -316,7 +316,7 @@ STATUS = {
     "started": time.time() - 90061,
     "mountpoint": "/mnt/data",
     "sources": [
-        {"name": "a", "url": "s3://a", "client": "obstore", "origin": {"concurrency": 64, "last_error": ""}}
+        {"name": "a", "url": "s3://a", "client": "curl", "origin": {"concurrency": 64, "last_error": ""}}
     ],
     "fuse": "pyfuse3",
     "fuse_reason": "only root may speak to the kernel without help",
@@ -372,7 +372,7 @@ def test_status_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("\x1b[1mmountpoint" in text) == (color == "always")
         for words in (
             "/mnt/data",
-            "a: s3://a  (client obstore, concurrency 64)",
+            "a: s3://a  (client curl, concurrency 64)",
             "pid 7, up 1d 1h, version 0.1.0, pyfuse3 backend, 100 MiB resident, 1,000,000 inodes",
             "512 MiB of 1.0 GiB (50 %), 1,234 blocks",
             "90.0 % of 10 blocks (6 RAM, 3 SSD, 1 waited for)",

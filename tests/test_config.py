@@ -240,7 +240,7 @@ def test_several_sources(tmp_path: Path) -> None:
         name = "imagenet"
         url = "s3://images/v1"
         endpoint-url = "http://minio:9000"
-        client = "obstore"
+        client = "curl"
         [[source]]
         name = "text"
         url = "az://corpus"
@@ -249,7 +249,7 @@ def test_several_sources(tmp_path: Path) -> None:
     )
     config = layers.load({"config": str(file)}, (), {})
     assert config.sources == (
-        Source("imagenet", "s3://images/v1", "obstore", "http://minio:9000", "eu-west-1"),
+        Source("imagenet", "s3://images/v1", "curl", "http://minio:9000", "eu-west-1"),
         Source("text", "az://corpus", "fsspec", None, "eu-west-1", None, True),
     )
     alone = layers.load({"config": str(file), "source": "gs://else"}, (), {})

@@ -26,6 +26,7 @@ ALLOWED = {
     '"draft "',
     '"stamp"',
     "cachefs-stamp",
+    "pycurl.NOBODY",
     "whoever can name objects must not be able to make two names collide",
 }
 

@@ -23,7 +23,7 @@ from bench.mutation.plugin import Chosen, Mapper, use_fixed_seeds
 
 PRELOADED = (
     *("pytest", "hypothesis", "hypothesis.strategies", "hypothesis.stateful", "trio", "trio.testing"),
-    *("lmdb", "xxhash", "h11", "obstore", "botocore.session", "prometheus_client", "click", "rich.console"),
+    *("lmdb", "xxhash", "h11", "pycurl", "botocore.session", "prometheus_client", "click", "rich.console"),
     *("cProfile", "unittest.mock", "xml.etree.ElementTree", "asyncio", "http.server", "urllib3", "httptools"),
 )
 """Of what the tests import: what takes time, and is not ours."""

@@ -52,7 +52,7 @@ Consistency = Literal["strict", "default", "immutable"]
 Verify = Literal["full", "first", "none"]
 Eviction = Literal["auto", "epoch", "lru"]
 FuseChoice = Literal["auto", "native", "pyfuse3"]
-Client = Literal["auto", "obstore", "fsspec"]
+Client = Literal["auto", "curl", "fsspec"]
 OnConflict = Literal["overwrite", "fail"]
 
 GROUPS = ("Cache", "Writing", "Freshness", "Source", "Permissions", "Transfer", "Peers", "Running")
@@ -241,9 +241,9 @@ class Config:
     )
 
     client: Client = option(
-        choice("auto", "obstore", "fsspec"),
+        choice("auto", "curl", "fsspec"),
         "Source",
-        "Library that talks to the store. auto takes obstore where it knows the scheme, else fsspec.",
+        "Library that talks to the store. auto takes libcurl where it knows the scheme, else fsspec.",
         value="auto",
         default="auto",
     )

@@ -45,7 +45,7 @@ FAR_S = 0.1
 NO_DISKS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs", "overlay", "tmpfs", "ramfs"}
 """File systems on which a cache gains little: another machine's disk, a container's layers, or memory."""
 
-PACKAGES = ("trio", "pyfuse3", "lmdb", "obstore", "fsspec")
+PACKAGES = ("trio", "pyfuse3", "lmdb", "pycurl", "fsspec")
 
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|SAS|CONNECTION_STRING|SIGNATURE", re.IGNORECASE)
 

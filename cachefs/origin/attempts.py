@@ -15,7 +15,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ from cachefs.base.names import ERRORS, OnOutage
 from cachefs.origin.gate import Gate, Ticket
 from cachefs.origin.limiter import Concurrency
 from cachefs.origin.outage import Breaker, Interrupted
-from cachefs.origin.protocol import AskedToWait, Body, Client, Sink, Source, Writer
+from cachefs.origin.protocol import AskedToWait, Body, Client, ConnectionEnded, Sink, Source, Writer
 from cachefs.origin.rates import RateLimit, Throughput, TransferRate
 from cachefs.origin.transfer import Receiving, Sending, Transfer
 
@@ -101,6 +101,8 @@ class _Tries:
 
     def wait_s(self, exc: Transient, backoff: Backoff, rng: random.Random) -> float:
         """Seconds to wait before the next attempt."""
+        if isinstance(exc, ConnectionEnded):
+            return 0.0
         wait_s = backoff.wait_s(self.failures + self.refusals, rng)
         return max(wait_s, exc.seconds) if isinstance(exc, AskedToWait) else wait_s
 
@@ -123,6 +125,10 @@ class Attempts:
         backoff: Backoff = DEFAULT,
     ) -> None:
         self.client = client
+        # A client has one of the two.
+        self._fetch: Callable[..., Awaitable[None]] | None = getattr(client, "fetch", None)
+        self._read: Callable[..., Generator[memoryview | bytes, None, None]] | None
+        self._read = getattr(client, "read", None)
         self.source = source
         self.prefix = prefix
         self.label = re.split("@(?=https?://)", source)[0]  # as the user wrote it, for messages
@@ -187,17 +193,25 @@ class Attempts:
     ) -> None:
         """As `Origin.read`."""
 
-        def fetch(at: int) -> Generator[memoryview | bytes, None, None]:
-            return self.client.read(key, etag, at, stop, whole and at == start)
+        fetch, read = self._fetch, self._read
+
+        async def attempt() -> None:
+            at = transfer.position
+            given = key, etag, at, stop, whole and at == start
+            if fetch is not None:
+                await fetch(*given, transfer)
+            elif read is not None:
+                await self._in_thread(lambda: transfer.drain(read(*given)))
+            transfer.check()
 
         what = f"reading {self.name(key)}"
         at, done = start, start >= stop
         while not done:
             transfer = Receiving(
-                fetch, at, stop, sink, self.deadline_s, self._download_limit, turn, self._progressed
+                at, stop, sink, self.deadline_s, self._download_limit, turn, self._progressed
             )
             try:
-                await self.call(transfer.attempt, what, "origin_get", key, turn=turn, transfer=transfer)
+                await self.repeat(attempt, what, "origin_get", key, turn=turn, transfer=transfer)
                 done = True
             except Interrupted:
                 if not self.breaker.how.wait_s:
@@ -239,6 +253,28 @@ class Attempts:
     async def call(
         self,
         attempt: Callable[[], T],
+        what: str,
+        counter: str,
+        key: str,
+        *,
+        turn: Ticket | None = None,
+        transfer: Transfer | None = None,
+        retries: int | None = None,
+        patience: int = 1,
+    ) -> T:
+        """The result of `attempt`, a call that blocks. As `repeat`."""
+        return await self.repeat(
+            lambda: self._in_thread(attempt),
+            *(what, counter, key),
+            turn=turn,
+            transfer=transfer,
+            retries=retries,
+            patience=patience,
+        )
+
+    async def repeat(
+        self,
+        attempt: Callable[[], Awaitable[T]],
         what: str,
         counter: str,
         key: str,
@@ -298,7 +334,7 @@ class Attempts:
 
     async def _once(
         self,
-        attempt: Callable[[], T],
+        attempt: Callable[[], Awaitable[T]],
         counter: str,
         key: str,
         turn: Ticket,
@@ -318,7 +354,7 @@ class Attempts:
         try:
             # A patient request expects a long silence, so its silence raises no suspicion.
             with self.breaker.asking() if patience == 1 else nullcontext():
-                result = await self._in_thread(attempt)
+                result = await attempt()
         except Throttled:
             self.breaker.heard()
             metrics.origin_throttled += 1

@@ -21,9 +21,9 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.etree.ElementTree import Element
 
@@ -37,16 +37,15 @@ from cachefs.base.errors import (
 from cachefs.origin.conditions import HONOURED
 from cachefs.origin.http import (
     ANY_TYPE,
+    HttpClient,
     Request,
     SignedHttp,
-    Transport,
     child,
     http_date_ns,
     quoted,
     written,
     xml,
 )
-from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
 from cachefs.origin.protocol import (
     MIB,
     TIB,
@@ -61,9 +60,7 @@ from cachefs.origin.protocol import (
     conflicts,
 )
 from cachefs.origin.replies import one_line
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from cachefs.origin.transport import Transport
 
 LIMITS = Limits(5000 * MIB, 190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
 """As documented for block blobs, except for the largest: 190 TiB would need the largest blocks from the beginning, and
@@ -73,6 +70,9 @@ TOKEN_HEADER = "x-ms-meta-cachefs_token"
 """Azure's names of metadata have no hyphens."""
 
 STORAGE_SCOPE = "https://storage.azure.com/.default"
+FRESH = timedelta(minutes=6)
+"""A token that lasts so long is used without asking azure-identity, which renews it five minutes before its end."""
+
 API_VERSION = "2021-12-02"
 """The first that marks names which XML cannot carry (`Encoded="true"`) in use everywhere by now."""
 
@@ -129,10 +129,23 @@ class AzureCredentials:
         self.anonymous = anonymous
         self._lock = threading.Lock()
         self._identity: Any = None
+        self._last: Proof | None = None  # a token
         self._renewed_at = float("-inf")
 
     def current(self) -> Proof:
         """What authorises requests now. azure-identity renews tokens before they expire."""
+        return self._said() or self._token()
+
+    def at_hand(self) -> Proof | None:
+        """The same, if no service need be asked; else None."""
+        last = self._last
+        fresh = (
+            last is not None and last.expires_at is not None and last.expires_at - datetime.now(UTC) > FRESH
+        )
+        return self._said() or (last if fresh else None)
+
+    def _said(self) -> Proof | None:
+        """What the options and the environment say."""
         if self.anonymous:
             return Proof()
         said = settings()
@@ -142,13 +155,14 @@ class AzureCredentials:
                 return Proof(key=said["AccountKey"])
             if "SharedAccessSignature" in said:
                 return Proof(sas=said["SharedAccessSignature"].lstrip("?"))
-        return self._token()
+        return None
 
     def renew(self, since: float) -> bool:
         """Get a new token at the next request. Environment variables of a process do not change."""
         with self._lock:
             if self._identity is not None and self._renewed_at <= since:
-                self._identity, self._renewed_at = None, time.monotonic()
+                self._identity = self._last = None
+                self._renewed_at = time.monotonic()
             return self._renewed_at > since
 
     @property
@@ -160,11 +174,12 @@ class AzureCredentials:
             "AZURE_STORAGE_SAS_TOKEN, or the identity's role Storage Blob Data Reader (Contributor, to write)"
         )
 
-    def sign(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+    def sign(
+        self, method: str, url: str, headers: Mapping[str, str], proof: Proof
+    ) -> tuple[str, Mapping[str, str]]:
         """The URL to use for a request of `url`, and its headers together with those that authorise it."""
         date = format_datetime(datetime.now(UTC), usegmt=True)
         headers = {**headers, "x-ms-date": date, "x-ms-version": API_VERSION}
-        proof = self.current()
         if proof.sas:
             return f"{url}{'&' if '?' in url else '?'}{proof.sas}", headers
         if proof.token:
@@ -187,10 +202,13 @@ class AzureCredentials:
                     logging.getLogger("azure.identity").setLevel(logging.ERROR)
                     self._identity = DefaultAzureCredential()
                 token = self._identity.get_token(STORAGE_SCOPE)
+                self._last = Proof(
+                    token=token.token, expires_at=datetime.fromtimestamp(token.expires_on, UTC)
+                )
             except (AzureError, ValueError) as exc:
                 reason = one_line(str(exc))
                 raise PermissionDenied(f"no Azure credentials: {self.advice} ({reason})") from exc
-        return Proof(token=token.token, expires_at=datetime.fromtimestamp(token.expires_on, UTC))
+            return self._last
 
 
 def _shared_key(account: str, key: str, method: str, url: str, headers: Mapping[str, str]) -> str:
@@ -241,28 +259,11 @@ class Container:
     def sign(
         self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
     ) -> tuple[str, Mapping[str, str]]:
-        return self.credentials.sign(method, url, headers)
+        return self.credentials.sign(method, url, headers, self.credentials.current())
 
-    def open_store(self, stall_s: float) -> ObjectStore:
-        from obstore.store import AzureStore
-
-        access: dict[str, Any] = {"credential_provider": self._provide}
-        return AzureStore(
-            self.container,
-            account_name=self.account,
-            endpoint=self.endpoint,
-            client_options=client_options(stall_s),
-            retry_config=retry_config(),
-            **({"skip_signature": True} if self.credentials.anonymous else access),
-        )
-
-    def _provide(self) -> dict[str, Any]:
-        proof = self.credentials.current()
-        if proof.key:
-            return {"access_key": proof.key, "expires_at": None}
-        if proof.sas:
-            return {"sas_token": proof.sas, "expires_at": None}
-        return {"token": proof.token, "expires_at": proof.expires_at}
+    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
+        proof = self.credentials.at_hand()
+        return None if proof is None else self.credentials.sign("GET", url, headers, proof)
 
 
 def container_of(authority: str, endpoint_url: str | None, anonymous: bool) -> Container:
@@ -420,7 +421,7 @@ def number_of(upload: str, name: str) -> int | None:
     return int(number) if word == upload and number.isdecimal() else None
 
 
-def azure_client(place: Container, stall_s: float) -> ObstoreClient:
+def azure_client(place: Container, stall_s: float) -> HttpClient:
     http = SignedHttp(place, Transport(stall_s))
     objects = AzureObjects(http, place)
-    return ObstoreClient(place, http.transport, lister=objects, writer=objects, http=http)
+    return HttpClient(http, objects, objects)

@@ -1,7 +1,7 @@
 """S3 through s3fs and Azure through adlfs, with conditional reads, which their fsspec interfaces lack.
 
-Only HEADs and bytes go through the filesystem. Listing and writing go over `cachefs.origin.http`, as they do beside
-obstore: fsspec has no pages, no parts and no conditions. Both libraries are asynchronous underneath and offer the
+Only HEADs and bytes go through the filesystem. Listing and writing go over `cachefs.origin.http`:
+fsspec has no pages, no parts and no conditions. Both libraries are asynchronous underneath and offer the
 vendor's calls there; fsspec's `sync` runs those on fsspec's own loop. Every call has the longest silence of the origin as
 its timeout.
 """
@@ -14,9 +14,10 @@ from typing import Any
 from cachefs.origin.azure import AzureObjects, Container
 from cachefs.origin.conditions import of_endpoint
 from cachefs.origin.fsspec_client import NO_CACHES, FsspecClient
-from cachefs.origin.http import CONNECT_S, SignedHttp, Transport, quoted, seconds_ns
+from cachefs.origin.http import SignedHttp, quoted, seconds_ns
 from cachefs.origin.protocol import ListPage, ObjectInfo
 from cachefs.origin.s3 import AMAZON, Bucket, S3Objects
+from cachefs.origin.transport import CONNECT_S, Transport
 
 CHUNK = 1 << 20
 

@@ -10,34 +10,58 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from cachefs.base.errors import PermissionDenied
+from cachefs.base.errors import CachefsError, PermissionDenied
 from cachefs.origin.conditions import HONOURED
-from cachefs.origin.http import SignedHttp, Transport
-from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
+from cachefs.origin.http import HttpClient, SignedHttp
 from cachefs.origin.protocol import GIB, MIB, TIB, Body, Limits
 from cachefs.origin.replies import one_line
 from cachefs.origin.s3 import Dialect, S3Objects
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from cachefs.origin.transport import Transport
 
 LIMITS = Limits(5 * TIB, 5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
 """As documented for the XML interface, which copies any size in one request. Keys have 1,024 bytes."""
 
 GOOGLE = Dialect("x-goog-", True, LIMITS)
 PUBLIC = "https://storage.googleapis.com"
+ANSWER_S = 30.0
+"""Seconds that Google's token service may be silent. Guessed."""
+
 READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
 READ_WRITE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    token: str = field(repr=False)
-    expires_at: datetime | None
+class _Answer:
+    """A reply, as google-auth wants it."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
+def _request(
+    url: str,
+    method: str = "GET",
+    body: bytes | str | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    **_: object,
+) -> _Answer:
+    """google-auth's way to its services: one exchange."""
+    from google.auth.exceptions import TransportError
+
+    transport = Transport(timeout or ANSWER_S)
+    sent = body.encode() if isinstance(body, str) else body or b""
+    try:
+        reply = transport.request(method, url, headers or {}, sent, size=len(sent))
+    except CachefsError as exc:
+        raise TransportError(exc) from exc
+    finally:
+        transport.close()
+    return _Answer(reply.status, reply.headers, reply.body)
 
 
 class GoogleCredentials:
@@ -50,34 +74,28 @@ class GoogleCredentials:
         self._found: dict[str, Any] = {}
         self._renewed_at = float("-inf")
 
-    def current(self, scope: str = READ_ONLY) -> Token | None:
+    def current(self, scope: str = READ_ONLY) -> str | None:
         """The token of a scope, refreshed when it has expired; None when anonymous."""
         if self.anonymous:
             return None
         import google.auth
-        import google.auth.transport.urllib3
-        import urllib3
         from google.auth.exceptions import GoogleAuthError
 
         with self._lock:
             try:
                 if scope not in self._found:
-                    self._found[scope], _ = google.auth.default(scopes=[scope])
+                    self._found[scope], _ = google.auth.default(scopes=[scope], request=_request)
                 found = self._found[scope]
                 if not found.valid:
-                    found.refresh(google.auth.transport.urllib3.Request(urllib3.PoolManager()))
+                    found.refresh(_request)
             except (GoogleAuthError, OSError) as exc:
                 raise PermissionDenied(one_line(f"no Google credentials: {exc}; {self.advice}")) from exc
-            expiry = found.expiry
-            expires_at = expiry.replace(tzinfo=UTC) if isinstance(expiry, datetime) else None
-            return Token(found.token, expires_at)
+            return str(found.token)
 
-    def provide(self) -> dict[str, Any]:
-        """For obstore, which asks again before `expires_at`."""
-        found = self.current()
-        if found is None:  # cannot be: an anonymous store has no provider
-            raise PermissionDenied("no credentials")
-        return {"token": found.token, "expires_at": found.expires_at}
+    def at_hand(self) -> str | None:
+        """The token for reading, if no service need be asked for it; else None."""
+        found = self._found.get(READ_ONLY)
+        return found.token if found is not None and found.valid else None
 
     def renew(self, since: float) -> bool:
         """Read files and metadata again at the next request."""
@@ -117,23 +135,18 @@ class Bucket:
     ) -> tuple[str, Mapping[str, str]]:
         """As `Place.sign`. Listing the parts of an upload belongs to writing."""
         reads = method in ("GET", "HEAD") and "uploadId=" not in url
-        found = self.credentials.current(READ_ONLY if reads else READ_WRITE)
-        return url, headers if found is None else {**headers, "Authorization": f"Bearer {found.token}"}
+        return url, _authorised(headers, self.credentials.current(READ_ONLY if reads else READ_WRITE))
 
-    def open_store(self, stall_s: float) -> ObjectStore:
-        from obstore.store import GCSStore
-
-        access: dict[str, Any] = {"credential_provider": self.credentials.provide}
-        return GCSStore(
-            self.name,
-            base_url=self.endpoint,
-            client_options=client_options(stall_s),
-            retry_config=retry_config(),
-            **({"skip_signature": True} if self.credentials.anonymous else access),
-        )
+    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
+        token = self.credentials.at_hand()
+        return (url, _authorised(headers, token)) if token or self.credentials.anonymous else None
 
 
-def google_client(bucket: Bucket, stall_s: float) -> ObstoreClient:
+def _authorised(headers: Mapping[str, str], token: str | None) -> Mapping[str, str]:
+    return headers if token is None else {**headers, "Authorization": f"Bearer {token}"}
+
+
+def google_client(bucket: Bucket, stall_s: float) -> HttpClient:
     http = SignedHttp(bucket, Transport(stall_s))
     objects = S3Objects(http, bucket.name, GOOGLE, HONOURED)
-    return ObstoreClient(bucket, http.transport, lister=objects, writer=objects, http=http)
+    return HttpClient(http, objects, objects)

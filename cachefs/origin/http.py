@@ -1,30 +1,23 @@
-"""HTTP to an object store: a transport (urllib3), and signed requests to the objects of one bucket.
+"""Signed requests to the objects of one place, and the client that all origins over HTTP share.
 
 A vendor's module says what to send (`Request`) and reads the reply. `SignedHttp` makes the URL, has it signed, and turns
-refusals into errors. `Transport` alone knows the HTTP library.
-
-Listing and writing go this way and not through obstore. obstore's listing collects every page in memory, fails for a whole
-directory when one key in it has a `..` segment, and folds `a//b` into `a`. Its put takes a file only as a whole, numbers the
-parts itself, and neither resumes an upload nor lists parts. Reading goes this way for the few keys that obstore cannot
-name (`cachefs.origin.obstore_client`).
+refusals into errors. `cachefs.origin.transport` does the rest.
 """
 
 from __future__ import annotations
 
-import os
-import urllib.request
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote, urlsplit
+from typing import Protocol
+from urllib.parse import quote
 from xml.etree import ElementTree
+
+import trio
 
 from cachefs.base.errors import (
     CachefsError,
-    ConfigError,
     NotFound,
     ObjectChanged,
     OriginFailed,
@@ -32,137 +25,11 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.origin.credentials import Credentials
-from cachefs.origin.protocol import PATIENCE, Body, ObjectInfo, Written
-from cachefs.origin.replies import one_line, refusal
-
-if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse
-
-CONNECT_S = 5.0
-"""Guessed: a store in reach answers a SYN in milliseconds, one lost packet costs a second."""
-
-CHUNK = 128 << 10
-"""Bytes of one chunk of a body. Borrowed from obstore's chunks."""
+from cachefs.origin.protocol import PATIENCE, Body, Lister, ObjectInfo, Taker, Writer, Written, made_up
+from cachefs.origin.replies import refusal
+from cachefs.origin.transport import AT_ONCE, CHUNK, Exchange, Reply, Transport
 
 ANY_TYPE = "application/octet-stream"
-
-CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
-"""Variables that name a PEM file of trusted authorities; the first that is set counts, as in botocore."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """`headers` has lower-case names, or is a mapping that ignores case."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-class Stream:
-    """A reply whose body is still to come."""
-
-    def __init__(self, reply: BaseHTTPResponse, what: str) -> None:
-        self.status: int = reply.status
-        self.headers: Mapping[str, str] = reply.headers
-        self._reply, self._what = reply, what
-
-    def chunks(self) -> Iterator[bytes]:
-        """The body without decoding; `Transient` where it breaks."""
-        import urllib3
-
-        try:
-            yield from self._reply.stream(CHUNK, decode_content=False)
-        except urllib3.exceptions.HTTPError as exc:
-            raise _broken(self._what, exc) from exc
-
-    def close(self) -> None:
-        """End the connection. One whose body was read to its end went back to the pool before."""
-        self._reply.close()
-
-
-class Transport:
-    """Pooled connections. Thread-safe. `stall_s`: the longest silence of the origin within a reply. Redirects are not
-    followed, because a signature is good for one host."""
-
-    def __init__(self, stall_s: float) -> None:
-        self.stall_s = stall_s
-        self._by_proxy: dict[str, Any] = {}
-        self._by_host: dict[tuple[str, str], Any] = {}  # (scheme, host)
-
-    def request(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes | Iterator[bytes] | None = None,
-        patience: int = 1,
-    ) -> Reply:
-        """The reply, whatever its status; `Transient` when there is none. `headers` tell the length of a body.
-        `patience`: that many times the usual silence is allowed before the reply."""
-        reply = self._send(method, url, headers, body, patience, preload_content=True)
-        return Reply(reply.status, reply.headers, reply.data)
-
-    def stream(self, method: str, url: str, headers: Mapping[str, str], what: str) -> Stream:
-        """The same with the body still to come; the caller closes it. Errors of the body name `what`."""
-        return Stream(self._send(method, url, headers, None, 1, preload_content=False), what)
-
-    def close(self) -> None:
-        for pool in self._by_proxy.values():
-            pool.clear()
-
-    def _send(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes | Iterator[bytes] | None,
-        patience: int,
-        preload_content: bool,
-    ) -> BaseHTTPResponse:
-        import urllib3
-
-        try:
-            reply: BaseHTTPResponse = self._pool(url).request(
-                method,
-                url,
-                headers=dict(headers),
-                body=body,
-                redirect=False,
-                retries=False,
-                preload_content=preload_content,
-                timeout=urllib3.Timeout(connect=CONNECT_S, read=self.stall_s * patience),
-            )
-        except urllib3.exceptions.HTTPError as exc:
-            raise _broken(urlsplit(url).netloc.rpartition("@")[2], exc) from exc
-        return reply
-
-    def _pool(self, url: str) -> Any:
-        """The connections to a host. The environment's proxies are looked up once per host: a lookup takes as long as
-        signing a small request."""
-        parts = urlsplit(url)
-        host = parts.scheme, parts.hostname or ""
-        found = self._by_host.get(host)
-        if found is None:
-            found = self._by_host[host] = self._manager(*host)
-        return found
-
-    def _manager(self, scheme: str, host: str) -> Any:
-        import urllib3
-
-        proxy = urllib.request.getproxies().get(scheme, "")
-        if proxy and urllib.request.proxy_bypass(host):
-            proxy = ""
-        if proxy not in self._by_proxy:
-            if scheme == "https":
-                authorities()  # urllib3's error would not name the file that cannot be read
-            settings: dict[str, Any] = {
-                "maxsize": 64,  # connections kept: as many as parts of files are written at once
-                "ca_certs": _authorities_file()[1] or None,
-            }
-            manager = urllib3.ProxyManager(proxy, **settings) if proxy else urllib3.PoolManager(**settings)
-            self._by_proxy[proxy] = manager
-        return self._by_proxy[proxy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +64,10 @@ class Place(Protocol):
     def sign(
         self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
     ) -> tuple[str, Mapping[str, str]]:
-        """URL and headers of the authorised request."""
+        """URL and headers of the authorised request. May wait for credentials."""
+
+    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
+        """The same for a GET, without waiting: None when the credentials are not at hand."""
 
 
 class SignedHttp:
@@ -216,14 +86,20 @@ class SignedHttp:
 
     def exchange(self, request: Request) -> Reply:
         """The reply to a request, whatever its status."""
-        given, sent = dict(request.headers), None
+        given, body, size = dict(request.headers), request.body, 0
         if request.method in ("PUT", "POST"):
-            body = request.body
-            given["Content-Length"] = str(len(body) if isinstance(body, bytes) else body.size)
+            size = len(body) if isinstance(body, bytes) else body.size
+            given["Content-Length"] = str(size)
             given.setdefault("Content-Type", ANY_TYPE)
-            sent = body if isinstance(body, bytes) else body.chunks()
-        url, headers = self._signed(request, given)
-        return self.transport.request(request.method, url, headers, sent, PATIENCE if request.slow else 1)
+        url, headers = self.place.sign(request.method, self._url(request), given, body)
+        return self.transport.request(
+            request.method,
+            url,
+            headers,
+            body if isinstance(body, bytes) else body.chunks(),
+            size=size,
+            patience=PATIENCE if request.slow else 1,
+        )
 
     def checked(self, request: Request, reply: Reply) -> Reply:
         """The reply if it is a success; else its refusal is raised."""
@@ -233,34 +109,30 @@ class SignedHttp:
 
     def head(self, key: str) -> tuple[ObjectInfo, Mapping[str, str]]:
         """An object, and all headers of the reply that shows it."""
-        reply = self.ask(Request("HEAD", key))
+        headers = self.ask(Request("HEAD", key)).headers
         try:
-            headers = reply.headers
-            size, mtime_ns = int(headers["content-length"]), http_date_ns(headers["last-modified"])
-            return ObjectInfo(key, size, mtime_ns, quoted(headers["etag"])), headers
+            return _shown(key, int(headers["content-length"]), headers), headers
         except (KeyError, ValueError) as exc:
             raise OriginFailed(f"{self.name(key)}: the origin's reply does not describe an object") from exc
 
-    def read(
-        self, key: str, etag: str, start: int, stop: int, whole: bool
-    ) -> Generator[memoryview | bytes, None, None]:
-        """As `Client.read`."""
-        what, given = self.name(key), {"If-Match": etag}
+    async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
+        """As `Fetching.fetch`."""
+        given = {} if etag.startswith(("mtime-", "W/")) else {"If-Match": etag}
         if not whole:
             given["Range"] = f"bytes={start}-{stop - 1}"
-        url, headers = self._signed(Request("GET", key), given)
-        reply = self.transport.stream("GET", url, headers, what)
-        try:
-            if reply.status not in (200, 206):
-                raise self._refusal(reply.status, reply.headers, b"".join(reply.chunks()), what)
-            if quoted(reply.headers.get("etag", "")) != etag:
-                raise ObjectChanged(f"{what}: the object changed at the origin")
-            sent = reply.headers.get("content-range", "the whole object")
-            if not whole and not sent.startswith(f"bytes {start}-{stop - 1}/"):
-                raise Transient(f"{what}: asked for bytes {start} to {stop}, the origin sent {sent}")
-            yield from reply.chunks()
-        finally:
-            reply.close()
+        url = self._url(Request("GET", key))
+        signed = self.place.sign_at_once(url, given)
+        if signed is None:
+            signed = await trio.to_thread.run_sync(
+                self.place.sign, "GET", url, given, b"", abandon_on_cancel=True
+            )
+        received = _Received(self, key, etag, start, stop, whole, taker)
+        size = stop - start
+        least = size if size <= AT_ONCE else 4 * CHUNK if taker.waits else CHUNK
+        exchange = Exchange("GET", *signed, receiver=received, least=least)
+        await self.transport.run(exchange)
+        if received.refused:
+            raise self._refusal(exchange.status, exchange.told, exchange.body, received.what)
 
     def delete(self, key: str) -> None:
         """The key has no object afterwards."""
@@ -281,14 +153,14 @@ class SignedHttp:
     def _what(self, request: Request) -> str:
         return self.name(request.key if request.about is None else request.about)
 
-    def _signed(self, request: Request, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+    def _url(self, request: Request) -> str:
         key = request.key
         if any(segment in (".", "..") for segment in key.split("/")):
             raise Unsupported(f"{self._what(request)}: HTTP drops the segments . and .. of a path")
-        url = f"{self.place.url()}/{quote(key)}" if key else self.place.url()
+        url = f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
         if request.parameters:
             url += f"?{query(request.parameters)}"
-        return self.place.sign(request.method, url, headers, request.body)
+        return url
 
     def _refusal(self, status: int, headers: Mapping[str, str], body: bytes, what: str) -> CachefsError:
         return refusal(
@@ -300,6 +172,74 @@ class SignedHttp:
             retry_after=headers.get("retry-after"),
             date=headers.get("date"),
         )
+
+
+class _Received:
+    """The reply to a GET of bytes [start, stop) of one version, on its way to `taker`. `refused`: it is a refusal."""
+
+    def __init__(
+        self, http: SignedHttp, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker
+    ) -> None:
+        self.what = http.name(key)
+        self.waits = taker.waits
+        self.refused = False
+        self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
+        self._taker = taker
+        self._at = start
+        self._cut = False
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> bool:
+        """As `Receiver.begin`. The etag is compared although If-Match was sent: some stores ignore it."""
+        if status not in (200, 206):
+            self.refused = True
+            return False
+        told, _, size = headers.get("content-range", "").rpartition("/")
+        if status == 206 and told != f"bytes {self._start}-{self._stop - 1}":
+            raise Transient(
+                f"{self.what}: asked for bytes {self._start} to {self._stop}, the origin sent {told or 'no range'}"
+            )
+        try:
+            if not headers.get("etag"):
+                size = size or headers["content-length"]
+            same = _shown(self._key, int(size or 0), headers).etag == self._etag
+        except (KeyError, ValueError):
+            same = False
+        if not same:
+            raise ObjectChanged(f"{self.what}: the object changed at the origin")
+        if status == 200 and not self._whole:
+            # A server that knows no ranges (Python's http.server) sends everything: the other bytes are dropped.
+            self._at, self._cut = 0, True
+        return True
+
+    def take(self, data: bytes) -> bool:
+        if not self._cut:
+            return self._taker.take(data)
+        at, self._at = self._at, self._at + len(data)
+        wanted = data[max(0, self._start - at) : max(0, self._stop - at)]
+        return (not wanted or self._taker.take(wanted)) and self._at < self._stop
+
+
+class HttpClient:
+    """One origin over HTTP: `http` reads, `lister` lists, `writer` writes."""
+
+    def __init__(self, http: SignedHttp, lister: Lister, writer: Writer | None = None) -> None:
+        self.can_list = True
+        self.writer = writer
+        self.list_page = lister.list_page
+        self.fetch = http.fetch
+        self.renew = http.place.credentials.renew
+        self.close = http.transport.close
+        self._http = http
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._http.head(key)[0]
+
+
+def _shown(key: str, size: int, headers: Mapping[str, str]) -> ObjectInfo:
+    """The object that a reply's headers describe."""
+    told = headers.get("last-modified")
+    mtime_ns = http_date_ns(told) if told else 0
+    return ObjectInfo(key, size, mtime_ns, quoted(headers.get("etag", "")) or made_up(mtime_ns, size))
 
 
 def written(reply: Reply) -> Written:
@@ -325,26 +265,6 @@ def child(node: ElementTree.Element, tag: str) -> str:
     if found is None:
         raise ValueError(f"no {tag} in {node.tag}")
     return found
-
-
-def authorities() -> bytes | None:
-    """The certificates (PEM) of the authorities that the environment names; None when it names none."""
-    name, path = _authorities_file()
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as exc:
-        raise ConfigError(f"{name}={path} cannot be read ({exc.strerror}): name a PEM file") from exc
-
-
-def _authorities_file() -> tuple[str, str]:
-    """(variable, path), or two empty strings."""
-    named = ((name, os.environ.get(name, "")) for name in CA_VARIABLES)
-    return next(((name, path) for name, path in named if path), ("", ""))
-
-
-def _broken(what: str, exc: Exception) -> Transient:
-    reason = getattr(exc, "reason", None) or exc
-    return Transient(one_line(f"{what}: {type(reason).__name__}: {reason}"))
 
 
 def query(parameters: Mapping[str, str | None]) -> str:

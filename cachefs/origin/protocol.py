@@ -194,6 +194,10 @@ class AskedToWait(Throttled):
         self.seconds = seconds
 
 
+class ConnectionEnded(Transient):
+    """A kept connection had ended when a request was sent on it, as they do: the next attempt need not wait."""
+
+
 class CompletionInProgress(Transient):
     """Another request is completing the upload. Ceph's RADOS Gateway says so of an upload that is gone, too."""
 
@@ -222,10 +226,40 @@ def of_an_upload() -> Iterator[None]:
 
 
 class Sink(Protocol):
-    """Where the bytes of one range go. Called from a worker thread, in order, one call at a time for one read."""
+    """Where the bytes of one range go. Called outside of the trio thread, in order, one call at a time for one read. One
+    that may wait, for a disk for instance, says so by an attribute `waits`: then other reads do not wait for it."""
 
     def write(self, data: memoryview | bytes) -> None:
         """Take the next bytes of the range. May raise to stop the transfer."""
+
+
+class Taker(Protocol):
+    """Where the bytes of one attempt to read go: in order, one call at a time. `waits`: taking them may wait for a disk or a
+    limit, so that only worker threads may call it; else any thread may."""
+
+    @property
+    def waits(self) -> bool: ...
+    def take(self, data: memoryview | bytes) -> bool:
+        """The next bytes; False when no more are wanted."""
+
+
+class Fetching(Protocol):
+    """A client that reads without a thread for each request. Others have `BlockingReader.read`."""
+
+    async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
+        """Give bytes [start, stop) of the version `etag` to `taker` as they arrive. `whole`: the range is the whole object,
+        so no Range header is needed. `ObjectChanged` when the reply shows another version. A cancelled caller leaves at
+        once; `taker` may be called once more then."""
+
+
+class BlockingReader(Protocol):
+    """A client that reads in the calling thread."""
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        """The same as chunks. Where a store has no conditional reads, the client compares the etag of the reply (or of a
+        HEAD)."""
 
 
 class Lister(Protocol):
@@ -287,7 +321,8 @@ class Writer(Protocol):
 
 
 class Client(Lister, Protocol):
-    """One vendor's store: blocking, thread-safe, one attempt per call; raises only `cachefs.base.errors`.
+    """One vendor's store: thread-safe, one attempt per call; raises only `cachefs.base.errors`. All calls block, except
+    `Fetching.fetch`: a client is either `Fetching` or a `BlockingReader`.
 
     Callers expect `NotFound`, `PermissionDenied`, `ObjectChanged`, `Throttled`, `Transient`, `Unsupported`.
     """
@@ -302,13 +337,6 @@ class Client(Lister, Protocol):
         """One page of at most `limit` keys and common prefixes below `prefix` ("" or ending in "/"), delimiter "/"."""
 
     def head(self, key: str) -> ObjectInfo: ...
-
-    def read(
-        self, key: str, etag: str, start: int, stop: int, whole: bool
-    ) -> Generator[memoryview | bytes, None, None]:
-        """Bytes [start, stop) of the version `etag`, in chunks as they arrive. `whole`: the range is the whole object, so
-        no Range header is needed. `ObjectChanged` when the reply shows another version; where a store has no conditional
-        reads, the client compares the etag of the reply (or of a HEAD)."""
 
     def renew(self, since: float) -> bool:
         """Forget cached credentials and read them again (files, environment, metadata service). True when the credentials

@@ -11,7 +11,7 @@ from cachefs.origin.attempts import DEFAULT, Attempts, Backoff
 from cachefs.origin.origin import Origin
 from cachefs.origin.protocol import Client
 
-CLIENTS = ("auto", "obstore", "fsspec")
+CLIENTS = ("auto", "curl", "fsspec")
 STALL_S = 10.0
 """Seconds that a store may stay silent within a reply. Guessed: ten times the time to the first byte of a busy store."""
 
@@ -47,7 +47,7 @@ def open_origin(
     source, prefix = "", ""
     if (requester_pays or sse_kms_key) and (scheme not in ("s3", "s3a") or client == "fsspec"):
         name = "--requester-pays" if requester_pays else "--sse-kms-key"
-        raise ConfigError(f"{name} is for s3:// with obstore, not for {url} with --client {client}")
+        raise ConfigError(f"{name} is for s3:// with curl, not for {url} with --client {client}")
     if scheme in ("s3", "s3a"):
         from cachefs.origin.s3 import AwsCredentials, Bucket, s3_client
 
@@ -93,8 +93,8 @@ def open_origin(
         from cachefs.origin.local import local_client
 
         made, source = local_client(place)
-    elif client == "obstore":
-        raise ConfigError(f"obstore knows no {scheme}://; use --client fsspec")
+    elif client == "curl":
+        raise ConfigError(f"curl knows no {scheme}://; use --client fsspec")
     else:
         from cachefs.origin.fsspec_client import any_filesystem
 

@@ -6,13 +6,14 @@ compares it at the moment of writing.
 
 Credentials come from botocore's own chain: environment, profiles, web identity, container, instance metadata. botocore asks
 the metadata service only when nothing earlier in the chain answers, and refreshes what expires. Of botocore only the session
-and the signer are used (8 MB); its S3 client would cost another 15 MB and 44 ms of CPU a LIST page (measured; 3 ms here).
+is used; its S3 client would cost 15 MB and 44 ms of CPU a LIST page (measured; 3 ms here).
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import os
 import re
 import threading
@@ -20,8 +21,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
 from urllib.parse import quote, unquote_plus
 from xml.etree.ElementTree import Element
 from xml.sax.saxutils import escape
@@ -37,17 +39,15 @@ from cachefs.base.errors import (
 from cachefs.origin.conditions import Conditions, of_endpoint
 from cachefs.origin.http import (
     ANY_TYPE,
-    Reply,
+    HttpClient,
     Request,
     SignedHttp,
-    Transport,
     child,
     quoted,
     seconds_ns,
     written,
     xml,
 )
-from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
 from cachefs.origin.protocol import (
     GIB,
     MIB,
@@ -64,9 +64,7 @@ from cachefs.origin.protocol import (
     of_an_upload,
 )
 from cachefs.origin.replies import one_line, refusal
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from cachefs.origin.transport import Reply, Transport
 
 LIMITS = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
 """As documented for AWS, where an object may be larger by now; other S3 stores kept to this. Keys have 1,024 bytes."""
@@ -81,6 +79,8 @@ WHERE = {
     "iam-role": "the instance's role",
     "container-role": "the container's role",
 }
+
+NO_BODY = hashlib.sha256(b"").hexdigest()
 
 UNSEEN = object()
 """No credentials were looked for yet, as opposed to none found."""
@@ -126,6 +126,14 @@ class AwsCredentials:
             return None
         with self._lock:
             return self._look()
+
+    def at_hand(self) -> Any:
+        """The credentials, if telling them waits for neither files nor services; else None."""
+        found, last = self._found, self._last
+        # botocore's credentials that expire know whether they are to be refreshed.
+        if found is None or last is UNSEEN or (hasattr(found, "refresh_needed") and found.refresh_needed()):
+            return None
+        return last
 
     def renew(self, since: float) -> bool:
         """Read environment and files again, unless the credentials changed after `since` or another request has read them
@@ -240,9 +248,6 @@ class Bucket:
     ) -> tuple[str, Mapping[str, str]]:
         """As `Place.sign`. A file is read for a digest, which the origin compares, only without TLS: TLS protects the bytes
         already."""
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-
         # S3 takes the headers of encryption where an object begins, and refuses them for parts and completions.
         query = url.partition("?")[2]
         begins = (method == "PUT" and "uploadId" not in query) or (
@@ -261,45 +266,63 @@ class Bucket:
             for piece in body.look():
                 digest.update(piece)
             payload = digest.hexdigest()
-        request = AWSRequest(method, url, dict(headers))
-        signer = S3SigV4Auth(credentials, "s3", self.region)
-        signer.payload = lambda request: payload  # its own wants the whole body in memory
-        signer.add_auth(request)
-        return url, dict(request.headers.items())
+        return url, signed_v4(method, url, headers, payload, credentials, self.region)
 
-    def open_store(self, stall_s: float) -> ObjectStore:
-        from obstore.store import S3Store
-
-        url = self.url()
-        settings: dict[str, Any] = {"endpoint": url if self.virtual_host else url[: -len(self.name) - 1]}
-        if "AWS_ENDPOINT_URL_S3" in os.environ:  # obstore would prefer it to what we pass
-            settings["aws_endpoint_url_s3"] = settings["endpoint"]
+    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
+        headers = {**headers, **self._always}
         if self.credentials.anonymous:
-            settings["skip_signature"] = True
-        else:
-            settings["credential_provider"] = self._provide
-        return S3Store(
-            self.name,
-            region=self.region,
-            virtual_hosted_style_request=self.virtual_host,
-            request_payer=bool(self._always),
-            client_options=client_options(stall_s),
-            retry_config=retry_config(),
-            **settings,
-        )
+            return url, headers
+        credentials = self.credentials.at_hand()
+        if credentials is None:
+            return None
+        return url, signed_v4("GET", url, headers, NO_BODY, credentials, self.region)
 
-    def _provide(self) -> dict[str, Any]:
-        found = self.credentials.current()
-        if found is None:  # cannot be: an anonymous store has no provider
-            raise PermissionDenied("no credentials")
-        # obstore asks again five minutes before `expires_at`. botocore refreshes expiring credentials each time it is
-        # asked, so obstore shall ask every five minutes.
-        return {
-            "access_key_id": found.access_key,
-            "secret_access_key": found.secret_key,
-            "token": found.token,
-            "expires_at": datetime.now(UTC) + timedelta(minutes=10),
-        }
+
+def signed_v4(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    payload: str,
+    credentials: Any,
+    region: str,
+    now: float | None = None,
+) -> dict[str, str]:
+    """`headers` and those that authorise the request, by AWS Signature Version 4 for S3. `url` has its path percent-encoded
+    and its query in canonical form; `payload` is the SHA-256 of the body in hex. botocore's signer takes several times as
+    long: it parses the URL again and makes the key anew for each request."""
+    scheme, _, rest = url.partition("://")
+    address, parameters = rest.partition("?")[::2]
+    host, _, path = address.partition("/")
+    time_of_day = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    given = {
+        **headers,
+        "Host": host.removesuffix({"http": ":80", "https": ":443"}[scheme]),
+        "X-Amz-Content-SHA256": payload,
+        "X-Amz-Date": time_of_day,
+    }
+    if credentials.token:
+        given["X-Amz-Security-Token"] = credentials.token
+    shown = sorted((name.lower(), " ".join(value.split())) for name, value in given.items())
+    names = ";".join(name for name, _ in shown)
+    lines = "".join(f"{name}:{value}\n" for name, value in shown)
+    request = f"{method}\n/{path}\n{parameters}\n{lines}\n{names}\n{payload}"
+    scope = f"{time_of_day[:8]}/{region}/s3/aws4_request"
+    text = f"AWS4-HMAC-SHA256\n{time_of_day}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+    signature = _key_of_the_day(credentials.secret_key, time_of_day[:8], region).copy()
+    signature.update(text.encode())
+    credential, proof = f"{credentials.access_key}/{scope}", signature.hexdigest()
+    given["Authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={proof}"
+    )
+    return given
+
+
+@lru_cache(maxsize=8)
+def _key_of_the_day(secret: str, day: str, region: str) -> hmac.HMAC:
+    key = f"AWS4{secret}".encode()
+    for part in (day, region, "s3", "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return hmac.new(key, digestmod="sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,7 +524,7 @@ def _etag(node: Element) -> str:
     return quoted(node.findtext("ETag", "").strip())
 
 
-def s3_client(bucket: Bucket, stall_s: float) -> ObstoreClient:
+def s3_client(bucket: Bucket, stall_s: float) -> HttpClient:
     http = SignedHttp(bucket, Transport(stall_s))
     objects = S3Objects(http, bucket.name, AMAZON, of_endpoint(bucket.endpoint_url))
-    return ObstoreClient(bucket, http.transport, lister=objects, writer=objects, http=http)
+    return HttpClient(http, objects, objects)

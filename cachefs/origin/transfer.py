@@ -1,16 +1,15 @@
-"""One transfer: the bytes of one range, from a client's chunks into a sink or from a source into a client's request,
-across all its attempts.
+"""One transfer: the bytes of one range, from a client into a sink or from a source into a client's request, across all its
+attempts.
 
-Two parties touch it: a worker thread (`attempt`) and the trio task that waits for it. The flags below need no lock: each
-has one writer, and the interpreter shows their order to both sides. The thread sets `_busy` *before* it reads `_closed`;
-the task sets `_closed` before it reads `_busy`. So either the thread sees that the transfer is closed, or the task sees
-that a write (or a read of the source) is running.
+Two parties touch it: a thread that moves bytes (the HTTP client's, or a worker) and the trio task that waits for it. The
+flags below need no lock: each has one writer, and the interpreter shows their order to both sides. The thread sets `_busy`
+*before* it reads `_closed`; the task sets `_closed` before it reads `_busy`. So either the thread sees that the transfer is
+closed, or the task sees that a write (or a read of the source) is running.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
@@ -57,6 +56,7 @@ class Transfer:
         self._reported = 0.0
         self._busy = False
         self._closed = False
+        self._trio = trio.lowlevel.current_trio_token()
 
     # On the trio side.
 
@@ -64,11 +64,6 @@ class Transfer:
         """Called before each attempt. Progress pushes the deadline of `scope` back."""
         self._scope = scope
         self._reported = time.monotonic()
-
-    @property
-    def _token(self) -> trio.lowlevel.TrioToken | None:
-        """The trio run to call into; None in a thread that trio started, which knows it."""
-        return None
 
     async def enter(self, gate: Gate, turn: Ticket) -> None:
         """Wait for a slot of the gate."""
@@ -92,18 +87,20 @@ class Transfer:
             with trio.CancelScope(shield=True):
                 await trio.sleep(0.001)
 
-    # On the worker thread's side.
+    # On the side of other threads.
 
     def _pace(self, size: int) -> None:
         """Called before `size` bytes go by."""
         if self._limit is not None:
-            trio.from_thread.run(self._pay, self._limit, size, trio_token=self._token)
+            trio.from_thread.run(self._pay, self._limit, size, trio_token=self._trio)
         else:
             self._report()
 
     def _report(self) -> None:
-        if time.monotonic() - self._reported > PROGRESS_S:
-            trio.from_thread.run_sync(self._alive, trio_token=self._token)
+        now = time.monotonic()
+        if now - self._reported > PROGRESS_S:
+            self._reported = now
+            self._trio.run_sync_soon(self._alive)
 
     async def _pay(self, limit: RateLimit, size: int) -> None:
         """On the trio thread: wait until the limit lets these bytes pass. The origin did not cause this wait, so the
@@ -124,14 +121,13 @@ class Transfer:
 
 
 class Receiving(Transfer):
-    """Bytes [start, stop) of one version into a sink. `fetch` gives the chunks from a position on. `position` is the next
-    byte to deliver, `sink_error` the exception that the sink raised."""
+    """Bytes [start, stop) of one version into a sink: a `Taker`. `position` is the next byte to deliver, `sink_error` the
+    exception that the sink raised."""
 
     counter = "origin_bytes"
 
     def __init__(
         self,
-        fetch: Callable[[int], Generator[memoryview | bytes, None, None]],
         start: int,
         stop: int,
         sink: Sink,
@@ -143,7 +139,8 @@ class Receiving(Transfer):
         super().__init__(deadline_s, limit, turn, on_progress)
         self.position = self.counted = self._began_at = start
         self.sink_error: Exception | None = None
-        self._fetch, self._stop, self._sink = fetch, stop, sink
+        self._stop, self._sink = stop, sink
+        self.waits = limit is not None or bool(getattr(sink, "waits", False))
 
     def begin(self, scope: trio.CancelScope) -> None:
         super().begin(scope)
@@ -157,19 +154,22 @@ class Receiving(Transfer):
     def received(self) -> int:
         return self.position - self._began_at
 
-    def attempt(self) -> None:
-        """Fetch the missing bytes and deliver them. Returns early when the sink raised or the transfer is closed."""
-        chunks = self._fetch(self.position)
+    def drain(self, chunks: Generator[memoryview | bytes, None, None]) -> None:
+        """Take chunks until they end, the sink raises or the transfer is closed."""
         try:
             for chunk in chunks:
-                if not self._deliver(chunk):
+                if not self.take(chunk):
                     return
         finally:
             chunks.close()
-        if self.position != self._stop:
+
+    def check(self) -> None:
+        """After an attempt that raised nothing: `Transient` if bytes are missing all the same."""
+        if self.position != self._stop and self.sink_error is None and not self._closed:
             raise Transient(f"the body ended {self._stop - self.position} bytes too early")
 
-    def _deliver(self, chunk: memoryview | bytes) -> bool:
+    def take(self, chunk: memoryview | bytes) -> bool:
+        """As `Taker.take`."""
         size = len(chunk)
         if size > self._stop - self.position:
             raise Transient("the origin sent more bytes than were asked for")
@@ -207,12 +207,6 @@ class Sending(Transfer):
         self.size = size
         self.source_error: Exception | None = None
         self._source = source
-        self._thread = 0
-        self._trio = trio.lowlevel.current_trio_token()
-
-    @property
-    def _token(self) -> trio.lowlevel.TrioToken | None:
-        return None if threading.get_ident() == self._thread else self._trio
 
     async def enter(self, gate: Gate, turn: Ticket) -> None:
         """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin
@@ -226,7 +220,6 @@ class Sending(Transfer):
     def attempt(self, send: Callable[[], T]) -> T | None:
         """The result of `send`; None when the source failed or the transfer is closed, whatever a library raises then.
         Libraries may read the body in threads of their own."""
-        self._thread = threading.get_ident()
         try:
             return send()
         except Exception:

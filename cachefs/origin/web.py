@@ -7,19 +7,16 @@ when they are needed. Keys are paths on the host, without the leading slash, per
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from cachefs.base.errors import ConfigError, Unsupported
 from cachefs.origin.credentials import NoCredentials
-from cachefs.origin.http import Transport
-from cachefs.origin.obstore_client import ObstoreClient, client_options, retry_config
-from cachefs.origin.protocol import ListPage, ObjectInfo
+from cachefs.origin.http import HttpClient, SignedHttp
+from cachefs.origin.protocol import Body, ListPage, ObjectInfo
 from cachefs.origin.replies import refusal
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from cachefs.origin.transport import Transport
 
 
 class Host:
@@ -28,10 +25,16 @@ class Host:
     def __init__(self, label: str) -> None:
         self.label, self.credentials = label, NoCredentials()
 
-    def open_store(self, stall_s: float) -> ObjectStore:
-        from obstore.store import HTTPStore
+    def url(self) -> str:
+        return self.label
 
-        return HTTPStore(self.label, client_options=client_options(stall_s), retry_config=retry_config())
+    def sign(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
+    ) -> tuple[str, Mapping[str, str]]:
+        return url, headers
+
+    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+        return url, headers
 
 
 class IndexLister:
@@ -49,7 +52,7 @@ class IndexLister:
             raise refusal(reply.status, what=url, retry_after=reply.headers.get("retry-after"))
         if "html" not in reply.headers.get("content-type", ""):
             raise Unsupported(f"{url}: no index page there; names can be opened but not listed")
-        names = names_in(reply.body.decode("utf-8", "replace"), url)
+        names = names_in(reply.body.decode("utf-8", "replace"), reply.url)
         if token:
             names = [name for name in names if prefix + name > token]
         page = names[:limit]
@@ -86,7 +89,7 @@ class _Links(HTMLParser):
             self.found += [value for name, value in attrs if name == "href" and value]
 
 
-def web_client(url: str, *, stall_s: float) -> tuple[ObstoreClient, str, str]:
+def web_client(url: str, *, stall_s: float) -> tuple[HttpClient, str, str]:
     """The client, the origin's identity, and the key prefix of `url`."""
     parts = urlsplit(url)
     if not parts.hostname:
@@ -99,8 +102,8 @@ def web_client(url: str, *, stall_s: float) -> tuple[ObstoreClient, str, str]:
         raise ConfigError(
             f"{parts.hostname}: credentials do not belong in a URL; every user of this host could see them"
         )
-    host, transport = Host(f"{parts.scheme}://{parts.netloc}"), Transport(stall_s)
-    client = ObstoreClient(host, transport, lister=IndexLister(host, transport))
+    host, transport = Host(f"{parts.scheme}://{parts.netloc}"), Transport(stall_s, follow=True)
+    client = HttpClient(SignedHttp(host, transport), IndexLister(host, transport))
     prefix = unquote(parts.path.lstrip("/"), errors="surrogateescape")
     if prefix and not prefix.endswith("/"):
         prefix += "/"

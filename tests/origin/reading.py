@@ -12,12 +12,12 @@ from cachefs.origin import ListPage, ObjectInfo, Origin
 
 T = TypeVar("T")
 
-CLIENTS = ["obstore", pytest.param("fsspec", marks=pytest.mark.long)]
+CLIENTS = ["curl", pytest.param("fsspec", marks=pytest.mark.long)]
 """What faults are shown to. Most of what is done about them lies above the clients; the contracts have both in every run."""
 
 LONG_PAIRS = {
-    *(("obstore", "moto"), ("fsspec", "moto")),
-    *(("obstore", "rgw"), ("fsspec", "rgw")),
+    *(("curl", "moto"), ("fsspec", "moto")),
+    *(("curl", "rgw"), ("fsspec", "rgw")),
     *(("fsspec", "azurite"), ("fsspec", "directory")),
 }
 """Of a client and a server: where the short run has another server of the vendor, or another client of the server."""

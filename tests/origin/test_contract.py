@@ -13,13 +13,13 @@ from tests.origin.reading import Collect, content, one_a_vendor, pages, run
 from tests.origin.servers import Moto, Server
 
 PAIRS = [
-    ("obstore", "moto"),
+    ("curl", "moto"),
     ("fsspec", "moto"),
-    ("obstore", "lab"),
+    ("curl", "lab"),
     ("fsspec", "lab"),
-    ("obstore", "rgw"),
-    ("obstore", "lab-google"),
-    ("obstore", "azurite"),
+    ("curl", "rgw"),
+    ("curl", "lab-google"),
+    ("curl", "azurite"),
     ("fsspec", "azurite"),
     ("auto", "directory"),
     ("fsspec", "directory"),
@@ -258,10 +258,10 @@ UNNAMED = [
     "c//empty",
     "/c",
 ]
-"""Keys that obstore's paths cannot hold."""
+"""Keys that paths cannot hold."""
 
 
-def test_reading_keys_no_path_of_obstore_can_hold(place) -> None:
+def test_reading_keys_that_no_path_can_hold(place) -> None:
     server, origin, _ = place
     if not server.any_key:
         return

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import random
 
-import obstore
 import pytest
 import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
-from obstore.store import MemoryStore
 
 from cachefs.origin.attempts import Backoff
 from cachefs.origin.credentials import Opened
 from cachefs.origin.gate import Gate, Ticket
 from cachefs.origin.limiter import Concurrency
-from cachefs.origin.obstore_client import expressible
 from cachefs.origin.rates import RateLimit, Throughput, TokenBucket
 
 
@@ -206,19 +203,6 @@ def test_a_turn_promoted_at_the_gate_takes_the_slots_kept_for_demand() -> None:
         assert gate.in_flight == 0
 
     trio.run(main)
-
-
-@given(
-    st.text(st.one_of(st.sampled_from("a./\\%\x00\x1f\x7f\x85\n"), st.characters(codec="utf-8")), min_size=1)
-)
-def test_expressible_is_what_obstore_keeps_as_it_is(key: str) -> None:
-    store = MemoryStore()
-    try:
-        obstore.put(store, key, b"")
-        kept = [found["path"] for page in obstore.list(store) for found in page]
-    except ValueError:
-        kept = []
-    assert expressible(key) == (kept == [key])
 
 
 def test_what_was_opened_with_other_credentials_is_opened_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import os
 import shutil
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from cachefs.base.errors import ConfigError, NotFound, ObjectChanged, OriginFail
 from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
 from cachefs.origin.azure import parse_page as parse_azure
-from cachefs.origin.obstore_client import client_options
+from cachefs.origin.transport import authorities
 from cachefs.origin.web import names_in
 from tests.origin.reading import Collect, content, pages, run
 from tests.origin.servers import QUICK, Azurite, Web
@@ -147,16 +148,15 @@ def test_a_web_server_without_an_index_can_still_be_read(files: str, monkeypatch
 AUTHORITIES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 
 
-def test_the_authorities_a_user_trusts_are_handed_to_obstore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_authorities_a_user_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in AUTHORITIES:
         monkeypatch.delenv(name, raising=False)
-    assert "root_certificate" not in client_options(1.0)
+    system = ssl.get_default_verify_paths()
+    assert authorities() in (system.cafile, system.capath)
     for name in reversed(AUTHORITIES):  # the first that is set counts
         (tmp_path / name).write_text(f"-----{name}-----")
         monkeypatch.setenv(name, str(tmp_path / name))
-        assert client_options(1.0)["root_certificate"] == f"-----{name}-----".encode()
+        assert authorities() == str(tmp_path / name)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE=/.* cannot be read .*: name a PEM file"):
         run(open_origin("https://127.0.0.1:9", metrics=Metrics()), lambda o: o.check())
@@ -208,7 +208,7 @@ def test_azure_credentials(start: Callable[[str], Azurite], monkeypatch: pytest.
     from azure.storage.blob import ContainerSasPermissions, generate_container_sas
 
     server = start("azurite")
-    strange = "k//k \x01%?#&é"  # obstore cannot name it
+    strange = "k//k \x01%?#&é"  # no path can hold it
     server.put("k", b"hello")
     server.put(strange, b"hello")
     text = server.env["AZURE_STORAGE_CONNECTION_STRING"]
@@ -234,7 +234,7 @@ def test_azure_credentials(start: Callable[[str], Azurite], monkeypatch: pytest.
         permission=ContainerSasPermissions(read=True, list=True),
         expiry=datetime.now(UTC) + timedelta(hours=1),
     )
-    for client in ("obstore", "fsspec"):
+    for client in ("curl", "fsspec"):
         for name, value in (("ACCOUNT_KEY", said["AccountKey"]), ("SAS_TOKEN", sas)):
             with monkeypatch.context() as patch:
                 patch.setenv(f"AZURE_STORAGE_{name}", value)
@@ -246,7 +246,7 @@ def test_azure_credentials(start: Callable[[str], Azurite], monkeypatch: pytest.
             assert "\n" not in str(refused.value) and "c2VjcmV0" not in str(refused.value)
     with monkeypatch.context() as patch:
         patch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
-        for client in ("obstore", "fsspec"):
+        for client in ("curl", "fsspec"):
             with pytest.raises(NotFound, match="no such bucket or container"):
                 run(server.origin(client, url="az://nowhere"), lambda o: o.check())
     server.remove(strange)  # Azurite's listings answer 500 as long as there is such a key

@@ -17,14 +17,14 @@ from tests.origin.servers import Server
 from tests.origin.writing import LEAST, THREE, as_shown, file_of
 
 PAIRS = [
-    ("obstore", "moto"),
+    ("curl", "moto"),
     ("fsspec", "moto"),
-    ("obstore", "lab"),
+    ("curl", "lab"),
     ("fsspec", "lab"),
-    ("obstore", "rgw"),
+    ("curl", "rgw"),
     ("fsspec", "rgw"),
-    ("obstore", "lab-google"),
-    ("obstore", "azurite"),
+    ("curl", "lab-google"),
+    ("curl", "azurite"),
     ("fsspec", "azurite"),
     ("auto", "directory"),
     ("fsspec", "directory"),
@@ -367,7 +367,7 @@ def test_a_local_file_is_never_half_there(start: Callable[[str], Server], tmp_pa
 
 
 @pytest.mark.parametrize("name", ["lab", pytest.param("azurite", marks=pytest.mark.long)])
-@pytest.mark.parametrize("clients", [("obstore", "fsspec"), ("fsspec", "obstore")], ids="-".join)
+@pytest.mark.parametrize("clients", [("curl", "fsspec"), ("fsspec", "curl")], ids="-".join)
 def test_an_upload_goes_on_through_the_other_client(
     name: str, clients: tuple[str, str], start: Callable[[str], Server], tmp_path: Path
 ) -> None:
@@ -390,7 +390,7 @@ def test_an_upload_goes_on_through_the_other_client(
     run(second, use)
 
 
-@pytest.mark.parametrize("client", ["obstore", "fsspec"])
+@pytest.mark.parametrize("client", ["curl", "fsspec"])
 def test_azure_with_a_sas(
     client: str, start: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -398,7 +398,7 @@ def test_more_parts_than_a_page_holds(store: Lab, fd: int) -> None:
     run(store.origin(), use)
 
 
-def test_keys_no_path_of_obstore_can_hold(store: Lab) -> None:
+def test_keys_that_no_path_can_hold(store: Lab) -> None:
     async def use(there: Origin) -> None:
         assert isinstance(there.writer, S3Objects)
         for key in ("h/\x01", "h//b", "/lead", "h/new\nline", "h/marker/"):

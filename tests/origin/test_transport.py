@@ -1,0 +1,694 @@
+"""The HTTP client alone, against real sockets: a server that plays a script, byte by byte."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import trio
+import trustme
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachefs.base.errors import ObjectChanged, OriginFailed, Transient
+from cachefs.base.metrics import Metrics
+from cachefs.origin import Origin, open_origin
+from cachefs.origin.http import query
+from cachefs.origin.s3 import signed_v4
+from cachefs.origin.transport import Transport
+from tests.origin.reading import Collect, content, run
+from tests.origin.servers import QUICK
+
+DATE = "Last-Modified: Sat, 21 Nov 2026 08:06:30 GMT\r\n"
+HEAD = f'ETag: "e"\r\n{DATE}'
+Answer = Callable[["Wire", bytes], None]
+
+
+class Wire:
+    """One connection, as the script sees it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self._data, self.bodiless = sock, b"", False
+
+    def request(self) -> bytes | None:
+        """The next request's head; None when the client has closed the connection."""
+        while b"\r\n\r\n" not in self._data:
+            try:
+                data = self.sock.recv(65536)
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._data += data
+        head, _, self._data = self._data.partition(b"\r\n\r\n")
+        self.bodiless = head.startswith(b"HEAD ")
+        return head
+
+    def body(self, size: int) -> bytes:
+        while len(self._data) < size:
+            data = self.sock.recv(65536)
+            if not data:
+                break
+            self._data += data
+        found, self._data = self._data[:size], self._data[size:]
+        return found
+
+    def send(self, text: str, body: bytes = b"") -> None:
+        self.sock.sendall(text.replace("\n", "\r\n").replace("\r\r", "\r").encode() + body)
+
+    def reply(self, body: bytes, status: str = "200 OK", more: str = HEAD) -> None:
+        self.send(
+            f"HTTP/1.1 {status}\r\n{more}Content-Length: {len(body)}\r\n\r\n", b"" if self.bodiless else body
+        )
+
+
+class Server:
+    """Answers each request of each connection with `answer`; `heads` are the requests."""
+
+    def __init__(
+        self, answer: Answer, family: int = socket.AF_INET, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.answer, self.heads, self.connections = answer, list[bytes](), 0
+        self._tls = tls
+        host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http{'s' if tls else ''}://{'[::1]' if ':' in host else host}:{self.port}"
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            self._open.append(sock)
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            if self._tls:
+                sock = self._tls.wrap_socket(sock, server_side=True)
+                self._open.append(sock)
+            wire = Wire(sock)
+            while (head := wire.request()) is not None:
+                self.heads.append(head)
+                self.answer(wire, head)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._listener.shutdown(socket.SHUT_RDWR)  # or `accept` goes on waiting
+        self._listener.close()
+        for sock in self._open:
+            sock.close()
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    for name in os.environ:
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    servers: list[Server] = []
+
+    def make(answer: Answer, **options: Any) -> Server:
+        servers.append(Server(answer, **options))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def web(server: Server, url: str | None = None, **options: Any) -> Origin:
+    return open_origin(
+        url or server.url, **{"metrics": Metrics(), "backoff": QUICK, "stall_s": 5.0, **options}
+    )
+
+
+def fetched(origin: Origin, size: int, start: int = 0, stop: int | None = None, etag: str = '"e"') -> bytes:
+    sink = Collect()
+    stop = size if stop is None else stop
+    whole = (start, stop) == (0, size)
+    run(origin, lambda o: o.read("k", etag, start, stop, sink, whole=whole))
+    return bytes(sink.data)
+
+
+# What servers do.
+
+
+def test_a_chunked_reply_with_trailers(serve: Callable[..., Server]) -> None:
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.send(f"HTTP/1.1 200 OK\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n")
+        for piece in (b"hello", b" ", b"world"):
+            wire.send(f"{len(piece):x};ext=1\r\n", piece + b"\r\n")
+        wire.send('0\r\nETag: "other"\r\n\r\n')
+
+    server = serve(answer)
+    for _ in range(2):
+        assert fetched(web(server), 11) == b"hello world"
+
+
+def test_a_hundred_continue_before_the_reply(serve: Callable[..., Server]) -> None:
+    def answer(wire: Wire, head: bytes) -> None:
+        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        wire.send('HTTP/1.1 100 Continue\r\nETag: "wrong"\r\n\r\n')
+        assert len(wire.body(size)) == size
+        wire.reply(b"done", more='ETag: "right"\r\n')
+
+    server = serve(answer)
+    transport = Transport(5.0)
+    body = bytes(range(256)) * 8000
+    pieces = (body[at : at + 100_000] for at in range(0, len(body), 100_000))
+    reply = transport.request(
+        "PUT", server.url + "/k", {"Content-Length": str(len(body))}, pieces, size=len(body)
+    )
+    assert (reply.status, reply.body, reply.headers["etag"]) == (200, b"done", '"right"')
+    assert b"expect:" not in server.heads[0].lower()  # waiting for the server's word costs a round trip
+    transport.close()
+
+
+def test_a_refusal_before_the_body_was_sent(serve: Callable[..., Server]) -> None:
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.reply(b"<Code>SlowDown</Code>", "503 Slow Down")
+        time.sleep(0.2)
+        wire.sock.close()
+
+    server, given = serve(answer), []
+
+    def pieces() -> Iterator[bytes]:
+        for number in range(1000):
+            given.append(number)
+            yield bytes(1 << 20)
+
+    transport = Transport(5.0)
+    reply = transport.request("PUT", server.url + "/k", {}, pieces(), size=1000 << 20)
+    assert reply.status == 503 and b"SlowDown" in reply.body
+    assert len(given) < 100
+    transport.close()
+
+
+def test_an_error_of_the_bodys_source_ends_the_exchange(serve: Callable[..., Server]) -> None:
+    ended = threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        try:
+            wire.body(1 << 30)
+        finally:
+            ended.set()
+
+    def pieces() -> Iterator[bytes]:
+        yield bytes(1000)
+        while not server.heads:
+            time.sleep(0.01)
+        raise RuntimeError("the disk")
+
+    transport, server = Transport(5.0), serve(answer)
+    with pytest.raises(RuntimeError, match="the disk"):
+        transport.request("PUT", server.url + "/k", {}, pieces(), size=1 << 30)
+    assert ended.wait(5), "the connection is still open"
+    transport.close()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_kept_connection_that_the_server_closes(serve: Callable[..., Server], after: int) -> None:
+    """After a reply that promised to keep it, as a request comes, or after some replies."""
+    served: dict[Wire, int] = {}
+
+    def answer(wire: Wire, head: bytes) -> None:
+        served[wire] = served.get(wire, 0) + 1
+        if served[wire] > after > 0:
+            wire.sock.close()  # the request came, and gets no reply
+            return
+        wire.reply(b"hello")
+        if not after:
+            wire.sock.shutdown(socket.SHUT_RDWR)
+
+    server = serve(answer)
+    origin = web(server)
+    sink = Collect()
+
+    async def use(there: Origin) -> None:
+        for _ in range(6):
+            await there.read("k", '"e"', 0, 5, sink, whole=True)
+            await trio.sleep(0.02)
+
+    run(origin, use)
+    assert sink.data == b"hello" * 6
+    # None is sent again uncounted. With `after` 0, half of them do not reach the server.
+    metrics = origin._attempts.metrics
+    assert metrics.origin_get == len(server.heads) if after else 6 <= metrics.origin_get <= 11
+    assert metrics.origin_retries == metrics.origin_get - 6 and metrics.origin_errors == 0
+
+
+def test_connections_are_kept(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"))
+
+    async def use(there: Origin) -> None:
+        for _ in range(10):
+            assert (await there.head("k")).size == 5
+            await there.read("k", '"e"', 0, 5, Collect(), whole=True)
+
+    run(web(server), use)
+    assert len(server.heads) == 20 and server.connections == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_redirects_of_a_web_server(serve: Callable[..., Server], status: int) -> None:
+    target = serve(
+        lambda wire, head: wire.reply(b'<a href="k">k</a>', more=HEAD + "Content-Type: text/html\r\n")
+    )
+
+    def answer(wire: Wire, head: bytes) -> None:
+        path = head.split(b" ")[1].decode()
+        wire.reply(b"elsewhere", f"{status} Moved", f"Location: {target.url}{path}\r\n")
+
+    async def use(there: Origin) -> None:
+        assert [o.key for o in (await there.list_page("")).objects] == ["k"]
+        info = await there.head("k")
+        assert await content(there, info) == b'<a href="k">k</a>'
+
+    run(web(serve(answer)), use)
+    assert len(target.heads) == 3
+
+
+def test_redirects_without_end(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: wire.reply(b"", "302 Found", "Location: /k\r\n"))
+    with pytest.raises(OriginFailed, match="redirects"):
+        fetched(web(server), 5)
+
+
+def test_a_redirect_of_a_signed_request_is_not_followed(serve: Callable[..., Server]) -> None:
+    other = serve(lambda wire, head: wire.reply(b"hello"))
+    server = serve(lambda wire, head: wire.reply(b"", "307 Moved", f"Location: {other.url}/k\r\n"))
+    origin = web(server, "s3://bucket", endpoint_url=server.url, anonymous=True)
+    with pytest.raises(OriginFailed, match="lives elsewhere"):
+        fetched(origin, 5)
+    assert not other.heads
+
+
+# Replies that lie.
+
+
+@pytest.mark.parametrize(
+    ("status", "more", "body", "error"),
+    [
+        (
+            "206 Partial",
+            'Content-Range: bytes 3-7/10\r\nETag: "e"\r\n',
+            b"34567",
+            "the origin sent bytes 3-7",
+        ),
+        ("206 Partial", 'ETag: "e"\r\n', b"23456", "the origin sent no range"),
+        ("206 Partial", 'Content-Range: bytes 2-6/10\r\nETag: "e"\r\n', b"", "5 bytes too early"),
+        (
+            "206 Partial",
+            'Content-Range: bytes 2-6/10\r\nETag: "e"\r\n',
+            b"234567",
+            "more bytes than were asked",
+        ),
+        ("200 OK", 'ETag: "e"\r\n', b"0123", "3 bytes too early"),
+    ],
+)
+def test_lying_lengths_and_ranges(
+    serve: Callable[..., Server], status: str, more: str, body: bytes, error: str
+) -> None:
+    server = serve(lambda wire, head: wire.reply(body, status, more + DATE))
+    with pytest.raises(OriginFailed, match=error):
+        fetched(web(server), 10, 2, 7)
+
+
+@pytest.mark.parametrize("status", ["200 OK", "206 Partial"])
+def test_another_etag(serve: Callable[..., Server], status: str) -> None:
+    more = f'Content-Range: bytes 2-6/10\r\nETag: "other"\r\n{DATE}'
+    server = serve(lambda wire, head: wire.reply(b"01234", status, more))
+    with pytest.raises(ObjectChanged):
+        fetched(web(server), 10, 2, 7)
+    assert b'If-Match: "e"' in server.heads[0] and len(server.heads) == 1
+
+
+def test_an_object_without_an_etag_is_known_by_time_and_size(serve: Callable[..., Server]) -> None:
+    etag = "mtime-1795248390000000000-10"
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if b"Range:" in head:
+            wire.reply(b"234", "206 Partial", f"Content-Range: bytes 2-4/10\r\n{DATE}")
+        else:
+            wire.reply(b"0123456789", more=DATE)
+
+    server = serve(answer)
+    assert fetched(web(server), 10, 2, 5, etag) == b"234"
+    assert fetched(web(server), 10, etag=etag) == b"0123456789"
+    assert not any(b"If-Match" in head for head in server.heads)
+    with pytest.raises(ObjectChanged):
+        fetched(web(server), 11, 2, 5, etag="mtime-1795248390000000000-11")
+
+
+@pytest.mark.parametrize("size", [1000, 3_000_000])
+def test_a_server_without_ranges_sends_everything_once(serve: Callable[..., Server], size: int) -> None:
+    body = os.urandom(size)
+    server = serve(lambda wire, head: wire.reply(body))
+    assert fetched(web(server), size, 100, 600) == body[100:600]
+    assert len(server.heads) == 1
+
+
+def test_416_means_another_version(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: wire.reply(b"", "416 Range Not Satisfiable"))
+    with pytest.raises(ObjectChanged):
+        fetched(web(server), 10, 2, 7)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\0\1\2\3 this is no HTTP\r\n\r\n",
+        b"HTTP/1.1 banana\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n",
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: "e"\r\n\r\nzz\r\n',
+        b"HTTP/1.1 200 OK\r\n" + b"X: " + b"y" * 400_000,
+    ],
+    ids=lambda v: repr(v[:40]),
+)
+def test_garbage(serve: Callable[..., Server], sent: bytes) -> None:
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.sock.sendall(sent)
+        wire.sock.close()
+
+    with pytest.raises((OriginFailed, ObjectChanged)) as failure:
+        fetched(web(serve(answer)), 10)
+    assert "\n" not in str(failure.value)
+
+
+# Waiting.
+
+
+def test_a_silent_server_and_one_that_trickles(serve: Callable[..., Server]) -> None:
+    silent = serve(lambda wire, head: time.sleep(5))
+    begun = time.monotonic()
+    with pytest.raises(OriginFailed, match="silent for too long"):
+        fetched(web(silent, stall_s=0.2), 10)
+    assert time.monotonic() - begun < 4
+
+    def trickle(wire: Wire, head: bytes) -> None:
+        wire.send(f"HTTP/1.1 200 OK\r\n{HEAD}")
+        time.sleep(0.3)
+        wire.send("Content-Length: 10\r\n\r\n")
+        for digit in b"0123456789":
+            time.sleep(0.15)
+            wire.sock.sendall(bytes([digit]))
+
+    server = serve(trickle)
+    assert fetched(web(server, stall_s=0.6), 10) == b"0123456789"
+    assert len(server.heads) == 1
+
+
+def test_a_server_that_takes_no_more_of_a_body(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: time.sleep(5))
+    transport = Transport(0.3)
+    with pytest.raises(Transient, match="silent for too long"):
+        transport.request("PUT", server.url, {}, (bytes(1 << 20) for _ in range(100)), size=100 << 20)
+    transport.close()
+
+
+def test_a_cancelled_read_ends_its_connection_and_its_sink(serve: Callable[..., Server]) -> None:
+    gone = threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        wire.send(f"HTTP/1.1 200 OK\r\n{HEAD}Content-Length: 100000000\r\n\r\n")
+        try:
+            while True:
+                wire.sock.sendall(bytes(65536))
+                time.sleep(0.001)
+        finally:
+            gone.set()
+
+    sink = Collect()
+
+    async def use(there: Origin) -> None:
+        with trio.move_on_after(0.3):
+            await there.read("k", '"e"', 0, 100_000_000, sink, whole=True)
+        count = sink.chunks
+        assert count and there.status()["in_flight"] == 0
+        await trio.to_thread.run_sync(gone.wait, 5)
+        assert gone.is_set() and sink.chunks == count
+
+    run(web(serve(answer)), use)
+
+
+@pytest.mark.parametrize("size", [50_000, 8_000_000])
+def test_a_sink_that_waits_holds_up_no_other(serve: Callable[..., Server], size: int) -> None:
+    """A disk that hangs: its writes hang in threads of their own, other reads go on, and memory stays bounded."""
+    body = os.urandom(size)
+    server = serve(lambda wire, head: wire.reply(body))
+    go_on, begun = threading.Event(), threading.Event()
+
+    class Hanging(Collect):
+        waits = True
+
+        def write(self, data: memoryview | bytes) -> None:
+            begun.set()
+            assert len(data) <= 2_000_000
+            go_on.wait(20)
+            super().write(data)
+
+    stuck = [Hanging() for _ in range(4)]
+
+    async def use(there: Origin) -> None:
+        async with trio.open_nursery() as nursery:
+            for sink in stuck:
+                nursery.start_soon(lambda sink=sink: there.read("k", '"e"', 0, size, sink, whole=True))
+            await trio.to_thread.run_sync(begun.wait)
+            sink = Collect()
+            with trio.fail_after(10):
+                await there.read("k", '"e"', 0, size, sink, whole=True)
+            assert sink.data == body
+            go_on.set()
+
+    run(web(server, stall_s=0.5), use)
+    assert [bytes(sink.data) for sink in stuck] == [body] * 4
+
+
+def test_a_download_limit_pauses_connections(serve: Callable[..., Server]) -> None:
+    body = os.urandom(2_000_000)
+    server = serve(lambda wire, head: wire.reply(body))
+    begun = time.monotonic()
+    assert fetched(web(server, download_limit=2_000_000, stall_s=0.5), len(body)) == body
+    assert 0.8 < time.monotonic() - begun < 3
+    assert len(server.heads) == 1
+
+
+def test_what_has_come_before_a_break_is_kept(serve: Callable[..., Server]) -> None:
+    body = os.urandom(1_000_000)
+
+    def answer(wire: Wire, head: bytes) -> None:
+        start = int(head.partition(b"bytes=")[2].split(b"-")[0] or 0)
+        status = "206 Partial" if start else "200 OK"
+        range_ = f"Content-Range: bytes {start}-{len(body) - 1}/{len(body)}\r\n" if start else ""
+        wire.send(f"HTTP/1.1 {status}\r\n{HEAD}{range_}Content-Length: {len(body) - start}\r\n\r\n")
+        wire.sock.sendall(body[start : start + 300_001])
+        wire.sock.close()
+
+    origin = web(serve(answer))
+    assert fetched(origin, len(body)) == body
+    assert origin._attempts.metrics.origin_get == 4
+    assert origin._attempts.metrics.origin_bytes == len(body)
+
+
+# Ways to the server.
+
+
+def test_ipv6(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"), family=socket.AF_INET6)
+    assert fetched(web(server), 5) == b"hello"
+
+
+def test_proxies_of_the_environment(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = serve(lambda wire, head: wire.reply(b"proxy"))
+    server = serve(lambda wire, head: wire.reply(b"plain"))
+    monkeypatch.setenv("http_proxy", proxy.url)
+    assert fetched(web(server), 5) == b"proxy"
+    assert proxy.heads[0].startswith(f"GET {server.url}/k HTTP/1.1".encode())
+    monkeypatch.setenv("no_proxy", "127.0.0.1,other")
+    assert fetched(web(server), 5) == b"plain"
+
+
+@pytest.fixture
+def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """A server's context; the environment names its authority."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "authority.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
+
+def test_tls_through_a_proxy(
+    serve: Callable[..., Server], tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"), tls=tls)
+
+    def tunnel(wire: Wire, head: bytes) -> None:
+        there = socket.create_connection(("127.0.0.1", server.port))
+        wire.send('HTTP/1.1 200 Connection established\r\nETag: "proxy"\r\n\r\n')
+
+        def pump(source: socket.socket, target: socket.socket) -> None:
+            try:
+                while data := source.recv(65536):
+                    target.sendall(data)
+            except OSError:
+                pass
+
+        threading.Thread(target=pump, args=(there, wire.sock), daemon=True).start()
+        pump(wire.sock, there)
+
+    proxy = serve(tunnel)
+    monkeypatch.setenv("https_proxy", proxy.url)
+    origin = web(server)
+    assert fetched(origin, 5) == b"hello"
+    (head,) = proxy.heads
+    assert head.startswith(f"CONNECT 127.0.0.1:{server.port} HTTP/1.1".encode())
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert fetched(web(server), 5) == b"hello" and len(proxy.heads) == 1
+
+
+def test_a_certificate_of_another_host(
+    serve: Callable[..., Server], tls: ssl.SSLContext, tmp_path: Path
+) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"), tls=tls)
+    with pytest.raises(OriginFailed, match="certificate verify failed"):
+        fetched(web(server, server.url.replace("127.0.0.1", "localhost")), 5)
+    (tmp_path / "authority.pem").write_text("no certificate")
+    with pytest.raises(OriginFailed, match=r"authority\.pem") as failure:
+        fetched(web(server), 5)
+    assert "\n" not in str(failure.value)
+
+
+# The thread.
+
+
+def test_no_thread_before_the_first_exchange_and_none_after_the_end(serve: Callable[..., Server]) -> None:
+    def threads() -> int:
+        return sum(thread.name == "cachefs http" for thread in threading.enumerate())
+
+    server = serve(lambda wire, head: wire.reply(b"hello"))
+    before, descriptors = threads(), len(os.listdir("/proc/self/fd"))
+    transport = Transport(5.0)
+    assert threads() == before
+    assert transport.request("GET", server.url, {}).body == b"hello"
+    assert threads() == before + 1
+    transport.close()
+    for _ in range(200):
+        if threads() == before:
+            break
+        time.sleep(0.01)
+    assert threads() == before
+    with pytest.raises(Transient, match="closed"):
+        transport.request("GET", server.url, {})
+    server.close()
+    time.sleep(0.1)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_closing_ends_what_is_under_way(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: time.sleep(5))
+    transport = Transport(5.0)
+    failed: list[str] = []
+
+    def ask() -> None:
+        try:
+            transport.request("GET", server.url, {})
+        except Transient as exc:
+            failed.append(str(exc))
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    while len(server.heads) < 5:
+        time.sleep(0.01)
+    transport.close()
+    for thread in threads:
+        thread.join(5)
+    assert failed == ["the HTTP client was closed"] * 5
+
+
+def test_a_loop_that_fails_begins_anew(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(lambda wire, head: wire.reply(b"hello"))
+    transport = Transport(5.0)
+    assert transport.request("GET", server.url, {}).body == b"hello"
+    loop: Any = transport._loop
+    monkeypatch.setattr(type(loop), "_look_for_silence", lambda *_: 1 / 0)
+    loop._look_at = 0.0
+    with pytest.raises(Transient):
+        for _ in range(10):
+            transport.request("GET", server.url, {})
+    monkeypatch.undo()
+    assert transport.request("GET", server.url, {}).body == b"hello"
+    assert "the HTTP client failed" in caplog.text
+    transport.close()
+
+
+def test_many_at_once_are_woken_together(serve: Callable[..., Server]) -> None:
+    server = serve(lambda wire, head: wire.reply(b"x" * 1000))
+    origin = web(server, concurrency=300)
+    sinks = [Collect() for _ in range(300)]
+
+    async def use(there: Origin) -> None:
+        async with trio.open_nursery() as nursery:
+            for sink in sinks:
+                nursery.start_soon(lambda sink=sink: there.read("k", '"e"', 0, 1000, sink, whole=True))
+
+    run(origin, use)
+    assert all(sink.data == b"x" * 1000 for sink in sinks)
+
+
+# Signatures.
+
+
+@given(
+    st.sampled_from(["GET", "PUT", "POST", "DELETE", "HEAD"]),
+    st.text(st.characters(codec="utf-8"), max_size=20),
+    st.dictionaries(
+        st.text("abc-DEF/", min_size=1), st.text(st.characters(codec="utf-8"), max_size=8), max_size=3
+    ),
+    st.dictionaries(
+        st.sampled_from(["Range", "If-Match", "x-amz-b", "Content-Type", "x-amz-A"]),
+        st.text("a \t'\"=9-", max_size=9),
+    ),
+    st.sampled_from(["", "token/with+=signs"]),
+)
+def test_signatures_are_botocores(
+    method: str, key: str, parameters: dict[str, str | None], headers: dict[str, str], token: str
+) -> None:
+    url = f"http://host:9000/bucket/{quote(key)}" + (f"?{query(parameters)}" if parameters else "")
+    reference = AWSRequest(method, url, dict(headers))
+    signer = S3SigV4Auth(Credentials("id", "secret", token or None), "s3", "eu-west-1")
+    signer.payload = lambda request: "UNSIGNED-PAYLOAD"
+    signer.add_auth(reference)
+    sent_at = (
+        reference.headers["X-Amz-Date"]
+        if "X-Amz-Date" in reference.headers
+        else reference.context["timestamp"]
+    )
+    when = time.mktime(time.strptime(sent_at, "%Y%m%dT%H%M%SZ")) - time.timezone
+    credentials = SimpleNamespace(access_key="id", secret_key="secret", token=token or None)
+    ours = signed_v4(method, url, headers, "UNSIGNED-PAYLOAD", credentials, "eu-west-1", when)
+    assert ours["Authorization"] == reference.headers["Authorization"]
