@@ -23,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from bench.lab.client import LabStore
+from bench.profiling import Profile
 
 NULL = "null (pyfuse3)"
 OWN = "cachefs"
@@ -148,6 +149,8 @@ class Cachefs(Mount):
     """Through its own command line, in the background, as a user would. `name` tells two of them apart."""
 
     name = OWN
+    profile: ClassVar[Profile | None] = None
+    """Set: the daemons of all mounts are sampled from their start to their end."""
 
     def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str, name: str = OWN) -> None:
         super().__init__(scratch, lab, bucket)
@@ -163,9 +166,18 @@ class Cachefs(Mount):
         if said.returncode:
             raise RuntimeError(f"cachefs did not mount: {said.stderr.strip()}")
         self.own(self.status()["pid"])
+        if self.profile is not None:
+            self.profile.watch(self.pid)
+
+    def crash(self) -> None:
+        if self.profile is not None:
+            self.profile.end(self.pid)
+        super().crash()
 
     def stop(self) -> None:
         """A clean unmount: what is cached is saved."""
+        if self.profile is not None:
+            self.profile.end(self.pid)
         said = self._run("umount", str(self.path))
         if said.returncode:
             raise RuntimeError(f"cachefs did not unmount: {said.stderr.strip()}")
