@@ -191,6 +191,8 @@ class Catalog:
         self._removed: dict[CopyKey, int | None] = {}
         self._flushing: dict[CopyKey, Copy | int | None] = {}
         self._loaded = 0
+        # The version that was looked at last, and is not in memory otherwise: prefetch looks at a file, then fetches it.
+        self._looked_at: CachedObject | None = None
         self._checked = Checked()
         self.clock = index.newest_clock() + 1
         self._recent = self.clock
@@ -213,7 +215,11 @@ class Catalog:
 
     def look(self, object_id: ObjectId) -> CachedObject:
         """The bookkeeping for a caller that only looks: it is neither kept nor younger for it. Change nothing."""
-        found = self._objects.get(object_id.digest) or CachedObject(object_id)
+        found = self._objects.get(object_id.digest)
+        if found is None:
+            found = self._looked_at
+            if found is None or found.id.digest != object_id.digest:
+                found = self._looked_at = CachedObject(object_id)
         found.id = object_id
         return found
 
@@ -231,7 +237,13 @@ class Catalog:
             return found
         if len(self._objects) >= OBJECTS_IN_MEMORY or self._loaded >= COPIES_IN_MEMORY:
             self._forget_some()
-        found = self._objects[digest] = CachedObject(object_id)
+        found, self._looked_at = self._looked_at, None
+        if found is None or found.id.digest != digest:
+            found = CachedObject(object_id)
+        self._objects[digest] = found
+        for (tier, extent), copy in found.copies.items():  # they were loaded for the look
+            self._loaded += copy is not None
+            self._checked.discard((tier, digest, extent))
         return found
 
     def _remembers(self, obj: CachedObject) -> bool:
@@ -255,22 +267,27 @@ class Catalog:
             del self._objects[digest]
 
     def copy(self, obj: CachedObject, tier: int, extent: int) -> Copy | None:
-        """What the tier holds of the extent, loaded on first use."""
+        """What the tier holds of the extent, loaded on first use: with what the other tiers hold of it, in one transaction,
+        for they are asked next."""
         try:
             return obj.copies[tier, extent]
         except KeyError:
             pass
-        key = (tier, obj.id.digest, extent)
-        copy = None if self.unlisted(key) else self._index.load(key)
-        if copy is not None:
-            obj.pinned |= copy.pinned
-            if self._trust or key in self._checked:
-                copy.verified = copy.bitmap
-        if self._remembers(obj):
-            self._loaded += copy is not None
-            self._checked.discard(key)  # its bookkeeping says so from now on
-        obj.copies[tier, extent] = copy
-        return copy
+        places = [(t, extent) for t in self._tier if (t, extent) not in obj.copies]
+        keys = [(t, obj.id.digest, extent) for t, _ in places]
+        listed = [key for key in keys if not self.unlisted(key)]
+        loaded = dict(zip(listed, self._index.load(listed), strict=True))
+        remembers = self._remembers(obj)
+        for place, key in zip(places, keys, strict=True):
+            copy = obj.copies[place] = loaded.get(key)
+            if copy is not None:
+                obj.pinned |= copy.pinned
+                if self._trust or key in self._checked:
+                    copy.verified = copy.bitmap
+            if remembers:
+                self._loaded += copy is not None
+                self._checked.discard(key)  # its bookkeeping says so from now on
+        return obj.copies[tier, extent]
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier, by extent."""
@@ -447,6 +464,7 @@ class Catalog:
 
     def forget_tier(self, tier: int) -> None:
         """A tier is given up: nothing that it held is cached any more."""
+        self._looked_at = None
         for obj in self._objects.values():
             for key in [key for key in obj.copies if key[0] == tier]:
                 self._loaded -= obj.copies.pop(key) is not None

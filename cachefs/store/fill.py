@@ -16,7 +16,7 @@ import xxhash
 
 from cachefs.base.errors import NoRoom
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, block_length
+from cachefs.base.names import BLOCKS_PER_EXTENT, block_count, block_length
 from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED, Classes, Eviction
 from cachefs.store.index import Copy
@@ -156,7 +156,8 @@ class TierFill(Fill):
         start: int,
         stop: int,
     ) -> None:
-        """`file` is a descriptor, or a function that opens one at the first write: on a disk that may take long."""
+        """`file` is a descriptor, or a function that opens one at the first write: on a disk that may take long, and a small
+        file's three system calls belong in the transfer's thread."""
         super().__init__(size, block_size, start, stop)
         self.tier = tier
         self.waits = tier.blocking
@@ -168,6 +169,7 @@ class TierFill(Fill):
         self.failure: OSError | None = None
 
     def _put(self, view: memoryview, offset: int) -> None:
+        all_at_once = len(view) == self.stop - self.start and self._fd < 0
         try:
             if self._fd < 0:
                 self._open_file()
@@ -176,6 +178,9 @@ class TierFill(Fill):
                     count = os.pwrite(self._fd, view, offset)
                     offset += count
                     view = view[count:]
+                if all_at_once:  # nothing has landed, so no reader has this descriptor
+                    fd, self._fd = self._fd, -1
+                    os.close(fd)
         except OSError as exc:
             if exc is not self.not_opened:
                 self.failure = exc
@@ -194,7 +199,14 @@ class TierFill(Fill):
         return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
-        return os.pread(self._fd, size, offset)
+        if self._fd >= 0:
+            return os.pread(self._fd, size, offset)
+        # It came all at once.
+        fd = self.tier.open_file(self.copy.digest, create=False)
+        try:
+            return os.pread(fd, size, offset)
+        finally:
+            os.close(fd)
 
     def _release(self) -> None:
         if self._fd >= 0:
@@ -336,7 +348,8 @@ class Fills:
             left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._space.evict_for(tier, need + left, evict):
             return None
-        file = self._space.file_to_write(obj, tier)
+        whole = start == 0 and stop == block_count(obj.id.size, self._block_size)
+        file = self._space.file_to_write(obj, tier, whole=whole)
         if file is None:
             return None
         dataset = self._eviction.datasets(obj.id)
