@@ -167,9 +167,11 @@ class TierFill(Fill):
         self._open = file if callable(file) else None
         self.not_opened: OSError | None = None
         self.failure: OSError | None = None
+        self._came_at_once = False
 
     def _put(self, view: memoryview, offset: int) -> None:
-        all_at_once = len(view) == self.stop - self.start and self._fd < 0
+        # A disk's file stays open, for its readers: opening it again may have to wait.
+        at_once = len(view) == self.stop - self.start and self._fd < 0 and not self.waits
         try:
             if self._fd < 0:
                 self._open_file()
@@ -178,13 +180,19 @@ class TierFill(Fill):
                     count = os.pwrite(self._fd, view, offset)
                     offset += count
                     view = view[count:]
-                if all_at_once:  # nothing has landed, so no reader has this descriptor
+                if at_once:  # nothing has landed, so no reader has this descriptor
                     fd, self._fd = self._fd, -1
                     os.close(fd)
         except OSError as exc:
             if exc is not self.not_opened:
                 self.failure = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
+        self._came_at_once = at_once
+
+    def _disturb(self) -> None:
+        # The transfer ends now, and that wakes its readers: once.
+        if not self._came_at_once:
+            super()._disturb()
 
     def _open_file(self) -> None:
         assert self._open is not None
