@@ -116,7 +116,7 @@ class Fetcher:
         upstream: Upstream | None = None,
     ) -> None:
         self._store = store
-        self.course = store.course
+        self.course, self.look_soon = store.course, store.look_soon
         self.transfers = Transfers()
         self._readahead: dict[bytes, Readahead] = {}  # by version, while it has readers
         self._upstream = upstream or Upstream(metrics)

@@ -162,7 +162,7 @@ class Prefetcher:
         self._paths = Paths(volumes)
         self._plans = FromPlans(fs, self._wanted, self._still_wanted, clock)
         self._shards = FromShards(fs, self._paths, self._still_wanted)
-        self._directories = FromDirectories(fs, self._paths, self._still_wanted)
+        self._directories = FromDirectories(fs, self._paths, self._still_wanted, fetcher.look_soon)
         self._announced = Announced(self._plans.plans, PlanStore(directory) if directory else None, clock)
         self._announced.on_change = self._plans_changed
         self.awaited = Awaited()

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +34,10 @@ OBJECTS_IN_MEMORY = 8192
 
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). A bound of memory."""
+
+LOOKED_AT = 1024
+"""Versions that are only looked at, above which they are forgotten, about 500 bytes each. Guessed: files of a few
+directories that prefetch is about to fetch."""
 
 CHECKED_EXTENTS = 16
 """Extents of a version whose verified copies are remembered as such when it is forgotten: those of a larger one would push
@@ -191,8 +195,8 @@ class Catalog:
         self._removed: dict[CopyKey, int | None] = {}
         self._flushing: dict[CopyKey, Copy | int | None] = {}
         self._loaded = 0
-        # The version that was looked at last, and is not in memory otherwise: prefetch looks at a file, then fetches it.
-        self._looked_at: CachedObject | None = None
+        # Versions that were looked at last, and are not in memory otherwise: prefetch looks at files, then fetches them.
+        self._looked_at: dict[bytes, CachedObject] = {}
         self._checked = Checked()
         self.clock = index.newest_clock() + 1
         self._recent = self.clock
@@ -217,11 +221,29 @@ class Catalog:
         """The bookkeeping for a caller that only looks: it is neither kept nor younger for it. Change nothing."""
         found = self._objects.get(object_id.digest)
         if found is None:
-            found = self._looked_at
-            if found is None or found.id.digest != object_id.digest:
-                found = self._looked_at = CachedObject(object_id)
+            found = self._looked_at.get(object_id.digest)
+            if found is None:
+                found = CachedObject(object_id)
+                self._looks({object_id.digest: found})
         found.id = object_id
         return found
+
+    def look_soon(self, versions: Iterable[ObjectId]) -> None:
+        """`look` will be called for these: the rows of their first extents are read in one transaction."""
+        looked = {v.digest: CachedObject(v) for v in versions if v.digest not in self._objects}
+        keys = [(tier, digest, 0) for digest in looked for tier in self._tier]
+        listed = [key for key in keys if not self.unlisted(key)]
+        for key in keys:
+            looked[key[1]].copies[key[0], 0] = None
+        for key, copy in zip(listed, self._index.load(listed), strict=True):
+            if copy is not None:
+                self._found(looked[key[1]], key, copy)
+        self._looks(looked)
+
+    def _looks(self, looked: dict[bytes, CachedObject]) -> None:
+        if len(self._looked_at) > LOOKED_AT:
+            self._looked_at.clear()
+        self._looked_at.update(looked)
 
     def idle(self, digest: bytes) -> CachedObject | None:
         """The same for a version of which nothing else is known; None while it is in use."""
@@ -237,9 +259,7 @@ class Catalog:
             return found
         if len(self._objects) >= OBJECTS_IN_MEMORY or self._loaded >= COPIES_IN_MEMORY:
             self._forget_some()
-        found, self._looked_at = self._looked_at, None
-        if found is None or found.id.digest != digest:
-            found = CachedObject(object_id)
+        found = self._looked_at.pop(digest) if digest in self._looked_at else CachedObject(object_id)
         self._objects[digest] = found
         for (tier, extent), copy in found.copies.items():  # they were loaded for the look
             self._loaded += copy is not None
@@ -273,21 +293,24 @@ class Catalog:
             return obj.copies[tier, extent]
         except KeyError:
             pass
-        places = [(t, extent) for t in self._tier if (t, extent) not in obj.copies]
-        keys = [(t, obj.id.digest, extent) for t, _ in places]
+        keys = [(t, obj.id.digest, extent) for t in self._tier if (t, extent) not in obj.copies]
         listed = [key for key in keys if not self.unlisted(key)]
-        loaded = dict(zip(listed, self._index.load(listed), strict=True))
-        remembers = self._remembers(obj)
-        for place, key in zip(places, keys, strict=True):
-            copy = obj.copies[place] = loaded.get(key)
+        obj.copies.update(dict.fromkeys(((t, extent) for t, _, _ in keys), None))
+        for key, copy in zip(listed, self._index.load(listed), strict=True):
             if copy is not None:
-                obj.pinned |= copy.pinned
-                if self._trust or key in self._checked:
-                    copy.verified = copy.bitmap
-            if remembers:
-                self._loaded += copy is not None
+                self._found(obj, key, copy)
+        if self._remembers(obj):
+            for key in keys:
+                self._loaded += obj.copies[key[0], extent] is not None
                 self._checked.discard(key)  # its bookkeeping says so from now on
         return obj.copies[tier, extent]
+
+    def _found(self, obj: CachedObject, key: CopyKey, copy: Copy) -> None:
+        """The index has this copy."""
+        obj.copies[key[0], key[2]] = copy
+        obj.pinned |= copy.pinned
+        if self._trust or key in self._checked:
+            copy.verified = copy.bitmap
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier, by extent."""
@@ -464,7 +487,7 @@ class Catalog:
 
     def forget_tier(self, tier: int) -> None:
         """A tier is given up: nothing that it held is cached any more."""
-        self._looked_at = None
+        self._looked_at = {}
         for obj in self._objects.values():
             for key in [key for key in obj.copies if key[0] == tier]:
                 self._loaded -= obj.copies.pop(key) is not None
