@@ -55,6 +55,26 @@ async def test_cold_open_costs_one_list_per_component() -> None:
         assert bucket.counts == (0, 0)
 
 
+async def test_what_is_mounted_is_listed_before_the_first_reader_comes() -> None:
+    bucket = Bucket([*(f"a/{i}.bin" for i in range(100)), *(f"f{i:04d}" for i in range(3000))])
+    async with mounted(bucket) as mount:
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        assert bucket.counts == (1, 0)  # one page of three
+        await mount.read("a/7.bin")
+        assert bucket.counts == (2, 0)
+        assert len(await mount.entries()) == 3001
+        listed = bucket.counts
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        assert bucket.counts == listed  # it is fresh
+    async with mounted(bucket, metadata_ttl=0.0) as mount:
+        bucket.reset()
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        assert bucket.counts == (0, 0)  # nothing of it could be used
+
+
 async def test_missing_names_in_a_listed_directory_cost_nothing() -> None:
     bucket = flat(50)
     async with mounted(bucket) as mount:
