@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from bench import (
     backends,
+    beside,
     change,
     cluster,
     cold,
@@ -33,6 +34,7 @@ from bench.profiling import Profile
 from bench.workspace import Workspace
 
 ORDER = (
+    "side-by-side",
     "cold-seq",
     "ttfb",
     "cold-small",
@@ -80,6 +82,7 @@ ORDER = (
 """As the table has them."""
 
 MODULES = (
+    beside,
     cold,
     prefetching,
     epochs,

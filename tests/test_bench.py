@@ -23,6 +23,7 @@ from bench.profiling import Profile
 from bench.workspace import TINY, Workspace
 
 COUNTS = {
+    "side-by-side": (),
     "cold-seq": ("bytes from the store",),
     "cold-small": ("GETs a file", "bytes from the store"),
     "epoch-cold": ("GETs a file",),

@@ -63,7 +63,9 @@ async def test_what_is_mounted_is_listed_before_the_first_reader_comes() -> None
         assert bucket.counts == (1, 0)  # one page of three
         await mount.read("a/7.bin")
         assert bucket.counts == (2, 0)
-        assert len(await mount.entries()) == 3001
+        bucket.put("b")  # by another client, before a reader has asked for it
+        assert await mount.stat("b") is not None
+        assert len(await mount.entries()) == 3002
         listed = bucket.counts
         mount.fs.list_tops()
         await trio.sleep(1)
@@ -73,6 +75,16 @@ async def test_what_is_mounted_is_listed_before_the_first_reader_comes() -> None
         mount.fs.list_tops()
         await trio.sleep(1)
         assert bucket.counts == (0, 0)  # nothing of it could be used
+
+
+async def test_what_came_since_an_early_listing_is_shown() -> None:
+    bucket = flat(3)
+    async with mounted(bucket) as mount:
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        bucket.put("b")
+        assert "b" in {os.fsdecode(entry.name) for entry in await mount.entries()}
+        assert bucket.counts == (2, 0)
 
 
 async def test_missing_names_in_a_listed_directory_cost_nothing() -> None:
