@@ -72,6 +72,7 @@ class Beside:
         self.work = work
         self.rounds = rounds
         self.result = Result()
+        self.missing: set[str] = set()
         self.main_ms: list[float] = []
         scale = work.scale
         kept = max(scale.beside_large, scale.beside_saved, scale.small_files * scale.small_size)
@@ -127,9 +128,11 @@ class Beside:
                     self.main_ms.append(factor * (threads_of(mount.pid)[mount.pid][1] - mains))
             return value
 
-        contenders = {**others, **{name: partial(mounted, name, make) for name, make in makes.items()}}
+        there = {name: make for name, make in makes.items() if name not in self.missing}
+        contenders = {**others, **{name: partial(mounted, name, make) for name, make in there.items()}}
         with self.shape(shaped):
             row.rates = interleave(self.rounds, contenders, self.result, what=named, unit=unit)
+        self.missing |= contenders.keys() - row.rates.values.keys()
         cost = "ms a file" if each > 1 else "s"
         self.result.series.append(Series(f"{named}: processor time", cost, row.costs))
         return row

@@ -217,8 +217,13 @@ class TierFill(Fill):
             os.close(fd)
 
     def _release(self) -> None:
-        if self._fd >= 0:
+        if self._fd >= 0 and self._open is None:
             os.close(self._fd)
+
+    def take_file(self) -> int:
+        """The descriptor that a closed fill has opened by itself, now the caller's; -1 if there is none."""
+        fd, self._fd = self._fd if self._open is not None else -1, -1
+        return fd
 
 
 class HeapFill(Fill):
@@ -413,6 +418,9 @@ class Fills:
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier
+        opened = fill.take_file()
+        if opened >= 0 and obj.fds.setdefault(tier.number, opened) != opened:
+            os.close(opened)
         if fill.wanted and not fill.counted and copy.bitmap:
             self._count_miss(obj, fill)  # read while it came
         missing = _bits(fill.start_block + fill.settled, fill.stop_block)
