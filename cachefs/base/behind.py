@@ -33,7 +33,8 @@ rows it had while it was written are never committed."""
 
 MANY_ROWS, PATIENCE_S = 1000, 1.0
 """With more rows waiting, who writes waits for a commit, for so long, so that rows pile up only where the disk does not
-answer. Derived: less than a page of a listing; each row may change a page of 4 KiB, which LMDB keeps in memory until then."""
+answer. Derived: less than a page of a listing; each row may change a page of 4 KiB, which LMDB keeps in
+memory until then."""
 
 MOST_ROWS = 100_000
 """Rows that wait for a disk that does not answer; beyond, who writes waits for it. Derived: about 30 MB of memory; a listing

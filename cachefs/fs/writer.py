@@ -137,7 +137,7 @@ class Writer(Protocol):
         was `replaced` by another, nothing that its uploads made is left at the store. `instead` takes the name away while
         nothing of it is under way; when that raises, the dirty file is as it was."""
 
-    def moved(self, old: ObjectId, new: ObjectId) -> None:
+    async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied the version `old`, which goes now: `new` has the same bytes."""
 
     async def note(self, name: str, row: dict[str, Any] | None) -> None:

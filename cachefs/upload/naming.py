@@ -30,7 +30,7 @@ class Names:
         queue: Queue,
         records: Records,
         committed: Callable[[DirtyFile, ObjectInfo], None],
-        moved: Callable[[ObjectId, ObjectId], None],
+        moved: Callable[[ObjectId, ObjectId], Awaitable[None]],
         push: Callable[[DirtyFile], None],
         drop: Callable[[DirtyFile], None],
     ) -> None:
@@ -92,7 +92,7 @@ class Names:
         self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
     ) -> None:
         info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
-        self._moved(own.version(dirty_file.origin.source), info.version(origin.source))
+        await self._moved(own.version(dirty_file.origin.source), info.version(origin.source))
         await dirty_file.sender.abandon()  # of what was written meanwhile
         dirty_file.moved(origin, key, info.etag)
         dirty_file.copied(own, info)

@@ -81,7 +81,7 @@ class Passthrough:
                 await dirty_file.file.land()
                 dirty_file.backing = self._told(dirty_file)
             if dirty_file.backing is not None:
-                dirty_file.begin_passthrough()
+                await dirty_file.begin_passthrough()
                 dirty_file.writers += 1
                 self._writers += 1
                 self._begun.set()

@@ -87,6 +87,44 @@ class Memory:
         self.left = most
 
 
+class Threads:
+    """Worker threads for calls on the disk of the staging files. One that is frozen holds up any call that changes it, also
+    the last close of a file that was removed: none is made on the loop."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(THREADS)
+        self._begun = 0
+        self._quiet = trio.lowlevel.ParkingLot()
+
+    @property
+    def busy(self) -> int:
+        """Calls under way, and those that were begun `later`."""
+        return self._limiter.borrowed_tokens + self._begun
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What `call` returns, or raises."""
+        return await trio.to_thread.run_sync(call, limiter=self._limiter)
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Make a call that no caller waits for. Its OSError is logged."""
+        self._begun += 1
+        trio.lowlevel.spawn_system_task(self._carry_out, call)
+
+    async def _carry_out(self, call: Callable[[], object]) -> None:
+        try:
+            await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+        except OSError as exc:
+            log.warning("cannot remove what was written here: %s", exc)
+        finally:
+            self._begun -= 1
+            self._quiet.unpark_all()
+
+    async def quiet(self) -> None:
+        """Return when what was begun `later` is done."""
+        while self._begun:
+            await self._quiet.park()
+
+
 class StagingFile:
     """One file: a new one, empty, if there is `memory` for it, else the one that lies there, of which `fd` is a descriptor
     for reading only. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is
@@ -95,9 +133,7 @@ class StagingFile:
     After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until all that it held then was written
     again, or cut off. Writes of others (`in_passthrough`) are not seen, so these do not count."""
 
-    def __init__(
-        self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None, fd: int = -1
-    ) -> None:
+    def __init__(self, path: Path, threads: Threads, memory: Memory | None = None, fd: int = -1) -> None:
         self.path = path
         self._threads = threads
         self.in_passthrough = False
@@ -134,7 +170,10 @@ class StagingFile:
             return
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            if self._removed:
+                self._threads.later(partial(os.close, fd))
+            else:
+                os.close(fd)
         elif self._removed:
             self._let_go()
 
@@ -160,10 +199,7 @@ class StagingFile:
                 self._unlink()
 
     def _unlink(self) -> None:
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError as exc:
-            log.warning("cannot remove %s: %s", self.path, exc.strerror)
+        self._threads.later(partial(self.path.unlink, missing_ok=True))
 
     def _let_go(self) -> None:
         self._memory.left += len(self._held or b"")
@@ -204,8 +240,12 @@ class StagingFile:
         with self._translated():
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def open_backing(self) -> Shape:
+    async def open_backing(self) -> Shape:
         """Others write it from now on. Returns what it is like until one does."""
+        return await self._threads.run(self.shared)
+
+    def shared(self) -> Shape:
+        """The same, blocking."""
         with self._translated():
             if self._writes:
                 fd = self.reader()
@@ -229,7 +269,7 @@ class StagingFile:
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """The name goes; who uses the file keeps it. Where the disk does not let it go, the next start removes it."""
+        """The name goes, soon; who uses the file keeps it. Where the disk does not let it go, the next start removes it."""
         self._removed = True
         if self._held is None:
             self._unlink()
@@ -307,7 +347,7 @@ class StagingFile:
                 await self._in_thread(lambda: change(fd))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(call, limiter=self._threads)
+        return await self._threads.run(call)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

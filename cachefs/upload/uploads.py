@@ -37,7 +37,7 @@ from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Preconditions
-from cachefs.upload.staging import THREADS, Buffer, Memory, StagingFile, prepare, sync_names
+from cachefs.upload.staging import Buffer, Memory, StagingFile, Threads, prepare, sync_names
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Uploads:
         self._delay_s = upload_delay_s
         self._conditional = on_conflict == "fail"
         self._now_ns = now_ns
-        self._threads = trio.CapacityLimiter(THREADS)
+        self._threads = Threads()
         self._memory = Memory()
         prepare(staging_dir)
         orphans.without_journal(staging_dir, state_dir / "journal")
@@ -307,10 +307,10 @@ class Uploads:
         it raises, nothing has happened."""
         await self._names.discard(dirty_file, replaced, instead)
 
-    def moved(self, old: ObjectId, new: ObjectId) -> None:
+    async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
         if self._store is not None:
-            self._store.recast(old, new)
+            await self._store.recast(old, new)
 
     def pending(self) -> list[DirtyFile]:
         """All that the store does not have as it is."""
@@ -453,7 +453,7 @@ class Uploads:
             self.on_settled(dirty_file)
 
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
-        if self._store is None or dirty_file.overtaken or not dirty_file.size:
+        if self._store is None or not self._store.adopts or dirty_file.overtaken or not dirty_file.size:
             return False
         try:
             dirty_file.file.check()
@@ -549,6 +549,8 @@ class Uploads:
                     with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
+                with trio.move_on_after(GIVING_UP_S):
+                    await self._threads.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left

@@ -310,7 +310,7 @@ class Room:
         backing.rename(path)
         return os.open(path, os.O_RDONLY)
 
-    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         if (data := self.adopted.pop(old, None)) is not None:
             self.adopted[new] = data
         return data is not None
@@ -403,4 +403,6 @@ async def desk(
             nursery.cancel_scope.cancel()
             uploads.journal.close()
             let_go(uploads)
+    with trio.fail_after(10):
+        await uploads._threads.quiet()
     counters.check_unused(uploads)
