@@ -12,6 +12,7 @@ does not take them, `MOST_ROWS` wait in memory at most. A failed commit is tried
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -23,7 +24,7 @@ from pathlib import Path
 import trio
 
 from cachefs.base.database import Database, Put
-from cachefs.base.errors import CachefsError
+from cachefs.base.errors import CachefsError, CacheUnusable
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ memory until then."""
 MOST_ROWS = 100_000
 """Rows that wait for a disk that does not answer; beyond, who writes waits for it. Derived: about 30 MB of memory; a listing
 writes two a name."""
+
+HANGS_AFTER_S = 5.0
+"""A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.disk`."""
 
 EXACT_ROWS = 1000
 """`count` looks up as many waiting rows, in about a millisecond; it leaves out more."""
@@ -88,6 +92,7 @@ class WriteBehind:
         self._running = self._closing = self._hurry = False
         self._error: CachefsError | None = None
         self._callers: list[_Caller] = []
+        self._since = math.inf  # when the commit under way began
 
     @property
     def path(self) -> Path:
@@ -170,12 +175,11 @@ class WriteBehind:
     def count(self, table: str) -> int:
         """Rows of a table; without those that wait when these are more than `EXACT_ROWS`."""
         new, going = self._waiting
-        count = self._database.count(table)
         if not 0 < len(new.values) + len(going.values) <= EXACT_ROWS:
-            return count
+            return self._database.count(table)
         prefix = self._prefix[table]
         own = {word: value for word, value in {**going.values, **new.values}.items() if word[:1] == prefix}
-        there = self._database.get_many(table, [word[1:] for word in own])
+        count, there = self._database.count_and_get(table, [word[1:] for word in own])
         return count + sum(
             (value is not None) - (was is not None) for value, was in zip(own.values(), there, strict=True)
         )
@@ -217,9 +221,9 @@ class WriteBehind:
         while self.waiting_rows > MOST_ROWS:
             await self.written()
 
-    async def written(self) -> None:
+    async def written(self, within_s: float = math.inf) -> None:
         """Return when all that is written until now has been committed: a kill does not undo it. Raises what that failed of,
-        and it is tried again all the same."""
+        or `CacheUnusable` when a commit takes longer than `within_s`; it is tried again, or goes on, all the same."""
         if not self.waiting_rows:
             return
         caller = _Caller()
@@ -227,7 +231,10 @@ class WriteBehind:
             self._callers.append(caller)
             self._hurry = True
             self._wake()
-        await caller.done.wait()
+        with trio.move_on_after(min(time.monotonic(), self._since) + within_s - time.monotonic()):
+            await caller.done.wait()
+        if not caller.done.is_set():
+            raise CacheUnusable(f"the disk of {self.path} does not answer")
         if caller.error is not None:
             raise type(caller.error)(*caller.error.args) from caller.error
 
@@ -270,7 +277,9 @@ class WriteBehind:
                 callers, self._callers = self._callers, []
                 going = self._waiting[0]
                 self._waiting = _Rows({}), going
+            self._since = time.monotonic()
             error = self._commit(going)
+            self._since = math.inf
             with self._changed:
                 new = self._waiting[0]
                 if error is None:

@@ -240,10 +240,14 @@ class Database:
         return self._read(take)
 
     def count(self, table: str) -> int:
-        def take(opened: _Environment) -> int:
-            with opened.env.begin() as txn:
-                entries: int = txn.stat(opened.tables[table])["entries"]
-                return entries
+        return self.count_and_get(table, ())[0]
+
+    def count_and_get(self, table: str, keys: Iterable[bytes]) -> tuple[int, list[bytes | None]]:
+        """How many rows there are, and the values of some, from one snapshot."""
+
+        def take(opened: _Environment) -> tuple[int, list[bytes | None]]:
+            with opened.env.begin(db=opened.tables[table]) as txn:
+                return txn.stat(opened.tables[table])["entries"], [txn.get(key) for key in keys]
 
         return self._read(take)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from cachefs.base.behind import HANGS_AFTER_S
+
 if TYPE_CHECKING:
     from cachefs.base.behind import WriteBehind
 
@@ -42,4 +44,4 @@ class Overrides:
 
     async def written(self) -> None:
         """Return when a kill does not undo what was put. Raises `NoRoom`, `CacheUnusable`."""
-        await self._database.written()
+        await self._database.written(HANGS_AFTER_S)

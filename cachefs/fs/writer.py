@@ -91,6 +91,9 @@ class Writer(Protocol):
         """A new dirty file that is to replace `base`, with its first `upto` bytes (None: all), or a new file. Raises
         `ObjectChanged` when the store has `base` no more."""
 
+    async def disk_answers(self) -> None:
+        """Return when the disk has taken a change: `take` will not wait for it."""
+
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: dict[str, Any]
     ) -> Any | None:

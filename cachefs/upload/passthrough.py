@@ -78,7 +78,8 @@ class Passthrough:
             if dirty_file.adopted:
                 return None  # the file is the cache's
             if dirty_file.backing is None:
-                await dirty_file.file.land()
+                if not await dirty_file.file.lands():
+                    return None  # its content comes through here, and waits for the disk
                 dirty_file.backing = self._told(dirty_file)
             if dirty_file.backing is not None:
                 await dirty_file.begin_passthrough()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -24,6 +25,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from cachefs.base import ownership
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom
 from cachefs.origin import FileRange, InMemory, Source
 
@@ -94,6 +96,7 @@ class Threads:
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(THREADS)
         self._begun = 0
+        self._new: dict[object, float] = {}  # when the files under way were begun to be made
         self._quiet = trio.lowlevel.ParkingLot()
 
     @property
@@ -104,6 +107,20 @@ class Threads:
     async def run(self, call: Callable[[], T]) -> T:
         """What `call` returns, or raises."""
         return await trio.to_thread.run_sync(call, limiter=self._limiter)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a small file takes too long to be made: the disk does not answer."""
+        return min(self._new.values(), default=math.inf) < trio.current_time() - HANGS_AFTER_S
+
+    async def make(self, path: Path, data: bytes) -> int:
+        """A new file that holds `data`: a descriptor."""
+        call = object()
+        self._new[call] = trio.current_time()
+        try:
+            return await self.run(partial(_written_file, path, data))
+        finally:
+            del self._new[call]
 
     def later(self, call: Callable[[], object]) -> None:
         """Make a call that no caller waits for. Its OSError is logged."""
@@ -193,10 +210,32 @@ class StagingFile:
             if self._held is None:
                 return
             with self._translated():
-                self._fd = await self._in_thread(partial(_written_file, self.path, bytes(self._held)))
+                self._fd = await self._threads.make(self.path, bytes(self._held))
             self._let_go()
             if self._removed:  # meanwhile, or before
                 self._unlink()
+
+    async def lands(self) -> bool:
+        """It begins to be a file, for who is a user: whether it is one soon. False when the disk does not answer. Raises
+        `NoRoom`, `CacheUnusable`."""
+        if self._held is None or self._threads.hangs:
+            return self._held is None
+        ended, failed = trio.Event(), []
+
+        async def land() -> None:
+            try:
+                with self.used():
+                    await self.land()
+            except CachefsError as exc:
+                failed.append(exc)
+            ended.set()
+
+        trio.lowlevel.spawn_system_task(land)
+        with trio.move_on_after(HANGS_AFTER_S):
+            await ended.wait()
+        if failed:
+            raise failed[0]
+        return self._held is None
 
     def _unlink(self) -> None:
         self._threads.later(partial(self.path.unlink, missing_ok=True))
@@ -375,6 +414,12 @@ def sync_names(directory: Path) -> None:
             os.close(fd)
     except OSError as exc:
         raise translated(exc, directory) from exc
+
+
+def touch(directory: Path) -> None:
+    """Change something on a disk. Blocking. Errors are left to who changes more."""
+    with suppress(OSError):
+        os.utime(directory)
 
 
 def can_lease(directory: Path) -> bool:

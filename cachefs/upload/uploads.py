@@ -23,6 +23,7 @@ from uuid import uuid4
 
 import trio
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
@@ -37,7 +38,7 @@ from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Preconditions
-from cachefs.upload.staging import Buffer, Memory, StagingFile, Threads, prepare, sync_names
+from cachefs.upload.staging import Buffer, Memory, StagingFile, Threads, prepare, sync_names, touch
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,10 @@ class Uploads:
     def takes(self) -> bool:
         """False if `take` never succeeds."""
         return self._store is not None and self._passthrough.possible
+
+    async def disk_answers(self) -> None:
+        """Return when the disk of the staging files has taken a change, as `take` makes one on the loop."""
+        await self._threads.run(partial(touch, self._staging))
 
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
@@ -327,7 +332,7 @@ class Uploads:
 
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
         """Keep a JSON object over a crash, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
-        await self.journal.write(NOTES, name, row)
+        await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
 
     def notes(self) -> dict[str, dict[str, Any]]:
         """What an earlier run has noted and not removed."""

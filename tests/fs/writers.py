@@ -222,6 +222,9 @@ class MemoryWriter:
         if not dirty_file.handles:
             self.dirty_files.remove(dirty_file)
 
+    async def disk_answers(self) -> None:
+        pass
+
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         assert old.size == new.size
 

@@ -362,7 +362,9 @@ class Desk:
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
 
-    def files(self) -> list[str]:
+    async def files(self) -> list[str]:
+        """Of the staging directory, once what was removed has gone."""
+        await self.uploads._threads.quiet()
         return sorted(p.name for p in self.staging.iterdir() if p.suffix != ".adopted")
 
 
