@@ -231,7 +231,8 @@ class WriteBehind:
             self._callers.append(caller)
             self._hurry = True
             self._wake()
-        with trio.move_on_after(min(time.monotonic(), self._since) + within_s - time.monotonic()):
+        under_way_s = max(0.0, time.monotonic() - self._since)
+        with trio.move_on_after(max(0.0, within_s - under_way_s)):
             await caller.done.wait()
         if not caller.done.is_set():
             raise CacheUnusable(f"the disk of {self.path} does not answer")

@@ -67,7 +67,7 @@ class Adopting:
         self._threads = trio.CapacityLimiter(HASHED_AT_ONCE)
 
     @property
-    def adopts(self) -> bool:
+    def may_adopt(self) -> bool:
         """False as long as no file can be adopted."""
         return self._tier is not None and self._tier.writable()
 

@@ -44,7 +44,7 @@ class Cache(Protocol):
     """What the room asks of the store of blocks."""
 
     @property
-    def adopts(self) -> bool:
+    def may_adopt(self) -> bool:
         """False as long as nothing is adopted: the disk does not answer, or fails."""
 
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:

@@ -458,7 +458,7 @@ class Uploads:
             self.on_settled(dirty_file)
 
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
-        if self._store is None or not self._store.adopts or dirty_file.overtaken or not dirty_file.size:
+        if self._store is None or not self._store.may_adopt or dirty_file.overtaken or not dirty_file.size:
             return False
         try:
             dirty_file.file.check()

@@ -291,6 +291,8 @@ class ScriptedUpload:
 class Room:
     """A cache beside it: takes files, or not."""
 
+    may_adopt = True
+
     def __init__(self, adopts: bool = True) -> None:
         self.adopts = adopts
         self.adopted: dict[ObjectId, bytes] = {}
