@@ -67,9 +67,9 @@ class Adopting:
         self._threads = trio.CapacityLimiter(HASHED_AT_ONCE)
 
     @property
-    def may_adopt(self) -> bool:
-        """False as long as no file can be adopted."""
-        return self._tier is not None and self._tier.writable()
+    def hangs(self) -> bool:
+        """Whether the disk of the tier is known not to answer."""
+        return self._tier is not None and self._tier.disk.down
 
     # -- adopting ----------------------------------------------------------------------------------
 

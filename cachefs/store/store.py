@@ -404,9 +404,9 @@ class Store:
         self._passthrough.on_retired = hook
 
     @property
-    def may_adopt(self) -> bool:
-        """False as long as no file can be adopted."""
-        return self._adopting.may_adopt
+    def hangs(self) -> bool:
+        """Whether the disk of the SSD tier is known not to answer."""
+        return self._adopting.hangs
 
     def open_backing(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
         """The version's file, if it is whole and verified on one tier; `on_disk`, if that is one that `take_out` can take.

@@ -15,6 +15,7 @@ from typing import Any
 
 import trio
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CacheInUse, CacheUnusable
 
@@ -68,8 +69,14 @@ class Journal:
             ) from exc
         self._before = before
         self._next = _Batch()
+        self.hangs_elsewhere: Callable[[], bool] = lambda: False
         self._working = False
         self._since = math.inf  # when the transaction under way began
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a transaction takes too long."""
+        return self._since < trio.current_time() - HANGS_AFTER_S
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""
@@ -87,7 +94,7 @@ class Journal:
     ) -> None:
         """Put a row, or remove it. `first` and `then`, which must not raise, are called in the worker thread before it is
         written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes
-        longer than `within_s`: the row is written all the same, once the disk answers."""
+        longer than `within_s`, or the disk is known to hang: the row is written all the same, once the disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
@@ -96,7 +103,9 @@ class Journal:
             self._working = True
             trio.lowlevel.spawn_system_task(self._work)
         with trio.CancelScope(shield=True):  # who is cancelled has written it, or not
-            with trio.move_on_at(min(trio.current_time(), self._since) + within_s):
+            known = within_s < math.inf and self.hangs_elsewhere()
+            began = -math.inf if known else min(trio.current_time(), self._since)
+            with trio.move_on_at(began + within_s):
                 await batch.ended.wait()
         if not batch.ended.is_set():
             raise DiskHangs("the disk of the journal does not answer")

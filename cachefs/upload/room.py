@@ -44,8 +44,8 @@ class Cache(Protocol):
     """What the room asks of the store of blocks."""
 
     @property
-    def may_adopt(self) -> bool:
-        """False as long as nothing is adopted: the disk does not answer, or fails."""
+    def hangs(self) -> bool:
+        """Whether its disk is known not to answer."""
 
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Take the file as the whole content of a version; False: it is still there, and whose it was."""

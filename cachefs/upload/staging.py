@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -111,16 +112,20 @@ class Threads:
     @property
     def hangs(self) -> bool:
         """Whether a small file takes too long to be made: the disk does not answer."""
-        return min(self._new.values(), default=math.inf) < trio.current_time() - HANGS_AFTER_S
+        return min(list(self._new.values()), default=math.inf) < time.monotonic() - HANGS_AFTER_S
 
     async def make(self, path: Path, data: bytes) -> int:
         """A new file that holds `data`: a descriptor."""
-        call = object()
-        self._new[call] = trio.current_time()
-        try:
-            return await self.run(partial(_written_file, path, data))
-        finally:
-            del self._new[call]
+
+        def timed() -> int:
+            call = object()
+            self._new[call] = time.monotonic()
+            try:
+                return _written_file(path, data)
+            finally:
+                del self._new[call]
+
+        return await self.run(timed)
 
     def later(self, call: Callable[[], object]) -> None:
         """Make a call that no caller waits for. Its OSError is logged."""

@@ -108,6 +108,7 @@ class Uploads:
         prepare(staging_dir)
         orphans.without_journal(staging_dir, state_dir / "journal")
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
+        self.journal.hangs_elsewhere = self._hangs
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
@@ -314,7 +315,7 @@ class Uploads:
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
-        if self._store is not None:
+        if self._store is not None and not self._hangs():
             await self._store.recast(old, new)
 
     def pending(self) -> list[DirtyFile]:
@@ -458,7 +459,9 @@ class Uploads:
             self.on_settled(dirty_file)
 
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
-        if self._store is None or not self._store.may_adopt or dirty_file.overtaken or not dirty_file.size:
+        if self._store is None or dirty_file.overtaken or not dirty_file.size:
+            return False
+        if self._store.hangs or self._threads.hangs:
             return False
         try:
             dirty_file.file.check()
@@ -478,6 +481,12 @@ class Uploads:
             await self._settle(dirty_file)
 
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
+
+    def _hangs(self) -> bool:
+        """Whether the disk is known not to answer: each of those who wait for it with a deadline then saves the others
+        theirs."""
+        store = self._store is not None and self._store.hangs
+        return store or self.journal.hangs or self._threads.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
 

@@ -291,7 +291,7 @@ class ScriptedUpload:
 class Room:
     """A cache beside it: takes files, or not."""
 
-    may_adopt = True
+    hangs = False
 
     def __init__(self, adopts: bool = True) -> None:
         self.adopts = adopts
