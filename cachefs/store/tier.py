@@ -363,12 +363,12 @@ class Tier:
             raise
         return fd
 
-    def link(self, digest: bytes, other: bytes) -> Path:
-        """The file of a version gets a second name, that of another. OSError where that one has a file already."""
+    def link(self, digest: bytes, other: bytes) -> bool:
+        """The file of a version gets a second name, that of another: True. OSError where that one has a file already."""
         path = self._file(other)
         self._make_folder(path)
         os.link(self._file(digest), path)
-        return Path(path)
+        return True
 
     def make_immutable(self, digest: bytes, size: int) -> int:
         """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that

@@ -711,7 +711,7 @@ async def test_a_copy_at_the_origin_is_the_same_file_here(cache_dir: Path, size:
         if used == "open":
             was.refs += 1
             assert bytes(await lab.store.read(was, 0, size) or b"") == data
-        assert lab.store.recast(old, new)
+        assert await lab.store.recast(old, new)
         assert lab.store.tiers[-1].file_path(new.digest).stat().st_ino == inode
         assert await lab.read(new) == data and not lab.origin.gets
         backend.check()
@@ -736,8 +736,8 @@ async def test_a_copy_of_what_is_not_all_here_is_fetched(cache_dir: Path) -> Non
         data = content(1, 2 * EXTENT)
         old, new = lab.origin.put("tmp", data), lab.origin.put("final", data)
         await lab.read(old, 0, BLOCK)
-        assert not lab.store.recast(old, new)
-        assert not lab.store.recast(new, old)
+        assert not await lab.store.recast(old, new)
+        assert not await lab.store.recast(new, old)
         assert await lab.read(new) == data
         await lab.quiet()
         lab.check_accounts()

@@ -291,6 +291,8 @@ class ScriptedUpload:
 class Room:
     """A cache beside it: takes files, or not."""
 
+    hangs = False
+
     def __init__(self, adopts: bool = True) -> None:
         self.adopts = adopts
         self.adopted: dict[ObjectId, bytes] = {}
@@ -310,7 +312,7 @@ class Room:
         backing.rename(path)
         return os.open(path, os.O_RDONLY)
 
-    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         if (data := self.adopted.pop(old, None)) is not None:
             self.adopted[new] = data
         return data is not None
@@ -362,7 +364,9 @@ class Desk:
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
 
-    def files(self) -> list[str]:
+    async def files(self) -> list[str]:
+        """Of the staging directory, once what was removed has gone."""
+        await self.uploads._threads.quiet()
         return sorted(p.name for p in self.staging.iterdir() if p.suffix != ".adopted")
 
 
@@ -409,6 +413,8 @@ async def desk(
             nursery.cancel_scope.cancel()
             uploads.journal.close()
             let_go(uploads)
+    with trio.fail_after(10):
+        await uploads._threads.quiet()
     counters.check_unused(uploads)
     if not outlived:
         counters.check_closed(path)
