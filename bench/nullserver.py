@@ -1,4 +1,4 @@
-"""The same as `bench.nullfs` without libfuse, trio and tasks: one Python thread that reads /dev/fuse and answers from dictionaries.
+"""The same as `bench.nullfs` without libfuse, trio and tasks: one Python thread that reads /dev/fuse and answers at once.
 
     python -m bench.nullserver TREE MOUNTPOINT [--passthrough]
 

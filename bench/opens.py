@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-
 from bench import readers
 from bench.harness import Result, Series, interleave, number, scenario
 from bench.mounts import OWN, Cachefs, Mount, NullServer
@@ -47,7 +46,7 @@ def open_close(work: Workspace, rounds: int) -> Result:
     turns = max(1, 4000 // len(keys))
     with ExitStack() as stack:
         mounts: dict[str, Mount] = {}
-        for mount in (
+        made: tuple[Mount, ...] = (
             kernel(work, "open-close"),
             kernel(work, "open-close", "-o", "rw", name=WRITABLE),
             NullServer(work.disk, work.lab, "open-close", work.on_disk(tree), name=NULL_SERVER),
@@ -55,14 +54,15 @@ def open_close(work: Workspace, rounds: int) -> Result:
                 *(work.disk, work.lab, "open-close", work.on_disk(tree), "--passthrough"),
                 name=NULL_PASSTHROUGH,
             ),
-        ):
+        )
+        for mount in made:
             mounts[mount.name] = stack.enter_context(mount)
         roots = {"ext4": work.on_disk(tree)} | {name: mount.path for name, mount in mounts.items()}
         paths = {name: [f"{root}/{key}" for key in keys] for name, root in roots.items()}
         for name, mine in paths.items():
             readers.small(mine)
-            if isinstance(mount := mounts.get(name), Cachefs):
-                settle(mount, functools.partial(readers.small, mine))
+            if isinstance(own := mounts.get(name), Cachefs):
+                settle(own, functools.partial(readers.small, mine))
         for way, read in WAYS.items():
             for count in (1, MANY):
                 _measure(result, rounds, way, read, count, paths, mounts, turns)
@@ -85,8 +85,7 @@ def _measure(
     def files_per_s(name: str) -> float:
         mine = paths[name] * turns
         parts = [functools.partial(read, mine[n::count]) for n in range(count)]
-        mount = mounts.get(name)
-        if mount is None:
+        if (mount := mounts.get(name)) is None:
             return len(mine) / readers.together(parts)
         before = mount.cpu_s()
         if isinstance(mount, Cachefs):

@@ -40,7 +40,7 @@ from cachefs.fs.inodes import FIRST_ALIAS, ROOT
 from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in
 from cachefs.fs.listing import Lister
 from cachefs.fs.lookup import Looker
-from cachefs.fs.reader import Buffer, Reader
+from cachefs.fs.reader import Backing, Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
@@ -326,6 +326,18 @@ class FileSystem(Writes):
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         """See `Opened`. Raises `ObjectChanged` when the current version is shown under another number."""
         return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
+
+    def open_known(self, ino: int, pid: int) -> tuple[int, Backing] | None:
+        """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle,
+        and the backing file. None: `open_now` knows. The caller has its use noted (`note_use`) once it has answered."""
+        warm = self._warm.get(ino)
+        if warm is None or warm[0] <= self._clock():
+            return None
+        return self._files.open_registered(ino, warm[1], warm[2], warm[3], pid)
+
+    def note_use(self, backing: Backing) -> None:
+        """What `open_known` returned is used."""
+        self._reader.note_use(backing)
 
     def _open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         if flags & _WRITING:

@@ -28,7 +28,17 @@ from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, protocol
 from cachefs.fuse.connection import MAX_BACKGROUND
 from cachefs.fuse.device import MOST_KEPT, Device, Negotiated
-from cachefs.fuse.operations import WRITING, Created, Looked, Operations, Pending, Rule, Shown, Waiting
+from cachefs.fuse.operations import (
+    CHANGING,
+    WRITING,
+    Created,
+    Looked,
+    Operations,
+    Pending,
+    Rule,
+    Shown,
+    Waiting,
+)
 from cachefs.fuse.protocol import Malformed, Op, Setattr, dirent, direntplus, duration, entry, name_of
 from cachefs.fuse.protocol import Opened as Flags
 
@@ -62,6 +72,8 @@ All changes meanwhile come through the same kernel. Guessed: as long as the rest
 _HEADER = protocol.IN_HEADER.size
 _REPLY = protocol.OUT_HEADER.size
 _KEEP_CACHE, _PASSTHROUGH = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH)
+_OPEN = protocol.OPEN_REPLY
+_KNOWN_FLAGS = int(Flags.PASSTHROUGH | Flags.NOFLUSH)
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
@@ -318,6 +330,18 @@ class NativeBackend:
     def _opened(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
         self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
 
+    def _opened_known(self, unique: int, fh: int, backing: Backing) -> None:
+        """Reply first: the calling process need not wait for the rest."""
+        self._metrics.passthrough_opens += 1
+        taken = False
+        try:
+            taken = self._write(_OPEN.pack(_OPEN.size, 0, unique, fh, _KNOWN_FLAGS, backing.id))
+        finally:
+            if taken:
+                self._fs.note_use(backing)
+            else:
+                self.operations.drop(fh)
+
     def _opened_to_write(self, unique: int, opened: Opened) -> None:
         self._opened(unique, opened, self._writer_flags if opened[2] else 0)
 
@@ -419,6 +443,9 @@ class NativeBackend:
             self._done(
                 unique, errno.ENOSYS
             )  # after this answer the kernel sends no OPEN and no RELEASE any more
+            return
+        if not flags & CHANGING and (known := self.operations.open_known(thread, inode)) is not None:
+            self._opened_known(unique, *known)
             return
         opened = self.operations.open(thread, inode, flags)
         if isinstance(opened, Pending):

@@ -24,7 +24,7 @@ from cachefs.base.ledger import NAMES, WRITES, Call, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.fs import Attributes, Entry, FileSystem, Space
+from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
 from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
@@ -45,6 +45,9 @@ Created = tuple[Attributes, float, Opened]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 """Flags of an open that may change the file."""
+
+CHANGING = WRITING | os.O_CREAT | os.O_APPEND
+"""And those that say so of a file that it does not change."""
 
 SHARE = 4
 """Requests that wait may hold this part of the memory that the process may have. Borrowed from the RAM tier's default."""
@@ -299,6 +302,13 @@ class Operations:
             work = partial(self._fs.open, inode, flags, thread)
             return Pending(OPEN, thread, partial(self._known, thread, work))
         return opened
+
+    def open_known(self, thread: int, inode: int) -> tuple[int, Backing] | None:
+        """See `FileSystem.open_known`."""
+        found = self._fs.open_known(inode, thread)
+        if found is not None:
+            self._metrics.fuse_open += 1
+        return found
 
     async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
         """The answer about a file that the kernel has looked up. It walks the path again where that is another by now."""
