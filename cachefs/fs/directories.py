@@ -8,7 +8,7 @@ when it has caught up. It never ends before the listing did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
@@ -17,7 +17,7 @@ from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
 from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.listing import AHEAD
-from cachefs.fs.tree import Directory, inode_of
+from cachefs.fs.tree import Directory, KernelListing, inode_of
 
 if TYPE_CHECKING:
     from cachefs.fs.freshness import Freshness
@@ -34,15 +34,16 @@ Shape = Callable[[int, bool, "Row"], Attributes]
 
 class DirectoryHandle:
     """One open directory: `directory` is what its number `ino` leads to now. `attributes` are those it was opened with, if
-    they were known. `generation` is the oldest listing whose rows it shows; 0 until it has begun."""
+    they were known. `generation` is the oldest listing whose rows it shows, 0 until it has begun; `version` is the
+    directory's then."""
 
-    __slots__ = ("attributes", "chunk", "directory", "generation", "ino", "last", "places")
+    __slots__ = ("attributes", "chunk", "directory", "generation", "ino", "last", "places", "version")
 
     def __init__(self, ino: int, directory: Directory, attributes: Attributes | None = None) -> None:
         self.ino = ino
         self.attributes = attributes
         self.directory = directory
-        self.generation = 0
+        self.generation = self.version = 0
         self.chunk: list[Entry] = []
         self.places: dict[int, int] = {}  # cookie → index in the chunk of what comes behind it
         self.last = b""  # the mark the chunk ends with
@@ -79,7 +80,13 @@ class DirectoryReader:
             after = b""
         directory = handle.directory
         if not handle.generation:
-            handle.generation = self._begin(directory)
+            handle.generation, handle.version = self._begin(directory), directory.version
+            kernel = directory.kernel
+            if kernel is not None and not offset:
+                if not kernel.generation:
+                    kernel.generation = handle.generation
+                elif kernel.generation != handle.generation:
+                    directory.kernel = None
         try:
             more = await self._fill(handle, after)
         except Unreachable:
@@ -94,13 +101,39 @@ class DirectoryReader:
             more = await self._fill(handle, after)
         return handle.chunk[:limit] if more else []
 
+    def kept(self, handle: DirectoryHandle, others: Iterable[DirectoryHandle]) -> bool:
+        """Whether the kernel may keep the listing that it has for another reader, who has `handle`; otherwise it drops it
+        now. It may while the listing is complete and fresh, which is as long as the attributes of its names that it has,
+        too, and no name has come or gone. `others` are all handles."""
+        directory, kernel = handle.directory, handle.directory.kernel
+        now = self._clock()
+        fresh = self._fresh(directory, self._freshness.horizon(directory, now, now))
+        if (
+            kernel is not None
+            and (kernel.ino, kernel.version) == (handle.ino, directory.version)
+            and fresh
+            and kernel.generation == fresh
+        ):
+            return True
+        # What a reader has begun before is kept by the kernel as its reading goes on.
+        began = (other for other in others if other.directory is directory and other.generation)
+        if any((other.generation, other.version) != (fresh, directory.version) for other in began):
+            directory.kernel = None
+        else:
+            directory.kernel = KernelListing(handle.ino, directory.version)
+        return False
+
+    def _fresh(self, directory: Directory, horizon: float) -> int:
+        """The generation of the last listing, if it is complete and not older than `horizon`; 0 if not."""
+        whole = self._freshness.whole(directory)
+        return whole[0] if whole is not None and whole[1] >= horizon else 0
+
     def _begin(self, directory: Directory) -> int:
         """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
         now = self._clock()
         horizon = self._freshness.horizon(directory, now, now)
-        whole = self._freshness.whole(directory)
-        if whole is not None and whole[1] >= horizon:
-            return whole[0]
+        if fresh := self._fresh(directory, horizon):
+            return fresh
         if directory.complete and directory.origin is not None and directory.origin.serves_stale:
             return directory.complete
         if directory.origin is None or not directory.origin.can_list:

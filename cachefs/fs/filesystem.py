@@ -133,11 +133,6 @@ class FileSystem(Writes):
         self._files.read_through(reader)
         return before
 
-    @property
-    def refreshed(self) -> bool:
-        """Ever: listings that the kernel keeps may be out of date."""
-        return self._refreshing.ever
-
     # -- names and attributes ----------------------------------------------------------------------
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
@@ -296,6 +291,9 @@ class FileSystem(Writes):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, ino: int) -> int:
+        return self.opendir_now(ino)
+
+    def opendir_now(self, ino: int) -> int:
         directory = self._directory(ino)
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
@@ -316,7 +314,18 @@ class FileSystem(Writes):
             raise NotFound(f"directory {handle.ino} was removed") from None
         if directory is not handle.directory:
             handle.directory, handle.generation = directory, 0
+            directory.kernel = None  # what the kernel has of it began elsewhere
         return await self._directories.read(handle, offset, limit)
+
+    def listing_kept(self, dh: int) -> bool:
+        """Whether the kernel may keep what it has read of the directory until now, for the reader who has this handle. It is
+        told so, or to drop it, by the answer to the open; `listing_lost` if that cannot be."""
+        return self._directories.kept(self._open_directories[dh], self._open_directories.values())
+
+    def listing_lost(self, dh: int) -> None:
+        """The next reader is not to have what the kernel has of the directory, or it was not told to drop that."""
+        if (handle := self._open_directories.get(dh)) is not None:
+            handle.directory.kernel = None
 
     def releasedir(self, dh: int) -> None:
         self._open_directories.pop(dh, None)

@@ -71,16 +71,17 @@ All changes meanwhile come through the same kernel. Guessed: as long as the rest
 
 _HEADER = protocol.IN_HEADER.size
 _REPLY = protocol.OUT_HEADER.size
-_KEEP_CACHE, _PASSTHROUGH = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH)
+_KEEP_CACHE, _PASSTHROUGH, _CACHE_DIR = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH), int(Flags.CACHE_DIR)
 _OPEN = protocol.OPEN_REPLY
 _KNOWN_FLAGS = int(Flags.PASSTHROUGH | Flags.NOFLUSH)
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
 class NativeBackend:
-    """`zero_open` has the kernel open files without a request, and `keep_listings` lets it keep what it has read of a
-    directory: both only where no object ever changes. `writable` is how the connection was made. With `direct_writers`, a
-    handle that is opened for writing reads and writes through the daemon even when its file is in passthrough."""
+    """`zero_open` has the kernel open files without a request, only where no object ever changes. `keep_listings` lets it
+    keep what it has read of a directory, while that is fresh. `writable` is how the connection was made. With
+    `direct_writers`, a handle that is opened for writing reads and writes through the daemon even when its file is in
+    passthrough."""
 
     name = "native"
     max_background = MAX_BACKGROUND
@@ -105,7 +106,7 @@ class NativeBackend:
         self._device = device
         self._write = device.write
         self._zero_open = zero_open
-        self._directory_flags = int(Flags.KEEP_CACHE | Flags.CACHE_DIR) if keep_listings else 0
+        self._keep_listings = keep_listings
         self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
         self._user = (0, 0)  # uid and gid of the request that is being handled
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
@@ -516,22 +517,26 @@ class NativeBackend:
     # -- directories -------------------------------------------------------------------------------
 
     def _opendir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._begin(unique, self.operations.opendir(thread, inode), self._opened_directory)
-
-    def _opened_directory(self, unique: int, dh: int) -> None:
-        flags = 0 if self._fs.refreshed else self._directory_flags
-        taken = False
+        dh = self.operations.opendir(inode)
+        flags, taken = 0, False
+        if self._keep_listings:
+            flags = _CACHE_DIR | (_KEEP_CACHE if self._fs.listing_kept(dh) else 0)
         try:
-            taken = self._send(protocol.OPEN_REPLY, unique, dh, flags, 0)
+            taken = self._send(_OPEN, unique, dh, flags, 0)
         finally:
             if not taken:
+                self._fs.listing_lost(dh)
                 self.operations.releasedir(dh)
 
     def _readdir(
         self, pack: Callable[[Entry], bytes], unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
         dh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
-        self._begin(unique, self.operations.readdir(thread, dh, offset), partial(self._listed, pack, size))
+        pending = self.operations.readdir(thread, dh, offset)
+        if pack is dirent:
+            # Names alone: whoever asked for the attributes of each would send a request for each.
+            self._fs.listing_lost(dh)
+        self._begin(unique, pending, partial(self._listed, pack, size))
 
     def _listed(self, pack: Callable[[Entry], bytes], size: int, unique: int, entries: list[Entry]) -> None:
         fitting: list[bytes] = []

@@ -96,7 +96,7 @@ class Request(NamedTuple):
     shown: str = ""
 
 
-LOOKUP, OPEN, OPENDIR, READDIR, GETXATTR = map(Request, ("lookup", "open", "opendir", "readdir", "getxattr"))
+LOOKUP, OPEN, READDIR, GETXATTR = map(Request, ("lookup", "open", "readdir", "getxattr"))
 GETATTR = Request("getattr", always=True)
 READ = Request("read", None)
 OPEN_TO_WRITE, CREATE, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, SETATTR = (
@@ -270,9 +270,9 @@ class Operations:
 
     # -- directories -------------------------------------------------------------------------------
 
-    def opendir(self, thread: int, inode: int) -> Pending[int]:
+    def opendir(self, inode: int) -> int:
         self._metrics.fuse_opendir += 1
-        return Pending(OPENDIR, thread, partial(self._fs.opendir, inode))
+        return self._fs.opendir_now(inode)
 
     def readdir(self, thread: int, dh: int, offset: int) -> Pending[list[Entry]]:
         """A few more entries than the last buffer took. The backend says how many this one took (`listed`)."""
