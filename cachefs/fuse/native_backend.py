@@ -532,7 +532,8 @@ class NativeBackend:
         self, pack: Callable[[Entry], bytes], unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
         dh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
-        pending = self.operations.readdir(thread, dh, offset)
+        least = (protocol.DIRENT if pack is dirent else protocol.DIRENTPLUS).size + 8
+        pending = self.operations.readdir(thread, dh, offset, size // least + 1)
         if pack is dirent:
             # Names alone: whoever asked for the attributes of each would send a request for each.
             self._fs.listing_lost(dh)
@@ -549,7 +550,6 @@ class NativeBackend:
         if entries and not fitting:
             self._done(unique, errno.EINVAL)  # an empty reply would mean the end of the directory
             return
-        self.operations.listed(len(entries), len(fitting))
         self._data(unique, b"".join(fitting))
 
     def _releasedir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:

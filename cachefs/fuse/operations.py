@@ -274,10 +274,11 @@ class Operations:
         self._metrics.fuse_opendir += 1
         return self._fs.opendir_now(inode)
 
-    def readdir(self, thread: int, dh: int, offset: int) -> Pending[list[Entry]]:
-        """A few more entries than the last buffer took. The backend says how many this one took (`listed`)."""
+    def readdir(self, thread: int, dh: int, offset: int, most: int = 0) -> Pending[list[Entry]]:
+        """At least as many entries as the buffer takes, if there are. `most` is how many it takes; a backend that does not
+        know (0) is given a few more than the last buffer took, and says how many this one took (`listed`)."""
         self._metrics.fuse_readdir += 1
-        return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, self._page + 4))
+        return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, most or self._page + 4))
 
     def listed(self, count: int, fitted: int) -> None:
         """Of `count` entries the kernel's buffer took `fitted`."""
