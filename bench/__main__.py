@@ -1,4 +1,7 @@
-"""`python -m bench NAME [--json] [--rounds N]`: measure a scenario, all of them, or report what was measured."""
+"""`python -m bench NAME [--json] [--rounds N] [--profile]`: measure a scenario, all of them, or report what was measured.
+
+`python -m bench --profile NAME` shows where the daemons of a scenario spend their time; its figures are slower then, and not
+kept."""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 
 from bench import (
     backends,
+    beside,
     change,
     cluster,
     cold,
@@ -25,9 +29,12 @@ from bench import (
     writing,
 )
 from bench.harness import SCENARIOS, keep, run, show
+from bench.mounts import Cachefs
+from bench.profiling import Profile
 from bench.workspace import Workspace
 
 ORDER = (
+    "side-by-side",
     "cold-seq",
     "ttfb",
     "cold-small",
@@ -75,6 +82,7 @@ ORDER = (
 """As the table has them."""
 
 MODULES = (
+    beside,
     cold,
     prefetching,
     epochs,
@@ -93,13 +101,14 @@ MODULES = (
 """Importing them is what registers the scenarios."""
 
 
-def measure(names: Sequence[str], rounds: int | None, as_json: bool) -> int:
+def measure(names: Sequence[str], rounds: int | None, as_json: bool, profiled: bool) -> int:
     """0 when every figure is met."""
     records = []
     with Workspace() as work:
         for name in names:
             record = run(name, work, rounds)
-            keep(record)
+            if not profiled:
+                keep(record)
             records.append(record)
             if not as_json:
                 print(show(record), flush=True)
@@ -117,6 +126,7 @@ def main() -> int:
     parser.add_argument("name", choices=[*ORDER, "all", "list", "report"])
     parser.add_argument("--json", action="store_true", help="print the records as JSON")
     parser.add_argument("--rounds", type=int, help="how often each contender takes its turn")
+    parser.add_argument("--profile", action="store_true", help="show where the daemons spend their time")
     options = parser.parse_args()
     # So that every `with` is left and nothing stays mounted.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -129,7 +139,13 @@ def main() -> int:
 
         print(write(ORDER))
         return 0
-    return measure(ORDER if options.name == "all" else [options.name], options.rounds, options.json)
+    names = ORDER if options.name == "all" else [options.name]
+    if not options.profile:
+        return measure(names, options.rounds, options.json, profiled=False)
+    Cachefs.profile = profile = Profile()
+    measure(names, options.rounds, options.json, profiled=True)
+    print(profile)
+    return 0
 
 
 if __name__ == "__main__":

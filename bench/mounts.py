@@ -23,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from bench.lab.client import LabStore
+from bench.profiling import Profile, threads_of
 
 NULL = "null (pyfuse3)"
 OWN = "cachefs"
@@ -111,6 +112,17 @@ class Mount:
         """CPU seconds of the process so far, its threads and those that ended included, to the nanosecond."""
         return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
 
+    def all_cpu_s(self) -> float:
+        """The same with the processes that it started and that still run, to a hundredth of a second."""
+        found, waiting = 0.0, [self.pid]
+        while waiting:
+            pid = waiting.pop()
+            for _, seconds in threads_of(pid).values():
+                found += seconds
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            waiting += map(int, children.read_text().split()) if children.exists() else []
+        return found
+
     def memory(self) -> Memory:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         sizes = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
@@ -148,6 +160,8 @@ class Cachefs(Mount):
     """Through its own command line, in the background, as a user would. `name` tells two of them apart."""
 
     name = OWN
+    profile: ClassVar[Profile | None] = None
+    """Set: the daemons of all mounts are sampled from their start to their end."""
 
     def __init__(self, scratch: Path, lab: LabStore, bucket: str, *options: str, name: str = OWN) -> None:
         super().__init__(scratch, lab, bucket)
@@ -163,9 +177,18 @@ class Cachefs(Mount):
         if said.returncode:
             raise RuntimeError(f"cachefs did not mount: {said.stderr.strip()}")
         self.own(self.status()["pid"])
+        if self.profile is not None:
+            self.profile.watch(self.pid)
+
+    def crash(self) -> None:
+        if self.profile is not None:
+            self.profile.end(self.pid)
+        super().crash()
 
     def stop(self) -> None:
         """A clean unmount: what is cached is saved."""
+        if self.profile is not None:
+            self.profile.end(self.pid)
         said = self._run("umount", str(self.path))
         if said.returncode:
             raise RuntimeError(f"cachefs did not unmount: {said.stderr.strip()}")
@@ -316,6 +339,82 @@ class S3fs(Foreground):
 
     def env(self) -> dict[str, str]:
         return {"AWSACCESSKEYID": "lab", "AWSSECRETACCESSKEY": "lab"}
+
+
+class S3fsWriting(S3fs):
+    """The same without the option that makes it read-only."""
+
+    def command(self) -> list[str]:
+        return [word.replace(",ro,", ",") for word in super().command()]
+
+
+class MountS3(Foreground):
+    """Mountpoint for S3 with its disk cache."""
+
+    name = "mount-s3"
+    modes: tuple[str, ...] = ("--read-only",)
+
+    def command(self) -> list[str]:
+        store = ["--endpoint-url", self.lab.endpoint, "--force-path-style", "--region", "us-east-1"]
+        cache = ["--cache", str(self.cache), "--metadata-ttl", "indefinite"]
+        return [on_path(self.name), self.bucket, str(self.path), "--foreground", *store, *cache, *self.modes]
+
+
+class MountS3Writing(MountS3):
+    """The same, for files that are written in order."""
+
+    modes = ("--allow-delete", "--allow-overwrite")
+
+
+class Geesefs(Foreground):
+    """geesefs with its disk cache; a close waits for the store, as cachefs's does."""
+
+    name = "geesefs"
+
+    def command(self) -> list[str]:
+        store = ["--endpoint", self.lab.endpoint, "--region", "us-east-1", "--fsync-on-close"]
+        return [on_path(self.name), "-f", *store, "--cache", str(self.cache), self.bucket, str(self.path)]
+
+
+class Juicefs(Foreground):
+    """JuiceFS with its metadata in SQLite. Its objects have a format of their own, so a bucket of ours is copied into it
+    first, through a mount of its own."""
+
+    name = "juicefs"
+
+    def __init__(self, scratch: Path, lab: LabStore, bucket: str, tree: Path | None = None) -> None:
+        super().__init__(scratch, lab, bucket)
+        self._tree = tree
+        self._names = scratch / f"juicefs-{bucket}.db"
+
+    def command(self) -> list[str]:
+        mount = [on_path(self.name), "mount", "--no-usage-report", "--cache-dir", str(self.cache)]
+        return [*mount, f"sqlite3://{self._names}", str(self.path)]
+
+    def start(self) -> None:
+        program = on_path(self.name)
+        if not self._names.exists():
+            bucket = f"juicefs-{self.bucket}"
+            self.lab.bucket(bucket)
+            store = ["--storage", "s3", "--bucket", f"{self.lab.endpoint}/{bucket}"]
+            keys = ["--access-key", "lab", "--secret-key", "lab", "--trash-days", "0"]
+            command = [program, "format", *store, *keys, f"sqlite3://{self._names}", bucket]
+            said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **self.lab.env})
+            if said.returncode:
+                raise Unavailable(f"juicefs format: {said.stderr.strip().splitlines()[-1:]}")
+            if self._tree is not None:
+                filling = Juicefs(self.home, self.lab, self.bucket)
+                filling._names = self._names
+                with filling:
+                    shutil.copytree(self._tree, filling.path, dirs_exist_ok=True)
+        super().start()
+
+
+def on_path(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        raise Unavailable(f"{program}: not on PATH")
+    return found
 
 
 class FsspecFuse(Foreground):

@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,9 @@ class Scale:
     cold: int = 1 << 30
     warm: int = 256 << 20
     shared: int = 256 << 20
+    beside_large: int = 512 << 20
+    beside_saved: int = 256 << 20
+    beside_made: int = 300
     small_files: int = 1000
     small_size: int = 100_000
     saved: int = 1 << 30
@@ -65,6 +69,9 @@ TINY = Scale(
     cold=24 << 20,
     warm=8 << 20,
     shared=24 << 20,
+    beside_large=24 << 20,
+    beside_saved=24 << 20,
+    beside_made=10,
     small_files=50,
     small_size=20_000,
     saved=40 << 20,
@@ -183,6 +190,14 @@ class Workspace:
         if not copy.exists():
             shutil.copytree(tree, copy)
         return copy
+
+    def reader(self) -> Path:
+        """`bench/reader.c`, compiled."""
+        program = self.disk / "reader"
+        if not program.exists():
+            source = Path(__file__).with_name("reader.c")
+            subprocess.run(["cc", "-O2", "-pthread", "-o", program, source], check=True)
+        return program
 
     # -- the store ---------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ from bench import readers, report, training
 from bench.harness import SCENARIOS, Result, Series, interleave, show
 from bench.harness import run as measure
 from bench.mounts import Unavailable
+from bench.profiling import Profile
 from bench.workspace import TINY, Workspace
 
 COUNTS = {
+    "side-by-side": (),
     "cold-seq": ("bytes from the store",),
     "cold-small": ("GETs a file", "bytes from the store"),
     "epoch-cold": ("GETs a file",),
@@ -174,3 +178,22 @@ def test_report_shows_what_is_not_met() -> None:
     row = {"what": "rate / ext4", "value": 0.5, "sense": "≥", "target": 0.75, "unit": "", "ok": False}
     text = report.table([{"figures": [row], "command": "scripts/bench warm-seq"}])
     assert "| rate / ext4 | 0.50 | ≥ 0.75 | **not yet** | `scripts/bench warm-seq` |" in text
+
+
+@pytest.mark.skipif(
+    not Path(sys.prefix, "bin", "py-spy").exists(), reason="needs py-spy (scripts/setup bench)"
+)
+def test_a_profile_names_the_line_that_is_busy() -> None:
+    program = "import time\ndef busy():\n    while True:\n        sum(range(1000))\nbusy()\n"
+    child = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        profile = Profile()
+        profile.watch(child.pid)
+        time.sleep(2)
+        profile.end(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+    head, _, line, *_ = str(profile).splitlines()
+    assert head.startswith("main thread: ")
+    assert "busy (<string>:4)" in line

@@ -313,6 +313,7 @@ class Daemon:
         )
         self._do_without()
         await self._fs.recover()
+        self._fs.list_tops(self._absent)
         if uploading is not None:  # not before: what an earlier run has left has to have its names first
             lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
         notices = Notices(lambda *notice: self._backend.backend.invalidate(*notice))

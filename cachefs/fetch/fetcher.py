@@ -50,6 +50,8 @@ Buffer = bytes | bytearray | memoryview
 ReadHook = Callable[[ObjectId, int, int], None]
 """(object, offset, size): a part of a large file was read through the daemon. Never raises."""
 
+Brought = Callable[[int, CachefsError | None], None]
+"""(bytes that came, what failed): a file that was fetched in the background. Never raises."""
 
 REPETITION_S = 0.25
 """The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
@@ -114,7 +116,7 @@ class Fetcher:
         upstream: Upstream | None = None,
     ) -> None:
         self._store = store
-        self.course = store.course
+        self.course, self.look_soon = store.course, store.look_soon
         self.transfers = Transfers()
         self._readahead: dict[bytes, Readahead] = {}  # by version, while it has readers
         self._upstream = upstream or Upstream(metrics)
@@ -307,6 +309,20 @@ class Fetcher:
                 self._store.prepare_later(obj)
             return fetched
 
+    def bring_small(self, origin: Origin, object_id: ObjectId, done: Brought) -> bool:
+        """Fetch a small file as `bring` does, without a task that waits for it: `done` is told how many bytes came, and what
+        failed. False if it takes more than that: nothing was begun then. Raises `NoRoom`."""
+        obj = self._store.object(object_id)
+        blocks = block_count(object_id.size, self._block_size)
+        if not 0 < blocks <= self._part_blocks or object_id.size > WHOLE_BYTES or self.transfers.of(obj):
+            return False
+        if any(self._store.has(obj, block) for block in range(blocks)):
+            return False
+        fetch = self._start(origin, obj, self._begin(obj, 0, blocks, ahead=True), ahead=True, done=done)
+        if fetch is None:
+            raise NoRoom(f"no tier takes {object_id.key} now")
+        return True
+
     def whole(self, object_id: ObjectId) -> bool:
         """True if all its blocks are here."""
         obj = self._store.look(object_id)
@@ -481,8 +497,9 @@ class Fetcher:
         ahead: bool,
         policy: Readahead | None = None,
         straight: bool = False,
+        done: Brought | None = None,
     ) -> InFlightFetch | None:
-        """`policy` is told when it has landed. `straight`: no other node is asked."""
+        """`policy` is told when it has landed, `done` when it is over. `straight`: no other node is asked."""
         if fill is None:
             return None
         fetch = InFlightFetch(self._store, self.transfers, obj, fill, self._token, ahead=ahead)
@@ -496,7 +513,7 @@ class Fetcher:
             self._ahead_bytes += fill.stop - fill.start
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
-        contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch, origin, policy)
+        contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch, origin, policy, done)
         self.in_flight_fetches += 1
         return fetch
 
@@ -511,7 +528,9 @@ class Fetcher:
             if isinstance(fetch.fill, TierFill) and fetch.fill.tier is tier:
                 fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
-    async def _fly(self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None) -> None:
+    async def _fly(
+        self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None, done: Brought | None
+    ) -> None:
         obj, fill, object_id = fetch.object, fetch.fill, fetch.object.id
         self._flying.add(fetch)
         try:
@@ -529,6 +548,11 @@ class Fetcher:
             log.error("transfer of %s failed unexpectedly", object_id.key, exc_info=error)
         if error is None and policy is not None and (wanted := policy.landed()):
             self._ask_ahead(origin, obj, policy, wanted)
+        if done is not None:
+            if error is None and self.passthrough and self._store.passthrough:
+                self._store.prepare_later(obj)
+            failure = error if error is None or isinstance(error, CachefsError) else _unexpected(fetch)
+            done(fill.landed - fill.start, failure)
 
     async def _collect(
         self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int

@@ -99,7 +99,7 @@ class DirectoryReader:
         now = self._clock()
         horizon = self._freshness.horizon(directory, now, now)
         whole = self._freshness.whole(directory)
-        if whole is not None and whole[1] >= horizon:
+        if whole is not None and whole[1] >= horizon and not directory.early:
             return whole[0]
         if directory.complete and directory.origin is not None and directory.origin.serves_stale:
             return directory.complete

@@ -109,6 +109,20 @@ class FileSystem(Writes):
         self._file_mode = stat.S_IFREG | options.file_mode
         self._dir_mode = stat.S_IFDIR | options.dir_mode
 
+    def list_tops(self, absent: Container[Origin] = ()) -> None:
+        """Begin to list what is mounted, a page of it, where names may be used for a while: the first reader need not wait
+        for that. Not where a listing is fresh, nor of origins that are `absent`."""
+        self._tops = self._tree.tops()  # kept: they know that their listings are early
+        for top in self._tops:
+            origin, now = top.origin, self._clock()
+            if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
+                continue
+            horizon = self._freshness.horizon(top, now, now)
+            whole = self._freshness.whole(top)
+            if whole is None or whole[1] < horizon:
+                self._lister.allow(top, self._lister.demand(top, horizon), 1)
+                top.early = True
+
     def enable_passthrough(self, kernel: PassthroughHook) -> None:
         """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""
         self._files.on_passthrough = kernel

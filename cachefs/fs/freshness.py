@@ -110,7 +110,7 @@ class Freshness:
             return Found(ino, is_dir, row, seen + ttls.ttl)
         if doubtful:
             return None
-        if cover is not None:
+        if cover is not None and not directory.early:
             return min(ttls.negative_ttl, cover[1] + ttls.ttl - now)
         if self._absent:
             until = self._absent.get((directory.number, name), 0.0)

@@ -143,9 +143,10 @@ class Lister:
     def demand(self, directory: Directory, horizon: float) -> Listing:
         """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
         listing = directory.listing
+        early, directory.early = directory.early, False
         if listing is not None:
             if self._freshness.in_force(directory, listing.epoch) and (
-                listing.running or not listing.pages or listing.landed_at >= horizon
+                listing.running or not listing.pages or (listing.landed_at >= horizon and not early)
             ):
                 return listing
             self.cancel(directory)

@@ -77,11 +77,13 @@ class Found(NamedTuple):
 
 
 class Directory:
-    """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes."""
+    """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes. `early`: its
+    listing was begun before a reader came. It shows what is there, but not what is missing: that may have come since."""
 
     __slots__ = (
         "__weakref__",
         "complete",
+        "early",
         "epoch_needed",
         "epoch_seen",
         "generation",
@@ -115,6 +117,7 @@ class Directory:
         ttls: Ttls,
     ) -> None:
         self.ttls = ttls
+        self.early = False
         self.ino = ino
         self.number = number
         self.key = number.to_bytes(4, "big")

@@ -8,7 +8,7 @@ task that fetches it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -244,9 +244,16 @@ class _Walk:
 
 
 class FromDirectories:
-    """The other small files of a directory."""
+    """The other small files of a directory. `wanted` will be asked for the versions that `look_soon` was told of."""
 
-    def __init__(self, fs: FileSystem, paths: Paths, wanted: Wanted) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        paths: Paths,
+        wanted: Wanted,
+        look_soon: Callable[[Iterable[ObjectId]], None],
+    ) -> None:
+        self._look_soon = look_soon
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
@@ -322,7 +329,7 @@ class FromDirectories:
         while True:
             while walk.buffer:
                 sibling = walk.buffer.popleft()
-                if sibling.object.size <= LARGE and self._wanted(sibling.object):
+                if self._wanted(sibling.object):
                     return sibling
             await trio.lowlevel.checkpoint()
             if walk.after is None and not walk.begin():
@@ -335,6 +342,8 @@ class FromDirectories:
                 return None
             if after == before:
                 return None
+            files = [file for file in files if file.object.size <= LARGE]
+            self._look_soon(file.object for file in files)
             walk.buffer.extend(files)
             walk.after = after
             if after is None:

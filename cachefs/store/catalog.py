@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +34,10 @@ OBJECTS_IN_MEMORY = 8192
 
 COPIES_IN_MEMORY = 32_768
 """Copies that this may come to before versions are forgotten early, about 1.5 KiB each (measured). A bound of memory."""
+
+LOOKED_AT = 1024
+"""Versions that are only looked at, above which they are forgotten, about 500 bytes each. Guessed: files of a few
+directories that prefetch is about to fetch."""
 
 CHECKED_EXTENTS = 16
 """Extents of a version whose verified copies are remembered as such when it is forgotten: those of a larger one would push
@@ -191,6 +195,8 @@ class Catalog:
         self._removed: dict[CopyKey, int | None] = {}
         self._flushing: dict[CopyKey, Copy | int | None] = {}
         self._loaded = 0
+        # Versions that were looked at last, and are not in memory otherwise: prefetch looks at files, then fetches them.
+        self._looked_at: dict[bytes, CachedObject] = {}
         self._checked = Checked()
         self.clock = index.newest_clock() + 1
         self._recent = self.clock
@@ -213,9 +219,31 @@ class Catalog:
 
     def look(self, object_id: ObjectId) -> CachedObject:
         """The bookkeeping for a caller that only looks: it is neither kept nor younger for it. Change nothing."""
-        found = self._objects.get(object_id.digest) or CachedObject(object_id)
+        found = self._objects.get(object_id.digest)
+        if found is None:
+            found = self._looked_at.get(object_id.digest)
+            if found is None:
+                found = CachedObject(object_id)
+                self._looks({object_id.digest: found})
         found.id = object_id
         return found
+
+    def look_soon(self, versions: Iterable[ObjectId]) -> None:
+        """`look` will be called for these: the rows of their first extents are read in one transaction."""
+        looked = {v.digest: CachedObject(v) for v in versions if v.digest not in self._objects}
+        keys = [(tier, digest, 0) for digest in looked for tier in self._tier]
+        listed = [key for key in keys if not self.unlisted(key)]
+        for key in keys:
+            looked[key[1]].copies[key[0], 0] = None
+        for key, copy in zip(listed, self._index.load(listed), strict=True):
+            if copy is not None:
+                self._found(looked[key[1]], key, copy)
+        self._looks(looked)
+
+    def _looks(self, looked: dict[bytes, CachedObject]) -> None:
+        if len(self._looked_at) > LOOKED_AT:
+            self._looked_at.clear()
+        self._looked_at.update(looked)
 
     def idle(self, digest: bytes) -> CachedObject | None:
         """The same for a version of which nothing else is known; None while it is in use."""
@@ -231,7 +259,11 @@ class Catalog:
             return found
         if len(self._objects) >= OBJECTS_IN_MEMORY or self._loaded >= COPIES_IN_MEMORY:
             self._forget_some()
-        found = self._objects[digest] = CachedObject(object_id)
+        found = self._looked_at.pop(digest) if digest in self._looked_at else CachedObject(object_id)
+        self._objects[digest] = found
+        for (tier, extent), copy in found.copies.items():  # they were loaded for the look
+            self._loaded += copy is not None
+            self._checked.discard((tier, digest, extent))
         return found
 
     def _remembers(self, obj: CachedObject) -> bool:
@@ -255,22 +287,30 @@ class Catalog:
             del self._objects[digest]
 
     def copy(self, obj: CachedObject, tier: int, extent: int) -> Copy | None:
-        """What the tier holds of the extent, loaded on first use."""
+        """What the tier holds of the extent, loaded on first use: with what the other tiers hold of it, in one transaction,
+        for they are asked next."""
         try:
             return obj.copies[tier, extent]
         except KeyError:
             pass
-        key = (tier, obj.id.digest, extent)
-        copy = None if self.unlisted(key) else self._index.load(key)
-        if copy is not None:
-            obj.pinned |= copy.pinned
-            if self._trust or key in self._checked:
-                copy.verified = copy.bitmap
+        keys = [(t, obj.id.digest, extent) for t in self._tier if (t, extent) not in obj.copies]
+        listed = [key for key in keys if not self.unlisted(key)]
+        obj.copies.update(dict.fromkeys(((t, extent) for t, _, _ in keys), None))
+        for key, copy in zip(listed, self._index.load(listed), strict=True):
+            if copy is not None:
+                self._found(obj, key, copy)
         if self._remembers(obj):
-            self._loaded += copy is not None
-            self._checked.discard(key)  # its bookkeeping says so from now on
-        obj.copies[tier, extent] = copy
-        return copy
+            for key in keys:
+                self._loaded += obj.copies[key[0], extent] is not None
+                self._checked.discard(key)  # its bookkeeping says so from now on
+        return obj.copies[tier, extent]
+
+    def _found(self, obj: CachedObject, key: CopyKey, copy: Copy) -> None:
+        """The index has this copy."""
+        obj.copies[key[0], key[2]] = copy
+        obj.pinned |= copy.pinned
+        if self._trust or key in self._checked:
+            copy.verified = copy.bitmap
 
     def copies(self, obj: CachedObject, tier: int) -> list[Copy]:
         """All copies of the version on a tier, by extent."""
@@ -447,6 +487,7 @@ class Catalog:
 
     def forget_tier(self, tier: int) -> None:
         """A tier is given up: nothing that it held is cached any more."""
+        self._looked_at = {}
         for obj in self._objects.values():
             for key in [key for key in obj.copies if key[0] == tier]:
                 self._loaded -= obj.copies.pop(key) is not None

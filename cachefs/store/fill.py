@@ -16,7 +16,7 @@ import xxhash
 
 from cachefs.base.errors import NoRoom
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, block_length
+from cachefs.base.names import BLOCKS_PER_EXTENT, block_count, block_length
 from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED, Classes, Eviction
 from cachefs.store.index import Copy
@@ -156,7 +156,8 @@ class TierFill(Fill):
         start: int,
         stop: int,
     ) -> None:
-        """`file` is a descriptor, or a function that opens one at the first write: on a disk that may take long."""
+        """`file` is a descriptor, or a function that opens one at the first write: on a disk that may take long, and a small
+        file's three system calls belong in the transfer's thread."""
         super().__init__(size, block_size, start, stop)
         self.tier = tier
         self.waits = tier.blocking
@@ -166,8 +167,11 @@ class TierFill(Fill):
         self._open = file if callable(file) else None
         self.not_opened: OSError | None = None
         self.failure: OSError | None = None
+        self._came_at_once = False
 
     def _put(self, view: memoryview, offset: int) -> None:
+        # A disk's file stays open, for its readers: opening it again may have to wait.
+        at_once = len(view) == self.stop - self.start and self._fd < 0 and not self.waits
         try:
             if self._fd < 0:
                 self._open_file()
@@ -176,10 +180,19 @@ class TierFill(Fill):
                     count = os.pwrite(self._fd, view, offset)
                     offset += count
                     view = view[count:]
+                if at_once:  # nothing has landed, so no reader has this descriptor
+                    fd, self._fd = self._fd, -1
+                    os.close(fd)
         except OSError as exc:
             if exc is not self.not_opened:
                 self.failure = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
+        self._came_at_once = at_once
+
+    def _disturb(self) -> None:
+        # The transfer ends now, and that wakes its readers: once.
+        if not self._came_at_once:
+            super()._disturb()
 
     def _open_file(self) -> None:
         assert self._open is not None
@@ -194,11 +207,23 @@ class TierFill(Fill):
         return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
-        return os.pread(self._fd, size, offset)
+        if self._fd >= 0:
+            return os.pread(self._fd, size, offset)
+        # It came all at once.
+        fd = self.tier.open_file(self.copy.digest, create=False)
+        try:
+            return os.pread(fd, size, offset)
+        finally:
+            os.close(fd)
 
     def _release(self) -> None:
-        if self._fd >= 0:
+        if self._fd >= 0 and self._open is None:
             os.close(self._fd)
+
+    def take_file(self) -> int:
+        """The descriptor that a closed fill has opened by itself, now the caller's; -1 if there is none."""
+        fd, self._fd = self._fd if self._open is not None else -1, -1
+        return fd
 
 
 class HeapFill(Fill):
@@ -336,7 +361,8 @@ class Fills:
             left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._space.evict_for(tier, need + left, evict):
             return None
-        file = self._space.file_to_write(obj, tier)
+        whole = start == 0 and stop == block_count(obj.id.size, self._block_size)
+        file = self._space.file_to_write(obj, tier, whole=whole)
         if file is None:
             return None
         dataset = self._eviction.datasets(obj.id)
@@ -392,6 +418,9 @@ class Fills:
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier
+        opened = fill.take_file()
+        if opened >= 0 and obj.fds.setdefault(tier.number, opened) != opened:
+            os.close(opened)
         if fill.wanted and not fill.counted and copy.bitmap:
             self._count_miss(obj, fill)  # read while it came
         missing = _bits(fill.start_block + fill.settled, fill.stop_block)

@@ -131,12 +131,15 @@ class Index:
         except NoRoom:
             self._told = False  # a full disk: what the index says of itself cannot be changed, so it is not closed cleanly
 
-    def load(self, key: CopyKey) -> Copy | None:
+    def load(self, keys: list[CopyKey]) -> list[Copy | None]:
+        """The copies as they were written, in the order of the keys."""
         try:
-            row = self._db.get("copies", pack_key(key))
+            rows = self._db.get_many("copies", map(pack_key, keys))
         except CacheUnusable:
-            return None  # damage met while running: a miss
-        return unpack_copy(key, row) if row is not None else None
+            return [None] * len(keys)  # damage met while running: a miss
+        return [
+            unpack_copy(key, row) if row is not None else None for key, row in zip(keys, rows, strict=True)
+        ]
 
     def _scan(self, table: str, start: bytes, stop: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         try:

@@ -278,15 +278,18 @@ class Space:
         except OSError as exc:
             tier.failed(exc)
 
-    def file_to_write(self, obj: CachedObject, tier: Tier) -> int | Callable[[], int] | None:
+    def file_to_write(
+        self, obj: CachedObject, tier: Tier, *, whole: bool = False
+    ) -> int | Callable[[], int] | None:
         """A descriptor of the version's file; or, of a file on a disk that is not open yet, a function that opens it, for a
-        thread. None while an immutable one is on its way out. If that fails: `not_opened`."""
-        if not tier.blocking or tier.number in obj.fds:
+        thread. None while an immutable one is on its way out. If that fails: `not_opened`. `whole`: one writer writes all of
+        it, so none of the others need the descriptor."""
+        if tier.number in obj.fds or not (tier.blocking or whole):
             return self._file_for_write(obj, tier)
         if tier.number in obj.leaving:
             return None
         known = any(copy.bitmap for copy in self._catalog.copies(obj, tier.number))
-        return partial(tier.open_to_fill, obj.id.digest, known=known)
+        return partial(tier.open_to_fill, obj.id.digest, obj.id.size, known=known)
 
     def _file_for_write(self, obj: CachedObject, tier: Tier) -> int | None:
         """The version's file, made if there is none; None while an immutable one is on its way out. Blocks that an earlier,

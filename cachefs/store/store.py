@@ -101,6 +101,7 @@ class Store:
         adopting = Adopting(*parts, tiers, block_size, metrics)
 
         self.object, self.look = self.catalog.object, self.catalog.look
+        self.look_soon = self.catalog.look_soon
         self.course, self.left_behind = self.eviction.course, self.eviction.left_behind
         self.flush = self.eviction.flush
         self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole

@@ -301,14 +301,16 @@ class Tier:
         self.shape(fd, size)
         return fd
 
-    def open_to_fill(self, digest: bytes, *, known: bool) -> int:
-        """A descriptor of the version's file, to write blocks into it; `known` when it must be there already. Blocking, and
-        waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when it is immutable."""
+    def open_to_fill(self, digest: bytes, size: int, *, known: bool) -> int:
+        """A descriptor of the version's file, of `size` bytes, to write blocks into it; `known` when it must be there
+        already. Blocking, and waits for what is still to go of it. OSError(ENOENT) when it is not there, OSError(EROFS) when
+        it is immutable."""
         self.disposal.settle(digest)
         with self.disk.busy():
-            fd = None if known else self.new_file(digest, 0)
-            if fd is None:
-                fd = self.open_file(digest, create=False)
+            fd = None if known else self.new_file(digest, size)
+            if fd is not None:
+                return fd
+            fd = self.open_file(digest, create=False)
             if is_immutable(os.fstat(fd)):
                 os.close(fd)
                 raise OSError(errno.EROFS, "immutable")

@@ -55,6 +55,38 @@ async def test_cold_open_costs_one_list_per_component() -> None:
         assert bucket.counts == (0, 0)
 
 
+async def test_what_is_mounted_is_listed_before_the_first_reader_comes() -> None:
+    bucket = Bucket([*(f"a/{i}.bin" for i in range(100)), *(f"f{i:04d}" for i in range(3000))])
+    async with mounted(bucket) as mount:
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        assert bucket.counts == (1, 0)  # one page of three
+        await mount.read("a/7.bin")
+        assert bucket.counts == (2, 0)
+        bucket.put("b")  # by another client, before a reader has asked for it
+        assert await mount.stat("b") is not None
+        assert len(await mount.entries()) == 3002
+        listed = bucket.counts
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        assert bucket.counts == listed  # it is fresh
+    async with mounted(bucket, metadata_ttl=0.0) as mount:
+        bucket.reset()
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        assert bucket.counts == (0, 0)  # nothing of it could be used
+
+
+async def test_what_came_since_an_early_listing_is_shown() -> None:
+    bucket = flat(3)
+    async with mounted(bucket) as mount:
+        mount.fs.list_tops()
+        await trio.sleep(1)
+        bucket.put("b")
+        assert "b" in {os.fsdecode(entry.name) for entry in await mount.entries()}
+        assert bucket.counts == (2, 0)
+
+
 async def test_missing_names_in_a_listed_directory_cost_nothing() -> None:
     bucket = flat(50)
     async with mounted(bucket) as mount:

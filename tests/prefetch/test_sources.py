@@ -47,7 +47,7 @@ async def test_a_pass_shows_each_name_once_but_for_the_slice_where_it_began(firs
         offered.append(obj.key.encode()[2:])
         return False
 
-    source = FromDirectories(fs, Paths([volume]), wanted)
+    source = FromDirectories(fs, Paths([volume]), wanted, look_soon=lambda versions: None)
     for _ in range(START):
         source.missed(INO, origin, _version(NAMES[first]), 1, 0.0)
     assert await source.next() is None
@@ -63,7 +63,7 @@ def test_directories_are_forgotten_by_time_and_by_number() -> None:
     origin: Any = SimpleNamespace(prefix="", source="s3://b")
     volume: Any = SimpleNamespace(name="", origin=origin)
     fs: Any = None
-    source = FromDirectories(fs, Paths([volume]), lambda obj: True)
+    source = FromDirectories(fs, Paths([volume]), lambda obj: True, look_soon=lambda versions: None)
 
     def demanded(directory: int, now: float) -> int:
         source.missed(directory << LOW_BITS, origin, _version(NAMES[0]), 1, now)

@@ -64,6 +64,32 @@ async def test_a_look_leaves_no_trace(cache_dir: Path) -> None:
 
 
 @in_trio
+async def test_versions_that_are_looked_at_together_are_loaded_once(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        ids = put(lab, 40)
+        for object_id in ids[:20]:
+            await lab.read(object_id)
+        await forget_all(lab)
+        transactions = []
+        load = lab.store.catalog._index.load
+        monkeypatch.setattr(
+            lab.store.catalog._index, "load", lambda keys: transactions.append(keys) or load(keys)
+        )
+        lab.store.look_soon(ids)
+        assert [lab.fetcher.whole(object_id) for object_id in ids] == [True] * 20 + [False] * 20
+        assert len(transactions) == 1
+        assert lab.store.catalog._loaded == held(lab) == 0
+        for object_id in ids:  # what was looked at is what is used, and what came since is seen
+            await lab.read(object_id)
+            assert lab.fetcher.whole(object_id)
+        assert len(transactions) == 1
+        assert lab.store.catalog._loaded == held(lab)
+        assert len(lab.origin.gets) == 40
+
+
+@in_trio
 async def test_looks_at_others_take_nothing_from_what_is_passthrough(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

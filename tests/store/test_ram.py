@@ -527,3 +527,40 @@ def huge_share(path: Path) -> float:
     except OSError:
         pytest.skip("no /proc/kpageflags")
     return huge / count
+
+
+@in_trio
+async def test_a_file_that_came_at_once_is_closed_and_can_be_read_before_its_transfer_ends(
+    cache_dir: Path,
+) -> None:
+    async with running(cache_dir, ram=4 * MIB) as lab:
+        data = content(1, BLOCK // 2)
+        obj = lab.store.object(lab.origin.put("k", data))
+        woken: list[int] = []
+        with obj.held():
+            fill = lab.store.begin_fill(obj, 0, 1, ahead=True)
+            assert fill is not None
+            fill.on_landed = lambda: woken.append(1)
+            fill.wake_at = 1
+            before = len(os.listdir("/proc/self/fd"))
+            fill.write(data)
+            assert len(os.listdir("/proc/self/fd")) == before
+            assert fill.read(5, 100) == data[5:105]
+            lab.store.end_fill(obj, fill)
+            assert lab.store.read_now(obj, 0, len(data)) == data
+        assert not woken  # the end of the transfer wakes its readers
+        assert lab.store.catalog._loaded == 1
+
+
+@in_trio
+async def test_a_file_in_the_way_of_a_small_version_goes(cache_dir: Path) -> None:
+    """What a crash left: immutable, and without a row."""
+    async with running(cache_dir, ram=4 * MIB) as lab:
+        data = content(1, BLOCK // 2)
+        object_id = lab.origin.put("k", data)
+        (tier,) = (tier for tier in lab.store.tiers if not tier.blocking)
+        os.close(tier.open_file(object_id.digest, create=True))
+        os.close(tier.make_immutable(object_id.digest, 0))
+        assert await lab.read(object_id) == data
+        assert await lab.read(object_id) == data
+        assert len(lab.origin.gets) <= 2

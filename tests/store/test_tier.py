@@ -229,13 +229,13 @@ def test_an_immutable_file_is_opened_for_reading_only(make: Callable[..., Tier])
         os.close(fd)
     assert one.immutable(DIGEST) and stat.S_IMODE(path.stat().st_mode) == tier.IMMUTABLE
     with pytest.raises(OSError) as refused:
-        one.open_to_fill(DIGEST, known=True)
+        one.open_to_fill(DIGEST, 1, known=True)
     assert refused.value.errno == errno.EROFS
     assert not one.immutable(OTHER)
     with pytest.raises(FileNotFoundError):
-        one.open_to_fill(OTHER, known=True)
-    os.close(one.open_to_fill(OTHER, known=False))
-    os.close(one.open_to_fill(OTHER, known=True))
+        one.open_to_fill(OTHER, 1, known=True)
+    os.close(one.open_to_fill(OTHER, 1, known=False))
+    os.close(one.open_to_fill(OTHER, 1, known=True))
     assert len(os.listdir("/proc/self/fd")) == before
     one.unlink(DIGEST)
     assert not one.immutable(DIGEST), "it goes"
