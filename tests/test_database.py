@@ -896,13 +896,26 @@ def test_a_reader_that_does_not_end_keeps_the_file_open(
     db.close()
 
 
-def test_what_goes_on_in_the_refuge_is_closed_with_it(tmp_path: Path) -> None:
+def test_what_goes_on_in_the_refuge_is_closed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     db = Database(tmp_path / "db", TABLES, version="v1", fsync=True, refuge=tmp_path / "refuge")
     db.write([("a", b"k", b"here")])
-    db.leave("its disk does not answer")
-    db.write([("a", b"k", b"there")])
-    db.leave("once more")  # there is one only
+    with monkeypatch.context() as patched:
+        writing = db._write
+        failures = iter([NoRoom("full")])
+
+        def full(*rows: Any) -> None:
+            for failure in failures:
+                raise failure
+            writing(*rows)
+
+        patched.setattr(db, "_write", full)
+        db.write([("a", b"k", b"there")])
+        failures = iter([NoRoom("full again")])
+        with pytest.raises(NoRoom):  # there is one refuge only
+            db.write([("a", b"k", b"nowhere")])
     assert db.get("a", b"k") == b"there"
     db.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -22,6 +22,7 @@ import pytest
 import trio
 
 import cachefs
+from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.metrics import Metrics
 from cachefs.fetch import Fetcher
@@ -106,7 +107,7 @@ async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fet
     near, far = socket_pair()
     line = Line(far.detach())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
+        database = WriteBehind(Database(Path(place), TABLES, version=FORMAT, fsync=False))
         async with trio.open_nursery() as nursery:
             fetcher: Any = Fetcher(cache.store, nursery, metrics, max_readahead=8 * MIB)
             fs = FileSystem([Volume("", origin)], database, fetcher, Options(uid=0, gid=0), metrics)

@@ -386,6 +386,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_hanging_disk.py::test_a_stop_needs_no_disk",
         "tests/mount/test_hanging_disk.py::test_a_disk_that_answers_again_is_used_again",
     ),
+    "While a cache disk hangs, only who writes or syncs a file waits for it; a change of a name or mode may get"
+    " EIO after 5 s. Everybody else is answered, and what was acknowledged is there afterwards.": (
+        "tests/mount/test_frozen_writes.py::test_only_who_needs_the_disk_waits_for_it",
+        "tests/mount/test_frozen_writes.py::test_a_kill_while_the_disk_is_frozen_loses_nothing_acknowledged",
+        "tests/mount/test_frozen_writes.py::test_a_stop_does_not_wait_for_what_is_written",
+    ),
     "Waiting writes and reads delay no other request.": (
         "tests/fuse/test_writing.py::test_writes_that_wait_hold_up_nothing_else",
         "tests/fuse/test_waiting.py::test_requests_are_read_however_many_wait",

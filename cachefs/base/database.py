@@ -106,7 +106,7 @@ class Database:
         self.path = path
         self._precious = precious
         self._refuge = refuge
-        self._names = tuple(tables)
+        self.tables = tuple(tables)
         self.dropped: str | None = None
         self.was_clean = False
         self._left: _Environment | None = None
@@ -149,7 +149,7 @@ class Database:
         return self.path / "data.mdb"
 
     def _open(self) -> _Environment:
-        return _Environment(self._place, self._names, fsync=self._fsync and self._left is None)
+        return _Environment(self._place, self.tables, fsync=self._fsync and self._left is None)
 
     def _mark(self, state: str) -> None:
         durable.write(self.path / MARK, f"{self._version}\n{state}\n")
@@ -159,7 +159,7 @@ class Database:
         fresh = self.path / "fresh"
         shutil.rmtree(fresh, ignore_errors=True)
         durable.make_directory(fresh)
-        _Environment(fresh, self._names, fsync=True).close()
+        _Environment(fresh, self.tables, fsync=True).close()
         durable.put(fresh / "data.mdb", self._data)
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -177,7 +177,7 @@ class Database:
             return None
         if not self._fsync and state != f"open {_boot_id()}":
             return "the machine stopped before it was written out"
-        return _rewrite(self.path, self._names, fsync=self._fsync)
+        return _rewrite(self.path, self.tables, fsync=self._fsync)
 
     def _drop(self, reason: str) -> None:
         if self._precious:
@@ -240,10 +240,14 @@ class Database:
         return self._read(take)
 
     def count(self, table: str) -> int:
-        def take(opened: _Environment) -> int:
-            with opened.env.begin() as txn:
-                entries: int = txn.stat(opened.tables[table])["entries"]
-                return entries
+        return self.count_and_get(table, ())[0]
+
+    def count_and_get(self, table: str, keys: Iterable[bytes]) -> tuple[int, list[bytes | None]]:
+        """How many rows there are, and the values of some, from one snapshot."""
+
+        def take(opened: _Environment) -> tuple[int, list[bytes | None]]:
+            with opened.env.begin(db=opened.tables[table]) as txn:
+                return txn.stat(opened.tables[table])["entries"], [txn.get(key) for key in keys]
 
         return self._read(take)
 
@@ -392,7 +396,7 @@ class Database:
             self._check_length(self._opened)
             refuge.mkdir(mode=0o700)
             self._opened.env.copy(str(refuge), compact=True)
-            opened = _Environment(refuge, self._names, fsync=False)
+            opened = _Environment(refuge, self.tables, fsync=False)
         except (lmdb.Error, OSError, CacheUnusable) as exc:
             log.warning("%s; and going on in %s failed: %s", why, refuge, exc)
             return False
@@ -400,10 +404,6 @@ class Database:
         # Another thread may be reading the old one right now, so it stays open until the end.
         self._left, self._opened, self._place = self._opened, opened, refuge
         return True
-
-    def leave(self, why: str) -> None:
-        """Go on in the refuge, if there is one, for its disk does not answer. Blocking."""
-        self._flee(NoRoom(why))
 
     def release_memory(self, above_bytes: int) -> None:
         """Unmap the pages that reads have left mapped, when they are more than `above_bytes`."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cachefs.base import durable, ownership
+from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import memory_limit
@@ -60,16 +61,17 @@ def _held_bytes(cache_dir: Path) -> int:
         return 0
 
 
-def open_names(opened: Opened) -> Database:
+def open_names(opened: Opened) -> WriteBehind:
     """Beside the cache, or wherever there is room for it: names can always be learnt again."""
     # A random name: every user can make a directory there.
     refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
     opened.temporary.append(refuge)
     try:
-        return Database(opened.state_dir / "names", TABLES, version=FORMAT, fsync=False, refuge=refuge)
+        names = opened.state_dir / "names"
+        return WriteBehind(Database(names, TABLES, version=FORMAT, fsync=False, refuge=refuge))
     except CacheUnusable as exc:
         opened.warnings.append(f"{exc}; keeping names in {refuge} until the mount ends")
-        return Database(refuge, TABLES, version=FORMAT, fsync=False)
+        return WriteBehind(Database(refuge, TABLES, version=FORMAT, fsync=False))
 
 
 def keep_free_bytes(config: Config) -> int:

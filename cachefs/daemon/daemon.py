@@ -26,8 +26,8 @@ import trio
 
 import cachefs
 from cachefs.base import logs
+from cachefs.base.behind import WriteBehind
 from cachefs.base.client import control_path
-from cachefs.base.database import Database
 from cachefs.base.errors import CachefsError, ConfigError, MountError, OriginFailed
 from cachefs.base.linux import resident_bytes
 from cachefs.base.metrics import Metrics
@@ -129,7 +129,7 @@ class Daemon:
         self,
         config: Config,
         opened: Opened,
-        names: Database,
+        names: WriteBehind,
         metrics: Metrics,
         on_ready: Callable[[], None],
         stopping: Stopping,
@@ -329,9 +329,6 @@ class Daemon:
                 nursery.start_soon(self._keep, partial(scrub, self._store), "looking through the cache")
             nursery.start_soon(self._keep, self._pauses.run, "looking for pauses of the loop")
             nursery.start_soon(self._keep, notices.run, "telling the kernel of changes")
-            for tier in self._store.tiers:
-                if tier.path == self._opened.state_dir:  # where the names are, too
-                    tier.disk.on_down.append(partial(nursery.start_soon, self._leave_disk))
             nursery.start_soon(self._keep, self._trim_loop, "giving memory back")
             if self._prefetcher is not None:
                 nursery.start_soon(self._keep, self._prefetcher.run, "prefetch")
@@ -525,12 +522,6 @@ class Daemon:
                 await trio.sleep(KEEP_EVERY_S)
             else:
                 return
-
-    async def _leave_disk(self) -> None:
-        """Keep names in memory from now on, so that learning a name does not wait for a disk that hangs."""
-        await trio.to_thread.run_sync(
-            self._names.leave, "the disk of the names does not answer", abandon_on_cancel=True
-        )
 
     async def _trim_loop(self) -> None:
         while True:

@@ -124,6 +124,9 @@ class DirtyFiles:
         """The node of a file that readers have in passthrough. Its dirty file is that very file, so that they see what is
         written; it begins with the open, because a mapping is written unseen. None if no reader has it so, or if others use
         the cache's file for longer than `TAKEN_S`."""
+        if not any(handle.backing for handle in self._files.under(ino)):
+            return None
+        await self._writer.disk_answers()
         with trio.move_on_after(TAKEN_S):
             while (handles := self._files.under(ino)) and (backing := handles[0].backing) is not None:
                 if handles[0].object != obj:

@@ -19,7 +19,7 @@ from typing import Any
 
 import trio
 
-from cachefs.base.database import Database
+from cachefs.base.behind import WriteBehind
 from cachefs.base.errors import (
     CachefsError,
     IsADirectory,
@@ -71,7 +71,7 @@ class FileSystem(Writes):
     def __init__(
         self,
         volumes: Sequence[Volume],
-        database: Database,
+        database: WriteBehind,
         reader: Reader,
         options: Options,
         metrics: Metrics,

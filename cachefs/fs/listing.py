@@ -287,7 +287,7 @@ class Lister:
     async def _write_state(self, directory: Directory) -> None:
         async with self._tree.writing:
             puts = [directory.state(), self._tree.newest(directory.listed_at)]
-            await trio.to_thread.run_sync(self._tree.database.write, puts)
+            self._tree.database.write(puts)
 
     def _check_order(self, directory: Directory, listing: Listing, page: Page, listed: ListPage) -> None:
         if not listed.ordered or (directory.origin and directory.origin.source in self._disordered):

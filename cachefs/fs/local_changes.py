@@ -10,7 +10,6 @@ What is done at the store is written down here as an answer of the store would b
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.base.errors import CachefsError
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.keys import mark_of_directory
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from cachefs.origin import Origin
 
 
-log = logging.getLogger(__name__)
-
 TIMES_KEPT = 16_384
 """Directories whose last change by this node is remembered, about 120 bytes each. Guessed."""
 
@@ -47,9 +43,8 @@ DIRTY_FILE_ETAG = "draft "
 class Node:
     """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
     its name, and `beneath` that this is none that the dirty file made. A node that was `removed` has no name any more, only
-    handles; one that is `moving` is about to get another. `unwritten`: the names database failed
-    to take what the origin has of it. `settled` says that its dirty file is not to be opened any more: the
-    cache has its content, or only the store."""
+    handles; one that is `moving` is about to get another. `settled` says that its dirty file is not to be
+    opened any more: the cache has its content, or only the store."""
 
     __slots__ = (
         "attrs",
@@ -66,7 +61,6 @@ class Node:
         "settled",
         "stable",
         "stored",
-        "unwritten",
         "writers",
     )
 
@@ -81,7 +75,7 @@ class Node:
         self.held = False
         self.removed = False
         self.settled = True
-        self.moving = self.unwritten = False
+        self.moving = False
         self.writers = 0
         self.attrs: dict[str, Any] = {}
         self.lock = trio.Lock()
@@ -182,8 +176,6 @@ class LocalChanges:
             self.attach(handle, node)
 
     def _pinned(self, node: Node, directory: Directory, name: bytes) -> tuple[int, Row]:
-        """Not in a thread: who holds `Tree.writing` has the database to himself, and it is not synced. Measured: 40 µs, of
-        which a thread's turn takes several times as much."""
         assert node.dirty_file is not None
         etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
         return pin(self._tree.database, directory, name, mtime_ns, etag, self._tree.moved)
@@ -243,8 +235,7 @@ class LocalChanges:
             self._settle(node)
 
     def settling(self, dirty_file: DirtyFile) -> bool:
-        """False while a name still shows the dirty file: its row could not be written, or it is being renamed. The row is
-        tried again now."""
+        """False while a name still shows the dirty file, for it is being renamed."""
         node = self._by_dirty_file.get(dirty_file.id)
         if node is None or node.removed or not node.held:
             return True
@@ -283,15 +274,7 @@ class LocalChanges:
         info, row = dirty_file.committed, node.row
         new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, row.low)
         key = node.directory.key + node.name
-        try:
-            self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
-        except CachefsError as exc:
-            # The origin has it, and its writer is told so. Until the row can be written, the name shows the dirty file.
-            if not node.unwritten:
-                log.warning("%s; trying again to note that %s is uploaded", exc, node.key)
-            node.unwritten = True
-            return
-        node.unwritten = False
+        self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
         self._let_go(node)
         self._freshness.note_answer(node.directory, node.name, node.stable, self._clock())
         self._files.turn(node.ino, self.version(node), info.mtime_ns)
@@ -428,7 +411,7 @@ class LocalChanges:
         tree, files = self._tree, self._files
         with trio.CancelScope(shield=True):
             async with tree.writing:
-                # Not in a thread, and no checkpoint from here until a caller has moved numbers: a lookup in between would
+                # No checkpoint from here until a caller has moved numbers: a lookup in between would
                 # show the new version under the number of the old one.
                 also = [("local", directory.key + name, None)]
                 written = write_answer(

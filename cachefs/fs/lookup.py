@@ -242,9 +242,7 @@ class Looker:
             generation = cover[0] if cover else 0
             if _is_written(said, *before, generation):
                 return True
-            written = await trio.to_thread.run_sync(
-                write_answer, self._tree.database, directory, name, said, generation, self._tree.moved
-            )
+            written = write_answer(self._tree.database, directory, name, said, generation, self._tree.moved)
         for ino, changed in written.changed:
             self._on_change(directory, ino, changed)
         return True

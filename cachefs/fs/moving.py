@@ -92,7 +92,7 @@ class Moving:
 
         await self._instead(replaced, copy)
         assert info is not None
-        self._writer.moved(object_of(*place, found.row), info.version(origin.source))
+        await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         await self._moved(place, found, to, info)
         await self._delete(origin, key, place)
 
@@ -328,7 +328,7 @@ class _Copies:
     """Of objects below one prefix, to where they are to be. `moved` is told that the cache may take one for the other."""
 
     def __init__(
-        self, origin: Origin, prefix: str, new: str, moved: Callable[[ObjectId, ObjectId], None]
+        self, origin: Origin, prefix: str, new: str, moved: Callable[[ObjectId, ObjectId], Awaitable[None]]
     ) -> None:
         self._origin, self._prefix, self._new, self._moved = origin, prefix, new, moved
         self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
@@ -358,7 +358,7 @@ class _Copies:
                 failed.append(exc)
                 return
             self._made.append((info, made))
-            self._tell(info, made)
+            await self._tell(info, made)
 
         await each(copy, objects, COPIES_AT_ONCE)
         if failed:
@@ -367,14 +367,14 @@ class _Copies:
     async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
         """Of all these nothing is there, whether we were told of it or not, but what was there before."""
         for info, made in self._made:
-            self._tell(made, info)
+            await self._tell(made, info)
         keys = [self.to(info) for info in objects]
         for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
             log.warning("%s was made by a rename that failed, and cannot be removed: %s", key, error)
 
-    def _tell(self, old: ObjectInfo, new: ObjectInfo) -> None:
+    async def _tell(self, old: ObjectInfo, new: ObjectInfo) -> None:
         source = self._origin.source
-        self._moved(old.version(source), new.version(source))
+        await self._moved(old.version(source), new.version(source))
 
 
 async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:

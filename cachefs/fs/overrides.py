@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from cachefs.base.behind import HANGS_AFTER_S
+
 if TYPE_CHECKING:
-    from cachefs.base.database import Database
+    from cachefs.base.behind import WriteBehind
 
 FIELDS = ("mode", "uid", "gid", "mtime_ns")
 
 
 class Overrides:
-    """By the number of the path, and the etag ("" for a directory). Writes are short transactions of one row."""
+    """By the number of the path, and the etag ("" for a directory). Nothing else knows it, so it is committed without delay;
+    who promises that awaits `written`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: WriteBehind) -> None:
         self._database = database
         self.any = database.count("kept") > 0  # so that a mount where nothing is kept pays nothing
 
@@ -34,7 +37,11 @@ class Overrides:
         """Nothing of the row is nothing kept."""
         key = stable.to_bytes(8, "big")
         if row:
-            self._database.write([("kept", key, json.dumps({"etag": etag, **row}).encode())])
+            self._database.write([("kept", key, json.dumps({"etag": etag, **row}).encode())], soon=True)
             self.any = True
         elif self.any and self._database.get("kept", key) is not None:
             self._database.write([("kept", key, None)])
+
+    async def written(self) -> None:
+        """Return when a kill does not undo what was put. Raises `NoRoom`, `CacheUnusable`."""
+        await self._database.written(HANGS_AFTER_S)

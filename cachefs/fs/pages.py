@@ -1,7 +1,7 @@
 """Writing down what an origin said: a page of a listing, one answer, the end of names that are gone.
 
-Each function is one transaction and runs in a worker thread while its caller holds `Tree.writing`, so no other task writes
-in between; what it finds out besides is returned, for the trio thread to act on.
+Each function writes once, while its caller holds `Tree.writing`, so that no other task writes in between. Those that write
+many rows run in a worker thread; what it finds out besides is returned, for the trio thread to act on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachefs.base.database import Database, Put
+from cachefs.base.behind import WriteBehind
+from cachefs.base.database import Put
 from cachefs.fs.inodes import join, low_of, next_low, next_number, number_of
 from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.rows import PINNED, Row, decode, encode, generation_of
@@ -34,7 +35,7 @@ class Written:
 
 
 def write_names(
-    database: Database,
+    database: WriteBehind,
     directory: Directory,
     entries: list[tuple[bytes, ObjectInfo | None]],
     generation: int,
@@ -96,7 +97,7 @@ def write_names(
 
 
 def _allocate(
-    database: Database, directory: Directory, names: list[bytes], reserved: Container[int]
+    database: WriteBehind, directory: Directory, names: list[bytes], reserved: Container[int]
 ) -> dict[bytes, int | None]:
     """A lower inode part for each new name; None where it is the hash itself, which is nearly always."""
     wanted = {name: low_of(name) for name in dict.fromkeys(names)}
@@ -118,7 +119,7 @@ def _allocate(
 
 
 def write_answer(
-    database: Database,
+    database: WriteBehind,
     directory: Directory,
     name: bytes,
     answer: ObjectInfo | bool,
@@ -167,7 +168,7 @@ def _newer(generation: int, data: bytes | None) -> int:
 
 
 def pin(
-    database: Database,
+    database: WriteBehind,
     directory: Directory,
     name: bytes,
     mtime_ns: int,
@@ -196,7 +197,7 @@ def pin(
 
 
 def sweep(
-    database: Database, directory: Directory, generation: int, after: bytes, kept: Container[bytes] = ()
+    database: WriteBehind, directory: Directory, generation: int, after: bytes, kept: Container[bytes] = ()
 ) -> tuple[bytes | None, list[tuple[int, bytes]]]:
     """Remove from the next `CHUNK` names behind `after` those that listing `generation` did not show, but for directories
     that are `kept`.
@@ -229,7 +230,7 @@ def sweep(
     return (rows[-1][0][4:] if len(rows) == CHUNK else None), gone
 
 
-def erase(database: Database, number: int) -> list[int] | None:
+def erase(database: WriteBehind, number: int) -> list[int] | None:
     """Remove up to `CHUNK` names of a directory that is gone.
 
     Returns the numbers of the directories among them; None when nothing was left and the directory itself is removed."""
@@ -252,7 +253,7 @@ def erase(database: Database, number: int) -> list[int] | None:
     return [n for ino in below if (n := number_written(database, ino)) is not None]
 
 
-def number_written(database: Database, ino: int) -> int | None:
+def number_written(database: WriteBehind, ino: int) -> int | None:
     """The number of a directory that something was ever written about."""
     number = number_of(ino)
     while (state := database.get("directories", number.to_bytes(4, "big"))) is not None:

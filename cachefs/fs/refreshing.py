@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-import trio
-
 from cachefs.base.errors import NameTooLong, NotFound
 from cachefs.fs.keys import MAX_NAME, name_in, nameable
 from cachefs.fs.tree import Directory, inode_of
@@ -121,4 +119,4 @@ class Refreshing:
         self._lister.cancel(directory)
         puts = self._tree.refresh(directory)
         async with self._tree.writing:
-            await trio.to_thread.run_sync(self._tree.database.write, puts)
+            self._tree.database.write(puts)

@@ -10,7 +10,8 @@ written here; ``kept`` what was set here of files and directories (`cachefs.fs.o
 
 A file row beside a directory row of the same name is hidden: the directory wins, and owns the inode number.
 
-Reads are synchronous and cheap, writes go through `cachefs.fs.pages` under the one lock `writing`.
+Reads are synchronous and cheap. So are writes, for the rows are brought to the disk behind them; they go through
+`cachefs.fs.pages` under the one lock `writing`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
-from cachefs.base.database import Database, Put
+from cachefs.base.database import Put
 from cachefs.base.errors import ConfigError, NotADirectory, NotFound
 from cachefs.fs.attributes import Ttls
 from cachefs.fs.inodes import LOW_BITS, ROOT, join, low_of, next_number, number_of
@@ -169,7 +171,7 @@ class Directory:
         return self.parent is None or self.parent.origin is None
 
 
-def clock_of(database: Database, machine: Machine | None = None) -> SteadyClock:
+def clock_of(database: WriteBehind, machine: Machine | None = None) -> SteadyClock:
     """The clock that the times in this database are by."""
     earlier = database.get("state", _CLOCK)
     clock = SteadyClock(earlier, machine)
@@ -178,20 +180,36 @@ def clock_of(database: Database, machine: Machine | None = None) -> SteadyClock:
     return clock
 
 
+class _Turn:
+    """The lock of those who write names. Each waits first while more rows wait for the disk than memory is to hold."""
+
+    def __init__(self, database: WriteBehind) -> None:
+        self._database = database
+        self._lock = trio.Lock()
+
+    async def __aenter__(self) -> None:
+        if self._database.crowded:
+            await self._database.uncrowded()
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Tree:
     """What is known of all names. Opening it forgets everything that was learnt from other volumes, and makes everything
     unknown if some of it was learnt later than now: then nothing says how old the rest is."""
 
     def __init__(
         self,
-        database: Database,
+        database: WriteBehind,
         volumes: Sequence[Volume],
         clock: Callable[[], float],
         ttls: Ttls | None = None,
     ) -> None:
         self._ttls = ttls or Ttls()
         self.database = database
-        self.writing = trio.Lock()
+        self.writing = _Turn(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._by_number: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._kept: dict[int, Directory] = {}

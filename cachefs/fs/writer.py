@@ -91,6 +91,9 @@ class Writer(Protocol):
         """A new dirty file that is to replace `base`, with its first `upto` bytes (None: all), or a new file. Raises
         `ObjectChanged` when the store has `base` no more."""
 
+    async def disk_answers(self) -> None:
+        """Return when the disk has taken a change: `take` will not wait for it."""
+
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: dict[str, Any]
     ) -> Any | None:
@@ -137,7 +140,7 @@ class Writer(Protocol):
         was `replaced` by another, nothing that its uploads made is left at the store. `instead` takes the name away while
         nothing of it is under way; when that raises, the dirty file is as it was."""
 
-    def moved(self, old: ObjectId, new: ObjectId) -> None:
+    async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied the version `old`, which goes now: `new` has the same bytes."""
 
     async def note(self, name: str, row: dict[str, Any] | None) -> None:

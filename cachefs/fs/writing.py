@@ -196,6 +196,7 @@ class Writing:
         self._kept.put(stable, etag, self._kept.get(stable, etag) | news)
         if mtime_ns is not None:
             self._local_changes.times.pop(stable, None)
+        await self._kept.written()
 
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         try:

@@ -1,7 +1,7 @@
 """Adopted files: a whole file that was written on the SSD tier's disk becomes the cached version, as it is.
 
-Nothing is copied: its blocks are hashed, room is accounted for, and then, in one step of the trio thread, the file is
-renamed to the version's place and its rows exist. Its writer may still have it open and read from it, so it is immutable,
+Nothing is copied: its blocks are hashed, room is accounted for, and a thread renames the file to the version's place, where
+nothing else puts one meanwhile; then its rows exist. Its writer may still have it open and read from it, so it is immutable,
 as after an open in passthrough: no block of it is ever punched out. It goes whole, and its readers keep what they have open.
 
 It is as young as a copy used now, but this is no use: it belongs to no dataset until it is read. Otherwise a checkpoint
@@ -13,10 +13,13 @@ A crash before the index has heard of it leaves a file without rows, which the s
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -26,6 +29,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
 from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.eviction import ANY, Eviction
+from cachefs.store.index import Copy
 from cachefs.store.space import VICTIMS_AT_ONCE, Space
 from cachefs.store.tier import SSD, Tier, allocated
 
@@ -63,6 +67,11 @@ class Adopting:
         self._metrics = metrics
         self._threads = trio.CapacityLimiter(HASHED_AT_ONCE)
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the disk of the tier is known not to answer."""
+        return self._tier is not None and self._tier.disk.down
+
     # -- adopting ----------------------------------------------------------------------------------
 
     async def adopt(self, object_id: ObjectId, path: Path) -> bool:
@@ -81,8 +90,49 @@ class Adopting:
                 return await self._adopt(obj, tier, path)
             except OSError as exc:
                 log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
-                self._space.failed(tier, exc)
+                if exc.errno != errno.ETIMEDOUT:
+                    self._space.failed(tier, exc)
                 return False
+
+    async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
+        """The same for the whole content of a small version that lies in memory: a thread makes the cache file of it."""
+        tier = self._tier
+        if tier is None or not tier.writable() or not data or len(data) != object_id.size:
+            return False
+        obj = self._catalog.object(object_id)
+        if self._in_the_way(obj, tier) or not tier.takes_files:
+            return False
+        blocks = range(block_count(len(data), self._block_size))
+        lengths = [block_length(block, len(data), self._block_size) for block in blocks]
+        need = sum(map(allocated, lengths))
+        with obj.held():
+            try:
+                if not await self._fits(tier, need, 0):
+                    return False
+                tier.reserve(need)
+                try:
+                    if self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
+                        return False
+                    taken = await self._placed(obj, tier, partial(tier.put, obj.id.digest, data))
+                finally:
+                    tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
+            except OSError as exc:
+                log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
+                if exc.errno != errno.ETIMEDOUT:
+                    self._space.failed(tier, exc)
+                return False
+            if taken:
+                view, ends = memoryview(data), list(itertools.accumulate(lengths))
+                self._put(
+                    obj,
+                    tier,
+                    [
+                        xxhash.xxh3_64_intdigest(view[end - length : end])
+                        for end, length in zip(ends, lengths, strict=True)
+                    ],
+                )
+            self._free_place(obj, tier)
+            return taken
 
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
         """True if the tier has all of the version already, parts of it are in use there, or blocks of it arrive anywhere."""
@@ -101,7 +151,7 @@ class Adopting:
         if status.st_dev != os.stat(tier.path).st_dev:
             return False
         if not size:
-            os.unlink(path)  # there is nothing to keep
+            await tier.disk.run(partial(os.unlink, path), _nothing_left)  # there is nothing to keep
             return True
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -116,14 +166,18 @@ class Adopting:
                 before = os.fstat(fd)
                 checksums = await self._checksums(fd, lengths)
                 after = os.fstat(fd)
+                written = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
+                if written or after.st_size != size or self._in_the_way(obj, tier):
+                    return False
+                if not await self._cleared(obj, tier):
+                    return False
+                taken = await self._placed(obj, tier, partial(tier.take, path, obj.id.digest))
             finally:
                 tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
-            written = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
-            if written or after.st_size != size or self._in_the_way(obj, tier):
-                return False
-            if not await self._cleared(obj, tier):
-                return False
-            return self._put(obj, tier, path, checksums)
+            if taken:
+                self._put(obj, tier, checksums)
+            self._free_place(obj, tier)
+            return taken
         finally:
             os.close(fd)
 
@@ -137,12 +191,41 @@ class Adopting:
             await trio.to_thread.run_sync(tier.disposal.settle, digest, abandon_on_cancel=True)
         return not (self._in_the_way(obj, tier) or self._catalog.copies(obj, tier.number))
 
-    def _put(self, obj: CachedObject, tier: Tier, path: Path, checksums: list[int]) -> bool:
-        """Put the file in its place, with rows for all of it; the tier has none of its blocks. Copies in RAM stay: they are
-        equal, and cost nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
+    async def _placed(self, obj: CachedObject, tier: Tier, place: Callable[[], bool]) -> bool:
+        """What `place` returns, in a thread: whether the version's file is in its place now. Nothing else puts one there
+        until the caller says `_free_place`. OSError; what the disk still does when it was given up is undone."""
+        digest = obj.id.digest
+        ended = given_up = placed = False
+
+        def end(result: bool | None) -> None:
+            nonlocal ended, placed
+            ended, placed = True, bool(result)
+            if given_up:
+                undo()
+
+        def undo() -> None:
+            if placed:
+                tier.unlink(digest)
+            self._free_place(obj, tier)
+
         obj.close_file(tier.number)
-        if not tier.take(path, obj.id.digest):
-            return False
+        obj.hold()
+        obj.leaving.add(tier.number)
+        try:
+            return await tier.disk.run(place, end)
+        except BaseException:
+            given_up = True
+            if ended:
+                undo()
+            raise
+
+    def _free_place(self, obj: CachedObject, tier: Tier) -> None:
+        obj.leaving.discard(tier.number)
+        obj.release()
+
+    def _put(self, obj: CachedObject, tier: Tier, checksums: list[int]) -> None:
+        """Write rows for all of a file that is in its place; the tier has none of its blocks. Copies in RAM stay: they are
+        equal, and cost nothing to drop. Measured: 16 µs a row, so a file of 16 GiB stops the trio thread for 16 ms."""
         obj.immutable.add(tier.number)
         for first in range(0, len(checksums), BLOCKS_PER_EXTENT):
             found = checksums[first : first + BLOCKS_PER_EXTENT]
@@ -158,39 +241,46 @@ class Adopting:
             tier.worked()
         self._metrics.admitted_blocks += len(checksums)
         self._metrics.adopted_versions += 1
-        return True
 
-    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         """The origin's object `old` is now `new`, byte for byte: the same file goes on under the new name, if all of it lies
         here, verified and immutable, and `old` is forgotten. False if not: then `new` is fetched when it is read."""
         tier, size = self._tier, new.size
         if tier is None or not tier.writable() or not size or old.size != size:
             return False
         was, obj = self._catalog.object(old), self._catalog.object(new)
-        if not tier.immutable(old.digest):
+        if self._copies_of_all(was, tier) is None or self._in_the_way(obj, tier):
             return False
         if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False
-        copies = sorted(self._catalog.copies(was, tier.number), key=lambda copy: copy.extent)
         blocks = range(block_count(size, self._block_size))
-        if sum((copy.verified & copy.bitmap).bit_count() for copy in copies) != len(blocks):
-            return False
-        checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
         need = sum(allocated(block_length(block, size, self._block_size)) for block in blocks)
         with was.held(), obj.held():
             try:
-                path = tier.link(old.digest, new.digest)
+                await self._placed(obj, tier, partial(tier.link, old.digest, new.digest))
+            except OSError as exc:
+                log.debug("cannot keep %s under its new name: %s", new.key, exc)
+                return False
+            copies = self._copies_of_all(was, tier)  # by now
+            if copies is not None:
+                checksums = [c for copy in copies for c in copy.checksums[: copy.bitmap.bit_count()]]
                 for copy in copies:
                     if copy.bitmap:  # else it went with the first: the file goes whole
                         self._space.drop(was, copy, copy.bitmap)
-                if self._space.evict_for(tier, need, ANY, here=need) and self._put(
-                    obj, tier, path, checksums
-                ):
+                if self._space.evict_for(tier, need, ANY, here=need):
+                    self._put(obj, tier, checksums)
+                    self._free_place(obj, tier)
                     return True
-                path.unlink(missing_ok=True)
-            except OSError as exc:
-                log.debug("cannot keep %s under its new name: %s", new.key, exc)
+            tier.unlink(new.digest)
+            self._free_place(obj, tier)
         return False
+
+    def _copies_of_all(self, obj: CachedObject, tier: Tier) -> list[Copy] | None:
+        """The copies of a version in their order, if they are all of it, verified, in a file that is immutable."""
+        copies = sorted(self._catalog.copies(obj, tier.number), key=lambda copy: copy.extent)
+        verified = sum((copy.verified & copy.bitmap).bit_count() for copy in copies)
+        whole = verified == block_count(obj.id.size, self._block_size)
+        return copies if whole and tier.immutable(obj.id.digest) else None
 
     async def _fits(self, tier: Tier, need: int, here: int) -> bool:
         """Make room for `need` bytes, of which the disk has `here` already, some victims at a time."""
@@ -244,6 +334,10 @@ class Adopting:
             if victims % VICTIMS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         return True
+
+
+def _nothing_left(_: object) -> None:
+    pass
 
 
 def _write_zeros(fd: int, start: int, stop: int) -> None:

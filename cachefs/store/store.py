@@ -107,6 +107,8 @@ class Store:
         self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole
         self.begin_fill, self.begin_bypass = fills.begin, fills.bypass
         self.settle, self.end_fill = fills.settle, fills.end
+        self._adopting = adopting
+        self.adopt_bytes = adopting.adopt_bytes
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
         self.release_backing = self._passthrough.release
         self.take_out = self._passthrough.take_out
@@ -402,6 +404,11 @@ class Store:
     @on_retired.setter
     def on_retired(self, hook: Callable[[Backing], None]) -> None:
         self._passthrough.on_retired = hook
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the disk of the SSD tier is known not to answer."""
+        return self._adopting.hangs
 
     def open_backing(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
         """The version's file, if it is whole and verified on one tier; `on_disk`, if that is one that `take_out` can take.

@@ -291,7 +291,7 @@ class DirtyFile:
 
     def _changed(self) -> None:
         if self.shared:
-            self._shape = self.file.open_backing()
+            self._shape = self.file.shared()
         self.generation += 1
         self._owner.wrote(self)
 
@@ -307,17 +307,17 @@ class DirtyFile:
 
     # -- written by others -------------------------------------------------------------------------
 
-    def begin_passthrough(self) -> None:
-        """From now on a process may write it in passthrough, unseen here."""
+    async def begin_passthrough(self) -> None:
+        """From now on a process may write it in passthrough, unseen here. The caller holds the `lock`."""
         if not self.in_passthrough:
-            self._shape = self.file.open_backing()
+            self._shape = await self.file.open_backing()
             self.in_passthrough = True
 
     def share(self) -> None:
         """From now on all who have it open read and map its file by themselves, and write it here. What one writes through
         a mapping is not heard of; its file tells (`look`)."""
         with self.file.used():
-            self._shape = self.file.open_backing()
+            self._shape = self.file.shared()
         self.shared = True
 
     def look_for_mappings(self) -> None:

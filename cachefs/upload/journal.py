@@ -8,12 +8,14 @@ with the name of its directory, because the files beside it may be the only copy
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CacheInUse, CacheUnusable
 
@@ -33,6 +35,10 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
+class DiskHangs(CacheUnusable):
+    """A row waits for a disk that does not answer, and is written once it does."""
+
+
 class _Batch:
     """Rows that wait for one transaction, and what became of it. `first` and `then` are called around it."""
 
@@ -40,7 +46,7 @@ class _Batch:
         self.rows: dict[tuple[str, bytes], bytes | None] = {}
         self.first: list[Callable[[], None]] = []
         self.then: list[Callable[[], None]] = []
-        self.done = False
+        self.ended = trio.Event()
         self.error: Exception | None = None
 
 
@@ -63,7 +69,14 @@ class Journal:
             ) from exc
         self._before = before
         self._next = _Batch()
-        self._turn = trio.Lock()
+        self.hangs_elsewhere: Callable[[], bool] = lambda: False
+        self._working = False
+        self._since = math.inf  # when the transaction under way began
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a transaction takes too long."""
+        return self._since < trio.current_time() - HANGS_AFTER_S
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """All rows of a table, as they were before this start; later ones are their owners' to know."""
@@ -77,25 +90,40 @@ class Journal:
         *,
         first: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
+        within_s: float = math.inf,
     ) -> None:
         """Put a row, or remove it. `first` and `then`, which must not raise, are called in the worker thread before it is
-        written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`."""
+        written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes
+        longer than `within_s`, or the disk is known to hang: the row is written all the same, once the disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
-        with trio.CancelScope(shield=True):  # other waiters rely on the first one
-            async with self._turn:
-                if not batch.done:
-                    self._next = _Batch()
-                    puts = [(where, name, value) for (where, name), value in batch.rows.items()]
-                    try:
-                        await trio.to_thread.run_sync(self._write, puts, batch.first, batch.then)
-                    except Exception as exc:
-                        batch.error = exc
-                    batch.done = True
+        if not self._working:
+            self._working = True
+            trio.lowlevel.spawn_system_task(self._work)
+        with trio.CancelScope(shield=True):  # who is cancelled has written it, or not
+            known = within_s < math.inf and self.hangs_elsewhere()
+            began = -math.inf if known else min(trio.current_time(), self._since)
+            with trio.move_on_at(began + within_s):
+                await batch.ended.wait()
+        if not batch.ended.is_set():
+            raise DiskHangs("the disk of the journal does not answer")
         if batch.error is not None:
             raise batch.error
+
+    async def _work(self) -> None:
+        """One transaction after the other, until no row waits."""
+        while self._next.rows:
+            batch, self._next = self._next, _Batch()
+            self._since = trio.current_time()
+            puts = [(where, name, value) for (where, name), value in batch.rows.items()]
+            try:
+                await trio.to_thread.run_sync(self._write, puts, batch.first, batch.then)
+            except Exception as exc:
+                batch.error = exc
+            batch.ended.set()
+        self._working, self._since = False, math.inf
 
     def _write(
         self, puts: list[Put], first: list[Callable[[], None]], then: list[Callable[[], None]]

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.origin import ObjectInfo, Origin
@@ -30,7 +31,7 @@ class Names:
         queue: Queue,
         records: Records,
         committed: Callable[[DirtyFile, ObjectInfo], None],
-        moved: Callable[[ObjectId, ObjectId], None],
+        moved: Callable[[ObjectId, ObjectId], Awaitable[None]],
         push: Callable[[DirtyFile], None],
         drop: Callable[[DirtyFile], None],
     ) -> None:
@@ -92,7 +93,7 @@ class Names:
         self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
     ) -> None:
         info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
-        self._moved(own.version(dirty_file.origin.source), info.version(origin.source))
+        await self._moved(own.version(dirty_file.origin.source), info.version(origin.source))
         await dirty_file.sender.abandon()  # of what was written meanwhile
         dirty_file.moved(origin, key, info.etag)
         dirty_file.copied(own, info)
@@ -113,16 +114,16 @@ class Names:
             dirty_file.moved(origin, key, base)
             dirty_file.over = over
             if dirty_file.acknowledged:
-                await self._records.keep(dirty_file)
+                await self._records.keep(dirty_file, HANGS_AFTER_S)
         except BaseException:
             dirty_file.moved(*before)
             dirty_file.over = None
             if dirty_file.acknowledged:
                 with trio.CancelScope(shield=True):
-                    await self._records.keep(dirty_file)
+                    await self._records.keep(dirty_file, HANGS_AFTER_S)
             raise
         if not dirty_file.acknowledged:
-            await self._records.forget(dirty_file)
+            await self._records.forget(dirty_file, HANGS_AFTER_S)
 
     async def _send(
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
@@ -183,11 +184,12 @@ class Names:
                     self._queue.plan(dirty_file, 0.0)
                 raise
             await dirty_file.sender.abandon()
-            await self._records.forget(dirty_file)
-            dirty_file.over = (
-                None  # or a file that is replaced again and again would keep all that it ever was
-            )
-            self._drop(dirty_file)
+            try:
+                await self._records.forget(dirty_file, HANGS_AFTER_S)
+            finally:
+                # Or a file that is replaced again and again would keep all that it ever was.
+                dirty_file.over = None
+                self._drop(dirty_file)
             made = dirty_file.unsure or dirty_file.stored is not stored
             if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
                 await dirty_file.origin.delete(dirty_file.key)

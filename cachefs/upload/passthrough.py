@@ -78,10 +78,11 @@ class Passthrough:
             if dirty_file.adopted:
                 return None  # the file is the cache's
             if dirty_file.backing is None:
-                await dirty_file.file.land()
+                if not await dirty_file.file.lands():
+                    return None  # its content comes through here, and waits for the disk
                 dirty_file.backing = self._told(dirty_file)
             if dirty_file.backing is not None:
-                dirty_file.begin_passthrough()
+                await dirty_file.begin_passthrough()
                 dirty_file.writers += 1
                 self._writers += 1
                 self._begun.set()

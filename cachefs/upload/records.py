@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from cachefs.base.errors import CachefsError
 from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.journal import DIRTY_FILES, ORPHANS, Journal
+from cachefs.upload.journal import DIRTY_FILES, ORPHANS, DiskHangs, Journal
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ class Records:
         found = [o for o in self._origins if o.source == source and key.startswith(o.prefix)]
         return max(found, key=lambda origin: len(origin.prefix), default=None)
 
-    async def keep(self, dirty_file: DirtyFile) -> None:
-        """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`."""
+    async def keep(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
+        """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after `within_s`."""
         async with dirty_file.row_turn:
             if not dirty_file.discarded:
                 dirty_file.has_row = True
-                await self._put(dirty_file, dirty_file.row())
+                await self._put(dirty_file, dirty_file.row(), within_s)
 
     async def acknowledge(self, dirty_file: DirtyFile) -> None:
         """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
@@ -60,24 +61,25 @@ class Records:
                 await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True})
                 dirty_file.acknowledged = True
 
-    async def _put(self, dirty_file: DirtyFile, row: Mapping[str, Any]) -> None:
+    async def _put(self, dirty_file: DirtyFile, row: Mapping[str, Any], within_s: float = math.inf) -> None:
         if not row["acknowledged"]:
-            await self.journal.write(DIRTY_FILES, dirty_file.id, row)
+            await self.journal.write(DIRTY_FILES, dirty_file.id, row, within_s=within_s)
             return
         path = dirty_file.file.path
         await self.journal.write(
             *(DIRTY_FILES, dirty_file.id, row),
             first=partial(orphans.describe, path, row),
             then=partial(orphans.acknowledge, path),
+            within_s=within_s,
         )
 
-    async def forget(self, dirty_file: DirtyFile) -> None:
-        """The origin has it, or it was removed: it must not come back."""
+    async def forget(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
+        """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`."""
         async with dirty_file.row_turn:
             was, dirty_file.acknowledged = dirty_file.acknowledged, False
             if dirty_file.has_row:
                 dirty_file.has_row = False
-                await self._remove(dirty_file.id, dirty_file.file.path if was else None)
+                await self._remove(dirty_file.id, dirty_file.file.path if was else None, within_s)
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.
@@ -120,11 +122,12 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(self, name: str, file: Path | None = None) -> None:
+    async def _remove(self, name: str, file: Path | None = None, within_s: float = math.inf) -> None:
+        first = None if file is None else partial(orphans.forget, file)
         try:
-            await self.journal.write(
-                DIRTY_FILES, name, None, first=None if file is None else partial(orphans.forget, file)
-            )
+            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s)
+        except DiskHangs:
+            raise
         except CachefsError as exc:
             log.warning("%s; trying again", exc)
             self._stale.add(name)

@@ -43,13 +43,20 @@ LOOK_BYTES = 16 << 20
 class Cache(Protocol):
     """What the room asks of the store of blocks."""
 
+    @property
+    def hangs(self) -> bool:
+        """Whether its disk is known not to answer."""
+
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Take the file as the whole content of a version; False: it is still there, and whose it was."""
+
+    async def adopt_bytes(self, obj_id: ObjectId, data: bytes) -> bool:
+        """The same with the whole content in memory; False: it is not kept."""
 
     def take_out(self, backing: Any, users: int, path: Path) -> int | None:
         """The file of a version goes to `path`, with its users; a descriptor of it. None while others use it."""
 
-    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         """The origin shows `old` as `new` now."""
 
     async def make_room(self, wanted: int) -> bool:

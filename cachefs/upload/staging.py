@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from cachefs.base import ownership
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom
 from cachefs.origin import FileRange, InMemory, Source
 
@@ -87,6 +90,63 @@ class Memory:
         self.left = most
 
 
+class Threads:
+    """Worker threads for calls on the disk of the staging files. One that is frozen holds up any call that changes it, also
+    the last close of a file that was removed: none is made on the loop."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(THREADS)
+        self._begun = 0
+        self._new: dict[object, float] = {}  # when the files under way were begun to be made
+        self._quiet = trio.lowlevel.ParkingLot()
+
+    @property
+    def busy(self) -> int:
+        """Calls under way, and those that were begun `later`."""
+        return self._limiter.borrowed_tokens + self._begun
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What `call` returns, or raises."""
+        return await trio.to_thread.run_sync(call, limiter=self._limiter)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a small file takes too long to be made: the disk does not answer."""
+        return min(list(self._new.values()), default=math.inf) < time.monotonic() - HANGS_AFTER_S
+
+    async def make(self, path: Path, data: bytes) -> int:
+        """A new file that holds `data`: a descriptor."""
+
+        def timed() -> int:
+            call = object()
+            self._new[call] = time.monotonic()
+            try:
+                return _written_file(path, data)
+            finally:
+                del self._new[call]
+
+        return await self.run(timed)
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Make a call that no caller waits for. Its OSError is logged."""
+        self._begun += 1
+        trio.lowlevel.spawn_system_task(self._carry_out, call)
+
+    async def _carry_out(self, call: Callable[[], object]) -> None:
+        try:
+            await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+        except OSError as exc:
+            log.warning("cannot remove what was written here: %s", exc)
+        finally:
+            self._begun -= 1
+            self._quiet.unpark_all()
+
+    async def quiet(self) -> None:
+        """Return when what was begun `later` is done."""
+        while self._begun:
+            await self._quiet.park()
+
+
 class StagingFile:
     """One file: a new one, empty, if there is `memory` for it, else the one that lies there, of which `fd` is a descriptor
     for reading only. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is
@@ -95,9 +155,7 @@ class StagingFile:
     After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until all that it held then was written
     again, or cut off. Writes of others (`in_passthrough`) are not seen, so these do not count."""
 
-    def __init__(
-        self, path: Path, threads: trio.CapacityLimiter, memory: Memory | None = None, fd: int = -1
-    ) -> None:
+    def __init__(self, path: Path, threads: Threads, memory: Memory | None = None, fd: int = -1) -> None:
         self.path = path
         self._threads = threads
         self.in_passthrough = False
@@ -134,7 +192,10 @@ class StagingFile:
             return
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            if self._removed:
+                self._threads.later(partial(os.close, fd))
+            else:
+                os.close(fd)
         elif self._removed:
             self._let_go()
 
@@ -143,6 +204,11 @@ class StagingFile:
         """The descriptor, for who is a user of one that has landed, as those have that were larger than `HELD`."""
         assert self._held is None
         return self._fd
+
+    @property
+    def held(self) -> bytes | None:
+        """All of it, if it lies in memory."""
+        return None if self._held is None else bytes(self._held)
 
     def source(self) -> Source:
         """What it holds now, for who is a user and sends it."""
@@ -154,16 +220,35 @@ class StagingFile:
             if self._held is None:
                 return
             with self._translated():
-                self._fd = await self._in_thread(partial(_written_file, self.path, bytes(self._held)))
+                self._fd = await self._threads.make(self.path, bytes(self._held))
             self._let_go()
             if self._removed:  # meanwhile, or before
                 self._unlink()
 
+    async def lands(self) -> bool:
+        """It begins to be a file, for who is a user: whether it is one soon. False when the disk does not answer. Raises
+        `NoRoom`, `CacheUnusable`."""
+        if self._held is None or self._threads.hangs:
+            return self._held is None
+        ended, failed = trio.Event(), []
+
+        async def land() -> None:
+            try:
+                with self.used():
+                    await self.land()
+            except CachefsError as exc:
+                failed.append(exc)
+            ended.set()
+
+        trio.lowlevel.spawn_system_task(land)
+        with trio.move_on_after(HANGS_AFTER_S):
+            await ended.wait()
+        if failed:
+            raise failed[0]
+        return self._held is None
+
     def _unlink(self) -> None:
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError as exc:
-            log.warning("cannot remove %s: %s", self.path, exc.strerror)
+        self._threads.later(partial(self.path.unlink, missing_ok=True))
 
     def _let_go(self) -> None:
         self._memory.left += len(self._held or b"")
@@ -204,8 +289,12 @@ class StagingFile:
         with self._translated():
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def open_backing(self) -> Shape:
+    async def open_backing(self) -> Shape:
         """Others write it from now on. Returns what it is like until one does."""
+        return await self._threads.run(self.shared)
+
+    def shared(self) -> Shape:
+        """The same, blocking."""
         with self._translated():
             if self._writes:
                 fd = self.reader()
@@ -229,7 +318,7 @@ class StagingFile:
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """The name goes; who uses the file keeps it. Where the disk does not let it go, the next start removes it."""
+        """The name goes, soon; who uses the file keeps it. Where the disk does not let it go, the next start removes it."""
         self._removed = True
         if self._held is None:
             self._unlink()
@@ -307,7 +396,7 @@ class StagingFile:
                 await self._in_thread(lambda: change(fd))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(call, limiter=self._threads)
+        return await self._threads.run(call)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -335,6 +424,12 @@ def sync_names(directory: Path) -> None:
             os.close(fd)
     except OSError as exc:
         raise translated(exc, directory) from exc
+
+
+def touch(directory: Path) -> None:
+    """Change something on a disk. Blocking. Errors are left to who changes more."""
+    with suppress(OSError):
+        os.utime(directory)
 
 
 def can_lease(directory: Path) -> bool:

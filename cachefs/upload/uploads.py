@@ -23,6 +23,7 @@ from uuid import uuid4
 
 import trio
 
+from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
@@ -37,7 +38,7 @@ from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
 from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Preconditions
-from cachefs.upload.staging import THREADS, Buffer, Memory, StagingFile, prepare, sync_names
+from cachefs.upload.staging import Buffer, Memory, StagingFile, Threads, prepare, sync_names, touch
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +103,12 @@ class Uploads:
         self._delay_s = upload_delay_s
         self._conditional = on_conflict == "fail"
         self._now_ns = now_ns
-        self._threads = trio.CapacityLimiter(THREADS)
+        self._threads = Threads()
         self._memory = Memory()
         prepare(staging_dir)
         orphans.without_journal(staging_dir, state_dir / "journal")
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
+        self.journal.hangs_elsewhere = self._hangs
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
@@ -164,6 +166,10 @@ class Uploads:
     def takes(self) -> bool:
         """False if `take` never succeeds."""
         return self._store is not None and self._passthrough.possible
+
+    async def disk_answers(self) -> None:
+        """Return when the disk of the staging files has taken a change, as `take` makes one on the loop."""
+        await self._threads.run(partial(touch, self._staging))
 
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
@@ -307,10 +313,10 @@ class Uploads:
         it raises, nothing has happened."""
         await self._names.discard(dirty_file, replaced, instead)
 
-    def moved(self, old: ObjectId, new: ObjectId) -> None:
+    async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
-        if self._store is not None:
-            self._store.recast(old, new)
+        if self._store is not None and not self._hangs():
+            await self._store.recast(old, new)
 
     def pending(self) -> list[DirtyFile]:
         """All that the store does not have as it is."""
@@ -327,7 +333,7 @@ class Uploads:
 
     async def note(self, name: str, row: Mapping[str, Any] | None) -> None:
         """Keep a JSON object over a crash, for the rooms above; None removes it. Raises `NoRoom`, `CacheUnusable`."""
-        await self.journal.write(NOTES, name, row)
+        await self.journal.write(NOTES, name, row, within_s=HANGS_AFTER_S)
 
     def notes(self) -> dict[str, dict[str, Any]]:
         """What an earlier run has noted and not removed."""
@@ -455,11 +461,17 @@ class Uploads:
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
         if self._store is None or dirty_file.overtaken or not dirty_file.size:
             return False
+        if self._store.hangs or self._threads.hangs:
+            return False
         try:
             dirty_file.file.check()
+            version = info.version(dirty_file.origin.source)
             with dirty_file.file.used():
-                await dirty_file.file.land()
-                return await self._store.adopt(info.version(dirty_file.origin.source), dirty_file.file.path)
+                if (held := dirty_file.file.held) is not None:
+                    if adopted := await self._store.adopt_bytes(version, held):
+                        dirty_file.file.remove()
+                    return adopted
+                return await self._store.adopt(version, dirty_file.file.path)
         except CachefsError as exc:
             log.info("%s is not kept here: %s", dirty_file.origin.name(dirty_file.key), exc)
             return False
@@ -473,6 +485,12 @@ class Uploads:
             await self._settle(dirty_file)
 
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
+
+    def _hangs(self) -> bool:
+        """Whether the disk is known not to answer: each of those who wait for it with a deadline then saves the others
+        theirs."""
+        store = self._store is not None and self._store.hangs
+        return store or self.journal.hangs or self._threads.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
 
@@ -549,6 +567,8 @@ class Uploads:
                     with trio.move_on_after(GIVING_UP_S):
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
+                with trio.move_on_after(GIVING_UP_S):
+                    await self._threads.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left

@@ -8,6 +8,8 @@ import pytest
 import trio
 import trio.testing
 
+from cachefs.base.behind import WriteBehind
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
@@ -24,6 +26,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+async def commit_inline(names: WriteBehind, within_s: float = 0.0) -> None:
+    await trio.lowlevel.checkpoint()
+    names._flush()
+
+
 async def run_inline(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
     await trio.lowlevel.checkpoint()
     result = function(*arguments)
@@ -36,3 +43,4 @@ def no_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Transactions run in place: a jumping clock does not wait for threads, and order becomes the same every time."""
     if "threads" not in request.keywords:
         monkeypatch.setattr(trio.to_thread, "run_sync", run_inline)
+        monkeypatch.setattr(WriteBehind, "written", commit_inline)

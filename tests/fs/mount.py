@@ -11,6 +11,7 @@ from typing import Any
 
 import trio
 
+from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.errors import AlreadyExists, NotFound, ObjectChanged
 from cachefs.base.metrics import Metrics
@@ -42,7 +43,7 @@ class Mount:
         self.clock = clock
         origin: Any = volumes[0].origin
         self.bytes = Bytes(origin)
-        self.database = Database(path, TABLES, version=FORMAT, fsync=False)
+        self.database = WriteBehind(Database(path, TABLES, version=FORMAT, fsync=False))
         self.fs = FileSystem(volumes, self.database, self.bytes, options, self.metrics, clock, writer)
         self.invalidated: list[tuple[int, int, bytes]] = []
         self.fs.on_invalidate = lambda ino, parent, name: self.invalidated.append((ino, parent, name))

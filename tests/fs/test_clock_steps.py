@@ -12,6 +12,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachefs.base.behind import WriteBehind
 from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Database
 from cachefs.fs import FORMAT, TABLES, Options, Volume
@@ -69,7 +70,7 @@ class Daemon(Mount):
     """A mount by the clocks of `world`."""
 
     def __init__(self, path: Path, world: World, bucket: Any, options: Options) -> None:
-        database = Database(path, TABLES, version=FORMAT, fsync=False)
+        database = WriteBehind(Database(path, TABLES, version=FORMAT, fsync=False))
         clock: Any = clock_of(database, world.machine)
         database.close()
         super().__init__(path, [Volume("", bucket)], options, clock)

@@ -55,6 +55,7 @@ def test_a_million_names_in_a_flat_memory(tmp_path: Path) -> None:
             grown[seen] = resident_mb() - before
             assert seen == MILLION
             assert len(bucket.lists) == 1000
+            await mount.database.written()
             assert mount.database.count("names") == mount.database.count("inodes") == MILLION
             mount.database.sync()
             per_name = (tmp_path / "data.mdb").stat().st_size / MILLION

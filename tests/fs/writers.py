@@ -222,7 +222,10 @@ class MemoryWriter:
         if not dirty_file.handles:
             self.dirty_files.remove(dirty_file)
 
-    def moved(self, old: ObjectId, new: ObjectId) -> None:
+    async def disk_answers(self) -> None:
+        pass
+
+    async def moved(self, old: ObjectId, new: ObjectId) -> None:
         assert old.size == new.size
 
     async def note(self, name: str, row: dict[str, Any] | None) -> None:

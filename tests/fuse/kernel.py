@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import trio
 import trio.testing
 
+from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
@@ -279,7 +280,7 @@ async def kernel(
     line = Line(far.detach(), writable=writable)
     origin: Any = bucket
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        database = Database(Path(place), TABLES, version=FORMAT, fsync=False)
+        database = WriteBehind(Database(Path(place), TABLES, version=FORMAT, fsync=False))
         metrics = Metrics()
         cache = FakeCache(bucket)
         fs = FileSystem(

@@ -20,6 +20,7 @@ from bench.lab.client import LabStore
 from bench.lab.dataset import content
 from cachefs.fuse import backends
 from tests.conftest import ON_CI
+from tests.mount.frozen import Disk
 from tests.mount.mounts import Mount, Watchdog, bucket_numbers
 
 Mounted = Callable[..., Mount]
@@ -189,3 +190,13 @@ def module_mounted(
     made: list[Mount] = []
     yield _factory(tmp_path_factory.mktemp("mounts"), the_lab.env, backend, made)
     _check(made)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk that can be frozen; it is thawed at the end."""
+    disk = Disk(tmp_path)
+    try:
+        yield disk
+    finally:
+        disk.close()

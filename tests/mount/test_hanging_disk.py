@@ -1,7 +1,6 @@
 """The cache's disk hangs: nothing that is written there returns, and no signal ends it. The mount goes on without it.
 
-The disk is an ext4 in a file, frozen. A frozen one makes writers wait in the kernel until it is thawed, and lets readers go
-on; a process that waits so cannot be killed, so each test thaws it before it waits for the daemon's end.
+Here names and files are read; `test_frozen_writes` is about what is written.
 """
 
 from __future__ import annotations
@@ -10,59 +9,19 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from bench.lab.client import LabStore
 from tests.mount.conftest import BOTH_BACKENDS, Bucket, Mounted
+from tests.mount.frozen import Disk
 from tests.mount.mounts import alive, eventually, in_python, mounts_at, succeed
-from tests.mount.power_cuts import system_command
 
 pytestmark = [pytest.mark.root, BOTH_BACKENDS]
 
 MIB = 1 << 20
 
 READ = "import hashlib, sys; print(hashlib.md5(open(sys.argv[1], 'rb').read()).hexdigest())"
-
-
-class Disk:
-    """An ext4 of its own at `path`."""
-
-    def __init__(self, place: Path) -> None:
-        self.path = place / "disk"
-        self.path.mkdir()
-        image = place / "image"
-        with image.open("wb") as file:
-            file.truncate(256 * MIB)
-        succeed([system_command("mkfs.ext4"), "-q", "-F", image])
-        self.device = succeed(["losetup", "--show", "-f", image]).strip()
-        succeed(["mount", self.device, self.path])
-        self.frozen = False
-
-    def freeze(self) -> None:
-        succeed(["fsfreeze", "-f", self.path])
-        self.frozen = True
-
-    def thaw(self) -> None:
-        if self.frozen:
-            succeed(["fsfreeze", "-u", self.path])
-            self.frozen = False
-
-    def close(self) -> None:
-        self.thaw()
-        subprocess.run(["umount", "-l", self.path], check=False)
-        subprocess.run(["losetup", "-d", self.device], check=False)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    disk = Disk(tmp_path)
-    try:
-        yield disk
-    finally:
-        disk.close()
 
 
 def test_a_mount_goes_on_and_ends_without_its_disk(

@@ -11,6 +11,7 @@ from typing import Any
 
 import trio
 
+from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.errors import ObjectChanged
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
@@ -132,7 +133,7 @@ async def world(
 ) -> AsyncIterator[World]:
     origin: Any = shop
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        database = Database(Path(place) / "names", TABLES, version=FORMAT, fsync=False)
+        database = WriteBehind(Database(Path(place) / "names", TABLES, version=FORMAT, fsync=False))
         async with running(Path(place) / "cache", origin, ssd=ssd, readahead=4 * MIB) as lab:
             volumes = [Volume("", origin)]
             fs = FileSystem(

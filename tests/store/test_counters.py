@@ -178,7 +178,7 @@ async def test_only_a_file_that_never_changes_goes_on_under_a_new_name(cache_dir
         await lab.quiet()
         assert lab.fetcher.whole(old)
         new = lab.origin.put("new", data)
-        assert not lab.store.recast(old, new)
+        assert not await lab.store.recast(old, new)
         assert lab.fetcher.whole(old) and not lab.store.cached_bytes(new)
         lab.store.evict(lab.store.object(old))
         assert await lab.read(new) == data
@@ -198,7 +198,7 @@ async def test_a_new_name_is_nothing_where_the_tier_has_no_room(cache_dir: Path)
         lab.store.release_backing(backing)
         new, cap = lab.origin.put("new", data), tier.cap_bytes
         tier.cap_bytes = 2 * EXTENT
-        assert not lab.store.recast(old, new)
+        assert not await lab.store.recast(old, new)
         tier.cap_bytes = cap
         assert not lab.store.cached_bytes(old) and not lab.store.cached_bytes(new)
         await settled(lab)

@@ -245,8 +245,9 @@ def test_a_file_that_was_written_becomes_a_versions(make: Callable[..., Tier], t
     one, written = make(), tmp_path / "tier" / "written"
     written.write_bytes(b"data")
     assert one.take(written, DIGEST) and one.immutable(DIGEST) and not written.exists()
-    path = one.link(DIGEST, OTHER)
-    assert path == one.file_path(OTHER) and one.immutable(OTHER) and path.read_bytes() == b"data"
+    assert one.link(DIGEST, OTHER)
+    path = one.file_path(OTHER)
+    assert one.immutable(OTHER) and path.read_bytes() == b"data"
     with pytest.raises(FileExistsError):
         one.link(DIGEST, OTHER)
     with pytest.raises(FileNotFoundError):

@@ -11,8 +11,8 @@ from cachefs.upload import DirtyFile, Uploads, staging
 
 def check_unused(uploads: Uploads) -> None:
     assert uploads._queue._busy == 0, f"{uploads._queue._busy} uploads are counted, and none is under way"
-    assert uploads._threads.borrowed_tokens == 0
-    assert not uploads.journal._turn.locked(), "the journal is locked"
+    assert uploads._threads.busy == 0
+    assert not uploads.journal._working, "the journal is being written"
     dirty_files = uploads._dirty_files.values()
     assert uploads._passthrough._writers == sum(dirty_file.writers for dirty_file in dirty_files), (
         "writers are miscounted"

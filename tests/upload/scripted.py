@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import os
+import tempfile
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, 
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
-from cachefs.upload import DirtyFile, Uploads
+from cachefs.upload import DirtyFile, Uploads, staging
 from tests.upload import counters
 
 SOURCE = "scripted://bucket"
@@ -291,6 +292,8 @@ class ScriptedUpload:
 class Room:
     """A cache beside it: takes files, or not."""
 
+    hangs = False
+
     def __init__(self, adopts: bool = True) -> None:
         self.adopts = adopts
         self.adopted: dict[ObjectId, bytes] = {}
@@ -303,6 +306,16 @@ class Room:
             path.rename(path.with_name(path.name + ".adopted"))  # noqa: ASYNC240
         return self.adopts
 
+    async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
+        """As a file that a thread makes of it."""
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "held"
+            try:
+                os.close(await trio.to_thread.run_sync(staging._written_file, path, data))
+            except OSError:
+                return False
+            return await self.adopt(object_id, path)
+
     def take_out(self, backing: Path, users: int, path: Path) -> int | None:
         """`backing` is the file."""
         if not backing.exists():
@@ -310,7 +323,7 @@ class Room:
         backing.rename(path)
         return os.open(path, os.O_RDONLY)
 
-    def recast(self, old: ObjectId, new: ObjectId) -> bool:
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
         if (data := self.adopted.pop(old, None)) is not None:
             self.adopted[new] = data
         return data is not None
@@ -362,7 +375,9 @@ class Desk:
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
 
-    def files(self) -> list[str]:
+    async def files(self) -> list[str]:
+        """Of the staging directory, once what was removed has gone."""
+        await self.uploads._threads.quiet()
         return sorted(p.name for p in self.staging.iterdir() if p.suffix != ".adopted")
 
 
@@ -409,6 +424,8 @@ async def desk(
             nursery.cancel_scope.cancel()
             uploads.journal.close()
             let_go(uploads)
+    with trio.fail_after(10):
+        await uploads._threads.quiet()
     counters.check_unused(uploads)
     if not outlived:
         counters.check_closed(path)

@@ -250,7 +250,7 @@ async def test_removing_what_is_in_conflict_leaves_theirs(tmp_path: Path) -> Non
         with pytest.raises(Conflict):
             await d.close(dirty_file)
         await d.uploads.discard(dirty_file)
-        assert store.content("a") == b"theirs" and d.files() == [] and d.uploads.pending() == []
+        assert store.content("a") == b"theirs" and await d.files() == [] and d.uploads.pending() == []
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -282,7 +282,7 @@ async def test_a_removed_file_is_not_uploaded_and_its_users_keep_it(tmp_path: Pa
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k", b"data")
         await d.uploads.discard(dirty_file)
-        assert d.files() == [] and d.uploads.pending() == []
+        assert await d.files() == [] and d.uploads.pending() == []
         await dirty_file.append(b" more")
         assert bytes(await dirty_file.read(0, 100)) == b"data more"
         await d.close(dirty_file)
@@ -368,4 +368,4 @@ async def test_a_file_removed_while_the_cache_takes_it(tmp_path: Path) -> None:
             await trio.sleep(1)
             await d.uploads.discard(dirty_file, replaced=True)
             await trio.sleep(10)
-            assert d.files() == [] and d.settled == []
+            assert await d.files() == [] and d.settled == []

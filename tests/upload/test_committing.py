@@ -25,7 +25,7 @@ async def test_a_small_file_is_one_request(tmp_path: Path, size: int) -> None:
         await d.close(dirty_file)
         await d.quiet()
         assert d.store.counts == {"put": 1}
-        assert d.files() == [] and d.settled == ["k"]
+        assert await d.files() == [] and d.settled == ["k"]
         assert d.cache.adopted == ({d.store.version("k"): data} if size else {})
 
 
@@ -46,7 +46,7 @@ async def test_a_large_file_goes_in_parts_while_it_is_written(tmp_path: Path) ->
         assert d.store.counts == counts
         await d.quiet()
         assert d.store.counts == counts, "an upload that is completed is over: there is nothing to abort"
-        assert d.cache.adopted == {d.store.version("big"): data} and d.files() == []
+        assert d.cache.adopted == {d.store.version("big"): data} and await d.files() == []
         assert d.uploads.journal.rows("drafts") == {}
 
 
@@ -180,7 +180,7 @@ async def test_a_failure_is_told_and_tried_again(tmp_path: Path, kind: str) -> N
         d.store.rules.clear()
         await trio.sleep(5)
         await d.quiet()
-        assert d.store.content("k") == data and dirty_file.failure is None and d.files() == []
+        assert d.store.content("k") == data and dirty_file.failure is None and await d.files() == []
         assert d.uploads.pending() == [] and d.settled == ["k"]
         assert d.uploads.journal.rows("drafts") == {} and d.store.uploads == {}
 

@@ -253,10 +253,10 @@ async def test_a_file_that_cannot_be_removed_is_settled(
         await d.save("k", b"1" * LARGE)
         await d.quiet()
         assert d.settled == ["k"] and removing.times == 1
-        assert "cannot remove" in caplog.text and len(d.files()) == 1
+        assert "cannot remove" in caplog.text and len(await d.files()) == 1
         removing.on = False
     async with desk(tmp_path, d.store) as d:
-        assert d.files() == [] and d.uploads.pending() == []
+        assert await d.files() == [] and d.uploads.pending() == []
 
 
 @in_trio
@@ -334,10 +334,10 @@ async def test_a_dirty_file_is_kept_while_its_name_still_shows_it(tmp_path: Path
         d.uploads.on_settling = lambda dirty_file: not shows
         dirty_file = await d.save("k", b"1" * LARGE)
         await trio.sleep(10)
-        assert d.settled == [] and d.cache.adopted == {} and len(d.files()) == 1
+        assert d.settled == [] and d.cache.adopted == {} and len(await d.files()) == 1
         d.uploads.open(dirty_file)
         assert bytes(await dirty_file.read(0, 1)) == b"1"
         d.uploads.release(dirty_file)
         shows = False
         await trio.sleep(10)
-        assert d.settled == ["k"] and d.files() == []
+        assert d.settled == ["k"] and await d.files() == []

@@ -196,7 +196,7 @@ async def test_whatever_happens(
             assert world.store.content(name) == data
         await trio.sleep(200)
         await d.quiet()
-        assert world.store.uploads == {} and d.files() == []
+        assert world.store.uploads == {} and await d.files() == []
         assert d.uploads.journal.rows("drafts") == d.uploads.journal.rows("orphans") == {}
     world.check_seen()
     assert "unexpected" not in caplog.text

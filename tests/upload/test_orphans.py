@@ -39,11 +39,11 @@ async def test_without_a_journal_all_files_are_kept_aside(
 ) -> None:
     async with desk(tmp_path, writeback=True) as d:
         await written(d)
-        before = {name: (d.staging / name).read_bytes() for name in d.files()}
+        before = {name: (d.staging / name).read_bytes() for name in await d.files()}
     lose_journal(tmp_path)
     for _ in range(2):
         async with desk(tmp_path, writeback=True) as d:
-            assert d.uploads.pending() == [] and d.files() == []
+            assert d.uploads.pending() == [] and await d.files() == []
     assert {file.name: file.read_bytes() for file in aside(tmp_path)} == before
     assert "are kept in" in caplog.text
     said = orphans.warning(tmp_path)
@@ -86,7 +86,7 @@ async def test_another_journal_does_not_account_for_what_was_acknowledged(tmp_pa
     lose_journal(tmp_path)
     (tmp_path / "old").rename(tmp_path / "state" / "journal")
     async with desk(tmp_path, writeback=True) as d:
-        assert d.files() == []
+        assert await d.files() == []
     (file,) = aside(tmp_path)
     assert file.read_bytes() == DATA, "and what was never acknowledged is removed"
 
@@ -98,7 +98,7 @@ async def test_what_is_none_of_ours_is_not_removed(tmp_path: Path) -> None:
         (d.staging / "directory").mkdir()
         (d.staging / ("0" * 32)).write_bytes(b"never acknowledged")
     async with desk(tmp_path) as d:
-        assert d.files() == []
+        assert await d.files() == []
     assert [file.name for file in aside(tmp_path)] == ["directory", "notes.txt"]
 
 
@@ -121,7 +121,7 @@ async def test_a_crash_leaves_nothing_aside(tmp_path: Path, writeback: bool) -> 
         assert not again.file.path.exists()
         await d.create("open", DATA)
     async with desk(tmp_path, store, writeback=writeback) as d:
-        assert d.files() == [] and d.uploads.pending() == []
+        assert await d.files() == [] and d.uploads.pending() == []
     assert aside(tmp_path) == []
 
 

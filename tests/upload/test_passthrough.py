@@ -352,7 +352,7 @@ async def test_one_that_is_removed_meanwhile(tmp_path: Path) -> None:
         assert dirty_file.look() and dirty_file.size == 2
         ends(d, dirty_file, fd)
         await trio.sleep(10)
-        assert d.store.counts == {} and d.files() == [] and kernel.backings == []
+        assert d.store.counts == {} and await d.files() == [] and kernel.backings == []
 
 
 @in_trio

@@ -45,7 +45,7 @@ async def test_more_files_than_go_at_once_all_arrive(tmp_path: Path, trouble: bo
             assert 1 < d.store.most_in_flight <= IN_BACKGROUND
             await trio.sleep(1000 if trouble else 10)
             await d.quiet()
-            assert d.uploads.pending() == [] and d.files() == []
+            assert d.uploads.pending() == [] and await d.files() == []
             assert d.store.counts["put"] >= FILES * (turn + 1) * (1 + trouble)
         counters.check_unused(d.uploads)
     assert len(d.store.objects) == TURNS * FILES
@@ -214,7 +214,7 @@ async def test_one_that_is_removed_while_it_is_promised(
             go_on.set()
         d.uploads.release(dirty_file)
         await trio.sleep(100)
-        assert not d.store.objects and d.files() == []
+        assert not d.store.objects and await d.files() == []
 
 
 # -- what is durable ----------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ async def test_what_was_written_during_an_upload_follows_by_itself(tmp_path: Pat
         await trio.sleep(100)
         await d.quiet()
         assert d.store.content("k") == b"first, second"
-        assert d.uploads.pending() == [] and d.files() == []
+        assert d.uploads.pending() == [] and await d.files() == []
 
 
 @in_trio

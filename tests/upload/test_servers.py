@@ -131,7 +131,7 @@ def test_saved_changed_and_read_back(server: Server, tmp_path: Path, size: int) 
             await d.close(dirty_file)
             assert await at_the_store(d.store, "dir/l") == wanted
             await until(lambda: len(d.settled) == 2)
-            assert d.files() == [] and d.metrics.origin_get <= got + 60
+            assert await d.files() == [] and d.metrics.origin_get <= got + 60
 
     run(use)
 

@@ -39,12 +39,12 @@ async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
         dirty_file = await d.create("k", b"1" * 10_000)
         assert await dirty_file.read(0, 20_000) == dirty_file.read_now(0, 20_000) == b"1" * 10_000
         await d.uploads.commit(dirty_file)
-        assert d.files() == [] and turns.count == 0, "but for the request, which is the store's"
+        assert await d.files() == [] and turns.count == 0, "but for the request, which is the store's"
         assert d.store.counts == {"put": 1} and d.store.content("k") == b"1" * 10_000
         d.uploads.release(dirty_file)
         await d.quiet()
         assert turns.count == 1 and list(d.cache.adopted.values()) == [b"1" * 10_000]
-        assert d.files() == [] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+        assert await d.files() == [] and d.uploads._memory.left == staging.HELD_ALTOGETHER
 
 
 @in_trio
@@ -53,9 +53,9 @@ async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) ->
         dirty_file = await d.create("k", b"1" * HELD)
         await dirty_file.truncate(HELD // 2)
         await dirty_file.write(HELD - 1, b"2")
-        assert d.files() == []
+        assert await d.files() == []
         await dirty_file.append(b"3")
-        assert d.files() == [dirty_file.id] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+        assert await d.files() == [dirty_file.id] and d.uploads._memory.left == staging.HELD_ALTOGETHER
         await dirty_file.truncate(10)
         await dirty_file.append(b"4")
         assert await dirty_file.read(0, 100) == b"1" * 10 + b"4"
@@ -70,14 +70,17 @@ async def test_all_together_take_no_more_memory_than_they_may(
     async with desk(tmp_path) as d:
         d.uploads._memory.left = 2500
         dirty_files = [await d.create(str(n), b"1" * 1000) for n in range(4)]
-        assert d.files() == sorted([dirty_files[2].id, dirty_files[3].id]) and d.uploads._memory.left == 500
+        assert (
+            await d.files() == sorted([dirty_files[2].id, dirty_files[3].id])
+            and d.uploads._memory.left == 500
+        )
         await dirty_files[0].truncate(0)
         await dirty_files[1].append(b"2" * 1500)
-        assert len(d.files()) == 2 and d.uploads._memory.left == 0
+        assert len(await d.files()) == 2 and d.uploads._memory.left == 0
         for dirty_file in dirty_files:
             await d.close(dirty_file)
         await d.quiet()
-        assert d.uploads._memory.left == 2500 and d.files() == []
+        assert d.uploads._memory.left == 2500 and await d.files() == []
         d.uploads._memory.left = staging.HELD_ALTOGETHER
         assert d.store.content("1") == b"1" * 1000 + b"2" * 1500
 
@@ -90,7 +93,7 @@ async def test_one_that_was_removed_leaves_no_file_however_it_grows(tmp_path: Pa
         assert await dirty_file.read(0, 10) == b"1" * 10
         await dirty_file.append(b"2" * HELD)
         assert await dirty_file.read(0, 2 * HELD) == b"1" * 10 + b"2" * HELD
-        assert d.files() == []
+        assert await d.files() == []
         d.uploads.release(dirty_file)
         other = await d.create("l", b"1" * 10)
         await d.uploads.discard(other)
@@ -142,7 +145,7 @@ async def test_a_disk_without_room_for_it_keeps_it_from_the_cache_and_from_nothi
             assert dirty_file.size == 1000
             await d.close(dirty_file)
             await d.quiet()
-        assert d.store.content("k") == b"1" * 1000 and d.cache.adopted == {} and d.files() == []
+        assert d.store.content("k") == b"1" * 1000 and d.cache.adopted == {} and await d.files() == []
         assert d.settled == ["k"]
 
 
@@ -160,7 +163,7 @@ async def test_a_landing_that_fails_leaves_nothing_behind(
             patch.setattr(os, "pwrite", full)
             with pytest.raises(NoRoom):
                 await dirty_file.file.land()
-        assert d.files() == [] and dirty_file.read_now(0, 10) == b"1" * 10
+        assert await d.files() == [] and dirty_file.read_now(0, 10) == b"1" * 10
         await dirty_file.file.land()
         assert dirty_file.file.path.read_bytes() == b"1" * 1000
         await d.close(dirty_file)

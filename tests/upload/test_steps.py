@@ -41,7 +41,7 @@ class Steps:
             async with desk(self.path / f"step{number}", store, writeback=True) as d:
                 assert await d.uploads.flush() == []
                 await d.quiet()
-                assert d.files() == [] and d.uploads.journal.rows("drafts") == {}
+                assert await d.files() == [] and d.uploads.journal.rows("drafts") == {}
             assert orphans.places(self.path / f"step{number}") == [], "nothing is doubtful after a kill"
             yield {key: data for key, (_, data) in store.objects.items()}
 

@@ -261,7 +261,7 @@ async def test_writing_again_does_not_touch_what_the_cache_has(tmp_path: Path) -
         await trio.sleep(20)
         assert d.store.content("k") == b"new" + data[3:] and d.settled == ["k"]
         assert adopted.read_bytes() == data
-        assert d.cache.adopted[d.store.version("k")] == b"new" + data[3:] and d.files() == []
+        assert d.cache.adopted[d.store.version("k")] == b"new" + data[3:] and await d.files() == []
 
 
 @in_trio
@@ -269,7 +269,7 @@ async def test_what_the_cache_does_not_take_is_removed(tmp_path: Path) -> None:
     async with desk(tmp_path, cache=Room(adopts=False)) as d:
         await d.save("k", b"data")
         await d.quiet()
-        assert d.files() == [] and d.settled == ["k"]
+        assert await d.files() == [] and d.settled == ["k"]
 
 
 @in_trio

@@ -26,7 +26,7 @@ async def test_a_close_returns_before_the_store_hears_of_it(tmp_path: Path) -> N
         assert (row["source"], row["key"], row["acknowledged"]) == (SOURCE, "k", True)
         await trio.sleep(2)
         await d.quiet()
-        assert d.store.content("k") == b"data" and d.settled == ["k"] and d.files() == []
+        assert d.store.content("k") == b"data" and d.settled == ["k"] and await d.files() == []
         assert d.uploads.journal.rows("drafts") == {} and d.uploads.pending() == []
 
 
@@ -233,7 +233,7 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
         await d.uploads.discard(gone)
     async with desk(tmp_path, store, recover=False, writeback=True) as d:
         found = {f.key: f for f in await d.uploads.recover()}
-        assert found.keys() == {"k", "to"} and len(d.files()) == 2 and d.uploads.pending()
+        assert found.keys() == {"k", "to"} and len(await d.files()) == 2 and d.uploads.pending()
         again = found["k"]
         assert (again.id, again.size, again.attrs) == (dirty_file.id, size, {"mode": 0o600}) and again.dirty
         d.uploads.open(again)
@@ -243,7 +243,7 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
         assert await d.uploads.flush() == []
         assert store.content("k") == data + b"!" and store.objects.keys() == {"k", "to"}
     async with desk(tmp_path, store, writeback=True) as d:
-        assert d.uploads.pending() == [] and d.files() == []
+        assert d.uploads.pending() == [] and await d.files() == []
 
 
 @in_trio
@@ -312,7 +312,7 @@ async def test_a_durable_upload_that_was_cut_off_is_aborted(tmp_path: Path) -> N
     async with desk(tmp_path, store) as d:
         await trio.sleep(5)
         await d.quiet()
-        assert store.uploads == {} and store.objects == {} and d.files() == []
+        assert store.uploads == {} and store.objects == {} and await d.files() == []
         assert d.uploads.journal.rows("drafts") == d.uploads.journal.rows("orphans") == {}
 
 
@@ -337,7 +337,7 @@ async def test_a_store_that_is_not_mounted_keeps_its_dirty_files_for_later(tmp_p
     async with desk(tmp_path, store, writeback=True) as d:
         await d.save("k", b"data")
     async with desk(tmp_path, other, writeback=True) as d:
-        assert d.uploads.pending() == [] and len(d.files()) == 1
+        assert d.uploads.pending() == [] and len(await d.files()) == 1
         await trio.sleep(10)
     async with desk(tmp_path, store, writeback=True) as d:
         assert await d.uploads.flush() == []
@@ -375,7 +375,7 @@ async def test_a_stop_waits_until_its_deadline_and_leaves_the_rest_to_the_next_r
             "good",
             "shown",
         }
-        assert len(d.files()) == 1
+        assert len(await d.files()) == 1
     store.rules.clear()
     async with desk(tmp_path, store, writeback=True) as d:
         assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["bad"]
@@ -392,7 +392,7 @@ async def test_a_stop_works_when_the_tasks_have_been_cancelled(tmp_path: Path) -
         await held.reached.wait()
         inner.cancel_scope.cancel()
         assert await d.uploads.aclose(10) == []
-    assert store.content("k") == b"data" and d.files() == []
+    assert store.content("k") == b"data" and await d.files() == []
 
 
 # -- the journal -----------------------------------------------------------------------------------

@@ -1,0 +1,327 @@
+"""A database whose rows are written behind: `write` changes memory alone, and one thread brings the rows to the disk.
+
+A disk may freeze: then no write to it returns, and the loop must not be the one who waits. So a row counts as soon as it is
+in memory; reads show it over what the database has. The thread gathers rows for `GATHER_S` and commits them together, in
+the order in which they were written. So a kill leaves what the database had some moment before, never a part of a write;
+and rows that replace each other, as those of a small file do while it is saved, cost one commit for many files.
+
+Who has to know that rows outlive this process awaits `written`. Who may write many awaits `uncrowded` first: while the disk
+does not take them, `MOST_ROWS` wait in memory at most. A failed commit is tried again until it succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import repeat
+from pathlib import Path
+
+import trio
+
+from cachefs.base.database import Database, Put
+from cachefs.base.errors import CachefsError, CacheUnusable
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.1
+"""How long rows are gathered when no caller waits for them. Guessed: longer than it takes to save a small file, so that the
+rows it had while it was written are never committed."""
+
+MANY_ROWS, PATIENCE_S = 1000, 1.0
+"""With more rows waiting, who writes waits for a commit, for so long, so that rows pile up only where the disk does not
+answer. Derived: less than a page of a listing; each row may change a page of 4 KiB, which LMDB keeps in
+memory until then."""
+
+MOST_ROWS = 100_000
+"""Rows that wait for a disk that does not answer; beyond, who writes waits for it. Derived: about 30 MB of memory; a listing
+writes two a name."""
+
+HANGS_AFTER_S = 5.0
+"""A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.disk`."""
+
+EXACT_ROWS = 1000
+"""`count` looks up as many waiting rows, in about a millisecond; it leaves out more."""
+
+RETRY_S = 1.0
+"""How long after a failed commit the next is tried. Guessed."""
+
+IDLE_S = 5.0
+"""How long the thread waits for rows before it ends. Guessed."""
+
+_MISSING = object()
+
+
+class _Rows:
+    """Rows that wait, by table and key in one word, so that one `update` brings in all rows of a write: a reader in another
+    thread sees all of them or none. None stands for a row that is deleted."""
+
+    __slots__ = ("_order", "values")
+
+    def __init__(self, values: dict[bytes, bytes | None]) -> None:
+        self.values = values
+        self._order: list[bytes] = []
+
+    def between(self, start: bytes, stop: bytes, limit: int) -> tuple[dict[bytes, bytes | None], bytes]:
+        """At most `limit` of them with start <= word < stop; and the word up to which these are all."""
+        order = self._order
+        if len(order) != len(self.values):  # none ever goes, so as many are the same
+            order = self._order = sorted(self.values)
+        first = bisect_left(order, start)
+        last = bisect_left(order, stop, first)
+        if last - first > limit:
+            last = first + limit
+            stop = order[last]
+        return {word: self.values[word] for word in order[first:last]}, stop
+
+
+class WriteBehind:
+    """The tables of `database`, which it closes. Reads may run in any thread, and so may writes."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._tables = database.tables
+        self._prefix = {name: bytes([number]) for number, name in enumerate(self._tables)}
+        # (what is written, what is being committed); replaced as a whole, because readers take no lock.
+        self._waiting = _Rows({}), _Rows({})
+        self._changed = threading.Condition()
+        self._running = self._closing = self._hurry = False
+        self._error: CachefsError | None = None
+        self._callers: list[_Caller] = []
+        self._since = math.inf  # when the commit under way began
+
+    @property
+    def path(self) -> Path:
+        return self._database.path
+
+    @property
+    def was_clean(self) -> bool:
+        return self._database.was_clean
+
+    @property
+    def waiting_rows(self) -> int:
+        new, going = self._waiting
+        return len(new.values) + len(going.values)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def get(self, table: str, key: bytes) -> bytes | None:
+        """See `Database`."""
+        new, going = self._waiting  # before the database is looked at: what is not there any more is in it
+        if new.values or going.values:
+            word = self._prefix[table] + key
+            for rows in (new, going):
+                value = rows.values.get(word, _MISSING)
+                if value is not _MISSING:
+                    return value  # type: ignore[return-value]
+        return self._database.get(table, key)
+
+    def get_many(self, table: str, keys: Iterable[bytes]) -> list[bytes | None]:
+        """See `Database`."""
+        keys = list(keys)
+        new, going = self._waiting
+        if not new.values and not going.values:
+            return self._database.get_many(table, keys)
+        prefix = self._prefix[table]
+        words = [prefix + key for key in keys]
+        # Not a loop of ours: a page that another thread writes is seen as a whole.
+        found: list[object] = list(map(new.values.get, words, repeat(_MISSING)))
+        if going.values:
+            found = [
+                going.values.get(word, _MISSING) if value is _MISSING else value
+                for word, value in zip(words, found, strict=True)
+            ]
+        missing = [index for index, value in enumerate(found) if value is _MISSING]
+        if missing:
+            rest = self._database.get_many(table, [keys[index] for index in missing])
+            for index, value in zip(missing, rest, strict=True):
+                found[index] = value
+        return found  # type: ignore[return-value]
+
+    def scan(
+        self, table: str, start: bytes = b"", stop: bytes | None = None, limit: int | None = None
+    ) -> list[tuple[bytes, bytes]]:
+        """See `Database`."""
+        new, going = self._waiting
+        if not new.values and not going.values:
+            return self._database.scan(table, start, stop, limit)
+        number = self._prefix[table]
+        end = bytes([number[0] + 1]) if stop is None else number + stop
+        most = 1 << 62 if limit is None else limit
+        at, found = number + start, [(b"", b"")][:0]
+        while at < end and len(found) < most:
+            # Up to `upto`, all of each is known: the next part goes on from there.
+            changed, upto = going.between(at, end, most)
+            newer, upto_newer = new.between(at, end, most)
+            upto = min(upto, upto_newer)
+            rows = self._database.scan(table, at[1:], None if upto[:1] != number else upto[1:], limit)
+            if len(rows) == limit:
+                upto = min(upto, number + rows[-1][0] + b"\0")
+            merged: dict[bytes, bytes | None] = {number + key: value for key, value in rows}
+            merged.update(changed)
+            merged.update(newer)
+            found += [
+                (word[1:], value)
+                for word, value in sorted(merged.items())
+                if value is not None and word < upto
+            ]
+            at = upto
+        return found if limit is None else found[:limit]
+
+    def count(self, table: str) -> int:
+        """Rows of a table; without those that wait when these are more than `EXACT_ROWS`."""
+        new, going = self._waiting
+        if not 0 < len(new.values) + len(going.values) <= EXACT_ROWS:
+            return self._database.count(table)
+        prefix = self._prefix[table]
+        own = {word: value for word, value in {**going.values, **new.values}.items() if word[:1] == prefix}
+        count, there = self._database.count_and_get(table, [word[1:] for word in own])
+        return count + sum(
+            (value is not None) - (was is not None) for value, was in zip(own.values(), there, strict=True)
+        )
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(
+        self, puts: Iterable[Put], ranges: Iterable[tuple[str, bytes, bytes]] = (), *, soon: bool = False
+    ) -> None:
+        """See `Database`. Never waits, and fails only where `ranges` cannot be read. `soon`: gather no more."""
+        rows: dict[bytes, bytes | None] = {}
+        for table, start, stop in ranges:
+            rows |= {self._prefix[table] + key: None for key, _ in self.scan(table, start, stop)}
+        rows.update({self._prefix[table] + key: value for table, key, value in puts})
+        with self._changed:
+            new = self._waiting[0].values
+            wake = not new or (soon and not self._hurry)
+            new.update(rows)
+            self._hurry |= soon
+            if wake:
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._running:
+            self._changed.notify()
+            return
+        self._running = True
+        threading.Thread(target=self._run, name="names", daemon=True).start()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether who writes should await `uncrowded` before."""
+        return self.waiting_rows > MANY_ROWS
+
+    async def uncrowded(self) -> None:
+        """Return when more may be written. Raises what the last commit failed of, when memory is to hold no more."""
+        with trio.move_on_after(PATIENCE_S), suppress(CachefsError):
+            await self.written()
+        while self.waiting_rows > MOST_ROWS:
+            await self.written()
+
+    async def written(self, within_s: float = math.inf) -> None:
+        """Return when all that is written until now has been committed: a kill does not undo it. Raises what that failed of,
+        or `CacheUnusable` when a commit takes longer than `within_s`; it is tried again, or goes on, all the same."""
+        if not self.waiting_rows:
+            return
+        caller = _Caller()
+        with self._changed:
+            self._callers.append(caller)
+            self._hurry = True
+            self._wake()
+        under_way_s = max(0.0, time.monotonic() - self._since)
+        with trio.move_on_after(max(0.0, within_s - under_way_s)):
+            await caller.done.wait()
+        if not caller.done.is_set():
+            raise CacheUnusable(f"the disk of {self.path} does not answer")
+        if caller.error is not None:
+            raise type(caller.error)(*caller.error.args) from caller.error
+
+    def release_memory(self, above_bytes: int) -> None:
+        """See `Database`."""
+        self._database.release_memory(above_bytes)
+
+    def sync(self) -> None:
+        """Write everything out to the disk. Blocking."""
+        self._flush()
+        self._database.sync()
+
+    def close(self) -> None:
+        """Commit what waits, and close. Blocking, for as long as the disk does not answer. Idempotent."""
+        self._flush(closing=True)
+        self._database.close(clean=not self.waiting_rows)
+
+    def _flush(self, *, closing: bool = False) -> None:
+        with self._changed:
+            self._closing |= closing
+            self._hurry = True
+            self._error = None
+            if self.waiting_rows:
+                self._wake()
+            self._changed.notify_all()
+            while self._running and self.waiting_rows and self._error is None:
+                self._changed.wait(IDLE_S)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work, IDLE_S)
+                if not (self._waiting[0].values or self._callers):
+                    self._running = False
+                    return
+                self._changed.wait_for(lambda: self._hurry, GATHER_S)
+                self._hurry = self._closing
+                callers, self._callers = self._callers, []
+                going = self._waiting[0]
+                self._waiting = _Rows({}), going
+            self._since = time.monotonic()
+            error = self._commit(going)
+            self._since = math.inf
+            with self._changed:
+                new = self._waiting[0]
+                if error is None:
+                    self._waiting = new, _Rows({})
+                else:
+                    self._waiting = _Rows({**going.values, **new.values}), _Rows({})
+                if error is not None and self._error is None and not self._closing:
+                    log.warning("%s; trying again", error)
+                self._error = error
+                self._changed.notify_all()
+            for caller in callers:
+                caller.tell(error)
+            if error is not None:
+                if self._closing:
+                    self._running = False
+                    return
+                time.sleep(RETRY_S)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting[0].values or self._callers or self._closing)
+
+    def _commit(self, going: _Rows) -> CachefsError | None:
+        if not going.values:
+            return None
+        names = self._tables
+        try:
+            self._database.write([(names[word[0]], word[1:], value) for word, value in going.values.items()])
+        except CachefsError as exc:
+            return exc
+        return None
+
+
+class _Caller:
+    """A task that waits for a commit."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.error: CachefsError | None = None
+        self._token = trio.lowlevel.current_trio_token()
+
+    def tell(self, error: CachefsError | None) -> None:
+        self.error = error
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self.done.set)
