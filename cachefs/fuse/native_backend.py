@@ -541,7 +541,7 @@ class NativeBackend:
         least = (protocol.DIRENT if pack is dirent else protocol.DIRENTPLUS).size + 8
         pending = self.operations.readdir(thread, dh, offset, size // least + 1)
         if pack is dirent:
-            # Names alone: whoever asked for the attributes of each would send a request for each.
+            # Names alone: a program that asks for the attributes of each would send a request for each.
             self._fs.listing_lost(dh)
         self._begin(unique, pending, partial(self._listed, pack, size))
 
