@@ -131,7 +131,7 @@ def list_again(work: Workspace, rounds: int) -> Result:
     tree.mkdir(parents=True)
     for index in range(count):
         (tree / f"{index:08d}.bin").touch()
-    first, spent = Series("first ls -l", "s", {}), Series("second ls -l: daemon CPU", "s", {})
+    first, spent = Series("list-again, first", "s", {}), Series("list-again, second: daemon CPU", "s", {})
     again: dict[str, list[float]] = {"ext4": []}
     read_again = 0
 
@@ -163,7 +163,7 @@ def list_again(work: Workspace, rounds: int) -> Result:
                 said = f"{name}: LIST {traffic.list}, HEAD {traffic.head}, READDIRPLUS {cold['fuse_readdir']}"
                 if said not in result.notes:
                     result.note(said)
-    second = Series("second ls -l", "s", again)
+    second = Series("list-again, second", "s", again)
     result.series += [first, second, spent]
     result.demand(f"second ls -l of {count:,} names: READDIRPLUS messages", read_again, "=", 0)
     result.demand(f"cold ls -l of {count:,} names, s", first.medians()[OWN], "≤", 0.2)
