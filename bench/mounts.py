@@ -445,6 +445,20 @@ class Null(Foreground):
         return [sys.executable, "-m", "bench.nullfs", str(self.tree), str(self.path)]
 
 
+class NullServer(Foreground):
+    """`bench.nullserver`: what one Python thread that does nothing takes for the same requests."""
+
+    def __init__(
+        self, scratch: Path, lab: LabStore, bucket: str, tree: Path, *options: str, name: str
+    ) -> None:
+        super().__init__(scratch, lab, bucket)
+        self.tree, self.options, self.name = tree, options, name
+
+    def command(self) -> list[str]:
+        backend("native")  # whether it can run here
+        return [sys.executable, "-m", "bench.nullserver", str(self.tree), str(self.path), *self.options]
+
+
 OTHERS: tuple[type[Foreground], ...] = (Rclone, S3fs, FsspecFuse)
 """Those that show a bucket, to be compared with."""
 

@@ -264,7 +264,7 @@ def pass_random(work: Workspace, rounds: int) -> Result:
 # -- small files -----------------------------------------------------------------------------------
 
 
-def _settle(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
+def settle(mount: Cachefs, read: Callable[[], object]) -> dict[str, int]:
     """Read until that costs no READ and all opens are in passthrough that will be; what the last time asked for."""
     until = time.monotonic() + REGISTER_S / 4
     while True:
@@ -292,7 +292,7 @@ def pass_small(work: Workspace, rounds: int) -> Result:
         for name, mine in paths.items():
             readers.small(mine)
             if name in mounts:
-                asked[name] = _settle(mounts[name], functools.partial(readers.small, mine))
+                asked[name] = settle(mounts[name], functools.partial(readers.small, mine))
         cpu = _Cpu(mounts)
 
         def again(name: str, mine: list[str]) -> Callable[[], float]:

@@ -16,7 +16,7 @@ from bench.workspace import Traffic, Workspace
 LS_LIMIT_S = 20.0
 
 
-def _ls(path: Path) -> float:
+def ls_l(path: Path) -> float:
     """Seconds that `ls -l` takes. Raises TimeoutExpired."""
     begun = time.perf_counter()
     env = {**os.environ, "LC_ALL": "C"}
@@ -50,7 +50,7 @@ def ls(work: Workspace, rounds: int) -> Result:
                 counting = mount.counting() if isinstance(mount, Cachefs) else nullcontext({})
                 with work.traffic() as traffic, counting as counted:
                     try:
-                        series.values[mount.name] = [_ls(mount.path)]
+                        series.values[mount.name] = [ls_l(mount.path)]
                     except subprocess.TimeoutExpired:
                         result.note(f"{mount.name}: ls -l was not done within {LS_LIMIT_S:.0f} s")
                 seen[mount.name].append(traffic)

@@ -149,6 +149,7 @@ class Fetcher:
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
         self.passthrough = self.written = False
+        self.note_use = store.note_use
         self._on_read: ReadHook | None = None
         self._not_passed: Container[bytes] = frozenset()
 
@@ -177,6 +178,9 @@ class Fetcher:
             return None
         on_disk = self.written and opened.origin.can_write
         return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
+
+    def open_registered(self, origin: Origin, object_id: ObjectId) -> Backing | None:
+        return self._store.open_registered(object_id, on_disk=self.written and origin.can_write)
 
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed

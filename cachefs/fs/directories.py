@@ -8,16 +8,16 @@ when it has caught up. It never ends before the listing did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
 from cachefs.base.ledger import about
 from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
-from cachefs.fs.keys import mark_of_directory, name_in
+from cachefs.fs.keys import mark_of_directory
 from cachefs.fs.listing import AHEAD
-from cachefs.fs.tree import Directory, inode_of
+from cachefs.fs.tree import Directory, KernelListing, inode_of
 
 if TYPE_CHECKING:
     from cachefs.fs.freshness import Freshness
@@ -28,21 +28,24 @@ if TYPE_CHECKING:
 CHUNK = 256
 """Names read from the tree at a time. Guessed: several of the kernel's buffers, well under a millisecond."""
 
+_SLASH = ord("/")
+
 Shape = Callable[[int, bool, "Row"], Attributes]
 """(ino, is_dir, row) → attributes."""
 
 
 class DirectoryHandle:
     """One open directory: `directory` is what its number `ino` leads to now. `attributes` are those it was opened with, if
-    they were known. `generation` is the oldest listing whose rows it shows; 0 until it has begun."""
+    they were known. `generation` is the oldest listing whose rows it shows, 0 until it has begun; `version` is the
+    directory's then."""
 
-    __slots__ = ("attributes", "chunk", "directory", "generation", "ino", "last", "places")
+    __slots__ = ("attributes", "chunk", "directory", "generation", "ino", "last", "places", "version")
 
     def __init__(self, ino: int, directory: Directory, attributes: Attributes | None = None) -> None:
         self.ino = ino
         self.attributes = attributes
         self.directory = directory
-        self.generation = 0
+        self.generation = self.version = 0
         self.chunk: list[Entry] = []
         self.places: dict[int, int] = {}  # cookie → index in the chunk of what comes behind it
         self.last = b""  # the mark the chunk ends with
@@ -61,13 +64,14 @@ class DirectoryReader:
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
         about(handle.directory.prefix)
+        rest: list[Entry] = []
         if offset and (place := handle.places.get(offset)) is not None:
             if not handle.generation:
                 # Its directory was renamed: what comes behind this name is listed again.
                 entry = handle.chunk[place - 1]
                 handle.last = mark_of_directory(entry.name) if entry.attributes.is_dir else entry.name
-            elif place < len(handle.chunk):
-                return handle.chunk[place : place + limit]
+            elif len(rest := handle.chunk[place:]) >= limit:
+                return rest[:limit]
             after = handle.last
         elif offset:
             mark = self._tree.mark_at(handle.directory, offset)
@@ -79,10 +83,18 @@ class DirectoryReader:
             after = b""
         directory = handle.directory
         if not handle.generation:
-            handle.generation = self._begin(directory)
+            handle.generation, handle.version = self._begin(directory), directory.version
+            kernel = directory.kernel
+            if kernel is not None and not offset:
+                if not kernel.generation:
+                    kernel.generation = handle.generation
+                elif kernel.generation != handle.generation:
+                    directory.kernel = None
         try:
-            more = await self._fill(handle, after)
+            more = await self._fill(handle, after, rest)
         except Unreachable:
+            if rest:
+                return rest
             if (
                 after
                 or not directory.complete
@@ -91,24 +103,51 @@ class DirectoryReader:
             ):
                 raise
             handle.generation = directory.complete  # nothing of the new listing was shown yet
-            more = await self._fill(handle, after)
-        return handle.chunk[:limit] if more else []
+            more = await self._fill(handle, after, rest)
+        return handle.chunk[:limit] if more else rest
+
+    def kept(self, handle: DirectoryHandle, others: Iterable[DirectoryHandle]) -> bool:
+        """Whether the kernel may keep the listing that it has for another reader, who has `handle`; otherwise it drops it
+        now. It may while the listing is complete and fresh, which is as long as the attributes of its names that it has,
+        too, and no name has come or gone. `others` are all handles."""
+        directory, kernel = handle.directory, handle.directory.kernel
+        now = self._clock()
+        fresh = self._fresh(directory, self._freshness.horizon(directory, now, now))
+        if (
+            kernel is not None
+            and (kernel.ino, kernel.version) == (handle.ino, directory.version)
+            and fresh
+            and kernel.generation == fresh
+        ):
+            return True
+        # What a reader has begun before is kept by the kernel as its reading goes on.
+        began = (other for other in others if other.directory is directory and other.generation)
+        if any((other.generation, other.version) != (fresh, directory.version) for other in began):
+            directory.kernel = None
+        else:
+            directory.kernel = KernelListing(handle.ino, directory.version)
+        return False
+
+    def _fresh(self, directory: Directory, horizon: float) -> int:
+        """The generation of the last listing, if it is complete, not older than `horizon` and not `early`; 0 if not."""
+        whole = self._freshness.whole(directory)
+        return whole[0] if whole is not None and whole[1] >= horizon and not directory.early else 0
 
     def _begin(self, directory: Directory) -> int:
         """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
         now = self._clock()
         horizon = self._freshness.horizon(directory, now, now)
-        whole = self._freshness.whole(directory)
-        if whole is not None and whole[1] >= horizon and not directory.early:
-            return whole[0]
+        if fresh := self._fresh(directory, horizon):
+            return fresh
         if directory.complete and directory.origin is not None and directory.origin.serves_stale:
             return directory.complete
         if directory.origin is None or not directory.origin.can_list:
             raise Unsupported("this store cannot be listed: open its files by their full names")
         return self._lister.demand(directory, horizon).generation
 
-    async def _fill(self, handle: DirectoryHandle, after: bytes) -> bool:
-        """Read the next chunk behind the mark `after`, waiting for pages. False at the end."""
+    async def _fill(self, handle: DirectoryHandle, after: bytes, rest: list[Entry]) -> bool:
+        """Read the next chunk behind the mark `after`, and put it behind the `rest` of the last one; only where there is
+        none, wait for pages. False at the end, and where it would wait."""
         directory = handle.directory
         while True:
             rows = self._tree.scan(directory, after, CHUNK)
@@ -123,12 +162,12 @@ class DirectoryReader:
                 del rows[decided:]
             entries = self._entries(handle, rows)
             if entries:
-                handle.chunk, handle.last = entries, rows[-1][0]
-                handle.places = {entry.next_offset: index for index, entry in enumerate(entries, 1)}
+                handle.chunk, handle.last = rest + entries, rows[-1][0]
+                handle.places = {entry.next_offset: index for index, entry in enumerate(handle.chunk, 1)}
                 return True
             if rows:
                 after = rows[-1][0]
-            elif listing is None:
+            elif listing is None or rest:
                 return False
             else:
                 await listing.turn.wait()
@@ -143,18 +182,22 @@ class DirectoryReader:
             for f, dir_row in zip(files, as_directories, strict=True)
             if dir_row and dir_row.generation >= generation
         }
-        now = self._clock()
+        now, shape, freshness = self._clock(), self._shape, self._freshness
+        # One listing decides all names, unless another is under way.
+        same = directory.listing is None
+        cover = freshness.whole(directory) if same else None
         entries: list[Entry] = []
         for mark, row in rows:
             if mark in hidden:
                 continue
-            name = name_in(mark)
+            is_dir = mark[-1] == _SLASH
+            name = mark[:-1] if is_dir else mark
             ino = inode_of(directory, name, row)
             ttl = 0.0
-            if row.known and not self._freshness.is_doubted(ino):
-                cover = self._freshness.coverage(directory, name)
+            if row.known and not freshness.is_doubted(ino):
+                if not same:
+                    cover = freshness.coverage(directory, name)
                 if cover is not None and row.generation >= cover[0]:
                     ttl = max(0.0, min(cover[1] + directory.ttls.ttl - now, FOREVER))
-            attributes = self._shape(ino, mark.endswith(b"/"), row)
-            entries.append(Entry(name, attributes, ino & LOW_MASK, ttl))
+            entries.append(Entry(name, shape(ino, is_dir, row), ino & LOW_MASK, ttl))
         return entries

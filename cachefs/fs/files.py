@@ -324,6 +324,32 @@ class OpenFiles:
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
 
+    def open_registered(
+        self, ino: int, origin: Origin, obj: ObjectId, mtime_ns: int, pid: int
+    ) -> tuple[int, Backing] | None:
+        """`open` for a file that is open nowhere and whose backing file the kernel has, in as few steps as that takes: a
+        handle and the file, whose use the caller notes (`Reader.note_use`). None: `open` knows."""
+        if (
+            ino in self._by_ino
+            or ino >= FIRST_ALIAS
+            or self.on_passthrough is None
+            or obj.size > LARGE
+            or (self._changed and ino in self._changed)
+            or (self._apart and self._is_apart(ino))
+            or (self.on_open is not None and obj.digest in self.awaited)
+        ):
+            return None
+        backing: Backing | None = self._reader.open_registered(origin, obj)
+        if backing is None:
+            return None
+        stable = self._moved.get(ino, ino) if self._moved else ino
+        handle = FileHandle(ino, stable, origin, obj, mtime_ns, self._reader.open(origin, obj), pid, backing)
+        self._by_ino[ino] = [handle]
+        fh = self._next
+        self._next = fh + 1
+        self._handles[fh] = handle
+        return fh, backing
+
     def decides(self, ino: int) -> bool:
         """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
         return self.on_passthrough is not None and ino not in self._by_ino
@@ -430,8 +456,9 @@ class OpenFiles:
         handle = self._handles.pop(fh, None)
         if handle is None:
             return None
-        _remove(self._by_ino, handle.ino, handle)
-        if handle.ino >= FIRST_ALIAS:
+        ino = handle.ino
+        _remove(self._by_ino, ino, handle)
+        if ino >= FIRST_ALIAS:
             _remove(self._under_alias, handle.stable, handle)
         if handle.backing is not None and handle.size != DIRTY_FILE:
             self._reader.release_backing(handle.backing)
@@ -439,9 +466,9 @@ class OpenFiles:
             self._reader.close(handle.opened)
         for opened in handle.former:
             self._reader.close(opened)
-        if handle.ino not in self._by_ino:
-            self._apart.discard(handle.ino)
-            self.parted.pop(handle.ino, None)
+        if (self._apart or self.parted) and ino not in self._by_ino:
+            self._apart.discard(ino)
+            self.parted.pop(ino, None)
         return handle
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ from cachefs.fs.inodes import FIRST_ALIAS, ROOT
 from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in
 from cachefs.fs.listing import Lister
 from cachefs.fs.lookup import Looker
-from cachefs.fs.reader import Buffer, Reader
+from cachefs.fs.reader import Backing, Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
@@ -146,11 +146,6 @@ class FileSystem(Writes):
         before, self._reader = self._reader, reader
         self._files.read_through(reader)
         return before
-
-    @property
-    def refreshed(self) -> bool:
-        """Ever: listings that the kernel keeps may be out of date."""
-        return self._refreshing.ever
 
     # -- names and attributes ----------------------------------------------------------------------
 
@@ -310,6 +305,9 @@ class FileSystem(Writes):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, ino: int) -> int:
+        return self.opendir_now(ino)
+
+    def opendir_now(self, ino: int) -> int:
         directory = self._directory(ino)
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
@@ -330,7 +328,18 @@ class FileSystem(Writes):
             raise NotFound(f"directory {handle.ino} was removed") from None
         if directory is not handle.directory:
             handle.directory, handle.generation = directory, 0
+            directory.kernel = None  # what the kernel has of it began elsewhere
         return await self._directories.read(handle, offset, limit)
+
+    def listing_kept(self, dh: int) -> bool:
+        """Whether the kernel may keep what it has read of the directory until now, for the reader who has this handle. It is
+        told so, or to drop it, by the answer to the open; `listing_lost` if that cannot be."""
+        return self._directories.kept(self._open_directories[dh], self._open_directories.values())
+
+    def listing_lost(self, dh: int) -> None:
+        """The next reader is not to have what the kernel has of the directory, or it was not told to drop that."""
+        if (handle := self._open_directories.get(dh)) is not None:
+            handle.directory.kernel = None
 
     def releasedir(self, dh: int) -> None:
         self._open_directories.pop(dh, None)
@@ -340,6 +349,18 @@ class FileSystem(Writes):
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         """See `Opened`. Raises `ObjectChanged` when the current version is shown under another number."""
         return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
+
+    def open_known(self, ino: int, pid: int) -> tuple[int, Backing] | None:
+        """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle,
+        and the backing file. None: `open_now` knows. The caller has its use noted (`note_use`) once it has answered."""
+        warm = self._warm.get(ino)
+        if warm is None or warm[0] <= self._clock():
+            return None
+        return self._files.open_registered(ino, warm[1], warm[2], warm[3], pid)
+
+    def note_use(self, backing: Backing) -> None:
+        """What `open_known` returned is used."""
+        self._reader.note_use(backing)
 
     def _open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
         if flags & _WRITING:

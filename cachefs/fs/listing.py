@@ -31,6 +31,7 @@ from cachefs.origin.protocol import ListPage, ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
+    from cachefs.origin import Origin
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,33 @@ class Ticket:
             raise type(self._failure)(*self._failure.args) from self._failure
 
 
+class Asked:
+    """A page that was requested `at` a time, after so many `changes` made here."""
+
+    __slots__ = ("at", "changes", "ended", "failure", "listed", "token")
+
+    def __init__(self, token: str | None, at: float, changes: int) -> None:
+        self.token = token
+        self.at = at
+        self.changes = changes
+        self.ended = trio.Event()
+        self.listed: ListPage | None = None
+        self.failure: Exception | None = None
+
+    def page(self) -> ListPage:
+        """The page, once it has `ended`. Raises what kept it from coming."""
+        if self.failure is not None:
+            raise self.failure
+        assert self.listed is not None
+        return self.listed
+
+
 class Listing:
     """One generation of one directory, running or resting."""
 
     __slots__ = (
         "allowed",
+        "asked",
         "epoch",
         "failures",
         "generation",
@@ -104,6 +127,7 @@ class Listing:
         self.failures = 0
         self.running = False
         self.scope = trio.CancelScope()
+        self.asked: Asked | None = None  # the next page, while it is requested
         self.turn = Ticket()
 
     def covers(self, name: bytes) -> bool:
@@ -195,17 +219,20 @@ class Lister:
         failure: CachefsError | None = None
         vanished = False
         with listing.scope:
-            try:
-                while directory.listing is listing and listing.pages < listing.allowed:
-                    vanished = await self._next_page(directory, listing)
-                    listing.failures = 0
-                if vanished:
-                    await self._sweep(directory, listing.generation)
-            except CachefsError as exc:
-                failure = exc
-            except Exception as exc:
-                log.exception("listing %s failed unexpectedly", directory.prefix)
-                failure = OriginFailed(f"listing {directory.prefix!r}: {exc}")
+            async with trio.open_nursery() as nursery:
+                try:
+                    while directory.listing is listing and listing.pages < listing.allowed:
+                        vanished = await self._next_page(directory, listing, nursery)
+                        listing.failures = 0
+                    if vanished:
+                        await self._sweep(directory, listing.generation)
+                except CachefsError as exc:
+                    failure = exc
+                except Exception as exc:
+                    log.exception("listing %s failed unexpectedly", directory.prefix)
+                    failure = OriginFailed(f"listing {directory.prefix!r}: {exc}")
+                nursery.cancel_scope.cancel()
+        listing.asked = None
         listing.running = False
         self._running.discard(listing)
         if self._closed and not self._running:
@@ -219,13 +246,29 @@ class Lister:
                 directory.listing = None  # perhaps it is the token: begin again
         listing.next_turn(failure)
 
-    async def _next_page(self, directory: Directory, listing: Listing) -> bool:
-        """Fetch and write one page. Returns whether names of earlier listings are to be swept now."""
+    async def _ask(self, asked: Asked, origin: Origin, prefix: str) -> None:
+        """Request a page. Never raises."""
+        try:
+            asked.listed = await origin.list_page(prefix, token=asked.token, limit=PAGE)
+        except Exception as exc:
+            asked.failure = exc
+        finally:
+            asked.ended.set()
+
+    async def _next_page(self, directory: Directory, listing: Listing, nursery: trio.Nursery) -> bool:
+        """Fetch and write one page. Returns whether names of earlier listings are to be swept now. The page behind it is
+        requested meanwhile, if it is wanted."""
         origin = directory.origin
         assert origin is not None
-        asked_at, changes = self._clock(), self._tree.changes
+        asked, listing.asked = listing.asked, None
+        if asked is None:
+            asked = Asked(listing.token, self._clock(), self._tree.changes)
+            await self._ask(asked, origin, directory.prefix)
+        else:
+            await asked.ended.wait()
+        asked_at, changes = asked.at, asked.changes
         try:
-            listed = await origin.list_page(directory.prefix, token=listing.token, limit=PAGE)
+            listed = asked.page()
         except NotFound as exc:
             if directory.is_top:
                 raise OriginFailed(f"what is mounted is gone: {exc}") from exc
@@ -235,6 +278,9 @@ class Lister:
         done = listed.next_token is None
         if not done and listed.next_token == listing.token:
             raise OriginFailed(f"listing {directory.prefix!r}: the store repeats the same page for ever")
+        if not done and directory.listing is listing and listing.pages + 1 < listing.allowed:
+            listing.asked = Asked(listed.next_token, self._clock(), self._tree.changes)
+            nursery.start_soon(self._ask, listing.asked, origin, directory.prefix)
         async with self._tree.writing:
             if directory.listing is not listing:
                 return False

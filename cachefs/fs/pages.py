@@ -135,7 +135,9 @@ def write_answer(
     if answer is True:
         entries: list[tuple[bytes, ObjectInfo | None]] = [(mark_of_directory(name), None)]
         generation = _newer(generation, as_dir)
-        return write_names(database, directory, entries, generation, extra, reserved)
+        written = write_names(database, directory, entries, generation, extra, reserved)
+        directory.changed()
+        return written
     if answer is not False:
         generation = _newer(generation, as_file)
         if as_dir:
@@ -149,8 +151,11 @@ def write_answer(
                 ("inodes", inode_key(ino), name),
             ]
             database.write(extra)
-            return Written([ino], [(ino, name)])
-        return write_names(database, directory, [(name, answer)], generation, extra, reserved)
+            written = Written([ino], [(ino, name)])
+        else:
+            written = write_names(database, directory, [(name, answer)], generation, extra, reserved)
+        directory.changed()
+        return written
     written = Written()
     for mark, data in ((mark_of_directory(name), as_dir), (name, as_file)):
         if data:
@@ -158,6 +163,7 @@ def write_answer(
             extra += [("names", directory.key + mark, None), ("inodes", inode_key(ino), None)]
             written.changed.append((ino, name))
     database.write(extra)
+    directory.changed()
     return written
 
 
@@ -193,6 +199,7 @@ def pin(
             ("local", directory.key + name, b""),
         ]
     )
+    directory.changed()
     return ino, row
 
 

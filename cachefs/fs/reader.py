@@ -54,6 +54,13 @@ class Reader(Protocol):
     def open_backing(self, opened: Any) -> Backing | None:
         """The version's file, when all of it is here, and right. Given back with `release_backing`."""
 
+    def open_registered(self, origin: Origin, obj: ObjectId) -> Backing | None:
+        """The same for a version of up to `LARGE` bytes that was opened so before, where that takes nothing but a look; its
+        use has to be noted, with `note_use`. None: `open_backing` knows."""
+
+    def note_use(self, backing: Any) -> None:
+        """What `open_registered` returned is used."""
+
     def reopen_backing(self, backing: Any) -> None:
         """One more user of a file in passthrough."""
 

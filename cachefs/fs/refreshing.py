@@ -47,7 +47,6 @@ class Refreshing:
         self._tell = tell
         self._told = told
         self._absent: dict[tuple[int, bytes], float] = {}  # until when the kernel has it
-        self.ever = False  # listings that the kernel keeps may be out of date
 
     def absent(self, directory: Directory, name: bytes, seconds: float) -> float:
         """For how many seconds, of so many, the kernel may keep that there is no such name."""
@@ -115,7 +114,6 @@ class Refreshing:
 
     async def _disbelieve(self, directory: Directory) -> None:
         self._forget()
-        self.ever = True
         self._lister.cancel(directory)
         puts = self._tree.refresh(directory)
         async with self._tree.writing:

@@ -21,6 +21,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -78,6 +79,21 @@ class Found(NamedTuple):
     until: float
 
 
+class KernelListing:
+    """The listing of a directory that the kernel has, or is reading: what it has read under the number `ino` since it last
+    dropped what it had. `version` is the directory's then, `generation` the listing that it is read from, 0 until then."""
+
+    __slots__ = ("generation", "ino", "version")
+
+    def __init__(self, ino: int, version: int) -> None:
+        self.ino = ino
+        self.version = version
+        self.generation = 0
+
+
+_versions = count(1)
+
+
 class Directory:
     """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes. `early`: its
     listing was begun before a reader came. It shows what is there, but not what is missing: that may have come since."""
@@ -91,6 +107,7 @@ class Directory:
         "generation",
         "hidden",
         "ino",
+        "kernel",
         "key",
         "listed_at",
         "listed_epoch",
@@ -105,6 +122,7 @@ class Directory:
         "stale_asks",
         "stale_since",
         "ttls",
+        "version",
         "warned",
     )
 
@@ -140,6 +158,12 @@ class Directory:
         self.warned = False
         self.epoch_seen = -1
         self.epoch_needed = 0
+        self.kernel: KernelListing | None = None
+        self.changed()
+
+    def changed(self) -> None:
+        """A name has come or gone since the last complete listing, or may have. To be called once that is written."""
+        self.version = next(_versions)  # in the whole process: the object may be made again
 
     def load(self, state: bytes) -> None:
         (

@@ -138,11 +138,10 @@ def _native(
         )
     else:
         device, agreed, refused = take(config.descriptor, places, writable=writable)
-    immutable = all(config.of(source, "consistency") == "immutable" for source in config.sources)
     backend = NativeBackend(
         *(fs, metrics, _deadline_s(config), device, agreed),
         zero_open=config.zero_open,
-        keep_listings=immutable and not writable and keeps_listings(platform.release()),
+        keep_listings=keeps_listings(platform.release()),
         writable=writable,
         direct_writers=not config.writeback,
     )

@@ -28,7 +28,17 @@ from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, protocol
 from cachefs.fuse.connection import MAX_BACKGROUND
 from cachefs.fuse.device import MOST_KEPT, Device, Negotiated
-from cachefs.fuse.operations import WRITING, Created, Looked, Operations, Pending, Rule, Shown, Waiting
+from cachefs.fuse.operations import (
+    CHANGING,
+    WRITING,
+    Created,
+    Looked,
+    Operations,
+    Pending,
+    Rule,
+    Shown,
+    Waiting,
+)
 from cachefs.fuse.protocol import Malformed, Op, Setattr, dirent, direntplus, duration, entry, name_of
 from cachefs.fuse.protocol import Opened as Flags
 
@@ -61,17 +71,22 @@ All changes meanwhile come through the same kernel. Guessed: as long as the rest
 
 _HEADER = protocol.IN_HEADER.size
 _REPLY = protocol.OUT_HEADER.size
-_KEEP_CACHE, _PASSTHROUGH = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH)
+_KEEP_CACHE, _PASSTHROUGH, _CACHE_DIR = int(Flags.KEEP_CACHE), int(Flags.PASSTHROUGH), int(Flags.CACHE_DIR)
+_OPEN = protocol.OPEN_REPLY
+_KNOWN_FLAGS = int(Flags.PASSTHROUGH | Flags.NOFLUSH)
 _NO_REPLY = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 
 class NativeBackend:
-    """`zero_open` has the kernel open files without a request, and `keep_listings` lets it keep what it has read of a
-    directory: both only where no object ever changes. `writable` is how the connection was made. With `direct_writers`, a
-    handle that is opened for writing reads and writes through the daemon even when its file is in passthrough."""
+    """`zero_open` has the kernel open files without a request, only where no object ever changes. `keep_listings` lets it
+    keep what it has read of a directory, while that is fresh. `writable` is how the connection was made. With
+    `direct_writers`, a handle that is opened for writing reads and writes through the daemon even when its file is in
+    passthrough."""
 
     name = "native"
     max_background = MAX_BACKGROUND
+    direct = True
+    """Whether files that are known are opened directly. All answers are the same without: a test compares them."""
 
     def __init__(
         self,
@@ -93,7 +108,7 @@ class NativeBackend:
         self._device = device
         self._write = device.write
         self._zero_open = zero_open
-        self._directory_flags = int(Flags.KEEP_CACHE | Flags.CACHE_DIR) if keep_listings else 0
+        self._keep_listings = keep_listings
         self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
         self._user = (0, 0)  # uid and gid of the request that is being handled
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
@@ -318,6 +333,18 @@ class NativeBackend:
     def _opened(self, unique: int, opened: Opened, flags: int = int(Flags.NOFLUSH)) -> None:
         self._hand_over(protocol.OPEN_REPLY, unique, (), opened, flags)
 
+    def _opened_known(self, unique: int, fh: int, backing: Backing) -> None:
+        """Reply first: the calling process need not wait for the rest."""
+        self._metrics.passthrough_opens += 1
+        taken = False
+        try:
+            taken = self._write(_OPEN.pack(_OPEN.size, 0, unique, fh, _KNOWN_FLAGS, backing.id))
+        finally:
+            if taken:
+                self._fs.note_use(backing)
+            else:
+                self.operations.drop(fh)
+
     def _opened_to_write(self, unique: int, opened: Opened) -> None:
         self._opened(unique, opened, self._writer_flags if opened[2] else 0)
 
@@ -420,6 +447,13 @@ class NativeBackend:
                 unique, errno.ENOSYS
             )  # after this answer the kernel sends no OPEN and no RELEASE any more
             return
+        if (
+            self.direct
+            and not flags & CHANGING
+            and (known := self.operations.open_known(thread, inode)) is not None
+        ):
+            self._opened_known(unique, *known)
+            return
         opened = self.operations.open(thread, inode, flags)
         if isinstance(opened, Pending):
             self._begin(unique, opened, self._opened_to_write if flags & WRITING else self._opened)
@@ -489,22 +523,27 @@ class NativeBackend:
     # -- directories -------------------------------------------------------------------------------
 
     def _opendir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._begin(unique, self.operations.opendir(thread, inode), self._opened_directory)
-
-    def _opened_directory(self, unique: int, dh: int) -> None:
-        flags = 0 if self._fs.refreshed else self._directory_flags
-        taken = False
+        dh = self.operations.opendir(inode)
+        flags, taken = 0, False
+        if self._keep_listings:
+            flags = _CACHE_DIR | (_KEEP_CACHE if self._fs.listing_kept(dh) else 0)
         try:
-            taken = self._send(protocol.OPEN_REPLY, unique, dh, flags, 0)
+            taken = self._send(_OPEN, unique, dh, flags, 0)
         finally:
             if not taken:
+                self._fs.listing_lost(dh)
                 self.operations.releasedir(dh)
 
     def _readdir(
         self, pack: Callable[[Entry], bytes], unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
         dh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
-        self._begin(unique, self.operations.readdir(thread, dh, offset), partial(self._listed, pack, size))
+        least = (protocol.DIRENT if pack is dirent else protocol.DIRENTPLUS).size + 8
+        pending = self.operations.readdir(thread, dh, offset, size // least + 1)
+        if pack is dirent:
+            # Names alone: a program that asks for the attributes of each would send a request for each.
+            self._fs.listing_lost(dh)
+        self._begin(unique, pending, partial(self._listed, pack, size))
 
     def _listed(self, pack: Callable[[Entry], bytes], size: int, unique: int, entries: list[Entry]) -> None:
         fitting: list[bytes] = []
@@ -517,7 +556,6 @@ class NativeBackend:
         if entries and not fitting:
             self._done(unique, errno.EINVAL)  # an empty reply would mean the end of the directory
             return
-        self.operations.listed(len(entries), len(fitting))
         self._data(unique, b"".join(fitting))
 
     def _releasedir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:

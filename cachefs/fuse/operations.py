@@ -24,7 +24,7 @@ from cachefs.base.ledger import NAMES, WRITES, Call, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.fs import Attributes, Entry, FileSystem, Space
+from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
 from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
@@ -45,6 +45,9 @@ Created = tuple[Attributes, float, Opened]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
 """Flags of an open that may change the file."""
+
+CHANGING = WRITING | os.O_CREAT | os.O_APPEND
+"""And those that say so of a file that it does not change."""
 
 SHARE = 4
 """Requests that wait may hold this part of the memory that the process may have. Borrowed from the RAM tier's default."""
@@ -93,7 +96,7 @@ class Request(NamedTuple):
     shown: str = ""
 
 
-LOOKUP, OPEN, OPENDIR, READDIR, GETXATTR = map(Request, ("lookup", "open", "opendir", "readdir", "getxattr"))
+LOOKUP, OPEN, READDIR, GETXATTR = map(Request, ("lookup", "open", "readdir", "getxattr"))
 GETATTR = Request("getattr", always=True)
 READ = Request("read", None)
 OPEN_TO_WRITE, CREATE, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, SETATTR = (
@@ -267,14 +270,15 @@ class Operations:
 
     # -- directories -------------------------------------------------------------------------------
 
-    def opendir(self, thread: int, inode: int) -> Pending[int]:
+    def opendir(self, inode: int) -> int:
         self._metrics.fuse_opendir += 1
-        return Pending(OPENDIR, thread, partial(self._fs.opendir, inode))
+        return self._fs.opendir_now(inode)
 
-    def readdir(self, thread: int, dh: int, offset: int) -> Pending[list[Entry]]:
-        """A few more entries than the last buffer took. The backend says how many this one took (`listed`)."""
+    def readdir(self, thread: int, dh: int, offset: int, most: int = 0) -> Pending[list[Entry]]:
+        """At least as many entries as the buffer takes, if there are. `most` is how many it takes; a backend that does not
+        know (0) is given a few more than the last buffer took, and says how many this one took (`listed`)."""
         self._metrics.fuse_readdir += 1
-        return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, self._page + 4))
+        return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, most or self._page + 4))
 
     def listed(self, count: int, fitted: int) -> None:
         """Of `count` entries the kernel's buffer took `fitted`."""
@@ -299,6 +303,13 @@ class Operations:
             work = partial(self._fs.open, inode, flags, thread)
             return Pending(OPEN, thread, partial(self._known, thread, work))
         return opened
+
+    def open_known(self, thread: int, inode: int) -> tuple[int, Backing] | None:
+        """See `FileSystem.open_known`."""
+        found = self._fs.open_known(inode, thread)
+        if found is not None:
+            self._metrics.fuse_open += 1
+        return found
 
     async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
         """The answer about a file that the kernel has looked up. It walks the path again where that is another by now."""

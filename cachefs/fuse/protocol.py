@@ -211,11 +211,21 @@ def dirent(shown: Entry) -> bytes:
 
 
 def direntplus(shown: Entry) -> bytes:
+    # As `entry` and `attr` have it, in one step: a listing packs millions.
     attributes, name = shown.attributes, shown.name
+    ino, size, mode = attributes.ino, attributes.size, attributes.mode
+    ttl, ttl_ns = divmod(int(shown.ttl * 1e9), 1_000_000_000)
+    mtime, mtime_ns = divmod(attributes.mtime_ns, 1_000_000_000)
+    mtime &= _U64
+    length = len(name)
     head = DIRENTPLUS.pack(
-        *entry(attributes, shown.ttl), attributes.ino, shown.next_offset, len(name), attributes.mode >> 12
+        *(ino, 0, ttl, ttl, ttl_ns, ttl_ns),
+        *(ino, size, -(-size // 512), mtime, mtime, mtime, mtime_ns, mtime_ns, mtime_ns),
+        *(mode, attributes.nlink, attributes.uid, attributes.gid, 0),
+        *(1 << 20 if stat.S_ISREG(mode) else 4096, 0),
+        *(ino, shown.next_offset, length, mode >> 12),
     )
-    return head + name.ljust(-(-len(name) // 8) * 8, b"\0")
+    return head + name + bytes(-length & 7)
 
 
 def signed(number: int) -> int:

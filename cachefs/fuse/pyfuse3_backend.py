@@ -179,7 +179,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- directories -------------------------------------------------------------------------------
 
     async def opendir(self, inode: int, ctx: Any) -> int:
-        dh = await self._answer(_number, self.operations.opendir, ctx.pid, inode)
+        dh = await self._answer(_number, self.operations.opendir, inode)
         self._listing[dh] = ctx.pid
         return dh
 

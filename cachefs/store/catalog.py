@@ -213,6 +213,13 @@ class Catalog:
         found.id = object_id  # it may have been met by its digest only
         return found
 
+    def remembered(self, object_id: ObjectId) -> CachedObject | None:
+        """The bookkeeping of this version, if it is in memory: the youngest from now on."""
+        found = self._objects.get(object_id.digest)
+        if found is not None:
+            self._objects.move_to_end(object_id.digest)
+        return found
+
     def by_digest(self, digest: bytes) -> CachedObject:
         """The bookkeeping of a version of which nothing else is known."""
         return self._get(digest, Unnamed(digest))
@@ -384,12 +391,17 @@ class Catalog:
         """True for the reads that go on in a copy: not much else was used since the last one."""
         return copy.used > self._recent and self.clock - copy.used < SAME_USE
 
-    def touch(self, copy: Copy) -> None:
-        """Used now, and changed: the next flush writes it."""
+    def used_since_flush(self, copy: Copy) -> bool:
+        """True if it is among the youngest, and the next flush writes that."""
+        return copy.used > self._recent
+
+    def touch(self, copy: Copy) -> CopyKey:
+        """Used now, and changed: the next flush writes it. Returns its key."""
         copy.clock = copy.used = self.clock = self.clock + 1
         key = copy.key
         self._dirty.pop(key, None)
         self._dirty[key] = copy
+        return key
 
     def changed(self, copy: Copy) -> None:
         """Its blocks changed, its age did not."""

@@ -215,9 +215,11 @@ class Dataset:
     def used(self, unit: int, clock: int, length: int, hit: bool) -> bool:
         """A sampled unit is used. True if a new epoch has begun, with this use or shortly before."""
         known = self.sample.get(unit)
-        if known is not None and (self.count - known[1]) / self.rate <= self.correlated:
-            self.sample[unit] = (known[0], self.count)
-            return False
+        if known is not None:
+            others = self.count - known[1]  # of the sample: the whole dataset has had no fewer
+            if others <= CORRELATED_MOST and others / self.rate <= self.correlated:
+                self.sample[unit] = (known[0], self.count)
+                return False
         self.changed = True
         self.count += 1
         self.uses += 1
@@ -430,9 +432,9 @@ class Epochs:
         found.last = clock
         found.idle = False
         found.seen.add(unit)
-        before = self._decides(dataset)
-        begun = unit < found.threshold and found.used(unit, clock, length, hit)
         shared = self._shared.get(dataset)
+        before = found if shared is None else self._decides(dataset)
+        begun = unit < found.threshold and found.used(unit, clock, length, hit)
         if shared is None and requester:
             shared = self._shared[dataset] = SharedDataset(clock)
         if shared is not None:
@@ -597,6 +599,7 @@ class Datasets:
     a dataset (`train/` mounted, with a directory for each of a thousand classes) is one dataset."""
 
     def __init__(self) -> None:
+        self.version = 0  # grows when objects may belong to another dataset than before
         self._prefixes: dict[str, list[str]] = {}
         self._seen: dict[str, set[str]] = {}
         self._whole: set[str] = set()
@@ -605,6 +608,7 @@ class Datasets:
 
     def mounted(self, places: Iterable[tuple[str, str]]) -> None:
         """What is mounted: (source, prefix of its keys) each."""
+        self.version += 1
         for source, prefix in places:
             self._prefixes.setdefault(source, []).append(prefix)
         for prefixes in self._prefixes.values():
@@ -628,6 +632,7 @@ class Datasets:
             if len(seen) > MOST:
                 del self._seen[place]
                 self._whole.add(place)
+                self.version += 1
                 first = ""
         number = zlib.crc32(f"{place}\0{first}".encode("utf-8", "surrogatepass"))
         if number not in self._names:

@@ -152,37 +152,37 @@ class Keys:
     """Keys of copies by tier, used longest ago first."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._tiers: dict[int, OrderedDict[CopyKey, None]] = {}
+        self.tiers: dict[int, OrderedDict[CopyKey, None]] = {}  # empty: no key was ever added
         self._most = most
 
     def __contains__(self, key: CopyKey) -> bool:
-        return key in self._tiers.get(key[0], ())
+        return key in self.tiers.get(key[0], ())
 
     def add(self, key: CopyKey) -> None:
-        keys = self._tiers.setdefault(key[0], OrderedDict())
+        keys = self.tiers.setdefault(key[0], OrderedDict())
         if self._most is None or len(keys) < self._most:
             keys[key] = None
 
     def discard(self, key: CopyKey) -> bool:
         """True if it was there."""
-        return key in self and self._tiers[key[0]].pop(key) is None
+        return key in self and self.tiers[key[0]].pop(key) is None
 
     def used(self, key: CopyKey) -> None:
         """Those used again stay longer."""
-        keys = self._tiers.get(key[0])
+        keys = self.tiers.get(key[0])
         if keys is not None and key in keys:
             keys.move_to_end(key)
 
     def clear(self, tier: int | None = None) -> None:
         """Of one tier, or all."""
         if tier is None:
-            self._tiers.clear()
+            self.tiers.clear()
         else:
-            self._tiers.pop(tier, None)
+            self.tiers.pop(tier, None)
 
     def oldest(self, tier: int) -> Iterator[CopyKey]:
         """Some of a tier, in the order in which they go. What is passed over is looked at last in the next search."""
-        for key in list(islice(self._tiers.get(tier, ()), LOOKED_AT)):
+        for key in list(islice(self.tiers.get(tier, ()), LOOKED_AT)):
             yield key
             self.used(key)
 
@@ -246,10 +246,11 @@ class Eviction:
 
     def touch(self, copy: Copy) -> None:
         """Used now."""
-        self._catalog.touch(copy)
-        key = copy.key
-        self._waiting.pop(key, None)
-        self.remote_owned.used(key)
+        key = self._catalog.touch(copy)
+        if self._waiting:
+            self._waiting.pop(key, None)
+        if self.remote_owned.tiers:
+            self.remote_owned.used(key)
 
     def touch_if_old(self, copy: Copy) -> bool:
         """`touch`, if this is a separate use and not the last one still going on."""
@@ -258,12 +259,19 @@ class Eviction:
         self.touch(copy)
         return True
 
+    def touch_closed(self, copy: Copy) -> None:
+        """`touch` at the end of a use, for one that took a while: what was opened since the last flush is young anyway."""
+        if not self._catalog.used_since_flush(copy) and copy.bitmap:
+            self.touch(copy)
+
     def used(self, obj: CachedObject, copy: Copy, *, hit: bool, requester: str = "") -> None:
         """Tell the policy of a use, after `touch`; `requester` is the requesting peer, "" for this node's readers. Copies
         that other nodes own are no part of the datasets kept here: each epoch brings other parts of them."""
-        copy.dataset = self.datasets(obj.id)
+        if copy.dataset_version != self.datasets.version:
+            copy.dataset = self.datasets(obj.id)
+            copy.dataset_version = self.datasets.version  # which may have grown just now
         unit = unit_hash(copy.digest, copy.extent)
-        if copy.key in self.remote_owned:
+        if self.remote_owned.tiers and copy.key in self.remote_owned:
             self.epochs.comes(copy.dataset, unit)
             return
         length = self._catalog.extent_bytes(copy)

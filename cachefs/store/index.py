@@ -53,7 +53,7 @@ class Copy:
     the bytes across an await: fills, moves and threaded reads; `space.py` alone changes it. `arriving` are blocks that
     one fill or move is writing; `forgotten` are blocks dropped, whose bytes stay in the file until the last pin is gone.
     `first_use` is when an SSD copy was first read in this process. `used` is `clock`, or 0 while prefetched blocks wait
-    for a reader. `pinned` copies stay until they are unpinned.
+    for a reader. `pinned` copies stay until they are unpinned. `dataset_version` says when `dataset` was found out.
     """
 
     tier: int
@@ -71,6 +71,7 @@ class Copy:
     dataset: int = 0
     used: int = 0
     pinned: bool = False
+    dataset_version: int = -1
     checksums: list[int] = field(default_factory=lambda: [0] * BLOCKS_PER_EXTENT)
 
     @property

@@ -97,6 +97,7 @@ class FakeCache(Bytes):
         self.held: dict[str, trio.Event] = {}
         self.whole: set[str] = set()
         self.backings: dict[str, BackingFile] = {}
+        self.noted: list[BackingFile] = []  # the uses of those that were opened without a look at names
         self.reading = 0
         self.closed_while_read: list[str] = []
         self._busy: list[ObjectId] = []
@@ -131,6 +132,17 @@ class FakeCache(Bytes):
         else:
             self.backings[opened.key] = BackingFile()
         return self.backings[opened.key]
+
+    def open_registered(self, origin: object, obj: ObjectId) -> BackingFile | None:
+        backing = self.backings.get(obj.key)
+        if backing is None or obj.key not in self.whole or backing.users or not backing.id:
+            return None
+        backing.users = 1
+        return backing
+
+    def note_use(self, backing: BackingFile) -> None:
+        assert backing.users
+        self.noted.append(backing)
 
     def reopen_backing(self, backing: BackingFile) -> None:
         backing.users += 1

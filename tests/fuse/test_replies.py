@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import pytest
+import trio
+import trio.testing
 
 from cachefs.fs import Attributes, Entry
 from cachefs.fuse import protocol
 from cachefs.fuse.protocol import Op, Opened
-from tests.fs.bucket import MTIME, Bucket, Bytes
+from tests.fs.bucket import MTIME, Bucket, Bytes, WritableBucket
+from tests.fs.writers import MemoryWriter
 from tests.fuse.kernel import OPEN_READ, ROOT, Kernel, Reply, kernel, opened, read_in, release_in
 from tests.fuse.test_writing import CASES
 
@@ -305,14 +309,111 @@ def test_one_entry(name: bytes, plus: bool) -> None:
     assert listed(packed, plus) == [Shown(name, 77, 99, 8, 5 if plus else 0)]
 
 
+async def opendir_flags(asking: Kernel) -> tuple[int, int]:
+    """(handle, flags) of the root, opened once more."""
+    dh, flags, _ = opened(await asking.ask(Op.OPENDIR, ROOT, OPEN_READ))
+    return dh, flags
+
+
+MAY_KEEP, KEPT = Opened.CACHE_DIR, Opened.CACHE_DIR | Opened.KEEP_CACHE
+
+
+async def test_no_listing_is_kept_where_the_kernel_cannot() -> None:
+    async with kernel(Bucket(["a"])) as asking:
+        for dh in (1, 2):
+            assert await opendir_flags(asking) == (dh, 0)
+            assert await page(asking, dh, 0, 4096, plus=True)
+
+
+async def nothing(asking: Kernel) -> None:
+    pass
+
+
+async def time_passes(asking: Kernel) -> None:
+    clock: Any = asking.fs._clock
+    clock.now += 61
+
+
+async def all_is_refreshed(asking: Kernel) -> None:
+    await asking.fs.refresh()
+
+
+async def one_name_is_refreshed(asking: Kernel) -> None:
+    await asking.fs.refresh("a")
+    await asking.ino("a")
+
+
+async def a_name_goes(asking: Kernel) -> None:
+    assert asking.cache.bucket is not None
+    del asking.cache.bucket.objects["a"]
+    await asking.fs.refresh("a")
+    reply = await asking.ask(Op.LOOKUP, ROOT, b"a\0")
+    assert reply.error == errno.ENOENT or not entry(reply.body)[0]
+
+
+async def a_directory_is_made(asking: Kernel) -> None:
+    await asking.fs.mkdir(ROOT, b"d", 0o755, 1000, 1000)
+
+
+async def a_file_is_removed(asking: Kernel) -> None:
+    await asking.fs.unlink(ROOT, b"a")
+
+
 @pytest.mark.parametrize(
-    ("keep", "flags"), [(False, 0), (True, Opened.KEEP_CACHE | Opened.CACHE_DIR)], ids=["asked", "kept"]
+    ("event", "flags"),
+    [
+        (nothing, KEPT),
+        (time_passes, MAY_KEEP),
+        (all_is_refreshed, MAY_KEEP),
+        (one_name_is_refreshed, KEPT),
+        (a_name_goes, MAY_KEEP),
+        (a_directory_is_made, MAY_KEEP),
+        (a_file_is_removed, MAY_KEEP),
+    ],
 )
-async def test_listings_are_kept_only_where_told(keep: bool, flags: int) -> None:
-    async with kernel(Bucket(["a"]), keep_listings=keep) as asking:
-        assert opened(await asking.ask(Op.OPENDIR, ROOT, OPEN_READ)) == (1, flags, 0)
-        await asking.fs.refresh()  # what the kernel keeps of a listing, nothing makes it drop
-        assert opened(await asking.ask(Op.OPENDIR, ROOT, OPEN_READ)) == (2, 0, 0)
+async def test_a_listing_is_kept_while_it_is_fresh_and_no_name_comes_or_goes(
+    event: Callable[[Kernel], Awaitable[None]], flags: int
+) -> None:
+    bucket = WritableBucket(["a", "b"])
+    async with kernel(bucket, keep_listings=True, writer=MemoryWriter()) as asking:
+        assert await opendir_flags(asking) == (1, MAY_KEEP)
+        assert await opendir_flags(asking) == (2, MAY_KEEP)  # no one has read it yet
+        assert await page(asking, 2, 0, 4096, plus=True)
+        assert not (await asking.ask(Op.RELEASEDIR, ROOT, release_in(2))).error
+        await event(asking)
+        dh, first = await opendir_flags(asking)
+        assert first == flags
+        assert await page(asking, dh, 0, 4096, plus=True)
+        assert (await opendir_flags(asking))[1] == KEPT  # the one that is read now
+
+
+async def test_a_listing_of_which_a_reader_has_an_older_half_is_not_kept() -> None:
+    async with kernel(Bucket([f"{n:03}" for n in range(100)]), keep_listings=True) as asking:
+        old, _ = await opendir_flags(asking)
+        half = await page(asking, old, 0, 1000, plus=True)
+        await asking.fs.refresh()
+        for _ in range(2):
+            dh, flags = await opendir_flags(asking)
+            assert flags == MAY_KEEP
+            assert await page(asking, dh, 0, 4096, plus=True)
+        assert await page(asking, old, half[-1].offset, 4096, plus=True)
+        assert not (await asking.ask(Op.RELEASEDIR, ROOT, release_in(old))).error
+        dh, flags = await opendir_flags(asking)
+        assert flags == MAY_KEEP
+        assert await page(asking, dh, 0, 4096, plus=True)
+        assert (await opendir_flags(asking))[1] == KEPT
+
+
+async def test_a_listing_that_the_kernel_was_not_told_to_drop_is_dropped_later() -> None:
+    async with kernel(Bucket(["a"]), keep_listings=True) as asking:
+        dh, _ = await opendir_flags(asking)
+        assert await page(asking, dh, 0, 4096, plus=True)
+        await asking.fs.refresh()
+        asking.line.deaf.add(4)
+        asking.send(Op.OPENDIR, ROOT, OPEN_READ, unique=4)
+        await trio.testing.wait_all_tasks_blocked()
+        assert await page(asking, dh, 0, 4096, plus=True)
+        assert (await opendir_flags(asking))[1] == MAY_KEEP
 
 
 # -- extended attributes ---------------------------------------------------------------------------

@@ -93,6 +93,9 @@ class Noted:
     async def rename(self, *arguments: Any) -> None:
         await self._note("rename", *arguments)
 
+    def open_known(self, ino: int, pid: int) -> None:
+        """No file is in passthrough."""
+
     def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, bool, int]:
         self.calls.append(("open_now", ino, flags, pid))
         return 8, True, 0

@@ -416,3 +416,72 @@ class TestDirectories:
     def test_ls_finds_nothing_to_complain_about(self, shared: Mount) -> None:
         done = run(["ls", "-laR", "--time-style=full-iso", shared.path / "small"])
         assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- listings --------------------------------------------------------------------------------------
+
+
+def names(path: Path) -> set[str]:
+    return set(os.listdir(path))
+
+
+@pytest.mark.parametrize("read_only", [False, True], ids=["writable", "read-only"])
+def test_a_listing_again_is_no_request_and_what_changed_is_seen(
+    read_only: bool, mounted: Mounted, bucket: Bucket, backend: str
+) -> None:
+    """With attributes, as `ls -l` lists. Also what other clients change, once it is refreshed; half a listing is none."""
+    here = {f"{number:04}" for number in range(500)}
+    for name in here:
+        bucket.put(f"d/{name}", 10)
+    mount = mounted(bucket, read_only=read_only)
+    place = mount.path / "d"
+
+    def unread() -> None:
+        with os.scandir(place) as entries:
+            next(entries)
+
+    def look() -> set[str]:
+        with os.scandir(place) as entries:
+            return {entry.name for entry in entries if entry.stat().st_size == 10}
+
+    def look_twice() -> None:
+        assert look() == here
+        with mount.counting() as grown:
+            assert look() == here
+            assert names(place) == here
+        if backend == "native":
+            assert not grown.keys() & {"fuse_readdir", "fuse_lookup"}, grown
+
+    look_twice()
+    unread()
+    look_twice()
+    bucket.put("d/another", 10)
+    bucket.delete("d/0000")
+    unread()
+    mount.refresh(place)
+    here = here - {"0000"} | {"another"}
+    unread()
+    look_twice()
+    if read_only:
+        return
+    (place / "made").write_bytes(b"0123456789")
+    here.add("made")
+    look_twice()
+    (place / "0001").unlink()
+    here.remove("0001")
+    look_twice()
+    (place / "0002").rename(place / "0002-moved")
+    here = here - {"0002"} | {"0002-moved"}
+    look_twice()
+    (place / "0003").rename(mount.path / "0003")
+    here.remove("0003")
+    look_twice()
+    place.rename(mount.path / "e")
+    place = mount.path / "e"
+    look_twice()
+    (mount.path / "d").mkdir()
+    assert not names(mount.path / "d")
+    (place / "0004").rename(mount.path / "d" / "0004")
+    assert names(mount.path / "d") == {"0004"}
+    here.remove("0004")
+    look_twice()
