@@ -13,6 +13,7 @@ A crash before the index has heard of it leaves a file without rows, which the s
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import stat
@@ -92,6 +93,46 @@ class Adopting:
                 if exc.errno != errno.ETIMEDOUT:
                     self._space.failed(tier, exc)
                 return False
+
+    async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
+        """The same for the whole content of a small version that lies in memory: a thread makes the cache file of it."""
+        tier = self._tier
+        if tier is None or not tier.writable() or not data or len(data) != object_id.size:
+            return False
+        obj = self._catalog.object(object_id)
+        if self._in_the_way(obj, tier) or not tier.takes_files:
+            return False
+        blocks = range(block_count(len(data), self._block_size))
+        lengths = [block_length(block, len(data), self._block_size) for block in blocks]
+        need = sum(map(allocated, lengths))
+        with obj.held():
+            try:
+                if not await self._fits(tier, need, 0):
+                    return False
+                tier.reserve(need)
+                try:
+                    if self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
+                        return False
+                    taken = await self._placed(obj, tier, partial(tier.put, obj.id.digest, data))
+                finally:
+                    tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
+            except OSError as exc:
+                log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
+                if exc.errno != errno.ETIMEDOUT:
+                    self._space.failed(tier, exc)
+                return False
+            if taken:
+                view, ends = memoryview(data), list(itertools.accumulate(lengths))
+                self._put(
+                    obj,
+                    tier,
+                    [
+                        xxhash.xxh3_64_intdigest(view[end - length : end])
+                        for end, length in zip(ends, lengths, strict=True)
+                    ],
+                )
+            self._free_place(obj, tier)
+            return taken
 
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
         """True if the tier has all of the version already, parts of it are in use there, or blocks of it arrive anywhere."""

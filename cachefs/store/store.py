@@ -108,6 +108,7 @@ class Store:
         self.begin_fill, self.begin_bypass = fills.begin, fills.bypass
         self.settle, self.end_fill = fills.settle, fills.end
         self._adopting = adopting
+        self.adopt_bytes = adopting.adopt_bytes
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
         self.release_backing = self._passthrough.release
         self.open_registered, self.note_use = self._passthrough.open_registered, self._passthrough.note_use

@@ -351,6 +351,25 @@ class Tier:
         os.rename(path, file)
         return False
 
+    def put(self, digest: bytes, data: bytes) -> bool:
+        """A file that holds `data` becomes the version's, immutable. False where there is one already, or the file system
+        keeps no modes; then, and when this raises OSError, nothing is left of it."""
+        fd = self.new_file(digest, len(data))
+        if fd is None:
+            return False
+        kept = False
+        try:
+            view, at = memoryview(data), 0
+            while at < len(data):
+                at += os.pwrite(fd, view[at:], at)
+            os.fchmod(fd, IMMUTABLE)
+            kept = is_immutable(os.fstat(fd))
+            return kept
+        finally:
+            os.close(fd)
+            if not kept:
+                os.unlink(self._file(digest))
+
     def give(self, digest: bytes, path: Path) -> int:
         """The version's file goes to `path`, on the same file system, and may be written there. Returns a descriptor, for
         reading only. When this raises OSError, the file is where it was."""

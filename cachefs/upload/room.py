@@ -50,6 +50,9 @@ class Cache(Protocol):
     async def adopt(self, obj_id: ObjectId, path: Path) -> bool:
         """Take the file as the whole content of a version; False: it is still there, and whose it was."""
 
+    async def adopt_bytes(self, obj_id: ObjectId, data: bytes) -> bool:
+        """The same with the whole content in memory; False: it is not kept."""
+
     def take_out(self, backing: Any, users: int, path: Path) -> int | None:
         """The file of a version goes to `path`, with its users; a descriptor of it. None while others use it."""
 

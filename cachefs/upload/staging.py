@@ -205,6 +205,11 @@ class StagingFile:
         assert self._held is None
         return self._fd
 
+    @property
+    def held(self) -> bytes | None:
+        """All of it, if it lies in memory."""
+        return None if self._held is None else bytes(self._held)
+
     def source(self) -> Source:
         """What it holds now, for who is a user and sends it."""
         return FileRange(self._fd) if self._held is None else InMemory(bytes(self._held))

@@ -465,9 +465,13 @@ class Uploads:
             return False
         try:
             dirty_file.file.check()
+            version = info.version(dirty_file.origin.source)
             with dirty_file.file.used():
-                await dirty_file.file.land()
-                return await self._store.adopt(info.version(dirty_file.origin.source), dirty_file.file.path)
+                if (held := dirty_file.file.held) is not None:
+                    if adopted := await self._store.adopt_bytes(version, held):
+                        dirty_file.file.remove()
+                    return adopted
+                return await self._store.adopt(version, dirty_file.file.path)
         except CachefsError as exc:
             log.info("%s is not kept here: %s", dirty_file.origin.name(dirty_file.key), exc)
             return False

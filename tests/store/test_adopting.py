@@ -33,6 +33,7 @@ from tests.store.lab import (
     flip_bit,
     killed_at_random,
     running,
+    until,
 )
 from tests.store.test_passthrough import Backend, kill, spread
 
@@ -740,4 +741,83 @@ async def test_a_copy_of_what_is_not_all_here_is_fetched(cache_dir: Path) -> Non
         assert not await lab.store.recast(new, old)
         assert await lab.read(new) == data
         await lab.quiet()
+        lab.check_accounts()
+
+
+# -- from memory, and on a disk that hangs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, BLOCK, BLOCK + 1, 3 * BLOCK - 1])
+@in_trio
+async def test_what_lies_in_memory_is_adopted_as_a_file_is(cache_dir: Path, size: int) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, size)
+        object_id = lab.origin.put("k", data)
+        gets = len(lab.origin.gets)
+        assert await lab.store.adopt_bytes(object_id, data)
+        obj = lab.store.object(object_id)
+        assert lab.store.tiers[-1].immutable(object_id.digest) and not obj.leaving
+        assert await lab.read(object_id) == data and len(lab.origin.gets) == gets
+        assert not await lab.store.adopt_bytes(object_id, data), "it is there"
+        assert not await lab.store.adopt_bytes(lab.origin.put("empty", b""), b"")
+        lab.check_accounts()
+
+
+@pytest.mark.parametrize("how", ["file", "bytes", "recast"])
+@in_trio
+async def test_what_a_disk_does_after_it_was_given_up_is_undone(
+    cache_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename returns when its caller has gone: the version's file is no version's then, and goes."""
+    import threading
+
+    from cachefs.store import disk as disks
+
+    monkeypatch.setattr(disks, "HANGS_AFTER_S", 0.2)
+    answers = threading.Event()
+    async with running(cache_dir) as lab:
+        tier = lab.store.tiers[-1]
+        data = content(1, 2 * BLOCK)
+        object_id, other = lab.origin.put("k", data), lab.origin.put("other", data)
+        if how == "recast":
+            assert await adopt(lab, other)
+
+        def slowly(call: Callable[..., bool]) -> Callable[..., bool]:
+            def slow(*arguments: Any) -> bool:
+                done = call(*arguments)
+                assert answers.wait(30)
+                return done
+
+            return slow
+
+        for name in ("take", "put", "link"):
+            monkeypatch.setattr(tier, name, slowly(getattr(tier, name)))
+        taken: list[bool] = []
+
+        async def give() -> None:
+            if how == "file":
+                taken.append(await adopt(lab, object_id))
+            elif how == "bytes":
+                taken.append(await lab.store.adopt_bytes(object_id, data))
+            else:
+                taken.append(await lab.store.recast(other, object_id))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give)
+            while not tier.disk.down:
+                await trio.sleep(0.02)
+                tier.disk.look()
+        assert taken == [False]
+        obj = lab.store.object(object_id)
+        assert obj.leaving == {SSD}, "nothing makes a file there as long as the thread may"
+        assert not lab.store.cached_bytes(object_id)
+        answers.set()
+        await until(lambda: not (obj.leaving or tier.disk.down), 10)
+        assert not obj.leaving
+        await lab.quiet()
+        tier.disposal.idle(5)
+        assert not tier.file_path(object_id.digest).exists()
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        assert lab.store.cached_bytes(object_id) == len(data) and tier.errors_in_a_row == 0
         lab.check_accounts()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import os
+import tempfile
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, NotFound, 
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.origin import Limits, ObjectInfo, Part
-from cachefs.upload import DirtyFile, Uploads
+from cachefs.upload import DirtyFile, Uploads, staging
 from tests.upload import counters
 
 SOURCE = "scripted://bucket"
@@ -304,6 +305,16 @@ class Room:
             self.adopted[object_id] = path.read_bytes()  # noqa: ASYNC240
             path.rename(path.with_name(path.name + ".adopted"))  # noqa: ASYNC240
         return self.adopts
+
+    async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
+        """As a file that a thread makes of it."""
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "held"
+            try:
+                os.close(await trio.to_thread.run_sync(staging._written_file, path, data))
+            except OSError:
+                return False
+            return await self.adopt(object_id, path)
 
     def take_out(self, backing: Path, users: int, path: Path) -> int | None:
         """`backing` is the file."""
