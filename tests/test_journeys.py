@@ -100,7 +100,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @asynccontextmanager
-async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fetcher]]:
+async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fetcher, WriteBehind]]:
     metrics = Metrics()
     cache = open_store(cache_dir, 64 * MIB, 32 * MIB, 0, MIB, "first", metrics)
     origin = bucket.origin(metrics=metrics)
@@ -124,7 +124,7 @@ async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fet
                 keep_listings=False,
             )
             nursery.start_soon(kernel.backend.serve, lambda: None)
-            yield kernel, fetcher
+            yield kernel, fetcher, database
             nursery.cancel_scope.cancel()
         with trio.CancelScope(shield=True):
             kernel.backend.close()
@@ -145,7 +145,7 @@ def test_a_request_passes_few_files(
     bucket.put("file", bytes(SIZE))
 
     async def play() -> None:
-        async with mount(bucket, cache_dir) as (kernel, fetcher):
+        async with mount(bucket, cache_dir) as (kernel, fetcher, names):
             if journey == "a cached READ":
                 fh = await kernel.open(await kernel.ino("file"))
                 assert not (await kernel.ask(Op.READ, fh, read_in(fh))).error
@@ -155,6 +155,7 @@ def test_a_request_passes_few_files(
                 assert not (await kernel.ask(Op.READ, fh, read_in(fh))).error
                 fh = await kernel.open(await kernel.ino("file"))
             await until(lambda: not fetcher.in_flight_fetches, 30)
+            await names.written()  # these rows are of the look-up, not of the READ
             await trio.sleep(0.05)  # the HTTP client's thread comes to rest, too
             with counted(passed):
                 reply = await kernel.ask(Op.READ, fh, read_in(fh, 4096))
