@@ -14,7 +14,8 @@ FOREVER = 31_536_000.0
 
 @dataclass(slots=True)
 class Attributes:
-    """One inode; never changed. Times are nanoseconds since the epoch; `mode` includes the type.
+    """One inode; never changed. Times are nanoseconds since the epoch; `mode` includes the type. `atime_ns` is only ever set
+    by a program (as with noatime); `ctime_ns` is the last change of content, attributes or name.
 
     Not frozen: making one takes a third of the time then, and a listing makes one for each name."""
 
@@ -25,6 +26,8 @@ class Attributes:
     mtime_ns: int
     uid: int
     gid: int
+    atime_ns: int
+    ctime_ns: int
 
     @property
     def is_dir(self) -> bool:

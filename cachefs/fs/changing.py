@@ -22,7 +22,7 @@ from cachefs.base.errors import (
 from cachefs.fs.dirty_files import check_key, check_name, writable
 from cachefs.fs.keys import name_in
 from cachefs.fs.local_changes import is_below
-from cachefs.fs.moving import Moving
+from cachefs.fs.moving import Find, Moving
 from cachefs.fs.tree import Directory, Found
 from cachefs.origin import InMemory
 
@@ -59,9 +59,9 @@ class Changing:
         self._kept = kept
         self._moving = Moving(tree, lister, files, local_changes, kept, writer)
 
-    async def recover(self, origins: Sequence[Origin]) -> None:
+    async def recover(self, origins: Sequence[Origin], find: Find) -> None:
         """Finish the renames that a daemon died in."""
-        await self._moving.recover(origins)
+        await self._moving.recover(origins, find)
 
     # -- directories -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
 from cachefs.base.ledger import about
 from cachefs.fs.attributes import FOREVER, Attributes, Entry
 from cachefs.fs.inodes import LOW_MASK
-from cachefs.fs.keys import mark_of_directory
+from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.listing import AHEAD
 from cachefs.fs.tree import Directory, KernelListing, inode_of
 
@@ -175,6 +175,8 @@ class DirectoryReader:
     def _entries(self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]]) -> list[Entry]:
         directory, generation = handle.directory, handle.generation
         rows = [(mark, row) for mark, row in rows if row.generation >= generation]
+        if self._freshness.veiled:
+            rows = [one for one in rows if not self._freshness.is_veiled(directory, name_in(one[0]))]
         files = [mark for mark, _ in rows if not mark.endswith(b"/")]
         as_directories = self._tree.as_directories(directory, files)
         hidden = {

@@ -28,6 +28,7 @@ from cachefs.base.ledger import about
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.local_changes import LocalChanges, Node
 from cachefs.fs.name_locks import NameLocks
+from cachefs.fs.overrides import written
 from cachefs.fs.reader import Buffer
 from cachefs.fs.tree import Directory
 
@@ -66,7 +67,6 @@ class DirtyFiles:
         writer.on_committed = local_changes.committed
         writer.on_settling = local_changes.settling
         writer.on_settled = local_changes.settled
-        writer.on_changed = lambda dirty_file: dirty_file.attrs.pop("mtime_ns", None)
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -207,6 +207,7 @@ class DirtyFiles:
             node.writers -= 1
             if handle.backing is not None and node.dirty_file is not None:
                 self._writer.returned(node.dirty_file)
+            node.clears = node.clears and node.writers > 0
         self._local_changes.leave(handle, node)
 
     # -- changing ------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class DirtyFiles:
             return 0
         node, dirty_file = await self._dirty_file_of(fh, offset + len(data))
         await dirty_file.write(offset, data)
-        node.attrs.pop("mtime_ns", None)
+        written(node.attrs)
         return len(data)
 
     async def allocate(self, fh: int, mode: int, offset: int, length: int) -> None:
@@ -250,7 +251,7 @@ class DirtyFiles:
             return
         node, dirty_file = await self._dirty_file_of(fh, size, upto=size, claimed=claimed)
         await dirty_file.truncate(size)
-        node.attrs.pop("mtime_ns", None)
+        written(node.attrs)
 
     async def _dirty_file_of(
         self, fh: int, end: int, *, upto: int | None = None, claimed: bool = False
@@ -284,15 +285,36 @@ class DirtyFiles:
         async with node.lock:
             if node.held:
                 return
-            if handle.superseded or node.removed:
-                raise ObjectChanged(f"{node.key} was replaced or removed while it was open")
+            if node.removed:
+                await self._begin_nameless(node, handle, upto)
+                return
+            if handle.superseded:
+                raise ObjectChanged(f"{node.key} was replaced while it was open")
+            self._check_alone(node)
             if node.dirty_file is None:
                 await self._give(node, handle.object, upto)
             await self._local_changes.hold(node)
 
+    async def _begin_nameless(self, node: Node, handle: FileHandle, upto: int | None) -> None:
+        """The first change of a file that has lost its name: its handles go on with it, and nothing of it is uploaded.
+        Raises `ObjectChanged` where its bytes cannot be had any more."""
+        if node.dirty_file is not None:
+            return
+        dirty_file = await self._writer.begin(
+            node.origin, node.key, base=handle.object, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
+        )
+        self._local_changes.give_nameless(node, dirty_file)
+        await self._writer.discard(dirty_file, replaced=True)
+
+    def _check_alone(self, node: Node) -> None:
+        """One dirty file has a name at a time. Raises `ObjectChanged`."""
+        if self._local_changes.held.get((node.directory.number, node.name), node) is not node:
+            raise ObjectChanged(f"{node.key} is being written under another number: look it up again")
+
     async def _empty(self, node: Node, base: ObjectId) -> None:
         async with node.lock:
-            node.attrs.pop("mtime_ns", None)
+            self._check_alone(node)
+            written(node.attrs)
             if node.dirty_file is None:
                 await self._give(node, base, 0)
             else:
@@ -341,6 +363,10 @@ class DirtyFiles:
             node = Node(directory, name, 0, 0, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)
+            if kept := self._kept.get(node.stable, node.row.etag):  # set after the file was closed
+                if kept.get("ctime_ns", 0) < dirty_file.mtime_ns:
+                    written(kept)
+                node.attrs.update(kept)
 
 
 def writable(directory: Directory) -> Origin:

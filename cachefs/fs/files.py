@@ -26,6 +26,7 @@ walk the path again, asking for each name, and then it finds the number that is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,8 @@ class FileHandle:
 
 
 class OpenFiles:
-    """`shape` returns what is shown of an open file, by a handle of it."""
+    """`shape` returns what is shown of an open file, by a handle of it. `wall` is seconds since the epoch, for times that
+    are shown."""
 
     def __init__(
         self,
@@ -143,6 +145,7 @@ class OpenFiles:
         clock: Callable[[], float],
         moved: dict[int, int],
         shape: Callable[[FileHandle], Attributes],
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.on_passthrough: PassthroughHook | None = None
         # The hook that hears of opens; and the digests of small files in passthrough, the fast path, whose opens are worth a
@@ -154,6 +157,7 @@ class OpenFiles:
         self._reader = reader
         self._clock = clock
         self._shape = shape
+        self._wall = wall
         self._next = 1
         self._handles: dict[int, FileHandle] = {}
         self._by_ino: dict[int, list[FileHandle]] = {}
@@ -268,7 +272,7 @@ class OpenFiles:
         if ino in self._by_ino:
             self._apart.add(ino)
             self.part(ino)
-            self.parted[ino] = replace(self.parted[ino], nlink=0)
+            self.parted[ino] = replace(self.parted[ino], nlink=0, ctime_ns=round(self._wall() * 1e9))
 
     def part(self, ino: int) -> Attributes:
         """No name shows this open number any more. Returns what is shown of it from now on."""

@@ -92,7 +92,7 @@ class FileSystem(Writes):
         self._lister = Lister(self._tree, self._freshness, metrics, clock, self._changed)
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
-        self._files = OpenFiles(reader, clock, self._tree.moved, self._of_handle)
+        self._files = OpenFiles(reader, clock, self._tree.moved, self._of_handle, wall)
         self.tree_queries = TreeQueries(
             self._tree, self._freshness, self._looker, self._directories, self._locate
         )
@@ -299,8 +299,11 @@ class FileSystem(Writes):
             return self._writing.shape(ino, is_dir, row)
         options = self._options
         if is_dir:
-            return Attributes(ino, self._dir_mode, 2, DIRECTORY_SIZE, row.mtime_ns, options.uid, options.gid)
-        return Attributes(ino, self._file_mode, 1, row.size, row.mtime_ns, options.uid, options.gid)
+            mode, links, size = self._dir_mode, 2, DIRECTORY_SIZE
+        else:
+            mode, links, size = self._file_mode, 1, row.size
+        time_ns = row.mtime_ns
+        return Attributes(ino, mode, links, size, time_ns, options.uid, options.gid, time_ns, time_ns)
 
     # -- directories -------------------------------------------------------------------------------
 

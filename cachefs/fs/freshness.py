@@ -28,6 +28,8 @@ BURST_S = 0.1
 millisecond apart; a loaded daemon may be a hundred times slower. Longer, and directories would outlive their last key."""
 
 
+EVERY_NAME = b""
+
 STALE_S = 1.0
 """How long the kernel may keep what is used only because its origin is out. Guessed: soon enough after an outage."""
 
@@ -51,6 +53,14 @@ class Freshness:
         # By directory number and name. What is written here is true, whatever a listing says.
         self.held: Mapping[tuple[int, bytes], Held] = {}
         self.held_in: Mapping[Directory, int] = {}  # how many, by directory
+        # Names that are missing here whatever the origin says, by directory number and name (`EVERY_NAME`: all in it).
+        self.veiled: set[tuple[int, bytes]] = set()
+
+    def is_veiled(self, directory: Directory, name: bytes) -> bool:
+        """Whether a rename that is under way hides the name."""
+        return bool(self.veiled) and not self.veiled.isdisjoint(
+            ((directory.number, name), (directory.number, EVERY_NAME))
+        )
 
     def kept_in(self, directory: Directory) -> frozenset[bytes]:
         """Names of directories in this one below which something is being written: they are there, whatever a store says
@@ -86,6 +96,8 @@ class Freshness:
 
     def decide(self, directory: Directory, name: bytes, since: float, now: float) -> Found | float | None:
         """What is fresh of a name: found; absent, for so many seconds; or None, when the origin has to be asked."""
+        if self.veiled and self.is_veiled(directory, name):
+            return 0.0
         if self.held and (held := self.held.get((directory.number, name))) is not None:
             return held.found(now)
         as_dir, as_file = self._tree.find(directory, name)

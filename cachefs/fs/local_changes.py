@@ -11,8 +11,8 @@ What is done at the store is written down here as an answer of the store would b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -44,11 +44,13 @@ class Node:
     """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
     its name, and `beneath` that this is none that the dirty file made. A node that was `removed` has no name any more, only
     handles; one that is `moving` is about to get another. `settled` says that its dirty file is not to be
-    opened any more: the cache has its content, or only the store."""
+    opened any more: the cache has its content, or only the store. `clears`: a process that may not keep set-uid and
+    set-gid bits may write it unseen."""
 
     __slots__ = (
         "attrs",
         "beneath",
+        "clears",
         "directory",
         "dirty_file",
         "held",
@@ -75,7 +77,7 @@ class Node:
         self.held = False
         self.removed = False
         self.settled = True
-        self.moving = False
+        self.moving = self.clears = False
         self.writers = 0
         self.attrs: dict[str, Any] = {}
         self.lock = trio.Lock()
@@ -149,6 +151,13 @@ class LocalChanges:
         node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
         self._by_dirty_file[dirty_file.id] = node
         self.add(node)
+
+    def give_nameless(self, node: Node, dirty_file: DirtyFile) -> None:
+        """The same for a node that was removed: all handles under its number read and write the dirty file."""
+        node.dirty_file, node.attrs, node.settled = dirty_file, dirty_file.attrs, False
+        self._by_dirty_file[dirty_file.id] = node
+        for handle in self._files.under(node.ino):
+            self.attach(handle, node)
 
     def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
         """The store's object that is at a name, as it is known here."""
@@ -317,11 +326,13 @@ class LocalChanges:
         it alone. The name itself is there until `gone` or another answer is written. When `instead` raises, nothing has
         happened."""
         node.removed = True
+        ctime_ns = self.now_ns()
         try:
             if node.dirty_file is not None:
                 await self._writer.discard(node.dirty_file, replaced=replaced, instead=instead)
             elif instead is not None:
                 await instead()
+            node.attrs["ctime_ns"] = ctime_ns
         except BaseException:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
@@ -339,18 +350,21 @@ class LocalChanges:
 
     async def rehold(self, node: Node, directory: Directory, name: bytes) -> None:
         """What is held has another name."""
+        async with self.applying():
+            self.reheld(node, directory, name)
+
+    def reheld(self, node: Node, directory: Directory, name: bytes) -> None:
+        """The same while `applying`."""
         place, stable, ino = (node.directory, node.name), node.stable, self.number(node)
-        with trio.CancelScope(shield=True):
-            async with self._tree.writing:
-                node.stable, node.row = self._pinned(node, directory, name)
-                self._let_go(node)
-                del self._places[place[0].number, place[1]]
-                self._give_up(directory, name)
-                node.directory, node.name, node.ino = directory, name, ino
-                self._held(node)
-                self.moved(place, (directory, name), stable, node.stable)
-                self._files.turn(ino, self.version(node), node.row.mtime_ns)
-            await self.gone(*place, moved=True)
+        node.stable, node.row = self._pinned(node, directory, name)
+        self._let_go(node)
+        del self._places[place[0].number, place[1]]
+        self._give_up(directory, name)
+        node.directory, node.name, node.ino = directory, name, ino
+        self._held(node)
+        self.moved(place, (directory, name), stable, node.stable)
+        self._files.turn(ino, self.version(node), node.row.mtime_ns)
+        self.written(*place, False, moved=True)
 
     def moved(
         self, place: tuple[Directory, bytes], to: tuple[Directory, bytes], stable: int, ino: int
@@ -371,10 +385,14 @@ class LocalChanges:
         if lost is not None:
             self.on_lost(lost)
 
+    def now_ns(self) -> int:
+        """The time that a change of attributes shows."""
+        return round(self._wall() * 1e9)
+
     def touch(self, directory: Directory) -> None:
         """Something in it has changed: programs look at its time to know whether to read it again."""
         self.times.pop(directory.ino, None)
-        self.times[directory.ino] = round(self._wall() * 1e9)
+        self.times[directory.ino] = self.now_ns()
         if len(self.times) > TIMES_KEPT:
             del self.times[next(iter(self.times))]
 
@@ -396,29 +414,35 @@ class LocalChanges:
 
     async def gone(self, directory: Directory, name: bytes, *, moved: bool = False) -> None:
         """There is nothing under this name; what was has `moved`, perhaps, and is not out of date."""
-        await self._write(directory, name, False, moved=moved)
+        async with self.applying():
+            self.written(directory, name, False, moved=moved)
 
     async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> int:
         """The object has this version. Returns its number."""
-        return await self._write(directory, name, info)
+        async with self.applying():
+            return self.written(directory, name, info)
 
     async def is_directory(self, directory: Directory, name: bytes) -> int:
-        return await self._write(directory, name, True)
+        async with self.applying():
+            return self.written(directory, name, True)
 
-    async def _write(
+    @asynccontextmanager
+    async def applying(self) -> AsyncIterator[None]:
+        """What is `written` until the end is one step for the readers of names, if its caller does not wait in between.
+        Not in a thread: a lookup in between would show a new version under the number of the old one."""
+        with trio.CancelScope(shield=True):
+            async with self._tree.writing:
+                yield
+
+    def written(
         self, directory: Directory, name: bytes, said: ObjectInfo | bool, *, moved: bool = False
     ) -> int:
+        """Write down what there is under a name from now on, while `applying`. Returns its number."""
         tree, files = self._tree, self._files
-        with trio.CancelScope(shield=True):
-            async with tree.writing:
-                # No checkpoint from here until a caller has moved numbers: a lookup in between would
-                # show the new version under the number of the old one.
-                also = [("local", directory.key + name, None)]
-                written = write_answer(
-                    tree.database, directory, name, said, directory.generation, tree.moved, also
-                )
-                tree.note_change(directory, name)
-                self._give_up(directory, name)
+        also = [("local", directory.key + name, None)]
+        written = write_answer(tree.database, directory, name, said, directory.generation, tree.moved, also)
+        tree.note_change(directory, name)
+        self._give_up(directory, name)
         self.touch(directory)
         self.on_change()
         for ino, _ in () if moved else written.changed:
@@ -434,9 +458,25 @@ class LocalChanges:
 
     async def directory(self, above: Directory, name: bytes) -> Directory:
         """The directory of this name, which is written down as one if it is not known as one."""
+        async with self.applying():
+            return self.below_as(above, name)
+
+    def below_as(self, above: Directory, name: bytes) -> Directory:
+        """The same while `applying`."""
         row = self._tree.row(above, mark_of_directory(name))
-        ino = inode_of(above, name, row) if row is not None else await self.is_directory(above, name)
+        ino = inode_of(above, name, row) if row is not None else self.written(above, name, True)
         return self._tree.directory(ino)
+
+    # -- names that are hidden ---------------------------------------------------------------------
+
+    def veil(self, directory: Directory, name: bytes) -> None:
+        """The name (`EVERY_NAME`: each in the directory) is missing here until `unveil`, whatever the origin says."""
+        self._freshness.veiled.add((directory.number, name))
+        self._tree.note_change(directory, name)
+
+    def unveil(self, directory: Directory, name: bytes) -> None:
+        self._freshness.veiled.discard((directory.number, name))
+        self._tree.note_change(directory, name)  # what was asked before counts no more
 
 
 def is_below(directory: Directory | None, above: Directory) -> bool:

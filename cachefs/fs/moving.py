@@ -9,7 +9,8 @@ that fails leaves both names and says so. For other nodes none of this is atomic
 from __future__ import annotations
 
 import logging
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -17,14 +18,16 @@ import trio
 
 from cachefs.base.errors import CachefsError, NotEmpty, NotFound
 from cachefs.fs.dirty_files import check_key
-from cachefs.fs.keys import name_in
+from cachefs.fs.freshness import EVERY_NAME
+from cachefs.fs.inodes import LOW_MASK, join
+from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.local_changes import Node, is_below
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
 from cachefs.fs.tree_queries import object_of
 from cachefs.origin import each
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from cachefs.base.names import ObjectId
     from cachefs.fs.files import OpenFiles
@@ -44,6 +47,8 @@ ROWS = 256
 """Names looked at before others have their turn: about half a millisecond. Guessed."""
 
 Place = tuple[Directory, bytes]
+
+Find = Callable[["Origin", str], Awaitable[Place]]
 
 Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
 """Original and copy, by the key of the original."""
@@ -137,7 +142,8 @@ class Moving:
             node.stored = base is not None or clean or left
             node.beneath = node.stored and not clean
             if node.held:
-                await self._local_changes.rehold(node, *to)
+                async with self._local_changes.applying():
+                    self._reheld(node, to)
             else:
                 assert dirty_file.committed is not None
                 await self._moved(place, found, to, dirty_file.committed)
@@ -149,18 +155,32 @@ class Moving:
                     self._local_changes.look_again(place[0])
                     raise
 
+    def _reheld(self, node: Node, to: Place) -> None:
+        """What is held is shown under another name, with what was set of it; while `applying`."""
+        self._kept.put(node.stable, "", {})
+        node.attrs["ctime_ns"] = self._local_changes.now_ns()
+        self._local_changes.reheld(node, *to)
+        self._kept.put(node.stable, node.row.etag, node.attrs)
+
     async def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
         """Write down that a version is at another path: under its number, with what was set of it, for its readers."""
+        async with self._local_changes.applying():
+            self._moved_now(place, found, to, info)
+
+    def _moved_now(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
+        """The same while `applying`."""
         files, stable, row = self._files, found.ino, found.row
+        kept = _of_copy(self._kept.get(stable, row.etag), row.mtime_ns, info)
         node = self._local_changes.at(*place)
         shown = files.shown(stable, row.etag, row.size) if node is None else node.ino
         numbers = {shown, files.own(stable)} if files.fits(files.own(stable), row.etag, row.size) else {shown}
-        ino = await self._local_changes.is_file(*to, info)
+        ino = self._local_changes.written(*to, info)
         self._local_changes.moved(place, to, stable, ino)
         origin = _key(to)[0]
         for number in numbers:
             files.turn(number, info.version(origin.source), info.mtime_ns, reopen=origin)
-        self._kept.put(ino, info.etag, self._kept.get(stable, row.etag))
+        self._kept.put(stable, "", {})
+        self._kept.put(ino, info.etag, {**kept, "ctime_ns": self._local_changes.now_ns()})
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
         await origin.delete(key)
@@ -169,7 +189,10 @@ class Moving:
     # -- a directory -------------------------------------------------------------------------------
 
     async def directory(self, place: Place, found: Found, to: Place, *, known: bool) -> None:
-        """`to` is no name, or, `known`, an empty directory."""
+        """`to` is no name, or, `known`, an empty directory.
+
+        It is one step for all processes on this node: the new name stays as it was until all is there, then both names
+        change, and the old one is gone while its objects are deleted."""
         origin, source = _key(place)
         prefix, new = source + "/", _key(to)[1] + "/"
         inside = self._tree.directory(found.ino)
@@ -180,104 +203,173 @@ class Moving:
             raise NotEmpty(f"{new} has something in it by now")
         longest = max((len(key.encode()) for key in (*local, *(info.key for info in objects))), default=0)
         check_key(origin, longest - len(prefix.encode()) + len(new.encode()))
+        hidden = (await self._local_changes.directory(*to), EVERY_NAME) if known else to
         note = uuid4().hex
-        row = {"source": origin.source, "from": prefix, "to": new}
-        await self._writer.note(note, row)
+        await self._writer.note(note, {"source": origin.source, "from": prefix, "to": new})
         copies = _Copies(origin, prefix, new, self._writer.moved)
-        moved: Directory | None = None
+        sent: list[tuple[Node, bool]] = []
+        switched = False
+        self._local_changes.veil(*hidden)
+        moving = ExitStack()
         try:
             await copies.make(objects)
-            moved = await self._local_changes.directory(*to)
-            self._local_changes.look_again(moved)
-            went = await self._nodes(inside, moved, copies.made)
-            for key in local - went:
+            await self._send(inside, copies, sent, moving)
+            for key in local - {node.key for node, _ in sent}:  # it is the origin's alone by now
                 with suppress(NotFound):
                     objects.append(await origin.head(key))
                     await copies.make(objects[-1:])
+            below = await self._below(inside)
+            async with self._local_changes.applying():
+                self._switch(place, (inside, *below), to, hidden, sent, copies)
+                switched = True
+            moving.close()
+            with trio.CancelScope(shield=True):
+                await self._lister.erase(found.ino)
+                keys = [info.key for info in objects]
+                keys += [prefix + _key_of(node).removeprefix(new) for node, left in sent if left]
+                kept = await origin.delete_many(keys)
         except BaseException:
             with trio.CancelScope(shield=True):
-                stays = moved is not None and await self._back(moved, inside, copies.undone)
-                await copies.undo(objects, there)
-                if not known and not stays:
-                    await self._local_changes.gone(*to)
+                if not switched:
+                    stays = await self._send_back(inside, sent, to)
+                    await copies.undo(objects, there)
+                    if not known and not stays:
+                        await self._local_changes.gone(*to)
                 await self._writer.note(note, None)
             raise
+        finally:
+            moving.close()
+            self._local_changes.unveil(*hidden)
+            self._local_changes.unveil(*place)
         with trio.CancelScope(shield=True):
-            kept = await origin.delete_many([info.key for info in objects])
-            await self._directory_moved(place, found, to, moved)
             await self._writer.note(note, None)
         for key, error in kept.items():
             if not isinstance(error, NotFound):
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
                 raise error
 
-    async def _nodes(self, inside: Directory, moved: Directory, copies: Copied) -> set[str]:
-        """What is written or open below goes along, one by one. Returns the keys that need nothing more: what the store got
-        and was closed meanwhile is an object like the others."""
-        went: set[str] = set()
+    async def _send(
+        self, inside: Directory, copies: _Copies, sent: list[tuple[Node, bool]], moving: ExitStack
+    ) -> None:
+        """Dirty files go to their new keys, one by one; their names stay until the switch. `sent` is those that went, and
+        whether the origin has an older version under the old key."""
         for node in self._local_changes.below(inside):
-            key = node.key
             async with node.lock:
-                if node.removed:
-                    went.add(key)
+                dirty_file = node.dirty_file
+                if node.removed or dirty_file is None or self._tree.row(node.directory, node.name) is None:
                     continue
-                row = self._tree.row(node.directory, node.name)
-                if row is None:
-                    continue
-                if node.dirty_file is not None:
-                    to = await self._there(node.directory, inside, moved), node.name
-                    await self._node(node, Found(node.stable, False, row, 0.0), to, None, upload=False)
-                    went.add(key)
-                elif not await self._goes_along(
-                    (node.directory, node.name), node.stable, inside, moved, copies
-                ):
-                    node.removed = True
+                moving.enter_context(self._local_changes.moving(node))
+                key = copies.to(node.key)
+                left = await self._writer.rename(dirty_file, node.origin, key, base=None, upload=False)
+                sent.append((node, left))
+
+    async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> bool:
+        """What has gone to its new key comes back, as far as the store lets it. What cannot is shown where it is; returns
+        whether anything is."""
+        stays = False
+        for node, _ in reversed(sent):
+            dirty_file, gone = node.dirty_file, _key_of(node)
+            assert dirty_file is not None
+            try:
+                if await self._writer.rename(dirty_file, node.origin, node.key, base=None, upload=False):
+                    await node.origin.delete(gone)
+            except CachefsError as exc:
+                log.warning("what was written to %s stays there: %s", gone, exc)
+                stays = True
+                if node.held:
+                    async with self._local_changes.applying():
+                        moved = self._local_changes.below_as(*to)
+                        self._reheld(node, (self._there(node.directory, inside, moved), node.name))
+        return stays
+
+    def _switch(
+        self,
+        place: Place,
+        directories: Sequence[Directory],
+        to: Place,
+        hidden: Place,
+        sent: Sequence[tuple[Node, bool]],
+        copies: _Copies,
+    ) -> None:
+        """All names change, in one step, while `applying`. `directories` are the one that moves and those below it."""
+        local_changes, inside = self._local_changes, directories[0]
+        local_changes.unveil(*hidden)
+        moved = local_changes.below_as(*to)
+        there = {directory.number: self._there(directory, inside, moved) for directory in directories}
+        for node, left in sent:
+            self._goes_along(node, left, self._there(node.directory, inside, moved))
+        for node in local_changes.below(inside):  # open, and never written
+            at = node.directory, node.name
+            if not self._read_on(at, node.stable, self._there(node.directory, inside, moved), copies.made):
+                node.removed = True
         for stable in self._files.paths():
             with suppress(NotFound):
-                place = self._tree.locate(stable)
-                if is_below(place[0], inside) and self._local_changes.at(*place) is None:
-                    await self._goes_along(place, stable, inside, moved, copies)
-        return went
+                at = self._tree.locate(stable)
+                if is_below(at[0], inside) and local_changes.at(*at) is None:
+                    self._read_on(at, stable, self._there(at[0], inside, moved), copies.made)
+        self._keep(directories, there, copies.made)
+        for directory in directories:
+            local_changes.renumbered(directory.ino, there[directory.number].ino)
+        local_changes.written(*place, False, moved=True)
+        local_changes.veil(*place)
+        for directory in directories:
+            self._lister.cancel(directory)
+            self._tree.drop(directory)
+        local_changes.look_again(moved)
 
-    async def _goes_along(
-        self, place: Place, stable: int, inside: Directory, moved: Directory, copies: Copied
-    ) -> bool:
+    def _goes_along(self, node: Node, left: bool, to: Directory) -> None:
+        """A dirty file whose key has changed already."""
+        place, dirty_file = (node.directory, node.name), node.dirty_file
+        assert dirty_file is not None
+        clean = dirty_file.committed is not None
+        node.stored = clean or left
+        node.beneath = node.stored and not clean
+        if node.held:
+            self._reheld(node, (to, node.name))
+            return
+        row = self._tree.row(*place)
+        assert dirty_file.committed is not None
+        if row is not None:
+            found = Found(node.stable, False, row, 0.0)
+            self._moved_now(place, found, (to, node.name), dirty_file.committed)
+            self._local_changes.written(*place, False, moved=True)
+
+    def _read_on(self, place: Place, stable: int, to: Directory, copies: Copied) -> bool:
         """Of a file that is open: its readers go on under the new name, if it was copied in the version that they have."""
         row, copied = self._tree.row(*place), copies.get(_key(place)[1])
         if row is None or copied is None or (row.etag, row.size) != (copied[0].etag, copied[0].size):
             return False
-        to = await self._there(place[0], inside, moved), place[1]
-        await self._moved(place, Found(stable, False, row, 0.0), to, copied[1])
+        self._moved_now(place, Found(stable, False, row, 0.0), (to, place[1]), copied[1])
         return True
 
-    async def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
-        """The directory below `moved` that is what `directory` is below `inside`."""
+    def _keep(self, directories: Sequence[Directory], there: dict[int, Directory], copies: Copied) -> None:
+        """What was set of directories, and of the files in them that were copied."""
+        changes: dict[int, tuple[str, dict[str, Any]]] = {}
+        times = self._local_changes.times
+        for directory in directories:
+            new = there[directory.number]
+            times.pop(new.ino, None)  # nothing in it has changed
+            if (changed := times.pop(directory.ino, None)) is not None:
+                times[new.ino] = changed
+            kept = self._kept.get(directory.ino, "")
+            if directory is directories[0]:
+                kept["ctime_ns"] = self._local_changes.now_ns()
+            changes |= {directory.ino: ("", {}), new.ino: ("", kept)}
+            for ino, etag, row in self._kept.within(directory.number):
+                with suppress(NotFound):
+                    name = self._tree.locate(ino)[1]
+                    copied = copies.get(directory.prefix + name.decode())
+                    if copied is not None and copied[0].etag == etag:
+                        row = _of_copy(row, copied[0].mtime_ns, copied[1])
+                        changes[join(new.number, ino & LOW_MASK)] = copied[1].etag, row
+                        changes[ino] = "", {}
+        self._kept.put_many(changes)
+
+    def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
+        """The directory below `moved` that is what `directory` is below `inside`; while `applying`."""
         for name in _path(directory, inside):
-            moved = await self._local_changes.directory(moved, name)
+            moved = self._local_changes.below_as(moved, name)
         return moved
-
-    async def _back(self, moved: Directory, inside: Directory, copies: Copied) -> bool:
-        """What has gone along comes back, as far as the store lets it. Returns whether something stays."""
-        try:
-            await self._nodes(moved, inside, copies)
-        except CachefsError as exc:
-            log.warning("what was written below %s stays there: %s", moved.prefix, exc)
-        return any(node.dirty_file is not None for node in self._local_changes.below(moved))
-
-    async def _directory_moved(self, place: Place, found: Found, to: Place, moved: Directory) -> None:
-        """The directories below keep their numbers, too: programs may work in them."""
-        inside = self._tree.directory(found.ino)
-        below = await self._below(inside)
-        there = [await self._there(one, inside, moved) for one in below]
-        for old, new in zip((inside, *below), (moved, *there), strict=True):
-            self._kept.put(new.ino, "", self._kept.get(old.ino, ""))
-            self._local_changes.renumbered(old.ino, new.ino)
-        await self._local_changes.gone(*place, moved=True)
-        for directory in below:
-            self._lister.cancel(directory)
-            self._tree.drop(directory)
-        await self._lister.erase(found.ino)
-        self._local_changes.look_again(moved)
 
     async def _below(self, above: Directory) -> list[Directory]:
         """All directories below that are written down: the kernel may know any of them."""
@@ -294,21 +386,21 @@ class Moving:
                 await trio.lowlevel.checkpoint()
         return found
 
-    async def recover(self, origins: Sequence[Origin]) -> None:
+    async def recover(self, origins: Sequence[Origin], find: Find) -> None:
         """Finish the renames of directories that a daemon died in: forward, copies first. No caller is there to be told of
-        an error; what fails is tried again at the next start."""
+        an error; what fails is tried again at the next start. `find` gives the place of a key."""
         for name, row in self._writer.notes().items():
             origin = next((o for o in origins if _is_of(o, row)), None)
             if origin is None:
                 continue
             try:
-                await self._finish(origin, row["from"], row["to"])
+                await self._finish(origin, row["from"], row["to"], find)
                 await self._writer.note(name, None)
                 log.info("finished renaming %s to %s", row["from"], row["to"])
             except CachefsError as exc:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
 
-    async def _finish(self, origin: Origin, prefix: str, new: str) -> None:
+    async def _finish(self, origin: Origin, prefix: str, new: str, find: Find) -> None:
         for dirty_file in self._writer.pending():
             if dirty_file.origin is origin and dirty_file.key.startswith(prefix):
                 key = new + dirty_file.key.removeprefix(prefix)
@@ -319,9 +411,25 @@ class Moving:
         objects = await keys_below(origin, prefix)
 
         copies = _Copies(origin, prefix, new, self._writer.moved)
-        await copies.make([info for info in objects if copies.to(info) not in there])
+        await copies.make([info for info in objects if copies.to(info.key) not in there])
+        made = {info.key: info for info in await keys_below(origin, new)}
+        both = {
+            info.key: (info, made[copies.to(info.key)]) for info in objects if copies.to(info.key) in made
+        }
+        await self._keep_of(await find(origin, prefix[:-1]), await find(origin, new[:-1]), both)
         for error in (await origin.delete_many([info.key for info in objects])).values():
             raise error
+
+    async def _keep_of(self, place: Place, to: Place, copies: Copied) -> None:
+        """What was set below a directory, if it did not go along before the crash."""
+        if self._tree.row(place[0], mark_of_directory(place[1])) is None:
+            return
+        inside = await self._local_changes.directory(*place)
+        directories = inside, *await self._below(inside)
+        async with self._local_changes.applying():
+            moved = self._local_changes.below_as(*to)
+            there = {one.number: self._there(one, inside, moved) for one in directories}
+            self._keep(directories, there, copies)
 
 
 class _Copies:
@@ -337,13 +445,8 @@ class _Copies:
     def made(self) -> Copied:
         return {info.key: (info, made) for info, made in self._made}
 
-    @property
-    def undone(self) -> Copied:
-        """As if the copies were the originals."""
-        return {made.key: (made, info) for info, made in self._made}
-
-    def to(self, info: ObjectInfo) -> str:
-        return self._new + info.key.removeprefix(self._prefix)
+    def to(self, key: str) -> str:
+        return self._new + key.removeprefix(self._prefix)
 
     async def make(self, objects: Sequence[ObjectInfo]) -> None:
         """After a failure no other is begun, but what is under way is waited for: it would land unseen."""
@@ -353,7 +456,7 @@ class _Copies:
             if failed:
                 return
             try:
-                made = await self._origin.copy(info.key, self.to(info), size=info.size, etag=info.etag)
+                made = await self._origin.copy(info.key, self.to(info.key), size=info.size, etag=info.etag)
             except CachefsError as exc:
                 failed.append(exc)
                 return
@@ -368,7 +471,7 @@ class _Copies:
         """Of all these nothing is there, whether we were told of it or not, but what was there before."""
         for info, made in self._made:
             await self._tell(made, info)
-        keys = [self.to(info) for info in objects]
+        keys = [self.to(info.key) for info in objects]
         for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
             log.warning("%s was made by a rename that failed, and cannot be removed: %s", key, error)
 
@@ -400,6 +503,18 @@ async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
         await each(one, prefixes, COPIES_AT_ONCE)
         prefixes = more
     return found
+
+
+def _of_copy(kept: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
+    """What is kept of a copy of something that was set so: it shows the time of the original."""
+    mtime_ns = kept.get("mtime_ns", mtime_ns)
+    return kept if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **kept, "mtime_ns": mtime_ns}
+
+
+def _key_of(node: Node) -> str:
+    """Where the dirty file of a node is at the origin, or goes to."""
+    assert node.dirty_file is not None
+    return node.dirty_file.key
 
 
 def _key(place: Place) -> tuple[Origin, str]:

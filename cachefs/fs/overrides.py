@@ -1,4 +1,4 @@
-"""What was set here of files and directories and has no place in the store: mode, owner, time.
+"""What was set here of files and directories and has no place in the store: mode, owner, times.
 
 It belongs to one version of one path on this node. When the object becomes another version through another client, what was
 set of the older one does not count any more; other nodes never see it.
@@ -7,14 +7,30 @@ set of the older one does not count any more; other nodes never see it.
 from __future__ import annotations
 
 import json
+import stat
 from typing import TYPE_CHECKING, Any
 
 from cachefs.base.behind import HANGS_AFTER_S
+from cachefs.fs.inodes import join
 
 if TYPE_CHECKING:
     from cachefs.base.behind import WriteBehind
 
-FIELDS = ("mode", "uid", "gid", "mtime_ns")
+FIELDS = ("mode", "uid", "gid", "atime_ns", "mtime_ns", "ctime_ns")
+
+
+def without_set_ids(mode: int) -> int:
+    """The mode of a file once another owner or another process's write has taken its privileges away. Set-gid without
+    group execution means no privilege, and stays. Directories keep both."""
+    if stat.S_ISDIR(mode):
+        return mode
+    return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
+
+
+def written(attrs: dict[str, Any]) -> None:
+    """The content has changed: its own time counts from now on."""
+    attrs.pop("mtime_ns", None)
+    attrs.pop("ctime_ns", None)
 
 
 class Overrides:
@@ -32,6 +48,27 @@ class Overrides:
             return {}
         row: dict[str, Any] = json.loads(data)
         return row if row.pop("etag") == etag else {}
+
+    def within(self, number: int) -> list[tuple[int, str, dict[str, Any]]]:
+        """(number, etag, what was set) of all that is in the directory of this number."""
+        if not self.any:
+            return []
+        start, stop = join(number, 0).to_bytes(8, "big"), join(number + 1, 0).to_bytes(8, "big")
+        rows = [
+            (int.from_bytes(key, "big"), json.loads(data))
+            for key, data in self._database.scan("kept", start, stop)
+        ]
+        return [(ino, row.pop("etag"), row) for ino, row in rows]
+
+    def put_many(self, changes: dict[int, tuple[str, dict[str, Any]]]) -> None:
+        """By number: the etag, and the row (nothing of it is nothing kept). One transaction."""
+        self.any = self.any or bool(changes)
+        self._database.write(
+            [
+                ("kept", ino.to_bytes(8, "big"), json.dumps({"etag": etag, **row}).encode() if row else None)
+                for ino, (etag, row) in changes.items()
+            ]
+        )
 
     def put(self, stable: int, etag: str, row: dict[str, Any]) -> None:
         """Nothing of the row is nothing kept."""

@@ -5,10 +5,12 @@ Where nothing can be written, all of it raises `ReadOnly`.
 
 from __future__ import annotations
 
+import stat
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cachefs.base.errors import ReadOnly
+from cachefs.fs.overrides import without_set_ids
 
 if TYPE_CHECKING:
     from cachefs.fs.attributes import Attributes
@@ -78,6 +80,10 @@ class Writes:
         returns. Where O_APPEND writes to is what the kernel says: it knows the size, and no other node writes here."""
         return await self._write.write(fh, offset, data)
 
+    def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
+        """The file was changed by a process that may not keep its set-uid and set-gid bits; `later`: or may be."""
+        self._write.clear_set_ids(fh, later)
+
     async def flush(self, fh: int) -> None:
         """What close(2) waits for, and what it says. Nothing for handles that only read."""
         if self._writing is not None:
@@ -99,15 +105,25 @@ class Writes:
         mode: int | None = None,
         uid: int | None = None,
         gid: int | None = None,
+        atime_ns: int | None = None,
         mtime_ns: int | None = None,
         fh: int | None = None,
+        clear: bool = False,
     ) -> tuple[Attributes, float]:
-        """Change what is not None. A new size is new content; the rest is kept on this node."""
+        """Change what is not None. A new size is new content; the rest is kept on this node. A new owner takes the set-uid
+        and set-gid bits of a file away, and so does `clear`."""
         writing = self._write
         if size is not None:
             await writing.truncate(ino, size, fh)
-        if (mode, uid, gid, mtime_ns) != (None, None, None, None):
-            await writing.keep(ino, mode, uid, gid, mtime_ns)
+        if uid is not None or gid is not None or clear:
+            shown, _ = self.attributes_now(ino) or await self.getattr(ino)
+            wanted = shown.mode if mode is None else stat.S_IFMT(shown.mode) | mode
+            if (clean := without_set_ids(wanted)) != wanted:
+                mode = stat.S_IMODE(clean)
+        given = {"mode": mode, "uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
+        news = {name: value for name, value in given.items() if value is not None}
+        if news:
+            await writing.keep(ino, news)
         return self.attributes_now(ino) or await self.getattr(ino)
 
     # -- names -------------------------------------------------------------------------------------

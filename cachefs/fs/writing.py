@@ -22,7 +22,7 @@ from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import name_in
 from cachefs.fs.local_changes import LocalChanges, Node
 from cachefs.fs.name_locks import Name, NameLocks
-from cachefs.fs.overrides import Overrides
+from cachefs.fs.overrides import Overrides, without_set_ids, written
 from cachefs.fs.tree import Directory, Found, Tree
 from cachefs.fs.tree_queries import object_of
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.lookup import Looker
     from cachefs.fs.rows import Row
-    from cachefs.fs.writer import Writer
+    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
@@ -64,12 +64,14 @@ class Writing:
         self._files = files
         self._options = options
         self._forget = forget
+        self._wall = wall
         self._kept = Overrides(tree.database)
         self._local_changes = LocalChanges(tree, freshness, lister, files, writer, clock, wall)
         self._local_changes.on_change = forget
         self._local_changes.on_stored = self._stored
         self.locks = NameLocks()
         self._dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
+        writer.on_changed = self._changed_unseen
         self._names = Changing(tree, looker, lister, files, self._local_changes, self._kept, writer)
         # For the fast paths: each is one call.
         self.release = self._dirty_files.release
@@ -102,7 +104,7 @@ class Writing:
         stable = self._files.stable(ino)
         kept = self._kept.get(stable, row.etag) if self._kept.any else _NOTHING
         if is_dir and (changed := self._local_changes.times.get(stable)) is not None:
-            kept = {**kept, "mtime_ns": changed}
+            kept = {**kept, "mtime_ns": changed, "ctime_ns": max(changed, kept.get("ctime_ns", changed))}
         return self._shape(ino, is_dir, row.size, row.mtime_ns, kept)
 
     def attributes(self, row: Row) -> Attributes:
@@ -143,11 +145,18 @@ class Writing:
             kept.get("mtime_ns", mtime_ns),
             kept.get("uid", options.uid),
             kept.get("gid", options.gid),
+            kept.get("atime_ns", mtime_ns),
+            kept.get("ctime_ns", mtime_ns),
         )
 
-    def _attrs(self, is_dir: bool, mode: int, uid: int, gid: int) -> dict[str, Any]:
-        """What has to be kept of these: what is not shown anyhow."""
+    def _attrs(self, above: Directory, is_dir: bool, mode: int, uid: int, gid: int) -> dict[str, Any]:
+        """What has to be kept of something new: what is not shown anyhow. A set-gid directory hands its group down, and
+        directories in it are set-gid, too."""
         options = self._options
+        over = self._kept.get(above.ino, "")
+        if over.get("mode", options.dir_mode) & stat.S_ISGID:
+            gid = over.get("gid", options.gid)
+            mode |= stat.S_ISGID if is_dir else 0
         shown = {
             "mode": options.dir_mode if is_dir else options.file_mode,
             "uid": options.uid,
@@ -160,43 +169,69 @@ class Writing:
         """The store has a dirty file: what was set of it is kept of this version."""
         self._kept.put(node.stable, info.etag, node.attrs)
 
-    async def keep(
-        self, ino: int, mode: int | None, uid: int | None, gid: int | None, mtime_ns: int | None
-    ) -> None:
-        """Set what is not None, for as long as it is this version."""
-        given = {
-            "mode": None if mode is None else stat.S_IMODE(mode),
-            "uid": uid,
-            "gid": gid,
-            "mtime_ns": mtime_ns,
-        }
-        news = {name: value for name, value in given.items() if value is not None}
+    def clear_set_ids(self, fh: int, later: bool) -> None:
+        """A process that may not keep set-uid and set-gid bits has changed the open file; `later`: may change it unseen."""
+        node = self._files.get(fh).node
+        if node is not None and later:
+            node.clears = True
+        elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
+            node.attrs["mode"] = cleared
+            self._kept.put(node.stable, self._local_changes.version(node).etag, node.attrs)
+
+    def _cleared(self, attrs: dict[str, Any]) -> int | None:
+        """The mode without those bits, if it has some."""
+        mode = attrs.get("mode", self._options.file_mode)
+        clean = stat.S_IMODE(without_set_ids(mode | stat.S_IFREG))
+        return clean if clean != mode else None
+
+    def _changed_unseen(self, dirty_file: DirtyFile) -> None:
+        """A process has written a dirty file in passthrough."""
+        written(dirty_file.attrs)
+        node = self._local_changes.of_dirty_file(dirty_file)
+        if node is not None and node.clears and (cleared := self._cleared(dirty_file.attrs)) is not None:
+            dirty_file.attrs["mode"] = cleared
+
+    async def keep(self, ino: int, news: dict[str, int]) -> None:
+        """Set these (`overrides.FIELDS`), for as long as it is this version."""
+        news = {**news, "ctime_ns": round(self._wall() * 1e9)}
+        if "mode" in news:
+            news["mode"] = stat.S_IMODE(news["mode"])
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.dirty_file is not None and (node.held or node.removed):
-            node.dirty_file.look()  # a later one would take what is set now for older than the change
-            node.attrs.update(news)
+            self._keep_of_node(node, node.dirty_file, news)
             return
         if (parted := self._files.parted.get(ino)) is not None:  # its number may lead to another file's name
             if "mode" in news:
                 news["mode"] |= stat.S_IFREG
             self._files.parted[ino] = replace(parted, **news)
             return
-        stable, etag = ROOT, ""
+        stable, etag, mtime_ns = self._files.stable(ino), "", 0
         if ino != ROOT:
             directory, mark = self._locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and not node.removed:
-                node.attrs.update(
-                    news
-                )  # also of one that is only open: its first change would bring the old ones back
-                if node.held:
+                if node.held and node.dirty_file is not None:
+                    self._keep_of_node(node, node.dirty_file, news)
                     return
+                node.attrs.update(news)  # its first change would bring the old ones back
             row = self._tree.row(directory, mark)
-            stable, etag = self._files.stable(ino), "" if row is None else row.etag
-        self._kept.put(stable, etag, self._kept.get(stable, etag) | news)
-        if mtime_ns is not None:
-            self._local_changes.times.pop(stable, None)
+            if row is not None:
+                etag, mtime_ns = row.etag, row.mtime_ns
+        changed = self._local_changes.times
+        if stable in changed and not etag:
+            mtime_ns = changed.pop(stable)
+            news = {"mtime_ns": mtime_ns, **news}
+        kept = self._kept.get(stable, etag)
+        self._kept.put(stable, etag, kept | _with_atime(kept, mtime_ns, news))
         await self._kept.written()
+
+    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> None:
+        """Of what is being written. It is kept for the next start, too: the journal says what was set when the file was
+        closed."""
+        dirty_file.look()  # a later one would take what is set now for older than the change
+        node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
+        if node.held:
+            self._kept.put(node.stable, node.row.etag, node.attrs)
 
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         try:
@@ -222,7 +257,8 @@ class Writing:
                 raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
             ino = self._shown(found)
             return ino, await self.open(directory, name, ino, found, flags | os.O_RDWR, pid)
-        node = await self._dirty_files.create(directory, name, self._attrs(False, mode, uid, gid))
+        attrs = self._attrs(directory, False, mode, uid, gid)
+        node = await self._dirty_files.create(directory, name, attrs)
         opened = await self._dirty_files.open_writer(node, pid)
         return node.ino, opened
 
@@ -304,14 +340,15 @@ class Writing:
         writable(directory)
         check_name(directory, name)
         found = await self._names.mkdir(directory, name)
-        self._kept.put(found.ino, "", self._attrs(True, mode, uid, gid))
+        self._kept.put(found.ino, "", self._attrs(directory, True, mode, uid, gid))
         return found
 
     async def recover(self) -> None:
         if not self._tree.database.was_clean:
             # What was under way when an earlier daemon died may have reached the store, and is in no row here.
             self._tree.database.write(self._tree.refresh(self._tree.root))
-        await self._names.recover([top.origin for top in self._tree.tops() if top.origin is not None])
+        origins = [top.origin for top in self._tree.tops() if top.origin is not None]
+        await self._names.recover(origins, self._place)
         await self._dirty_files.recover(self._place)
 
     async def _place(self, origin: Origin, key: str) -> tuple[Directory, bytes]:
@@ -324,6 +361,13 @@ class Writing:
                     directory = await self._local_changes.directory(directory, name)
                 return directory, last
         raise NotFound(f"{key} is not below what is mounted")
+
+
+def _with_atime(kept: dict[str, int], mtime_ns: int, news: dict[str, int]) -> dict[str, int]:
+    """What is set, and the time of the last use if that follows the time of the content, which is set alone."""
+    if "mtime_ns" not in news:
+        return news
+    return {"atime_ns": kept.get("atime_ns", mtime_ns), **news}
 
 
 def _content(node: Node) -> tuple[int, int]:

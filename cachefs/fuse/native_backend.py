@@ -382,11 +382,12 @@ class NativeBackend:
         self._answer(unique, self.operations.getattr(thread, inode), self._attributes)
 
     def _setattr(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        valid, _, fh, size, _, _, mtime, _, _, mtime_ns, _, mode, _, uid, gid, _ = (
+        valid, _, fh, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid, gid, _ = (
             protocol.SETATTR_IN.unpack_from(body)
         )
-        now = valid & Setattr.MTIME_NOW
-        mtime_ns = time.time_ns() if now else protocol.signed(mtime) * 10**9 + mtime_ns
+        now_ns = time.time_ns()
+        atime_ns = now_ns if valid & Setattr.ATIME_NOW else protocol.signed(atime) * 10**9 + atime_ns
+        mtime_ns = now_ns if valid & Setattr.MTIME_NOW else protocol.signed(mtime) * 10**9 + mtime_ns
         pending = self.operations.setattr(
             thread,
             inode,
@@ -394,7 +395,9 @@ class NativeBackend:
             mode=mode if valid & Setattr.MODE else None,
             uid=uid if valid & Setattr.UID else None,
             gid=gid if valid & Setattr.GID else None,
+            atime_ns=atime_ns if valid & (Setattr.ATIME | Setattr.ATIME_NOW) else None,
             mtime_ns=mtime_ns if valid & (Setattr.MTIME | Setattr.MTIME_NOW) else None,
+            clear=bool(valid & Setattr.KILL_SUIDGID),
             fh=fh if valid & Setattr.FH else None,
         )
         self._begin(unique, pending, self._attributes)
@@ -440,7 +443,7 @@ class NativeBackend:
     # -- files -------------------------------------------------------------------------------------
 
     def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        flags, _ = protocol.OPEN_IN.unpack_from(body)
+        flags, more = protocol.OPEN_IN.unpack_from(body)
         if self._zero_open:
             self._metrics.fuse_open += 1
             self._done(
@@ -454,7 +457,9 @@ class NativeBackend:
         ):
             self._opened_known(unique, *known)
             return
-        opened = self.operations.open(thread, inode, flags)
+        # The kernel says it of opens that empty the file; what is written in passthrough comes without a word.
+        clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._user[0]))
+        opened = self.operations.open(thread, inode, flags, clear)
         if isinstance(opened, Pending):
             self._begin(unique, opened, self._opened_to_write if flags & WRITING else self._opened)
         else:
@@ -478,16 +483,18 @@ class NativeBackend:
             self._data(unique, found)
 
     def _write_file(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        fh, offset, size, *_ = protocol.WRITE_IN.unpack_from(body)
+        fh, offset, size, write_flags, *_ = protocol.WRITE_IN.unpack_from(body)
+        clear = bool(write_flags & protocol.WRITE_KILL_SUIDGID)
         data = body[protocol.WRITE_IN.size :]
         if len(data) != size:
             raise Malformed(f"a write of {len(data)} bytes that says it has {size}")
         if size <= COPIED or self._device.kept >= MOST_KEPT:
-            self._begin(unique, self.operations.write(thread, fh, offset, bytes(data), size), self._written)
+            pending = self.operations.write(thread, fh, offset, bytes(data), size, clear)
+            self._begin(unique, pending, self._written)
             return
         buffer = data.obj
         assert isinstance(buffer, bytearray)
-        pending = self.operations.write(thread, fh, offset, data, len(buffer))
+        pending = self.operations.write(thread, fh, offset, data, len(buffer), clear)
         work = partial(self._then_give_back, buffer, pending.work)
         self._begin(unique, replace(pending, work=work), self._written)
         self._device.keep()  # not before: the write may have been refused

@@ -290,10 +290,11 @@ class Operations:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def open(self, thread: int, inode: int, flags: int) -> Opened | Pending[Opened]:
+    def open(self, thread: int, inode: int, flags: int, clear: bool = False) -> Opened | Pending[Opened]:
+        """`clear`: set-uid and set-gid bits go if the file is emptied, or written in passthrough."""
         self._metrics.fuse_open += 1
         if flags & WRITING and self._writable:
-            return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags))
+            return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags, clear))
         try:
             opened = self._fs.open_now(inode, flags, thread)
         except ObjectChanged:
@@ -319,9 +320,11 @@ class Operations:
             self.walks.begin(thread)
             raise
 
-    async def _open_to_write(self, thread: int, inode: int, flags: int) -> Opened:
+    async def _open_to_write(self, thread: int, inode: int, flags: int, clear: bool) -> Opened:
         opened = await self._fs.open(inode, flags, thread)
         self.writers.opened(opened[0], inode, thread)
+        if clear:
+            self._fs.clear_set_ids(opened[0], later=not flags & os.O_TRUNC)
         return opened
 
     def read(self, thread: int, fh: int, offset: int, size: int) -> Buffer | Pending[Buffer]:
@@ -423,24 +426,32 @@ class Operations:
         mode: int | None,
         uid: int | None,
         gid: int | None,
+        atime_ns: int | None,
         mtime_ns: int | None,
         fh: int | None,
+        clear: bool,
     ) -> Pending[Shown]:
-        """Set what is not None. Of `mode` the permission bits count."""
+        """Set what is not None. Of `mode` the permission bits count. `clear`: set-uid and set-gid bits go."""
         self._changing()
         self._metrics.fuse_change += 1
         mode = None if mode is None else stat.S_IMODE(mode)
-        wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, "mtime_ns": mtime_ns, "fh": fh}
-        return Pending(SETATTR, thread, partial(self._fs.setattr, inode, **wanted))
+        times = {"atime_ns": atime_ns, "mtime_ns": mtime_ns}
+        wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, **times, "fh": fh}
+        return Pending(SETATTR, thread, partial(self._fs.setattr, inode, **wanted, clear=clear))
 
-    def write(self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int) -> Pending[int]:
-        """The number of bytes written. `held_bytes` is the size of the buffer that `data` lies in."""
+    def write(
+        self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool
+    ) -> Pending[int]:
+        """The number of bytes written. `held_bytes` is the size of the buffer that `data` lies in. `clear`: set-uid and
+        set-gid bits go."""
         self._changing()
         self._metrics.fuse_write += 1
-        return Pending(WRITE, thread, partial(self._write, fh, offset, data), held_bytes)
+        return Pending(WRITE, thread, partial(self._write, fh, offset, data, clear), held_bytes)
 
-    async def _write(self, fh: int, offset: int, data: Buffer) -> int:
+    async def _write(self, fh: int, offset: int, data: Buffer, clear: bool) -> int:
         size = await self._fs.write(fh, offset, data)
+        if clear:
+            self._fs.clear_set_ids(fh)
         self._metrics.fuse_write_bytes += size
         return size
 

@@ -93,6 +93,14 @@ class Setattr(IntFlag):
     FH = 1 << 6
     ATIME_NOW = 1 << 7
     MTIME_NOW = 1 << 8
+    KILL_SUIDGID = 1 << 11
+
+
+OPEN_KILL_SUIDGID = 1 << 0
+"""Of `open_flags` of an open or a create."""
+
+WRITE_KILL_SUIDGID = 1 << 2
+"""Of `write_flags`: the writing process may not keep set-uid and set-gid bits."""
 
 
 class Opened(IntFlag):
@@ -175,13 +183,17 @@ class Malformed(ValueError):
 
 def attr(attributes: Attributes) -> tuple[int, ...]:
     """The fields of `ATTR`."""
-    seconds, nanoseconds = divmod(attributes.mtime_ns, 1_000_000_000)
+    mtime_ns, size, mode = attributes.mtime_ns, attributes.size, attributes.mode
+    seconds, nanoseconds = divmod(mtime_ns, 1_000_000_000)
     seconds &= _U64
-    size, mode = attributes.size, attributes.mode
+    atime, atime_ns, ctime, ctime_ns = seconds, nanoseconds, seconds, nanoseconds
+    if attributes.atime_ns != mtime_ns or attributes.ctime_ns != mtime_ns:  # most files have one time
+        atime, atime_ns = divmod(attributes.atime_ns, 1_000_000_000)
+        ctime, ctime_ns = divmod(attributes.ctime_ns, 1_000_000_000)
     block_size = 1 << 20 if stat.S_ISREG(mode) else 4096
     return (
-        *(attributes.ino, size, -(-size // 512), seconds, seconds, seconds),
-        *(nanoseconds, nanoseconds, nanoseconds),
+        *(attributes.ino, size, -(-size // 512), atime & _U64, seconds, ctime & _U64),
+        *(atime_ns, nanoseconds, ctime_ns),
         *(mode, attributes.nlink, attributes.uid, attributes.gid, 0, block_size, 0),
     )
 

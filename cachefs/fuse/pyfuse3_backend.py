@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +147,9 @@ class Pyfuse3Backend(pyfuse3.Operations):
                 mode=attr.st_mode if fields.update_mode else None,
                 uid=attr.st_uid if fields.update_uid else None,
                 gid=attr.st_gid if fields.update_gid else None,
+                atime_ns=attr.st_atime_ns if fields.update_atime else None,
                 mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+                clear=False,  # the kernel sends a mode without the bits
                 fh=fh,
             )
 
@@ -208,7 +211,9 @@ class Pyfuse3Backend(pyfuse3.Operations):
     # -- files -------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
-        return await self._answer(_file, self.operations.open, ctx.pid, inode, flags)
+        # Of an open that empties the file the kernel says nothing of set-uid bits, and we do not see the capability.
+        clear = bool(ctx.uid) and bool(flags & os.O_TRUNC)
+        return await self._answer(_file, self.operations.open, ctx.pid, inode, flags, clear)
 
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Any
@@ -221,7 +226,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         process = self.operations.writers.process(fh)
-        return await self._answer(_number, self.operations.write, process, fh, off, buf, len(buf))
+        return await self._answer(_number, self.operations.write, process, fh, off, buf, len(buf), False)
 
     async def flush(self, fh: int) -> None:
         writers = self.operations.writers
@@ -303,7 +308,9 @@ def entry_of(attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
     entry.st_gid = attributes.gid
     entry.st_blksize = 1 << 20 if stat.S_ISREG(attributes.mode) else 4096
     entry.st_blocks = -(-attributes.size // 512)
-    entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
+    entry.st_atime_ns = attributes.atime_ns
+    entry.st_mtime_ns = attributes.mtime_ns
+    entry.st_ctime_ns = attributes.ctime_ns
     entry.entry_timeout = entry.attr_timeout = ttl
     return entry
 

@@ -24,12 +24,14 @@ import stat
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from cachefs.base.durable import sync_directory
 from cachefs.base.errors import (
     Conflict,
     IsADirectory,
+    NameTooLong,
     NoSuchUpload,
     NotFound,
     ObjectChanged,
@@ -55,11 +57,18 @@ from cachefs.origin.protocol import (
 LIMITS = Limits(
     UNLIMITED, UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED
 )
-"""A file system has limits of its own, and tells them by failing."""
+"""A file system has limits of its own, and tells them by failing. The length of a path alone is known before: with
+`--writeback` it would be found when the file is saved already."""
+
+PATH_MAX = 4096
+"""Of Linux, with the NUL."""
 
 CHUNK = 1 << 20
 HIDDEN = ".cachefs-"
 """Our own names begin with it; listings leave them out."""
+
+RANDOM_BYTES = 8
+"""In the name of a file that is being written."""
 
 UPLOADS = f"{HIDDEN}uploads"
 TOKEN = "user.cachefs-stamp"
@@ -70,11 +79,12 @@ class LocalClient(Writer):
     surrogates, as in `os`."""
 
     can_list = True
-    limits = LIMITS
     conditions = HONOURED
 
     def __init__(self, root: str) -> None:
         self.root = os.path.realpath(root)
+        longest = PATH_MAX - len(os.fsencode(self.root)) - len(f"/{HIDDEN}") - 2 * RANDOM_BYTES - len("/\0")
+        self.limits = replace(LIMITS, longest_key=longest)
         self.writer: Writer = self
         self._uploads = Path(self.root) / UPLOADS
         # (prefix, sorted names) of the directory that is being paged through, so that a page does not scan it again.
@@ -148,7 +158,12 @@ class LocalClient(Writer):
             before = self.head(key)
             if etag not in (None, before.etag):
                 raise ObjectChanged(f"{key}: the file changed")
-            made = self._place(to, lambda fd: _copy(source.fileno(), fd), Preconditions())
+
+            def fill(fd: int) -> None:
+                _copy(source.fileno(), fd)
+                os.utime(fd, ns=(before.mtime_ns, before.mtime_ns))  # programs see a rename in it
+
+            made = self._place(to, fill, Preconditions())
             if self.head(key) != before:
                 raise ObjectChanged(f"{key}: the file changed while it was copied")
             return made
@@ -177,7 +192,7 @@ class LocalClient(Writer):
 
     def begin(self, key: str, preconditions: Preconditions) -> str:
         with self._translated(key):
-            name = secrets.token_hex(8)
+            name = secrets.token_hex(RANDOM_BYTES)
             while not (self._uploads / name).is_dir():
                 with suppress(FileNotFoundError):  # the end of another upload has just removed the parent
                     os.makedirs(self._uploads / name)
@@ -186,7 +201,7 @@ class LocalClient(Writer):
 
     def put_part(self, key: str, upload: str, number: int, body: Body) -> str:
         with self._translated(key), self._within(key, upload) as folder:
-            fresh = folder / f"{HIDDEN}{secrets.token_hex(8)}"
+            fresh = folder / f"{HIDDEN}{secrets.token_hex(RANDOM_BYTES)}"
             with _new_file(str(fresh)) as fd:
                 for chunk in body.chunks():
                     _write_all(fd, chunk)
@@ -229,7 +244,7 @@ class LocalClient(Writer):
 
     def _clear(self, upload: str) -> None:
         # Renamed first: a part of an abandoned request may still be written under the old name.
-        gone = self._uploads / secrets.token_hex(8)
+        gone = self._uploads / secrets.token_hex(RANDOM_BYTES)
         os.rename(self._uploads / upload, gone)
         shutil.rmtree(gone)
         with suppress(OSError):
@@ -311,6 +326,8 @@ class LocalClient(Writer):
         except TimeoutError as exc:
             raise Transient(f"{self._name(key)}: {exc.strerror}") from exc
         except OSError as exc:
+            if exc.errno == errno.ENAMETOOLONG:
+                raise NameTooLong(f"{self._name(key)}: {exc.strerror}") from exc
             raise OriginFailed(f"{self._name(key)}: {exc.strerror}") from exc
 
     def _place(self, key: str, fill: Callable[[int], None], preconditions: Preconditions) -> Written:
@@ -319,7 +336,7 @@ class LocalClient(Writer):
         if os.path.isdir(path):
             raise IsADirectory(f"{key}: is a directory")
         folder = os.path.dirname(path)
-        fresh = f"{folder}/{HIDDEN}{secrets.token_hex(8)}"
+        fresh = f"{folder}/{HIDDEN}{secrets.token_hex(RANDOM_BYTES)}"
         with _new_file(fresh) as fd:
             fill(fd)
             if preconditions.token:

@@ -27,7 +27,7 @@ import trio
 
 from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
-from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom
+from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -461,6 +461,8 @@ def translated(exc: OSError, directory: Path) -> CachefsError:
     """What a failing disk is to who writes."""
     if exc.errno in FULL:
         return NoRoom(f"the disk of {directory} is full")
+    if exc.errno == errno.EFBIG:
+        return TooLarge(f"the disk of {directory} takes no file of this size")
     return CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}")
 
 

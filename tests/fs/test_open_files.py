@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending
 from tests.fs.bucket import Bucket, WritableBucket
@@ -336,3 +337,47 @@ async def test_what_a_second_walk_finds_can_be_opened(stat: bool) -> None:
         operations.release(fh)
         await trio.sleep(10)
         assert len(mount.fs._files) == 0
+
+
+class Cached(World):
+    """The cache has what the origin had under "old"."""
+
+    async def _bring(
+        self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
+    ) -> None:
+        assert base.key == "old" and base.size == len(self.tree["old"].data)  # type: ignore[union-attr]
+        await take(bytes(self.file("old").data[:count]))
+
+
+@pytest.mark.parametrize("change", ["unlink", "replace"])
+@pytest.mark.parametrize("how", ["write", "append", "truncate"])
+@pytest.mark.parametrize("mode", WRITERS)
+async def test_a_first_write_after_the_name_is_gone(mode: str, how: str, change: str, tmp_path: Path) -> None:
+    """As on a local disk: it goes to the file without a name, and to no other."""
+    async with trio.open_nursery() as nursery:
+        world = Cached(tmp_path, nursery, writeback=mode == "writeback")
+        await world.start()
+        mount, old = world.mount, world.bucket.content("old")
+        fh, other = await mount.open("old", os.O_RDWR), await mount.open("old")
+        if change == "unlink":
+            await mount.unlink("old")
+        else:
+            await mount.write("new", b"another")
+            await mount.rename("new", "old")
+        if how == "truncate":
+            await mount.fs.setattr(mount.fs._files.get(fh).ino, size=3, fh=fh)
+            expected = old[:3]
+        else:
+            at = len(old) if how == "append" else 0
+            await mount.fs.write(fh, at, b"late")
+            expected = old[:at] + b"late" + old[at + 4 :]
+        for one in (fh, other):
+            assert await mount.pread(one) == expected
+            assert ((await mount.fstat(one)).size, (await mount.fstat(one)).nlink) == (len(expected), 0)
+            await mount.close_file(one)
+        assert not await world.uploads.flush()
+        assert ("old" in world.bucket.objects) == (change == "replace")
+        if change == "replace":
+            assert world.bucket.content("old") == b"another" == await mount.read("old")
+        await world.stop()
+        nursery.cancel_scope.cancel()

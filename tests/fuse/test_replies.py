@@ -131,7 +131,7 @@ async def test_attributes() -> None:
     ],
 )
 def test_times(mtime_ns: int, seconds: int, nanoseconds: int) -> None:
-    shown = protocol.attr(Attributes(7, stat.S_IFREG | 0o444, 1, 1, mtime_ns, 1, 1))
+    shown = protocol.attr(Attributes(7, stat.S_IFREG | 0o444, 1, 1, mtime_ns, 1, 1, mtime_ns, mtime_ns))
     packed = protocol.ATTR_REPLY.pack(protocol.ATTR_REPLY.size, 0, 2, 0, 0, 0, *shown)
     times = protocol.ATTR_REPLY.unpack(packed)[9:15]
     assert times == (*(seconds % 2**64,) * 3, *(nanoseconds,) * 3)
@@ -303,7 +303,7 @@ async def test_offsets_that_no_reply_had(plus: bool) -> None:
 @pytest.mark.parametrize("plus", [False, True])
 def test_one_entry(name: bytes, plus: bool) -> None:
     """Names are bytes here, whatever the filesystem lets through."""
-    attributes = Attributes(77, stat.S_IFREG | 0o444, 1, 5, MTIME, 1, 1)
+    attributes = Attributes(77, stat.S_IFREG | 0o444, 1, 5, MTIME, 1, 1, MTIME, MTIME)
     packed = (protocol.direntplus if plus else protocol.dirent)(Entry(name, attributes, 99, 1.5))
     assert len(packed) % 8 == 0
     assert listed(packed, plus) == [Shown(name, 77, 99, 8, 5 if plus else 0)]

@@ -24,7 +24,8 @@ from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
 from tests.fuse.test_waiting import interrupt
 
-NEW = Attributes(77, stat.S_IFREG | 0o644, 1, 5, 1_500_000_000_123_456_789, 1000, 1000)
+MTIME = 1_500_000_000_123_456_789
+NEW = Attributes(77, stat.S_IFREG | 0o644, 1, 5, MTIME, 1000, 1000, MTIME, MTIME)
 DIRECTORY = 5
 ENTRY_BYTES = 128
 
@@ -39,6 +40,7 @@ class Noted:
         self.finished: list[str] = []
         self.released: list[int] = []
         self.written: dict[int, bytes] = {}
+        self.cleared: list[tuple[int, bool]] = []
         self.keep = False
 
     async def _note(self, name: str, *arguments: Any) -> None:
@@ -72,8 +74,13 @@ class Noted:
         return len(data)
 
     async def setattr(self, ino: int, **wanted: Any) -> tuple[Attributes, float]:
-        await self._note("setattr", ino, {k: v for k, v in wanted.items() if v is not None})
+        await self._note(
+            "setattr", ino, {k: v for k, v in wanted.items() if v is not None and v is not False}
+        )
         return NEW, 1.5
+
+    def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
+        self.cleared.append((fh, later))
 
     async def flush(self, fh: int) -> None:
         await self._note("flush", fh)
@@ -194,17 +201,22 @@ CASES: dict[str, tuple[int, bytes, tuple[Any, ...]]] = {
     "utimes": (
         Op.SETATTR,
         setattr_in(Setattr.ATIME | Setattr.MTIME, atime=1, mtime=3, mtimensec=7),
-        ("setattr", DIRECTORY, {"mtime_ns": 3_000_000_007}),
+        ("setattr", DIRECTORY, {"atime_ns": 1_000_000_000, "mtime_ns": 3_000_000_007}),
     ),
     "a time before 1970": (
         Op.SETATTR,
         setattr_in(Setattr.MTIME, mtime=(1 << 64) - 1, mtimensec=5),
         ("setattr", DIRECTORY, {"mtime_ns": -999_999_995}),
     ),
+    "chown of a file with set-uid bits": (
+        Op.SETATTR,
+        setattr_in(Setattr.UID | Setattr.KILL_SUIDGID, uid=4),
+        ("setattr", DIRECTORY, {"uid": 4, "clear": True}),
+    ),
     "a time of the last use alone": (
         Op.SETATTR,
         setattr_in(Setattr.ATIME, atime=1),
-        ("setattr", DIRECTORY, {}),
+        ("setattr", DIRECTORY, {"atime_ns": 1_000_000_000}),
     ),
 }
 
@@ -340,7 +352,7 @@ async def test_counters() -> None:
         metrics = asking.metrics
         assert (metrics.fuse_open, metrics.fuse_create, metrics.fuse_flush) == (2, 2, 2)
         assert (metrics.fuse_write, metrics.fuse_write_bytes) == (1, 5)
-        assert metrics.fuse_change == 12
+        assert metrics.fuse_change == 13
         assert metrics.fuse_other == 0
 
 
@@ -550,3 +562,14 @@ async def test_only_the_last_close_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("cachefs.fuse.callers._has_open", still)
         await asking.ask(Op.RELEASE, 7, release_in(9))
         assert await flushes(asking, fs) == 1
+
+
+async def test_whose_writes_take_set_ids_away() -> None:
+    """The kernel says so of writes, and of opens that empty the file; of the other opens for writing the user says it."""
+    async with writing(fs := Noted()) as asking:
+        await asking.ask(Op.OPEN, DIRECTORY, open_in(os.O_RDWR))
+        await asking.ask(Op.OPEN, DIRECTORY, open_in(os.O_WRONLY | os.O_TRUNC))
+        kills = protocol.WRITE_IN.pack(9, 0, 5, protocol.WRITE_KILL_SUIDGID, 0, 0, 0) + b"bytes"
+        await asking.ask(Op.WRITE, DIRECTORY, kills)
+        await asking.ask(Op.WRITE, DIRECTORY, write_in(9, 0, b"bytes"))
+        assert fs.cleared == [(9, True), (9, False), (9, False)]

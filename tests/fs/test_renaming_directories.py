@@ -1,0 +1,167 @@
+"""A directory that is renamed changes its name in one step for everybody on this node, whatever that takes at the store."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import trio
+import trio.lowlevel
+
+from cachefs.base.errors import CachefsError, NotFound, OriginFailed
+from tests.fs.bucket import WritableBucket
+from tests.fs.mount import Mount, mounted
+from tests.fs.writers import MemoryWriter
+
+RW = {"file_mode": 0o644, "dir_mode": 0o755, "metadata_ttl": 0.0}
+NAMES = {
+    "a": None,
+    "in": None,
+    "in/b": None,
+    "in/deep": None,
+    "in/deep/c": None,
+    "new": None,
+    "written": None,
+}
+
+
+async def below(mount: Mount, name: str) -> frozenset[str]:
+    """What is shown below a name; nothing if that is missing."""
+    try:
+        shown = await mount.walk()
+    except NotFound:  # a directory went between its listing and the next
+        return await below(mount, name)
+    return frozenset(
+        path.decode().removeprefix(f"{name}/") for path in shown if path.decode().startswith(f"{name}/")
+    )
+
+
+async def there(mount: Mount, path: str) -> bool:
+    try:
+        return await mount.stat(path) is not None
+    except NotFound:
+        return False
+
+
+def filled() -> WritableBucket:
+    return WritableBucket(["d/a", "d/in/b", "d/in/deep/c", "d/written", "other/x"], delay=0.001)
+
+
+async def begin(mount: Mount) -> int:
+    """A file that the store does not have, and one that is open and changed."""
+    await mount.walk()
+    await mount.write("d/new", b"new")
+    fh = await mount.open("d/written", os.O_RDWR)
+    await mount.fs.write(fh, 0, b"changed")
+    return fh
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["to a new name", "over an empty directory"])
+async def test_nobody_meets_it_half_way(over: bool) -> None:
+    bucket, writer = filled(), MemoryWriter(writeback=True)
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        fh = await begin(mount)
+        if over:
+            await mount.mkdir("e")
+        seen: list[tuple[bool, bool]] = []
+        done = False
+
+        async def look() -> None:
+            while not done:
+                before = [await there(mount, f"{top}/in/b") for top in "de"]
+                assert before.count(True) <= 1  # it may have gone from the one to the other in between
+                old, new = await there(mount, "d/a"), await there(mount, "e/a")
+                assert not (old and new)
+                seen.append((old, new))
+                listed = await below(mount, "e")
+                assert not listed or listed == NAMES.keys(), listed
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            await trio.sleep(0.002)
+            await mount.rename("d", "e")
+            await trio.sleep(0.02)
+            done = True
+        assert (True, False) in seen and (False, True) in seen
+        assert seen == sorted(seen, reverse=True), "it went once, and not back"
+        assert await below(mount, "e") == NAMES.keys() and not await there(mount, "d")
+        assert (await mount.pread(fh))[:7] == b"changed"
+        await mount.close_file(fh)
+        await writer.upload_all()
+        assert {key for key in bucket.objects if key.startswith("d")} == set()
+        assert bucket.content("e/new") == b"new" and bucket.content("e/written")[:7] == b"changed"
+
+
+@pytest.mark.parametrize("fails", range(12))
+async def test_what_fails_leaves_the_old_name_alone_or_says_what_is_left(fails: int) -> None:
+    """The store refuses the n-th change."""
+    bucket, writer = filled(), MemoryWriter(writeback=True)
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        fh = await begin(mount)
+        count, refused = 0, ""
+
+        def refuse(kind: str, key: str) -> CachefsError | None:
+            nonlocal count, refused
+            if kind in ("copy", "delete"):
+                count += 1
+                if count == fails + 1:
+                    refused = kind
+                    return OriginFailed("no")
+            return None
+
+        bucket.before = refuse
+        failed = False
+        try:
+            await mount.rename("d", "e")
+        except OriginFailed:
+            failed = True
+        bucket.before = lambda kind, key: None
+        assert failed == bool(refused)
+        if refused == "copy":
+            assert await below(mount, "d") == NAMES.keys() and not await there(mount, "e")
+            assert not {key for key in bucket.objects if key.startswith("e/")}
+        else:
+            assert await below(mount, "e") == NAMES.keys()
+        assert (await mount.pread(fh))[:7] == b"changed"
+        await mount.close_file(fh)
+        await writer.upload_all()
+        top = "d" if refused == "copy" else "e"
+        assert bucket.content(f"{top}/new") == b"new" and bucket.content(f"{top}/written")[:7] == b"changed"
+
+
+@pytest.mark.parametrize("left", range(10))
+async def test_what_was_set_below_goes_along_also_after_a_crash(left: int, tmp_path: Path) -> None:
+    """The store takes so many changes, then the daemon dies."""
+    bucket, writer = filled(), MemoryWriter()
+    async with mounted(bucket, path=tmp_path, writer=writer, **RW) as mount:
+        for path, mode in (("d/a", 0o600), ("d/in", 0o711), ("d/in/deep/c", 0o640), ("d", 0o750)):
+            await mount.fs.setattr(await mount.ino(path), mode=mode, uid=7, mtime_ns=5 * 10**9)
+        noted: dict[str, dict[str, str]] = {}
+        steps = 0
+
+        def die(kind: str, key: str) -> CachefsError | None:
+            nonlocal steps
+            steps += kind in ("copy", "delete")
+            if steps <= left or kind not in ("copy", "delete"):
+                return None
+            noted.update(noted or writer.noted)
+            return OriginFailed("dead")
+
+        bucket.before = die
+        try:
+            await mount.rename("d", "e")
+        except OriginFailed:
+            pass
+    bucket.before = lambda kind, key: None
+    again = MemoryWriter()
+    again.noted = dict(noted)
+    async with mounted(bucket, path=tmp_path, writer=again, **RW) as mount:
+        await mount.fs.recover()
+        top = "e" if noted or not await there(mount, "d") else "d"
+        for path, mode in (("/a", 0o600), ("/in", 0o711), ("/in/deep/c", 0o640), ("", 0o750)):
+            found = await mount.stat(top + path)
+            assert found is not None and (stat.S_IMODE(found.mode), found.uid) == (mode, 7), path
+            assert found.mtime_ns == 5 * 10**9, path
