@@ -1209,8 +1209,8 @@ def test_commits_are_synced_as_was_asked_wherever_it_is_open(
         db._reopen()
     db.write([("a", b"k", b"v")])
     assert how == [("db", fsync)] * 2
-    db.leave("its disk does not answer")
     with db._exclusive():
+        assert db._flee(CacheUnusable("its disk fails"))
         db._reopen()
     db.write([("a", b"l", b"v")])
     assert how == [("db", fsync)] * 2 + [("refuge", False)] * 2
@@ -1319,10 +1319,12 @@ def test_where_it_cannot_be_opened_again_there_is_nothing_to_take_to_the_refuge(
         break_meta(tmp_path / "db")
         with pytest.raises(CacheUnusable):
             db.write([("a", b"l", b"v")])
-        db.leave("its disk does not answer")
+        with db._exclusive():
+            assert not db._flee(CacheUnusable("its disk fails"))
         assert not (tmp_path / "refuge").exists()
     assert db.get("a", b"k") == b"v"
-    db.leave("its disk does not answer")
+    with db._exclusive():
+        assert db._flee(CacheUnusable("its disk fails"))
     db.write([("a", b"l", b"v")])
     assert (tmp_path / "refuge").exists() and dict(db.scan("a")) == {b"k": b"v", b"l": b"v"}
     db.close()
