@@ -432,6 +432,7 @@ class Fills:
         elif tier.errors_in_a_row and not missing:
             tier.worked()
         self._space.unpin(obj, copy)
+        obj.rest()
         if tier.number == RAM and self._moves is not None:
             self._moves.filled()  # now it can be moved
 

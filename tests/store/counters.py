@@ -101,8 +101,8 @@ def check_counted(store: Store) -> None:
     order = store.eviction
     for what, keys in (
         ("waiting", list(order._waiting)),
-        ("remote-owned", [key for tier in order.remote_owned._tiers.values() for key in tier]),
-        ("spent", [key for tier in order._spent._tiers.values() for key in tier]),
+        ("remote-owned", [key for tier in order.remote_owned.tiers.values() for key in tier]),
+        ("spent", [key for tier in order._spent.tiers.values() for key in tier]),
     ):
         assert copies.keys() >= set(keys), f"{what} copies that are not there: {set(keys) - copies.keys()}"
     for tier in store.tiers:

@@ -118,6 +118,9 @@ def test_what_comes_in_pieces_is_in_the_file_as_it_is(
             assert len(os.listdir("/proc/self/fd")) == before
             filled.write(b"")
         check(filled, *how)
+    if (taken := filled.take_file()) >= 0:
+        assert opens
+        os.close(taken)
     assert len(os.listdir("/proc/self/fd")) == before
     assert filled.failure is None and filled.not_opened is None and not tier.disk._calls
 

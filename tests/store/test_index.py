@@ -87,7 +87,7 @@ def same(found: Copy | None, wanted: Copy | None) -> bool:
 
 def check(index: Index, plain: Plain, rng: random.Random, least: int = 1) -> None:
     for key in {*plain.rows, *((t, d, e) for t in (RAM, SSD) for d in DIGESTS for e in range(3))}:
-        assert same(index.load(key), plain.rows.get(key))
+        assert same(index.load([key])[0], plain.rows.get(key))
     for tier in (RAM, SSD):
         limit, after, walked = rng.choice([least, 7, 1000]), b"", []
         while rows := index.oldest(tier, after, limit):
@@ -217,7 +217,7 @@ def test_where_it_cannot_be_read_there_is_nothing(tmp_path: Path) -> None:
     write(index, plain, random.Random(5), 0)
     index._db.close()
     key = next(iter(plain.rows))
-    assert index.load(key) is None and index.note(b"n0") is None
+    assert index.load([key])[0] is None and index.note(b"n0") is None
     assert list(index.extents_of(*key[:2])) == [] and index.oldest(key[0], b"", 5) == []
     assert index.digests(key[0], b"", 5) == ([], b"")
     with pytest.raises(CacheUnusable):

@@ -68,7 +68,7 @@ async def test_after_a_success_nothing_of_the_failures_before_is_left(
         assert d.uploads.status()["pending"] == 0, "a reader has it open, and nothing waits"
         d.uploads.release(dirty_file)
         await d.quiet()
-        assert d.settled == ["k"] and list(d.cache.adopted.values()) == [data] and d.files() == []
+        assert d.settled == ["k"] and list(d.cache.adopted.values()) == [data] and (await d.files()) == []
 
 
 @in_trio
@@ -427,7 +427,7 @@ async def test_what_begins_with_less_than_was_promised_does_not_begin(tmp_path: 
             assert bytes(await dirty_file.read(0, 30_000)) == data[:15_000]
             await d.close(dirty_file)
             await d.quiet()
-        assert d.uploads._dirty_files == {} and d.files() == []
+        assert d.uploads._dirty_files == {} and (await d.files()) == []
 
 
 @in_trio
@@ -558,7 +558,7 @@ async def test_what_the_cache_is_taking_is_not_removed_under_it(
             go_on.set()
         await d.quiet()
         assert list(d.cache.adopted.values()) == [b"data"] and "failed to take" not in caplog.text
-        assert d.files() == [] and not dirty_file.settling
+        assert (await d.files()) == [] and not dirty_file.settling
 
 
 @in_trio
@@ -569,7 +569,7 @@ async def test_the_staging_directory_is_its_owners_whatever_was_there(tmp_path: 
     async with desk(tmp_path) as d:
         assert stat.S_IMODE(d.staging.stat().st_mode) == 0o700
         dirty_file = await d.create("k", bytes(100_000))
-        assert [stat.S_IMODE((d.staging / name).stat().st_mode) for name in d.files()] == [0o600]
+        assert [stat.S_IMODE((d.staging / name).stat().st_mode) for name in (await d.files())] == [0o600]
         await d.close(dirty_file)
 
 

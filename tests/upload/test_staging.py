@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.upload import staging
-from cachefs.upload.staging import Memory, Shape, StagingFile
+from cachefs.upload.staging import Memory, Shape, StagingFile, Threads
 from tests.conftest import examples
 from tests.upload.scripted import in_trio
 
@@ -48,7 +48,7 @@ def test_it_holds_what_was_written(
 
 
 async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> None:
-    memory, threads = Memory(left), trio.CapacityLimiter(4)
+    memory, threads = Memory(left), Threads()
     file, plain, users = StagingFile(place / "f", threads, memory), bytearray(), 0
     file.take()
     for number, (what, at, length) in enumerate(steps):
@@ -76,9 +76,10 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> No
                 await file.copy_to(copy, len(plain))
                 assert await copy.read(0, 1000) == plain
                 copy.remove()
+                await threads.quiet()
             case "passthrough":
                 await file.land()
-                shape = file.open_backing()
+                shape = await file.open_backing()
                 assert shape == Shape(len(plain), staging.LONG_AGO_NS) == file.shape()
                 assert not file.written()
                 file.in_passthrough = False
@@ -100,9 +101,11 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> No
         file.give_back()
         users -= 1
     file.remove()
+    await threads.quiet()
     assert not (place / "f").exists()
     assert await file.read(0, 1000) == plain, "its user has it"
     file.give_back()
+    await threads.quiet()
     assert memory.left == left and file._fd == -1
 
 
@@ -115,7 +118,7 @@ async def test_a_disk_that_fails_leaves_no_half_file(
 ) -> None:
     """One in memory stays there, with all that it held."""
     memory, before = Memory(100), len(os.listdir("/proc/self/fd"))
-    file = StagingFile(tmp_path / "f", trio.CapacityLimiter(1), memory)
+    file = StagingFile(tmp_path / "f", Threads(), memory)
     pwrite, calls = os.pwrite, [0]
 
     def failing(fd: int, data: Any, at: int) -> int:
@@ -158,7 +161,7 @@ def test_one_of_a_descriptor_is_only_read_through_it(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "f", os.O_RDONLY)
 
     async def use() -> None:
-        file = StagingFile(tmp_path / "f", trio.CapacityLimiter(1), fd=fd)
+        file = StagingFile(tmp_path / "f", Threads(), fd=fd)
         with file.used():
             await file.write(5, b"is")
             assert await file.read(0, 100) == b"what iss there" and file.fd == fd
