@@ -229,10 +229,14 @@ def direntplus(shown: Entry) -> bytes:
     ttl, ttl_ns = divmod(int(shown.ttl * 1e9), 1_000_000_000)
     mtime, mtime_ns = divmod(attributes.mtime_ns, 1_000_000_000)
     mtime &= _U64
+    atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
+    if attributes.atime_ns != attributes.mtime_ns or attributes.ctime_ns != attributes.mtime_ns:
+        atime, atime_ns = divmod(attributes.atime_ns, 1_000_000_000)
+        ctime, ctime_ns = divmod(attributes.ctime_ns, 1_000_000_000)
     length = len(name)
     head = DIRENTPLUS.pack(
         *(ino, 0, ttl, ttl, ttl_ns, ttl_ns),
-        *(ino, size, -(-size // 512), mtime, mtime, mtime, mtime_ns, mtime_ns, mtime_ns),
+        *(ino, size, -(-size // 512), atime & _U64, mtime, ctime & _U64, atime_ns, mtime_ns, ctime_ns),
         *(mode, attributes.nlink, attributes.uid, attributes.gid, 0),
         *(1 << 20 if stat.S_ISREG(mode) else 4096, 0),
         *(ino, shown.next_offset, length, mode >> 12),

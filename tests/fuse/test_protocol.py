@@ -7,7 +7,10 @@ from pathlib import Path
 from struct import Struct
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cachefs.fs.attributes import Attributes, Entry
 from cachefs.fuse import protocol
 from cachefs.fuse.protocol import Init, Op, Opened, Setattr
 
@@ -145,3 +148,11 @@ def test_structures_are_the_kernels(header: str) -> None:
         what, comma, _ = name.partition(", answered")
         if comma:
             assert ours.size == OUT + known[what], name
+
+
+@given(st.lists(st.integers(-(1 << 61), 1 << 61), min_size=3, max_size=3), st.floats(0, 1e6))
+def test_a_listing_packs_attributes_as_a_lookup_does(times: list[int], ttl: float) -> None:
+    mtime_ns, atime_ns, ctime_ns = times
+    attributes = Attributes(7, 0o100640, 1, 5000, mtime_ns, 3, 4, atime_ns, ctime_ns)
+    packed = protocol.direntplus(Entry(b"name", attributes, 9, ttl))
+    assert packed.startswith(Struct("=" + protocol.ENTRY).pack(*protocol.entry(attributes, ttl)))

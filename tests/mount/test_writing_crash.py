@@ -851,7 +851,7 @@ class TestNames:
     def test_an_older_version_that_is_still_there_does_not_come_back(self, writeback: Stage) -> None:
         """It is under the old name of the directory, and the newer one in the store already, under the new name."""
         made = self._tree(writeback)
-        here = writeback.hangs("delete", "old/deep/1")
+        here = writeback.hangs("delete_many")
         writeback.call("rename", "old", "new")
         writeback.crash(lambda: here() and not writeback.mount.status()["uploads"]["pending"])
         assert writeback.files() == {f"new/{name}": data for name, data in made.items()}

@@ -256,6 +256,7 @@ class TestAStoreThatCopiesWhateverTheCondition:
             mount = mounted(bucket, read_only=False)
             with (mount.path / "a").open("rb") as file:
                 file.read(MIB)
+            assert os.listdir(mount.path) == ["a"]  # so that nothing is looked up at the rename
             theirs = bucket.put("a", 6 * MIB, version=2)
             with pytest.raises(OSError) as failed:
                 os.rename(mount.path / "a", mount.path / "a2")

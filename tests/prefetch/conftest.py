@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import trio
 
-from tests.fs.conftest import pytest_pyfunc_call, run_inline
+from cachefs.base.behind import WriteBehind
+from tests.fs.conftest import commit_inline, pytest_pyfunc_call, run_inline
 
 __all__ = ["pytest_pyfunc_call"]
 
@@ -19,3 +20,4 @@ async def run_in_place(function: Callable[..., Any], *arguments: Any, **how: Any
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A jumping clock does not wait for threads."""
     monkeypatch.setattr(trio.to_thread, "run_sync", run_in_place)
+    monkeypatch.setattr(WriteBehind, "written", commit_inline)
