@@ -202,7 +202,7 @@ def _large(beside: Beside, shaped: bool) -> None:
 
 
 def _first(beside: Beside, shaped: bool) -> None:
-    """The first 4 KiB of a file in a directory, on a mount that nobody has used."""
+    """The first 4 KiB of a file in a directory, on a mount that no program has used."""
     work, result = beside.work, beside.result
     keys = work.files("beside-first", ["large"], 1, 64 << 20)
     raw = RawClient(work.lab, "beside-first")

@@ -41,8 +41,8 @@ def _processor_s() -> float:
 
 
 class Mapper:
-    """Notes the lines that each test runs in the files under `below`, and whether it starts processes, whose lines nobody
-    sees."""
+    """Notes the lines that each test runs in the files under `below`, and whether it starts processes, whose lines are
+    not seen."""
 
     def __init__(self, below: str, paths: set[str]) -> None:
         self._files = {os.path.join(below, path): path for path in paths}

@@ -1,12 +1,12 @@
 """A database whose rows are written behind: `write` changes memory alone, and one thread brings the rows to the disk.
 
-A disk may freeze: then no write to it returns, and the loop must not be the one who waits. So a row counts as soon as it is
-in memory; reads show it over what the database has. The thread gathers rows for `GATHER_S` and commits them together, in
+A disk may freeze. Then no write to it returns, and the trio thread must not wait for one. So a row counts as soon as it is
+in memory, and reads show it over what the database has. The thread gathers rows for `GATHER_S` and commits them together, in
 the order in which they were written. So a kill leaves what the database had some moment before, never a part of a write;
 and rows that replace each other, as those of a small file do while it is saved, cost one commit for many files.
 
-Who has to know that rows outlive this process awaits `written`. Who may write many awaits `uncrowded` first: while the disk
-does not take them, `MOST_ROWS` wait in memory at most. A failed commit is tried again until it succeeds.
+A caller that has to know that rows outlive this process awaits `written`. A caller that may write many awaits `uncrowded`
+first: while the disk takes no rows, `MOST_ROWS` wait in memory at most. A failed commit is tried again until it succeeds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ GATHER_S = 0.1
 rows it had while it was written are never committed."""
 
 MANY_ROWS, PATIENCE_S = 1000, 1.0
-"""With more rows waiting, who writes waits for a commit, for so long, so that rows pile up only where the disk does not
+"""With more rows waiting, `uncrowded` waits for a commit, for so long, so that rows pile up only where the disk does not
 answer. Derived: less than a page of a listing; each row may change a page of 4 KiB, which LMDB keeps in
 memory until then."""
 
 MOST_ROWS = 100_000
-"""Rows that wait for a disk that does not answer; beyond, who writes waits for it. Derived: about 30 MB of memory; a listing
-writes two a name."""
+"""Rows that wait for a disk that does not answer; beyond, `uncrowded` waits for the disk. Derived: about 30 MB of
+memory; a listing writes two a name."""
 
 HANGS_AFTER_S = 5.0
 """A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.disk`."""
@@ -211,7 +211,7 @@ class WriteBehind:
 
     @property
     def crowded(self) -> bool:
-        """Whether who writes should await `uncrowded` before."""
+        """Whether a caller should await `uncrowded` before it writes."""
         return self.waiting_rows > MANY_ROWS
 
     async def uncrowded(self) -> None:

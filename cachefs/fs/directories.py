@@ -107,7 +107,7 @@ class DirectoryReader:
         return handle.chunk[:limit] if more else rest
 
     def kept(self, handle: DirectoryHandle, others: Iterable[DirectoryHandle]) -> bool:
-        """Whether the kernel may keep the listing that it has for another reader, who has `handle`; otherwise it drops it
+        """Whether the kernel may keep the listing that it has, for the reader behind `handle`; otherwise it drops it
         now. It may while the listing is complete and fresh, which is as long as the attributes of its names that it has,
         too, and no name has come or gone. `others` are all handles."""
         directory, kernel = handle.directory, handle.directory.kernel
@@ -175,8 +175,8 @@ class DirectoryReader:
     def _entries(self, handle: DirectoryHandle, rows: list[tuple[bytes, Row]]) -> list[Entry]:
         directory, generation = handle.directory, handle.generation
         rows = [(mark, row) for mark, row in rows if row.generation >= generation]
-        if self._freshness.veiled:
-            rows = [one for one in rows if not self._freshness.is_veiled(directory, name_in(one[0]))]
+        if self._freshness.hidden:
+            rows = [one for one in rows if not self._freshness.is_hidden(directory, name_in(one[0]))]
         files = [mark for mark, _ in rows if not mark.endswith(b"/")]
         as_directories = self._tree.as_directories(directory, files)
         hidden = {

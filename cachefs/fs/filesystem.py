@@ -335,8 +335,8 @@ class FileSystem(Writes):
         return await self._directories.read(handle, offset, limit)
 
     def listing_kept(self, dh: int) -> bool:
-        """Whether the kernel may keep what it has read of the directory until now, for the reader who has this handle. It is
-        told so, or to drop it, by the answer to the open; `listing_lost` if that cannot be."""
+        """Whether the kernel may keep what it has read of the directory until now, for the reader of this handle. The answer
+        to the open has to say so, or else to drop it. Call `listing_lost` if the answer cannot be given."""
         return self._directories.kept(self._open_directories[dh], self._open_directories.values())
 
     def listing_lost(self, dh: int) -> None:

@@ -29,6 +29,7 @@ millisecond apart; a loaded daemon may be a hundred times slower. Longer, and di
 
 
 EVERY_NAME = b""
+"""Stands for all names of a directory (`Freshness.hidden`)."""
 
 STALE_S = 1.0
 """How long the kernel may keep what is used only because its origin is out. Guessed: soon enough after an outage."""
@@ -54,11 +55,11 @@ class Freshness:
         self.held: Mapping[tuple[int, bytes], Held] = {}
         self.held_in: Mapping[Directory, int] = {}  # how many, by directory
         # Names that are missing here whatever the origin says, by directory number and name (`EVERY_NAME`: all in it).
-        self.veiled: set[tuple[int, bytes]] = set()
+        self.hidden: set[tuple[int, bytes]] = set()
 
-    def is_veiled(self, directory: Directory, name: bytes) -> bool:
+    def is_hidden(self, directory: Directory, name: bytes) -> bool:
         """Whether a rename that is under way hides the name."""
-        return bool(self.veiled) and not self.veiled.isdisjoint(
+        return bool(self.hidden) and not self.hidden.isdisjoint(
             ((directory.number, name), (directory.number, EVERY_NAME))
         )
 
@@ -96,7 +97,7 @@ class Freshness:
 
     def decide(self, directory: Directory, name: bytes, since: float, now: float) -> Found | float | None:
         """What is fresh of a name: found; absent, for so many seconds; or None, when the origin has to be asked."""
-        if self.veiled and self.is_veiled(directory, name):
+        if self.hidden and self.is_hidden(directory, name):
             return 0.0
         if self.held and (held := self.held.get((directory.number, name))) is not None:
             return held.found(now)

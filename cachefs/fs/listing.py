@@ -356,13 +356,13 @@ class Lister:
         """The entries of a page without those names of which this node knows better: what is being written here, and what
         was changed after the page was asked for. The first page shows the directories which have nothing but that."""
         held, tree = self._freshness.held, self._tree
-        if not held and not self._freshness.veiled and tree.changes == changes:
+        if not held and not self._freshness.hidden and tree.changes == changes:
             return page.entries
         entries = [
             (mark, info)
             for mark, info in page.entries
             if (directory.number, name := name_in(mark)) not in held
-            and not self._freshness.is_veiled(directory, name)
+            and not self._freshness.is_hidden(directory, name)
             and not tree.changed_since(directory, name, changes)
         ]
         if first:

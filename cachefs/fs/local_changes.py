@@ -469,13 +469,13 @@ class LocalChanges:
 
     # -- names that are hidden ---------------------------------------------------------------------
 
-    def veil(self, directory: Directory, name: bytes) -> None:
-        """The name (`EVERY_NAME`: each in the directory) is missing here until `unveil`, whatever the origin says."""
-        self._freshness.veiled.add((directory.number, name))
+    def hide(self, directory: Directory, name: bytes) -> None:
+        """The name (`EVERY_NAME`: each in the directory) is missing here until `unhide`, whatever the origin says."""
+        self._freshness.hidden.add((directory.number, name))
         self._tree.note_change(directory, name)
 
-    def unveil(self, directory: Directory, name: bytes) -> None:
-        self._freshness.veiled.discard((directory.number, name))
+    def unhide(self, directory: Directory, name: bytes) -> None:
+        self._freshness.hidden.discard((directory.number, name))
         self._tree.note_change(directory, name)  # what was asked before counts no more
 
 

@@ -200,7 +200,7 @@ class Looker:
             return directory.ttls.negative_ttl
         while True:
             asked_at, epoch, changes = self._clock(), self._tree.epoch, self._tree.changes
-            if self._freshness.is_veiled(directory, name):
+            if self._freshness.is_hidden(directory, name):
                 return 0.0
             if (held := self._freshness.held.get((directory.number, name))) is not None:
                 return held.found(asked_at)

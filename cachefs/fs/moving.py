@@ -209,7 +209,7 @@ class Moving:
         copies = _Copies(origin, prefix, new, self._writer.moved)
         sent: list[tuple[Node, bool]] = []
         switched = False
-        self._local_changes.veil(*hidden)
+        self._local_changes.hide(*hidden)
         moving = ExitStack()
         try:
             await copies.make(objects)
@@ -239,8 +239,8 @@ class Moving:
             raise
         finally:
             moving.close()
-            self._local_changes.unveil(*hidden)
-            self._local_changes.unveil(*place)
+            self._local_changes.unhide(*hidden)
+            self._local_changes.unhide(*place)
         with trio.CancelScope(shield=True):
             await self._writer.note(note, None)
         for key, error in kept.items():
@@ -293,7 +293,7 @@ class Moving:
     ) -> None:
         """All names change, in one step, while `applying`. `directories` are the one that moves and those below it."""
         local_changes, inside = self._local_changes, directories[0]
-        local_changes.unveil(*hidden)
+        local_changes.unhide(*hidden)
         moved = local_changes.below_as(*to)
         there = {directory.number: self._there(directory, inside, moved) for directory in directories}
         for node, left in sent:
@@ -311,7 +311,7 @@ class Moving:
         for directory in directories:
             local_changes.renumbered(directory.ino, there[directory.number].ino)
         local_changes.written(*place, False, moved=True)
-        local_changes.veil(*place)
+        local_changes.hide(*place)
         for directory in directories:
             self._lister.cancel(directory)
             self._tree.drop(directory)
@@ -406,15 +406,16 @@ class Moving:
                 key = new + dirty_file.key.removeprefix(prefix)
                 await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
         # What is under the new name already is of this rename, or newer: the new name was free.
-        there = {info.key for info in await keys_below(origin, new)}
-        there |= {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
+        before = {info.key: info for info in await keys_below(origin, new)}
+        there = before.keys() | {
+            dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin
+        }
         objects = await keys_below(origin, prefix)
 
         copies = _Copies(origin, prefix, new, self._writer.moved)
         await copies.make([info for info in objects if copies.to(info.key) not in there])
-        made = {info.key: info for info in await keys_below(origin, new)}
-        both = {
-            info.key: (info, made[copies.to(info.key)]) for info in objects if copies.to(info.key) in made
+        both = copies.made | {
+            info.key: (info, before[copies.to(info.key)]) for info in objects if copies.to(info.key) in before
         }
         await self._keep_of(await find(origin, prefix[:-1]), await find(origin, new[:-1]), both)
         for error in (await origin.delete_many([info.key for info in objects])).values():

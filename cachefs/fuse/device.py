@@ -50,7 +50,7 @@ WANTED = (
 
 WANTED_TO_WRITE = WANTED | Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
 """Without HANDLE_KILLPRIV_V2 the kernel reads an extended attribute (security.capability) before each write. With it, the
-filesystem has to clear set-uid bits at writes; there are none on this mount (nosuid)."""
+filesystem has to clear set-uid and set-gid bits itself: the kernel says at which requests (`Operations.write`, `clear`)."""
 
 # System call numbers, the same on all architectures but Alpha.
 _FSOPEN, _FSCONFIG, _FSMOUNT, _MOVE_MOUNT = 430, 431, 432, 429

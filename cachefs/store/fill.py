@@ -217,7 +217,7 @@ class TierFill(Fill):
             os.close(fd)
 
     def _release(self) -> None:
-        if self._fd >= 0 and self._open is None:
+        if self._fd >= 0 and self._open is None:  # else `take_file` gives it to the object
             os.close(self._fd)
 
     def take_file(self) -> int:

@@ -102,7 +102,7 @@ class Journal:
         if not self._working:
             self._working = True
             trio.lowlevel.spawn_system_task(self._work)
-        with trio.CancelScope(shield=True):  # who is cancelled has written it, or not
+        with trio.CancelScope(shield=True):  # a cancelled caller's row is written whole, or not at all
             known = within_s < math.inf and self.hangs_elsewhere()
             began = -math.inf if known else min(trio.current_time(), self._since)
             with trio.move_on_at(began + within_s):

@@ -226,8 +226,8 @@ class StagingFile:
                 self._unlink()
 
     async def lands(self) -> bool:
-        """It begins to be a file, for who is a user: whether it is one soon. False when the disk does not answer. Raises
-        `NoRoom`, `CacheUnusable`."""
+        """Move what lies in memory to the disk; the caller is a user. False when the disk does not answer within
+        `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._threads.hangs:
             return self._held is None
         ended, failed = trio.Event(), []
@@ -318,7 +318,7 @@ class StagingFile:
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """The name goes, soon; who uses the file keeps it. Where the disk does not let it go, the next start removes it."""
+        """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it."""
         self._removed = True
         if self._held is None:
             self._unlink()
