@@ -384,7 +384,7 @@ def _by_mount(paths: list[str]) -> Iterable[_Share]:
 
 
 def digest(paths: Iterable[str]) -> str:
-    """Of a list of paths relative to a mount, as the daemon has it (`cachefs.prefetch.files`)."""
+    """Of a list of paths relative to a mount, as the daemon has it (`cachefs.prefetch.plans`)."""
     summed = hashlib.blake2b(digest_size=16)
     for path in paths:
         summed.update(os.fsencode(path).lstrip(b"/") + b"\0")

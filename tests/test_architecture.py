@@ -52,7 +52,7 @@ FENCES = {
     ),
     **dict.fromkeys(("click", "rich"), ("cli/", "config/options.py")),
     "h11": ("peers/etcd.py",),
-    "ssl": ("peers/", "origin/transport.py"),
+    "ssl": ("peers/", "origin/http.py"),
     "prometheus_client": ("observe/",),
     "asyncio": (),
 }

@@ -27,7 +27,7 @@ from cachefs.base.errors import NotFound
 from cachefs.base.linux import Finder, Mount
 from cachefs.daemon import control
 from cachefs.hints import HintedSampler, announce, hinted
-from cachefs.prefetch.files import Files
+from cachefs.prefetch.plans import Files
 
 PATHS = 100
 

@@ -13,11 +13,9 @@ from cachefs.base.ledger import DISK, Wait
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, blocks_covering
 from cachefs.base.tasks import contained
-from cachefs.fetch.arrivals import Arrivals
-from cachefs.fetch.comparing import Comparing
-from cachefs.fetch.in_flight import InFlightFetch, Transfers, count_misses
+from cachefs.fetch.in_flight import Arrivals, InFlightFetch, Transfers, count_misses
 from cachefs.fetch.readahead import Budget, Readahead
-from cachefs.fetch.upstream import Here, Upstream
+from cachefs.fetch.upstream import Comparing, Here, Upstream
 from cachefs.origin import Origin
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store, Tier, TierFill

@@ -10,7 +10,7 @@ deadline. Exceptions of libraries do not leave this room.
 """
 
 from cachefs.origin.gate import Ticket
-from cachefs.origin.origin import Origin, each, new_token
+from cachefs.origin.origin import Origin, Upload, each, new_token
 from cachefs.origin.protocol import (
     Client,
     FileRange,
@@ -23,7 +23,6 @@ from cachefs.origin.protocol import (
     Source,
 )
 from cachefs.origin.registry import open_origin
-from cachefs.origin.uploads import Upload
 
 __all__ = [
     "Client",

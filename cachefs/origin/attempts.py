@@ -15,8 +15,8 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -33,17 +33,14 @@ from cachefs.base.errors import (
     PermissionDenied,
     Throttled,
     Transient,
+    Unreachable,
     Unsupported,
 )
 from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
-from cachefs.origin.gate import Gate, Ticket
-from cachefs.origin.limiter import Concurrency
-from cachefs.origin.outage import Breaker, Interrupted
+from cachefs.origin.gate import Concurrency, Gate, RateLimit, Throughput, Ticket, TransferRate
 from cachefs.origin.protocol import AskedToWait, Body, Client, ConnectionEnded, Sink, Source, Writer
-from cachefs.origin.rates import RateLimit, Throughput, TransferRate
-from cachefs.origin.transfer import Receiving, Sending, Transfer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -415,3 +412,487 @@ class Attempts:
         """Called about once a second while bytes of a transfer arrive or leave."""
         self.breaker.heard()
         self._count(transfer)
+
+
+# One transfer: the bytes of one range, from a client into a sink or from a source into a client's request, across all its
+# attempts.
+#
+# Two parties touch it: a thread that moves bytes (the HTTP client's, or a worker) and the trio task that waits for it. The
+# flags below need no lock: each has one writer, and the interpreter shows their order to both sides. The thread sets
+# `_busy` *before* it reads `_closed`; the task sets `_closed` before it reads `_busy`. So either the thread sees that the
+# transfer is closed, or the task sees that a write (or a read of the source) is running.
+
+
+PROGRESS_S = 1.0
+"""Seconds between two reports of a running transfer, which push its deadline back. Derived: a call into trio costs about 0.1
+ms, so once a second is free, and a deadline is many seconds."""
+
+CHUNK = 128 << 10
+"""Bytes that are read from a source and handed to a connection at once. Derived: a connection waits as long for a chunk
+to be taken as for being made (5 s), which at this size is 25 kB/s."""
+
+
+class Transfer:
+    """What both directions share. `position` counts bytes that went by; `counted` and `accounts` belong to `Attempts`.
+    `on_progress` is called on the trio thread, about once a second, while bytes go by."""
+
+    counter = ""
+    """The metric that counts the bytes."""
+
+    def __init__(
+        self,
+        deadline_s: float,
+        limit: RateLimit | None,
+        turn: Ticket,
+        on_progress: Callable[[Transfer], None],
+    ) -> None:
+        self.position = self.counted = 0
+        self.accounts: list[Account] = []
+        self._deadline_s = deadline_s
+        self._limit, self._turn = limit, turn
+        self._on_progress = on_progress
+        self._scope: trio.CancelScope | None = None
+        self._reported = 0.0
+        self._busy = False
+        self._closed = False
+        self._trio = trio.lowlevel.current_trio_token()
+
+    # On the trio side.
+
+    def begin(self, scope: trio.CancelScope) -> None:
+        """Called before each attempt. Progress pushes the deadline of `scope` back."""
+        self._scope = scope
+        self._reported = time.monotonic()
+
+    async def enter(self, gate: Gate, turn: Ticket) -> None:
+        """Wait for a slot of the gate."""
+        await gate.enter(turn)
+
+    @property
+    def gained(self) -> bool:
+        """True if the last attempt brought bytes that the next one need not repeat."""
+        return False
+
+    @property
+    def received(self) -> int:
+        """Bytes that the last attempt brought from the origin."""
+        return 0
+
+    async def close(self) -> None:
+        """After this, neither the sink is written to nor the source read. A call that is running now is waited for: the
+        caller may reuse its buffer (its descriptor) next."""
+        self._closed = True
+        while self._busy:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(0.001)
+
+    # On the side of other threads.
+
+    def _pace(self, size: int) -> None:
+        """Called before `size` bytes go by."""
+        if self._limit is not None:
+            trio.from_thread.run(self._pay, self._limit, size, trio_token=self._trio)
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported > PROGRESS_S:
+            self._reported = now
+            self._trio.run_sync_soon(self._alive)
+
+    async def _pay(self, limit: RateLimit, size: int) -> None:
+        """On the trio thread: wait until the limit lets these bytes pass. The origin did not cause this wait, so the
+        deadline is suspended."""
+        if self._scope is not None and not self._closed:
+            self._scope.deadline = math.inf
+        try:
+            await limit.pay(size, self._turn)
+        finally:
+            self._alive()
+
+    def _alive(self) -> None:
+        """On the trio thread: bytes went by, so the deadline starts again."""
+        if self._scope is not None and not self._closed:
+            self._scope.deadline = trio.current_time() + self._deadline_s
+            self._on_progress(self)
+        self._reported = time.monotonic()
+
+
+class Receiving(Transfer):
+    """Bytes [start, stop) of one version into a sink: a `Taker`. `position` is the next byte to deliver, `sink_error` the
+    exception that the sink raised."""
+
+    counter = "origin_bytes"
+
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        sink: Sink,
+        deadline_s: float,
+        limit: RateLimit | None,
+        turn: Ticket,
+        on_progress: Callable[[Transfer], None],
+    ) -> None:
+        super().__init__(deadline_s, limit, turn, on_progress)
+        self.position = self.counted = self._began_at = start
+        self.sink_error: Exception | None = None
+        self._stop, self._sink = stop, sink
+        self.waits = limit is not None or bool(getattr(sink, "waits", False))
+
+    def begin(self, scope: trio.CancelScope) -> None:
+        super().begin(scope)
+        self._began_at = self.position
+
+    @property
+    def gained(self) -> bool:
+        return self.position > self._began_at
+
+    @property
+    def received(self) -> int:
+        return self.position - self._began_at
+
+    def drain(self, chunks: Generator[memoryview | bytes, None, None]) -> None:
+        """Take chunks until they end, the sink raises or the transfer is closed."""
+        try:
+            for chunk in chunks:
+                if not self.take(chunk):
+                    return
+        finally:
+            chunks.close()
+
+    def check(self) -> None:
+        """After an attempt that raised nothing: `Transient` if bytes are missing all the same."""
+        if self.position != self._stop and self.sink_error is None and not self._closed:
+            raise Transient(f"the body ended {self._stop - self.position} bytes too early")
+
+    def take(self, chunk: memoryview | bytes) -> bool:
+        """As `Taker.take`."""
+        size = len(chunk)
+        if size > self._stop - self.position:
+            raise Transient("the origin sent more bytes than were asked for")
+        self._pace(size)
+        self._busy = True
+        try:
+            if self._closed:
+                return False
+            self._sink.write(chunk)
+            self.position += size
+        except Exception as exc:
+            self.sink_error = exc
+            return False
+        finally:
+            self._busy = False
+        return True
+
+
+class Sending(Transfer):
+    """The first `size` bytes of a source into a request (`Body`); each attempt starts at the first byte. `source_error`
+    is the exception that the source raised, or that it ended early."""
+
+    counter = "origin_bytes_sent"
+
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        deadline_s: float,
+        limit: RateLimit | None,
+        turn: Ticket,
+        on_progress: Callable[[Transfer], None],
+    ) -> None:
+        super().__init__(deadline_s, limit, turn, on_progress)
+        self.size = size
+        self.source_error: Exception | None = None
+        self._source = source
+
+    async def enter(self, gate: Gate, turn: Ticket) -> None:
+        """Wait for a slot, with the deadline suspended: a file may have more parts than there are slots, and the origin
+        does not cause that wait."""
+        scope = self._scope
+        assert scope is not None
+        left, scope.deadline = scope.deadline - trio.current_time(), math.inf
+        await gate.enter(turn)
+        scope.deadline = trio.current_time() + left
+
+    def attempt(self, send: Callable[[], T]) -> T | None:
+        """The result of `send`; None when the source failed or the transfer is closed, whatever a library raises then.
+        Libraries may read the body in threads of their own."""
+        try:
+            return send()
+        except Exception:
+            if self.source_error is None and not self._closed:
+                raise
+            return None
+
+    def chunks(self) -> Iterator[bytes]:
+        for at in range(0, self.size, CHUNK):
+            count = min(CHUNK, self.size - at)
+            self._pace(count)
+            data = self._read(at, count)
+            self.position += count
+            yield data
+
+    def look(self) -> Iterator[bytes]:
+        for at in range(0, self.size, 8 * CHUNK):
+            self._report()
+            yield self._read(at, min(8 * CHUNK, self.size - at))
+
+    def _read(self, at: int, count: int) -> bytes:
+        data = b""
+        self._busy = True
+        try:
+            if not self._closed:
+                data = self._source.read(at, count)
+        except Exception as exc:
+            self.source_error = exc
+        finally:
+            self._busy = False
+        if len(data) != count:
+            if not self._closed and self.source_error is None:
+                self.source_error = OriginFailed("the source of a write is shorter than was said")
+            raise Abandoned
+        return data
+
+
+class Abandoned(Exception):
+    """No more bytes of this request will come. Not an OSError, which libraries take for a broken connection."""
+
+
+# A circuit breaker for a store that does not answer at all.
+#
+# A store that refuses (403, 404, 503) answers; one that is out hangs, or breaks every connection. Requests only raise a
+# suspicion, by the time in which nothing was heard while a request waited. A *probe* decides: one small LIST that waits in
+# no queue. So a key that always fails, or a request that takes a minute, is no outage. While the origin is out, it is
+# probed every second, one probe at a time, and any reply, to a probe or to a request, ends the outage.
+#
+# `Outage` is the policy and has no clock; `Breaker` has the clock, the probe, and the requests that hang or wait.
+
+
+SILENT_S = 5.0
+"""Seconds of silence that are suspicious while a request waits, and that a probe may take. Guessed: stores answer in well
+under a second, and a slower reply costs one probe."""
+
+FAILING_S, FAILURES = 2.0, 3
+"""That many failed attempts in a row, in at least that many seconds, are suspicious, too. Derived: with `Backoff`, a request
+fails for good after 3.1 s at the earliest, and is to be told by then that the origin is out."""
+
+LOOK_EVERY_S, PROBE_EVERY_S = 0.5, 1.0
+"""Seconds between two looks for a suspicion, and between two probes. Derived: 3.1 s suffice for two failures and a look."""
+
+LEAST_PROBE_S = 1.0
+"""A probe may take that long however short the deadline is: a busy machine is no outage. Guessed."""
+
+PROBERS = 16
+"""Threads of probes, abandoned ones included. Derived: a client's own timeout ends each after 10 s, one in 6 s is begun."""
+
+
+class Interrupted(Unreachable):
+    """An attempt was left because the origin was found to be out. Its thread may wake up later, so its transfer must not be
+    used again."""
+
+
+@dataclass(slots=True)
+class Outage:
+    """What was asked and heard of one origin. Times are seconds of any one clock. `since`: the origin is out, and nothing
+    was heard from then on. `replies` counts, so that a probe can tell whether anything was heard meanwhile."""
+
+    silent_s: float = SILENT_S
+    failing_s: float = FAILING_S
+    since: float | None = None
+    replies: int = 0
+    _waiting: int = 0
+    _failures: int = 0
+    _quiet_since: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True if no request waits, none has failed since the last reply, and the origin is not out."""
+        return not self._waiting and not self._failures and self.since is None
+
+    def asked(self, now: float) -> None:
+        self._waiting += 1
+        if self._quiet_since is None:
+            self._quiet_since = now
+
+    def ended(self) -> None:
+        """A request waits no longer, for any reason."""
+        self._waiting -= 1
+        if not self._waiting and not self._failures:
+            self._quiet_since = None
+
+    def failed(self) -> None:
+        """An attempt got no reply, or a 5xx, which a proxy sends too."""
+        self._failures += 1
+
+    def heard(self, now: float) -> float | None:
+        """A reply came, or bytes of one. Returns the seconds of the outage that this ends, if there was one."""
+        since, self.since = self.since, None
+        self.replies += 1
+        self._failures = 0
+        self._quiet_since = now if self._waiting else None
+        return None if since is None else now - since
+
+    def suspicious(self, now: float) -> float | None:
+        """The beginning of the silence, if it is suspicious."""
+        if self._quiet_since is None:
+            return None
+        quiet_s = now - self._quiet_since
+        failing = self._failures >= FAILURES and quiet_s >= self.failing_s
+        silent = self._waiting > 0 and quiet_s >= self.silent_s
+        return self._quiet_since if failing or silent else None
+
+    def probed_in_vain(self, quiet_since: float, replies: int) -> bool:
+        """A probe that began with these values got no reply. True when the origin is out from now on."""
+        if self.since is not None or self.replies != replies:
+            return False
+        self.since = quiet_since
+        return True
+
+
+class Breaker:
+    """Whether one origin can be reached. `probe` blocks; `deadline_s` is the requests' deadline, and an outage is found
+    within it."""
+
+    def __init__(
+        self, name: str, probe: Callable[[], object], how: OnOutage, deadline_s: float, metrics: Metrics
+    ) -> None:
+        self.how = how
+        self._name = name
+        self._probe = probe
+        self._metrics = metrics
+        self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
+        self._probe_s = min(SILENT_S, max(LEAST_PROBE_S, deadline_s / 3))
+        self._probers = trio.CapacityLimiter(PROBERS)
+        self._hanging: set[trio.CancelScope] = set()
+        self._back = trio.Event()
+        self._watching: trio.CancelScope | None = None
+        self._last_error = ""
+
+    @property
+    def is_out(self) -> bool:
+        return self._outage.since is not None
+
+    @property
+    def serves_stale(self) -> bool:
+        """True while the origin is out and cached metadata of any age is served."""
+        return self.how.stale and self.is_out
+
+    def heard(self) -> None:
+        """A reply came, or bytes of one."""
+        outage_s = self._outage.heard(trio.current_time())
+        if outage_s is not None:
+            log.warning("%s answers again, after %.0f s", self._name, outage_s)
+            self._back.set()
+            self._back = trio.Event()
+
+    def failed(self, exc: Transient) -> None:
+        """An attempt broke."""
+        self._last_error = str(exc)
+        self._outage.failed()
+        self._watch()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around an attempt that a healthy store answers at once: its silence is suspicious."""
+        self._outage.asked(trio.current_time())
+        self._watch()
+        try:
+            yield
+        finally:
+            self._outage.ended()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around an attempt that ends when the origin is found to be out. The block is left without an exception then; the
+        caller looks at `is_out`."""
+        with trio.CancelScope() as scope:
+            self._hanging.add(scope)
+            try:
+                yield
+            finally:
+                self._hanging.discard(scope)
+
+    async def admit(self, what: str, until: float) -> None:
+        """Return when a request may be sent; raises `Unreachable` if the origin is still out at `until` (trio's clock)."""
+        if self.is_out:
+            with trio.move_on_at(until):
+                await self._back.wait()
+        if self.is_out:
+            self._metrics.origin_refused += 1
+            raise Unreachable(f"{what}: {self.complaint()}")
+
+    def complaint(self) -> str:
+        """One line for the user while the origin is out, else ""."""
+        since = self._outage.since
+        if since is None:
+            return ""
+        why = f" ({self._last_error})" if self._last_error else ""
+        return f"{self._name} has not answered for {trio.current_time() - since:.0f} s{why}"
+
+    def status(self) -> dict[str, Any]:
+        since = self._outage.since
+        return {
+            "on_outage": str(self.how),
+            "out_s": None if since is None else round(trio.current_time() - since, 1),
+        }
+
+    def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _watch(self) -> None:
+        if self._watching is None:
+            self._watching = trio.CancelScope()
+            trio.lowlevel.spawn_system_task(self._run, self._watching, name="cachefs outage")
+
+    async def _run(self, scope: trio.CancelScope) -> None:
+        """Look for a suspicion and probe, until nothing waits, failed or is out."""
+        try:
+            with scope:
+                while not self._outage.idle:
+                    await trio.sleep(min(PROBE_EVERY_S if self.is_out else LOOK_EVERY_S, self._probe_s / 4))
+                    quiet_since = self._outage.suspicious(trio.current_time())
+                    if self.is_out or quiet_since is not None:
+                        await self._decide(quiet_since or 0.0)
+        except Exception:  # in a system task, it would end the process
+            log.exception("watching %s failed", self._name)
+        finally:
+            self._watching = None
+
+    async def _decide(self, quiet_since: float) -> None:
+        """Probe once, and open or close the circuit accordingly."""
+        self._metrics.origin_list += 1
+        replies = self._outage.replies
+        if await self._answers():
+            self.heard()
+        elif self._outage.probed_in_vain(quiet_since, replies):
+            self._metrics.origin_outages += 1
+            log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
+            for scope in list(self._hanging):
+                scope.cancel()
+
+    async def _answers(self) -> bool:
+        with trio.move_on_after(self._probe_s):
+            try:
+                await trio.to_thread.run_sync(self._probe, abandon_on_cancel=True, limiter=self._probers)
+            except Transient as exc:
+                if not isinstance(exc, Throttled):
+                    self._last_error = str(exc)
+                    return False
+            except CachefsError:
+                pass  # a refusal is an answer
+            except Exception:
+                log.debug(
+                    "a probe of %s raised what its client should have translated", self._name, exc_info=True
+                )
+            return True
+        return False
+
+
+_MEANS = {
+    "serve-stale": "cached names and attributes of any age are served until it answers",
+    "eio": "requests for it fail until it answers",
+    "wait": "requests wait for it",
+}

@@ -34,19 +34,21 @@ from cachefs.base.errors import (
     PermissionDenied,
     Transient,
 )
-from cachefs.origin.conditions import HONOURED
 from cachefs.origin.http import (
     ANY_TYPE,
     HttpClient,
     Request,
     SignedHttp,
+    Transport,
     child,
     http_date_ns,
+    one_line,
     quoted,
     written,
     xml,
 )
 from cachefs.origin.protocol import (
+    HONOURED,
     MIB,
     TIB,
     Body,
@@ -59,8 +61,6 @@ from cachefs.origin.protocol import (
     Written,
     conflicts,
 )
-from cachefs.origin.replies import one_line
-from cachefs.origin.transport import Transport
 
 LIMITS = Limits(5000 * MIB, 190 * TIB, 1, 4000 * MIB, 50_000, 150 * TIB)
 """As documented for block blobs, except for the largest: 190 TiB would need the largest blocks from the beginning, and

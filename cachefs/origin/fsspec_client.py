@@ -3,7 +3,7 @@
 fsspec promises neither pages nor conditional reads, conditions of writes, or parts. What works for every filesystem: a
 listing is one page (memory grows with the directory); a read asks for the version before and after it fetches the bytes, and
 passes them on only if both are the wanted one; a file of any size is written from its beginning to its end, and discarded
-after an error where the filesystem can. `cachefs.origin.fsspec_stores` does better for S3 and Azure.
+after an error where the filesystem can. `cachefs.origin.fsspec_client` does better for S3 and Azure.
 
 fsspec's own listing cache never expires and its instances are shared; both are switched off.
 """
@@ -25,10 +25,19 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.conditions import HONOURED
-from cachefs.origin.credentials import Opened
-from cachefs.origin.http import quoted
+from cachefs.origin.azure import AzureObjects, Container
+from cachefs.origin.http import (
+    CONNECT_S,
+    Opened,
+    SignedHttp,
+    Transport,
+    one_line,
+    quoted,
+    refusal,
+    seconds_ns,
+)
 from cachefs.origin.protocol import (
+    HONOURED,
     UNLIMITED,
     Body,
     Limits,
@@ -38,8 +47,9 @@ from cachefs.origin.protocol import (
     Writer,
     Written,
     made_up,
+    of_endpoint,
 )
-from cachefs.origin.replies import one_line, refusal
+from cachefs.origin.s3 import AMAZON, Bucket, S3Objects
 
 LIMITS = Limits(UNLIMITED, UNLIMITED, 1, UNLIMITED, 0, UNLIMITED, directories=True, longest_key=UNLIMITED)
 
@@ -328,3 +338,176 @@ def any_filesystem(url: str, scheme: str) -> tuple[FsspecClient, str]:
     root = str(kind._strip_protocol(url)).rstrip("/")
     label = url.rstrip("/")
     return FsspecClient(open_filesystem, root=root, label=label), label
+
+
+# S3 through s3fs and Azure through adlfs, with conditional reads, which their fsspec interfaces lack.
+#
+# Only HEADs and bytes go through the filesystem. Listing and writing go over `cachefs.origin.http`:
+# fsspec has no pages, no parts and no conditions. Both libraries are asynchronous underneath and offer the
+# vendor's calls there; fsspec's `sync` runs those on fsspec's own loop. Every call has the longest silence of the origin as
+# its timeout.
+
+CHUNK = 1 << 20
+
+
+class _StoreClient(FsspecClient):
+    """What both have in common. `_call` runs a coroutine function on fsspec's loop."""
+
+    def __init__(
+        self, place: Bucket | Container, root: str, http: SignedHttp, objects: S3Objects | AzureObjects
+    ) -> None:
+        super().__init__(
+            self._open,
+            root=root,
+            label=place.label,
+            advice=lambda: place.credentials.advice,
+            credentials=place.credentials.current,
+        )
+        self.writer = objects
+        self._objects, self._transport, self._credentials = objects, http.transport, place.credentials
+
+    def list_page(self, prefix: str, token: str | None, limit: int) -> ListPage:
+        return self._objects.list_page(prefix, token, limit)
+
+    def renew(self, since: float) -> bool:
+        return self._credentials.renew(since)
+
+    def close(self) -> None:
+        super().close()
+        self._transport.close()
+
+    def _call(self, key: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        from fsspec.asyn import sync
+
+        try:
+            return sync(
+                self.opened().loop, call, *args, timeout=self._transport.stall_s + CONNECT_S, **kwargs
+            )
+        except Exception as exc:
+            raise self.translated(exc, key) from exc
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+
+class S3fsClient(_StoreClient):
+    """An S3 bucket through s3fs."""
+
+    def __init__(self, bucket: Bucket, stall_s: float) -> None:
+        http = SignedHttp(bucket, Transport(stall_s))
+        objects = S3Objects(http, bucket.name, AMAZON, of_endpoint(bucket.endpoint_url))
+        super().__init__(bucket, bucket.name, http, objects)
+        self._bucket = bucket
+
+    def head(self, key: str) -> ObjectInfo:
+        reply = self._s3(key, "head_object")
+        return ObjectInfo(
+            key, reply["ContentLength"], seconds_ns(reply["LastModified"]), quoted(reply["ETag"])
+        )
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        part = {} if whole else {"Range": f"bytes={start}-{stop - 1}"}
+        reply = self._s3(key, "get_object", IfMatch=etag, **part)
+        body = reply["Body"]
+        try:
+            self._same_version(key, etag, quoted(reply["ETag"]))
+            while data := self._call(key, body.read, CHUNK):
+                yield data
+        finally:
+            body.close()
+
+    def _s3(self, key: str, method: str, **arguments: Any) -> Any:
+        async def ask() -> Any:
+            return await filesystem._call_s3(method, Bucket=self._bucket.name, Key=key, **arguments)
+
+        try:
+            filesystem = self.opened()  # not on fsspec's loop, for which opening may wait
+        except Exception as exc:
+            raise self.translated(exc, key) from exc
+        return self._call(key, ask)
+
+    def _open(self) -> Any:
+        import s3fs
+
+        bucket = self._bucket
+        found = bucket.credentials.current()
+        access: dict[str, Any] = {"anon": True} if found is None else {}
+        if found is not None:
+            access = {"key": found.access_key, "secret": found.secret_key, "token": found.token}
+        filesystem = s3fs.S3FileSystem(
+            **access,
+            endpoint_url=bucket.endpoint_url,
+            client_kwargs={"region_name": bucket.region},
+            config_kwargs={
+                "retries": {"max_attempts": 0},
+                "connect_timeout": CONNECT_S,
+                "read_timeout": self._transport.stall_s,
+                "max_pool_connections": 64,
+            },
+            **NO_CACHES,
+        )
+        filesystem.retries = 1
+        return filesystem
+
+
+class AdlfsClient(_StoreClient):
+    """An Azure container through adlfs. A read arrives whole: azure-storage-blob fetches it in its own pieces."""
+
+    def __init__(self, container: Container, stall_s: float) -> None:
+        http = SignedHttp(container, Transport(stall_s))
+        super().__init__(container, container.container, http, AzureObjects(http, container))
+        self._container = container
+
+    def head(self, key: str) -> ObjectInfo:
+        async def properties(blob: Any) -> Any:
+            return await blob.get_blob_properties()
+
+        found = self._on_blob(key, properties)
+        return ObjectInfo(key, int(found.size), seconds_ns(found.last_modified), quoted(str(found.etag)))
+
+    def read(
+        self, key: str, etag: str, start: int, stop: int, whole: bool
+    ) -> Generator[memoryview | bytes, None, None]:
+        from azure.core import MatchConditions
+
+        async def download(blob: Any) -> tuple[str, bytes]:
+            stream = await blob.download_blob(
+                offset=start,
+                length=stop - start,
+                etag=etag,
+                match_condition=MatchConditions.IfNotModified,
+                max_concurrency=1,
+            )
+            return quoted(stream.properties.etag), await stream.readall()
+
+        found, data = self._on_blob(key, download)
+        self._same_version(key, etag, found)
+        yield data
+
+    def _on_blob(self, key: str, call: Any) -> Any:
+        """The result of a coroutine function that is given the blob's client."""
+
+        async def ask() -> Any:
+            return await call(filesystem.service_client.get_blob_client(self._container.container, key))
+
+        try:
+            filesystem = self.opened()  # not on fsspec's loop, for which opening may wait
+        except Exception as exc:
+            raise self.translated(exc, key) from exc
+        return self._call(key, ask)
+
+    def _open(self) -> Any:
+        import adlfs
+
+        place = self._container
+        proof = place.credentials.current()
+        access: dict[str, Any] = {"account_name": place.account, "anon": place.credentials.anonymous}
+        for name, value in (("AccountKey", proof.key), ("SharedAccessSignature", proof.sas)):
+            if value:
+                text = f"BlobEndpoint={place.endpoint};AccountName={place.account};{name}={value}"
+                access = {"connection_string": text}
+        return adlfs.AzureBlobFileSystem(
+            **access, connection_timeout=CONNECT_S, read_timeout=self._transport.stall_s, **NO_CACHES
+        )

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachefs.base.errors import CachefsError, PermissionDenied
-from cachefs.origin.conditions import HONOURED
-from cachefs.origin.http import HttpClient, SignedHttp
-from cachefs.origin.protocol import GIB, MIB, TIB, Body, Limits
-from cachefs.origin.replies import one_line
+from cachefs.origin.http import HttpClient, SignedHttp, Transport, one_line
+from cachefs.origin.protocol import GIB, HONOURED, MIB, TIB, Body, Limits
 from cachefs.origin.s3 import Dialect, S3Objects
-from cachefs.origin.transport import Transport
 
 LIMITS = Limits(5 * TIB, 5 * TIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB)
 """As documented for the XML interface, which copies any size in one request. Keys have 1,024 bytes."""

@@ -1,33 +1,63 @@
 """Signed requests to the objects of one place, and the client that all origins over HTTP share.
 
 A vendor's module says what to send (`Request`) and reads the reply. `SignedHttp` makes the URL, has it signed, and turns
-refusals into errors. `cachefs.origin.transport` does the rest.
+refusals into errors. `cachefs.origin.http` does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import os
+import re
+import select
+import ssl
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Protocol
-from urllib.parse import quote
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
 
+import pycurl
 import trio
 
 from cachefs.base.errors import (
     CachefsError,
+    ConfigError,
+    NoSuchUpload,
     NotFound,
     ObjectChanged,
     OriginFailed,
+    PermissionDenied,
+    Throttled,
     Transient,
     Unsupported,
 )
-from cachefs.origin.credentials import Credentials
-from cachefs.origin.protocol import PATIENCE, Body, Lister, ObjectInfo, Taker, Writer, Written, made_up
-from cachefs.origin.replies import refusal
-from cachefs.origin.transport import AT_ONCE, CHUNK, Exchange, Reply, Transport
+from cachefs.origin.protocol import (
+    PATIENCE,
+    AskedToWait,
+    Body,
+    CompletionInProgress,
+    ConnectionEnded,
+    Lister,
+    ObjectInfo,
+    Taker,
+    Writer,
+    Written,
+    made_up,
+)
+
+if TYPE_CHECKING:
+    from outcome import Outcome
+
 
 ANY_TYPE = "application/octet-stream"
 
@@ -294,3 +324,789 @@ def http_date_ns(text: str) -> int:
     return seconds_ns(
         datetime.fromisoformat(f"{year}-{MONTHS.index(month) + 1:02d}-{int(day):02d}T{clock}+00:00")
     )
+
+
+# HTTP exchanges with object stores: libcurl's multi interface in one thread for each origin.
+#
+# Any thread hands over an `Exchange` by appending it to a queue and waking the loop; no thread waits for it. The loop
+# hands what has ended back to trio in batches, one wake-up for all. A body goes to its receiver from the loop thread as it
+# arrives. A receiver that may have to wait, for a disk or for the download limit, is called in a worker thread instead,
+# and the exchange is paused meanwhile: the loop thread itself waits for nothing but sockets.
+#
+# libcurl does TLS, proxies, redirects, chunked replies and kept connections. It repeats nothing: an exchange is one
+# attempt, and `cachefs.origin.attempts` counts and repeats. No thread runs, and no descriptor is open, before the first
+# one.
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+"""Guessed: a store in reach answers a SYN in milliseconds, one lost packet costs a second."""
+
+AT_ONCE = 256 << 10
+"""A body up to this many bytes is handed over as one piece; a larger one in pieces, so that its first reader can be woken
+early. Guessed: 256 KiB is 1 ms at 2 Gbit/s."""
+
+CHUNK = 128 << 10
+"""The least bytes of one piece of a larger body. Borrowed from obstore, for which it was measured: each piece costs a call
+of the receiver, a longer one costs the first reader time."""
+
+BUFFER = 256 << 10
+"""Bytes that libcurl takes from a socket at once. All exchanges of a loop share the buffer."""
+
+LONGEST_REFUSAL = 64 << 10
+"""Bytes of a refusal's body that are kept. Derived: stores explain themselves in a few hundred."""
+
+KEPT_CONNECTIONS = 256
+"""Idle connections kept, of all hosts of one origin. Derived: four times the usual concurrency; libcurl closes those that
+were idle for two minutes."""
+
+UNSENT = 2
+"""Pieces of a request's body that wait for the connection. Derived: one is sent while the next is read."""
+
+CLOSED = "the HTTP client was closed"
+
+CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables that name a PEM file of trusted authorities; the first that is set counts, as in botocore."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`headers` has lower-case names. `url` is where the reply came from, after redirects."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+
+
+class Receiver(Protocol):
+    """Where the body of a reply goes: one call at a time, from the loop thread or, if `waits`, from worker threads."""
+
+    @property
+    def waits(self) -> bool:
+        """True if `take` may wait for anything."""
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> bool:
+        """The head of the reply. True: the body goes to `take`. False: it is kept as `Exchange.body`."""
+
+    def take(self, data: bytes) -> bool:
+        """The next bytes of the body; False when no more are wanted."""
+
+
+class Exchange:
+    """One request and its reply. It belongs to the loop thread until `ended`; `error` is set when there is no whole reply.
+    `size` is the length of the request's body, which `pieces` holds or will hold. `least` is the length from which on pieces
+    of the reply's body are handed over. `patience`: that many times the usual silence is allowed."""
+
+    def __init__(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        patience: int = 1,
+        size: int = 0,
+        receiver: Receiver | None = None,
+        least: int = CHUNK,
+    ) -> None:
+        self.method, self.url, self.headers = method, url, headers
+        self.patience, self.size = patience, size
+        self.proxy = ""
+        self.trusted = ""  # a path, "" where nothing is encrypted
+        self.error: Exception | None = None
+        self.ended = False
+        self.on_end: Callable[[], None] | None = None  # for a thread that waits
+        self.task: trio.lowlevel.Task | None = None  # the task that waits
+        self.handle: pycurl.Curl | None = None
+        # The request's body.
+        self.pieces: deque[bytes] = deque()
+        self.room: threading.Semaphore | None = None  # for more pieces; set where they come one by one
+        self._sent = 0  # of the first piece
+        # The reply.
+        self.status = 0
+        self.told: dict[str, str] = {}  # its headers
+        self.came_from = url
+        self.lines: list[bytes] = []
+        self.lines_seen = 0
+        self.active_at = math.inf  # when the request, or bytes of the reply, went by last
+        self.paused = False
+        self.complete = False  # libcurl is done with it
+        self.delivering = False  # in a worker thread
+        self.refused = False  # the receiver wants no more bytes
+        self.deliver_in_thread: Callable[[Callable[[], bool]], None]
+        self._receiver, self._least = receiver, least
+        self._receives: bool | None = (
+            None  # whether the body goes to the receiver; None before its first byte
+        )
+        self._data: list[bytes] = []
+        self._held = 0
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self._data)
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).netloc.rpartition("@")[2]
+
+    # libcurl's callbacks. They must not raise: libcurl would end the exchange, and the reason would be lost.
+
+    def on_request(self, *_: object) -> object:
+        """The request goes out. For the second time, if the origin ended a kept connection before it replied: libcurl would
+        send it again by itself, uncounted."""
+        if self.active_at < math.inf and not self.lines:
+            self.error = ConnectionEnded(f"{self.host}: the origin ended the connection before it replied")
+            return pycurl.PREREQFUNC_ABORT
+        self.active_at = time.monotonic()
+        return pycurl.PREREQFUNC_OK
+
+    def on_read(self, count: int) -> object:
+        """The next bytes of the request's body."""
+        self.active_at = time.monotonic()
+        if not self.pieces:
+            self.paused = True
+            return pycurl.READFUNC_PAUSE
+        data = self.pieces[0][self._sent : self._sent + count]
+        self._sent += len(data)
+        if self._sent == len(self.pieces[0]):
+            self.pieces.popleft()
+            self._sent = 0
+            if self.room is not None:
+                self.room.release()
+        return data
+
+    def on_body(self, data: bytes) -> object:
+        """Bytes of the reply's body; 0 ends the exchange. After a pause, libcurl brings the same bytes again."""
+        self.active_at = time.monotonic()
+        if self._receives is None:
+            self.begin()
+        if self.error is not None or self.refused:
+            return 0
+        if not self._receives:
+            if self._receiver is None or self._held < LONGEST_REFUSAL:
+                self._data.append(data)
+                self._held += len(data)
+            return None
+        if self.delivering and self._held >= self._least:
+            self.paused = True
+            return pycurl.WRITEFUNC_PAUSE
+        self._data.append(data)
+        self._held += len(data)
+        if self._held >= self._least and not self.delivering:
+            self.deliver()
+            if self.error is not None or self.refused:
+                return 0
+        return None
+
+    # The reply.
+
+    def begin(self) -> None:
+        """Read the head of the reply: the last one, after redirects and 100-continue."""
+        self._receives = False
+        for line in self.lines:
+            if line[:5] == b"HTTP/":
+                self.status = int(line[9:12])
+                self.told = {}
+            else:
+                name, colon, value = line.partition(b":")
+                if colon:
+                    self.told[name.decode("latin-1").lower()] = value.strip().decode("utf-8", "replace")
+        if self._receiver is not None:
+            try:
+                self._receives = self._receiver.begin(self.status, self.told)
+            except Exception as exc:
+                self.error = exc
+
+    def deliver(self) -> None:
+        """Hand over what is held."""
+        receiver, data = self._receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
+        assert receiver is not None
+        self._data, self._held = [], 0
+        if receiver.waits:
+            self.delivering = True
+            self.deliver_in_thread(lambda: receiver.take(data))
+        else:
+            self.delivered(lambda: receiver.take(data))
+
+    def delivered(self, taken: Callable[[], bool]) -> None:
+        """The receiver was called; `taken` is its result, or raises."""
+        try:
+            self.refused = not taken()
+        except Exception as exc:
+            self.error, self.refused = exc, True
+
+    def finish(self) -> bool:
+        """libcurl is done. True when the receiver has all that has come."""
+        self.complete = True
+        if self._receives is None:
+            self.begin()
+        if self._receives and self._held and not (self.delivering or self.refused):
+            self.deliver()
+        return not self.delivering
+
+
+class Transport:
+    """The exchanges of one origin. Thread-safe. `stall_s`: the longest silence of the origin within an exchange. `follow`:
+    redirects are followed; not where requests are signed, because a signature is good for one host."""
+
+    def __init__(self, stall_s: float, *, follow: bool = False) -> None:
+        self.stall_s = stall_s
+        self._follow = follow
+        self._lock = threading.Lock()
+        self._loop: _Loop | None = None
+        self._closed = False
+        self._ways: dict[str, tuple[str, str]] = {}  # scheme://host → (proxy, authorities)
+
+    async def run(self, exchange: Exchange) -> None:
+        """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller leaves at once. The
+        receiver may be called once more then: it must know itself that it is closed."""
+        loop = self._loop_for(exchange)
+        loop.token = trio.lowlevel.current_trio_token()
+        exchange.task = trio.lowlevel.current_task()
+        loop.post(loop.begin, exchange)
+
+        def leave(_: object) -> trio.lowlevel.Abort:
+            exchange.task = None
+            loop.post(loop.cancel, exchange)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(leave)
+        if exchange.error is not None:
+            raise exchange.error
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | Iterator[bytes] = b"",
+        *,
+        size: int = 0,
+        patience: int = 1,
+    ) -> Reply:
+        """In a worker thread: the reply, whatever its status; `Transient` when there is none. `size` is the length of
+        `body`, whose errors are raised."""
+        exchange = Exchange(method, url, headers, patience=patience, size=size)
+        ended = threading.Event()
+        exchange.on_end = ended.set
+        loop = self._loop_for(exchange)
+        if isinstance(body, bytes):
+            exchange.pieces.extend((body,) if body else ())
+            loop.post(loop.begin, exchange)
+        else:
+            room = exchange.room = threading.Semaphore(UNSENT)
+            loop.post(loop.begin, exchange)
+            try:
+                for piece in body:
+                    room.acquire()
+                    if exchange.ended:  # with a refusal, or an error
+                        break
+                    exchange.pieces.append(piece)
+                    loop.post(loop.resume, exchange)
+            except BaseException:
+                loop.post(loop.cancel, exchange)
+                raise
+        ended.wait()
+        if exchange.error is not None:
+            raise exchange.error
+        return Reply(exchange.status, exchange.told, exchange.body, exchange.came_from)
+
+    def close(self) -> None:
+        """Exchanges under way end with an error."""
+        with self._lock:
+            self._closed, loop = True, self._loop
+        if loop is not None:
+            loop.stop()
+
+    def _loop_for(self, exchange: Exchange) -> _Loop:
+        """The loop, which begins with the first exchange, after a look at what the environment says of the host: once for
+        each host, because that takes as long as signing a small request."""
+        host = "/".join(exchange.url.split("/", 3)[:3])
+        way = self._ways.get(host)
+        if way is None:
+            parts = urlsplit(exchange.url)
+            proxy = urllib.request.getproxies().get(parts.scheme, "")
+            if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
+                proxy = ""
+            encrypted = "https" in (parts.scheme, urlsplit(proxy).scheme) or self._follow
+            way = self._ways[host] = proxy, authorities() if encrypted else ""
+        exchange.proxy, exchange.trusted = way
+        loop = self._loop
+        if loop is None or loop.over:
+            with self._lock:
+                if self._closed:
+                    raise Transient(CLOSED)
+                if self._loop is None or self._loop.over:
+                    self._loop = _Loop(self.stall_s, self._follow)
+                loop = self._loop
+        return loop
+
+
+class _Loop:
+    """The thread, and what it alone touches. `over`: it takes no more exchanges."""
+
+    def __init__(self, stall_s: float, follow: bool) -> None:
+        self.token: trio.lowlevel.TrioToken | None = None
+        self.over = False
+        self._follow = follow
+        self._stall_s, self._tick_s = stall_s, min(1.0, stall_s / 8)
+        self._queue: deque[tuple[Callable[[Exchange], None], Exchange]] = deque()
+        self._rung = self._stopped = False
+        self._closing = threading.Lock()
+        self._live: dict[pycurl.Curl, Exchange] = {}
+        self._idle: list[pycurl.Curl] = []
+        self._ended: list[Exchange] = []
+        self._fresh = 0  # so many exchanges get a new connection: kept ones have ended
+        self._timer_at, self._look_at = math.inf, 0.0
+        self._multi = pycurl.CurlMulti()
+        self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
+        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
+        self._multi.setopt(pycurl.M_MAXCONNECTS, KEPT_CONNECTIONS)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._bell, select.EPOLLIN)
+        self._watched: set[int] = set()
+        threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
+
+    # From any thread.
+
+    def post(self, verb: Callable[[Exchange], None], exchange: Exchange) -> None:
+        """Have the loop call `verb(exchange)`."""
+        self._queue.append((verb, exchange))
+        self._ring()
+        if self.over:
+            self._end_queued()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._ring()
+
+    def _ring(self) -> None:
+        if not self._rung:
+            self._rung = True
+            with self._closing:
+                if not self.over:  # else the number may be another file's by now
+                    os.eventfd_write(self._bell, 1)
+
+    def _end_queued(self) -> None:
+        with suppress(IndexError):
+            while True:
+                exchange = self._queue.popleft()[1]
+                if not exchange.ended and exchange.handle is None:  # others are ended by the loop
+                    self._end(exchange, Transient(CLOSED))
+        self._tell()
+
+    # Verbs, on the loop's thread.
+
+    def begin(self, exchange: Exchange) -> None:
+        handle = self._idle.pop() if self._idle else pycurl.Curl()
+        exchange.handle = handle
+        exchange.deliver_in_thread = lambda take: self._deliver_in_thread(exchange, take)
+        try:
+            self._configure(handle, exchange)
+            self._multi.add_handle(handle)
+        except Exception as exc:
+            exchange.handle = None
+            self._end(exchange, OriginFailed(one_line(f"{exchange.host}: {exc}")))
+        else:
+            self._live[handle] = exchange
+
+    def cancel(self, exchange: Exchange) -> None:
+        if not exchange.ended:
+            self._end(exchange, Transient("cancelled"))
+
+    def resume(self, exchange: Exchange) -> None:
+        """Go on with an exchange that may be paused."""
+        if exchange.ended or exchange.handle is None:
+            return
+        if exchange.complete:
+            self._finish(exchange)
+        elif exchange.error is not None or exchange.refused:
+            self._end(exchange, exchange.error)
+        elif exchange.paused:
+            exchange.paused = False
+            exchange.active_at = time.monotonic()
+            exchange.handle.pause(pycurl.PAUSE_CONT)
+
+    def _deliver_in_thread(self, exchange: Exchange, take: Callable[[], bool]) -> None:
+        def deliver(taken: Outcome[bool]) -> None:
+            exchange.delivered(taken.unwrap)
+            self.post(self._delivered, exchange)
+
+        trio.lowlevel.start_thread_soon(take, deliver)
+
+    def _delivered(self, exchange: Exchange) -> None:
+        exchange.delivering = False
+        self.resume(exchange)
+
+    def _configure(self, handle: pycurl.Curl, exchange: Exchange) -> None:
+        say = handle.setopt
+        say(pycurl.URL, exchange.url)
+        say(pycurl.PATH_AS_IS, 1)
+        say(pycurl.NOSIGNAL, 1)
+        say(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1)
+        say(pycurl.CONNECTTIMEOUT_MS, int(CONNECT_S * 1000))
+        say(pycurl.BUFFERSIZE, BUFFER)
+        say(pycurl.TCP_KEEPALIVE, 1)
+        say(pycurl.PROXY, exchange.proxy)
+        say(pycurl.NOPROXY, "")  # the environment was looked at
+        if self._follow:
+            say(pycurl.FOLLOWLOCATION, 1)
+            say(pycurl.MAXREDIRS, 10)
+            say(pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
+        if exchange.trusted:
+            directory = os.path.isdir(exchange.trusted)
+            say(pycurl.CAPATH if directory else pycurl.CAINFO, exchange.trusted)
+            say(pycurl.PROXY_CAPATH if directory else pycurl.PROXY_CAINFO, exchange.trusted)
+        if self._fresh:
+            self._fresh -= 1
+            say(pycurl.FRESH_CONNECT, 1)
+        say(pycurl.PREREQFUNCTION, exchange.on_request)
+        say(pycurl.HEADERFUNCTION, exchange.lines.append)
+        say(pycurl.WRITEFUNCTION, exchange.on_body)
+        given = [f"{name}: {value}".encode() for name, value in exchange.headers.items()]
+        if exchange.method == "HEAD":
+            say(pycurl.NOBODY, 1)
+        elif exchange.method in ("PUT", "POST"):
+            say(pycurl.UPLOAD, 1)
+            say(pycurl.CUSTOMREQUEST, exchange.method)
+            say(pycurl.INFILESIZE_LARGE, exchange.size)
+            say(pycurl.READFUNCTION, exchange.on_read)
+            say(pycurl.UPLOAD_BUFFERSIZE, CHUNK)
+            given.append(b"Expect:")  # waiting for a 100-continue would cost a round trip
+        elif exchange.method != "GET":
+            say(pycurl.CUSTOMREQUEST, exchange.method)
+        say(pycurl.HTTPHEADER, given)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._turn()
+        except Exception:
+            log.exception("the HTTP client failed; it begins anew with the next request")
+        with self._closing:
+            self.over = True
+        for exchange in list(self._live.values()):
+            self._end(exchange, Transient(CLOSED))
+        self._end_queued()
+        self._multi.close()
+        self._poll.close()
+        os.close(self._bell)
+
+    def _turn(self) -> None:
+        """Wait for sockets, the bell or a time, and do what there is to do."""
+        wait_s = min(self._timer_at - time.monotonic(), self._tick_s if self._live else math.inf)
+        for fd, mask in self._poll.poll(None if wait_s == math.inf else max(0.0, wait_s)):
+            if fd == self._bell:
+                os.eventfd_read(fd)
+                self._rung = False
+            else:
+                self._multi.socket_action(fd, _ACTIONS.get(mask, pycurl.CSELECT_IN | pycurl.CSELECT_ERR))
+        while self._queue:
+            verb, exchange = self._queue.popleft()
+            verb(exchange)
+        now = time.monotonic()
+        if self._timer_at <= now:
+            self._timer_at = math.inf
+            self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
+        more = 1
+        while more:
+            more, done, failed = self._multi.info_read()
+            for handle in done:
+                self._finish(self._live[handle])
+            for handle, code, text in failed:
+                self._broke(self._live[handle], code, text)
+        if now >= self._look_at:
+            self._look_at = now + self._tick_s
+            self._look_for_silence(now)
+        if self._ended:
+            self._tell()
+
+    def _finish(self, exchange: Exchange) -> None:
+        """libcurl has brought all that comes."""
+        exchange.active_at = math.inf
+        if exchange.finish():
+            self._end(exchange, exchange.error)
+
+    def _broke(self, exchange: Exchange, code: int, text: str) -> None:
+        if exchange.error is None and not exchange.refused:
+            if code == pycurl.E_PEER_FAILED_VERIFICATION:
+                text = f"certificate verify failed: {text}"
+            text = text or f"libcurl failed with code {code}"
+            exchange.error = Transient(one_line(f"{exchange.host}: {text}"))
+        self._fresh += isinstance(exchange.error, ConnectionEnded)
+        self._finish(exchange)  # what has come is handed over
+
+    def _look_for_silence(self, now: float) -> None:
+        for exchange in list(self._live.values()):
+            if len(exchange.lines) > exchange.lines_seen:
+                exchange.lines_seen, exchange.active_at = len(exchange.lines), now
+            elif not exchange.paused and now - exchange.active_at > self._stall_s * exchange.patience:
+                exchange.error = Transient(f"{exchange.host}: the origin stayed silent for too long")
+                self._finish(exchange)
+
+    def _end(self, exchange: Exchange, error: Exception | None) -> None:
+        """The exchange is over for its caller."""
+        handle, exchange.handle = exchange.handle, None
+        if handle is not None:
+            if exchange.on_end is not None:
+                exchange.came_from = handle.getinfo(pycurl.EFFECTIVE_URL)
+            del self._live[handle]
+            self._multi.remove_handle(handle)
+            handle.reset()
+            self._idle.append(handle)
+        exchange.error, exchange.ended = error, True
+        if exchange.room is not None:
+            exchange.room.release()
+        self._ended.append(exchange)
+
+    def _tell(self) -> None:
+        """Wake those that wait for what has ended, all tasks of trio by one call."""
+        ended, self._ended = self._ended, []
+        for exchange in ended:
+            if exchange.on_end is not None:
+                exchange.on_end()
+        if self.token is not None and any(exchange.task is not None for exchange in ended):
+            with suppress(trio.RunFinishedError):
+                self.token.run_sync_soon(_wake, ended)
+
+    # libcurl's callbacks.
+
+    def _watch(self, what: int, fd: int, *_: object) -> None:
+        """Wait for these events of a socket."""
+        if what == pycurl.POLL_REMOVE:
+            self._watched.discard(fd)
+            with suppress(OSError):  # closed already
+                self._poll.unregister(fd)
+            return
+        mask = (select.EPOLLIN if what & pycurl.POLL_IN else 0) | (
+            select.EPOLLOUT if what & pycurl.POLL_OUT else 0
+        )
+        if fd in self._watched:
+            self._poll.modify(fd, mask)
+        else:
+            self._watched.add(fd)
+            self._poll.register(fd, mask)
+
+    def _set_timer(self, timeout_ms: int) -> None:
+        self._timer_at = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1000
+
+
+_ACTIONS = {
+    select.EPOLLIN: pycurl.CSELECT_IN,
+    select.EPOLLOUT: pycurl.CSELECT_OUT,
+    select.EPOLLIN | select.EPOLLOUT: pycurl.CSELECT_IN | pycurl.CSELECT_OUT,
+}
+"""Events of epoll → libcurl's. All others are errors, or ends."""
+
+
+def _wake(ended: list[Exchange]) -> None:
+    for exchange in ended:
+        task, exchange.task = exchange.task, None
+        if task is not None:
+            trio.lowlevel.reschedule(task)
+
+
+def authorities() -> str:
+    """The path of the authorities to trust: a PEM file that the environment names, else the system's; "" without any.
+    libcurl's own default is a path of the machine that its wheel was built on."""
+    for name in CA_VARIABLES:
+        if path := os.environ.get(name, ""):
+            try:
+                Path(path).read_bytes()
+            except OSError as exc:
+                raise ConfigError(f"{name}={path} cannot be read ({exc.strerror}): name a PEM file") from exc
+            return path
+    found = ssl.get_default_verify_paths()
+    return found.cafile or found.capath or ""
+
+
+# Translate a store's refusal into an error of ours: one table for every HTTP store and every library in front of it.
+#
+# The message is one line that a user can act on. It is made of the status, the origin's error code and message, and never
+# of a URL (which may carry a signature) or a library's dump of several lines.
+
+LONGEST_LINE = 300
+NO_STORE = {
+    "NoSuchBucket",
+    "ContainerNotFound",
+    "AccountNotFound",
+    "InvalidBucketName",
+    "InvalidResourceName",
+}
+BAD_CREDENTIALS = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "AuthenticationFailed",
+    "InvalidAuthenticationInfo",
+}
+CLOCK_IS_OFF = {"RequestTimeTooSkewed", "RequestExpired"}
+BUSY = {"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "ThrottlingException"}
+BROKEN = {
+    "RequestTimeout",
+    "InternalError",
+    "OperationTimedOut",
+    "IncompleteBody",
+    # The body was damaged on its way.
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+    "Md5Mismatch",
+    # Another request is writing to the key.
+    "OperationAborted",
+    "ConditionalRequestConflict",
+    "PendingCopyOperation",
+}
+NO_UPLOAD = {"NoSuchUpload", "InvalidBlockList"}
+OCCUPIED = {"BlobAlreadyExists"}
+
+
+def refusal(
+    status: int,
+    body: str = "",
+    *,
+    what: str,
+    code: str = "",
+    message: str = "",
+    advice: str = "check the credentials",
+    retry_after: str | None = None,
+    date: str | None = None,
+) -> CachefsError:
+    """The error for an HTTP reply that is not a success. `what` names the object; `advice` tells what to change when the
+    store does not accept the credentials; `body` (XML, JSON, or a library's text with one of them in it) is searched for
+    the code and message when they are not given. `date` is the reply's header, the origin's clock."""
+    code = code or _tag("Code", body)
+    message = message or _tag("Message", body)
+    told = f"{status} {code}".strip() + (f" ({message})" if message else "")
+    line = one_line(f"{what}: the origin answered {told}")
+    if code in NO_STORE:
+        return NotFound(
+            one_line(f"{what}: no such bucket or container ({told}); check its name and the endpoint")
+        )
+    if code in NO_UPLOAD:
+        return NoSuchUpload(line)
+    if code in OCCUPIED:
+        return ObjectChanged(f"{what}: there is such an object at the origin")
+    if code in BUSY or status in (429, 503):
+        seconds = _seconds(retry_after)
+        return Throttled(line) if seconds is None else AskedToWait(line, seconds)
+    if code == "InternalError" and "completion is already in progress" in message:
+        return CompletionInProgress(line)
+    if code in BROKEN or status in (408, 500, 502, 504):
+        return Transient(line)
+    if code in CLOCK_IS_OFF:
+        return PermissionDenied(f"{line}; {_clock(date or _tag('ServerTime', body))}")
+    # A HEAD's reply has no body. On S3, a 400 without one means an expired token or a wrong region.
+    if code in BAD_CREDENTIALS or status in (401, 403) or (status == 400 and not code):
+        return PermissionDenied(one_line(f"{line}; {advice}"))
+    if status == 404:
+        return NotFound(line)
+    if status in (412, 416):
+        return ObjectChanged(f"{what}: the object changed at the origin")
+    if status in (301, 302, 307, 308):
+        return OriginFailed(f"{line}: the origin lives elsewhere; set --region or --endpoint-url")
+    if status in (405, 501):
+        return Unsupported(line)
+    return OriginFailed(line)
+
+
+def one_line(text: str) -> str:
+    """The first line of `text`, without signatures or secrets in URLs, cut to a readable length."""
+    first = text.strip().partition("\n")[0]
+    first = re.sub(r"(https?://)[^/\s@]*@", r"\1", first)
+    first = re.sub(r"\?[^\s)]*=[^\s)]*", "", first)
+    return first if len(first) <= LONGEST_LINE else first[: LONGEST_LINE - 1] + "…"
+
+
+def _tag(name: str, body: str) -> str:
+    found = re.search(rf"<{name}>\s*([^<]*?)\s*</{name}>", body) or re.search(
+        rf'"{name.lower()}"\s*:\s*"([^"]*)"', body
+    )
+    return found.group(1).partition("\n")[0] if found else ""
+
+
+def _clock(origin_time: str) -> str:
+    """How far this machine's clock is off, by the origin's time (an HTTP or ISO date; "" where it is unknown)."""
+    try:
+        when = (
+            datetime.fromisoformat(origin_time)
+            if "T" in origin_time[:11]
+            else parsedate_to_datetime(origin_time)
+        )
+    except ValueError:
+        return "the clock of this machine is off: set it"
+    off_s = time.time() - (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    return f"the clock of this machine is {abs(off_s):.0f} s {'ahead' if off_s > 0 else 'behind'}: set it"
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    try:
+        return float(retry_after) if retry_after else None
+    except ValueError:
+        return None  # an HTTP date: the backoff serves as well
+
+
+# What the clients need of a vendor's credentials, and library objects that were opened with them.
+
+T = TypeVar("T")
+
+
+class Credentials(Protocol):
+    """The credentials of one mount. `current` is a value: two are equal when they authorise the same."""
+
+    def current(self) -> object:
+        """The credentials now; `PermissionDenied` when there are none."""
+
+    def renew(self, since: float) -> bool:
+        """As `Client.renew`."""
+
+    @property
+    def advice(self) -> str:
+        """What the user can change when the origin refuses these credentials."""
+
+
+class NoCredentials:
+    """For stores without credentials."""
+
+    advice = "the server wants credentials, and this kind of source has none"
+
+    def current(self) -> object:
+        return None
+
+    def renew(self, since: float) -> bool:
+        return False
+
+
+class Opened(Generic[T]):
+    """One object of a vendor's library (a store, a filesystem), opened again when the credentials change.
+
+    Libraries keep the credentials that they were opened with for minutes or for ever. Credentials are compared by value: the
+    time of opening does not tell which ones were used. Thread-safe."""
+
+    def __init__(self, open_it: Callable[[], T], current: Callable[[], object]) -> None:
+        self._open, self._current = open_it, current
+        self._value: T | None = None
+        self._shows: object = None
+        self._opened_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        # The credentials are read inside the lock: a thread that was overtaken must not bring the old ones back.
+        with self._lock:
+            current = self._current()
+            if self._value is None or current != self._shows:
+                self._value, self._shows = self._open(), current
+                self._opened_at = time.monotonic()
+            return self._value
+
+    def forget(self, since: float = float("inf")) -> None:
+        """Open it again at the next `get`, unless it was opened after `since`. Takes no lock: an opening that hangs must not
+        block `close`."""
+        if self._opened_at <= since:
+            self._value = None

@@ -40,9 +40,9 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.conditions import HONOURED
 from cachefs.origin.protocol import (
     GIB,
+    HONOURED,
     UNLIMITED,
     Body,
     Limits,

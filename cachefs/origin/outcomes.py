@@ -5,12 +5,24 @@ A write returns what a later HEAD or LIST shows. Most stores tell an object's ti
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
-from cachefs.base.errors import CachefsError, NotFound, ObjectChanged
+import trio
+
+from cachefs.base.errors import CachefsError, Conflict, NotFound, ObjectChanged, PermissionDenied, Unsupported
 from cachefs.origin.attempts import Attempts
-from cachefs.origin.probing import Probes
-from cachefs.origin.protocol import ObjectInfo, Preconditions, Written, conflicts
+from cachefs.origin.protocol import (
+    PATIENCE,
+    Condition,
+    InMemory,
+    ObjectInfo,
+    Preconditions,
+    Written,
+    conflicts,
+)
 
 
 class Outcomes:
@@ -79,3 +91,182 @@ class Outcomes:
         if token and shown == token and size in (None, info.size):
             return info
         raise error
+
+
+# Find out whether a store honours a condition: a request whose condition cannot hold must be refused.
+#
+# Each probe is made once for an `Origin`, when the first write needs its result; writes that come meanwhile wait for it. A
+# probe writes to keys of its own, `.cachefs-probe-…` below the mounted prefix, and deletes them; a daemon that is killed
+# within a probe may leave one. A store that refuses these keys counts as one that does not honour the condition.
+
+log = logging.getLogger(__name__)
+
+IMPOSSIBLE = f'"{"0" * 32}"'
+"""An etag that no object has: no bytes are known whose MD5 is zero."""
+
+WHAT = "finding out which conditions the origin honours"
+
+
+class Probes:
+    """Completes the `Conditions` of an origin's writer. All methods raise the errors of their requests, and then record
+    nothing."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._lock = trio.Lock()
+
+    async def copies(self, key: str) -> bool:
+        """True if CopyObject compares the etag of its source. Where it does not, the probe copies `key`."""
+        return await self._honours(Condition.COPY, lambda: self._copy(key))
+
+    async def copies_parts(self, to: str, upload: str, key: str) -> bool:
+        """True if UploadPartCopy does. The probe writes part 1 of an upload without parts; the real part 1 replaces it."""
+        return await self._honours(Condition.COPY_PART, lambda: self._copy_part(to, upload, key))
+
+    async def puts(self, preconditions: Preconditions) -> bool:
+        """True if a PUT with these preconditions is refused exactly where they do not hold."""
+        condition = Condition.PUT_ABSENT if preconditions.if_absent else Condition.PUT_MATCH
+        return await self._honours(condition, self._put)
+
+    async def completes(self, preconditions: Preconditions) -> bool:
+        """The same of completing an upload."""
+        if preconditions.if_match is not None and not await self.puts(preconditions):
+            return False  # the form of etags that `If-Match` takes is not known
+        condition = Condition.COMPLETE_ABSENT if preconditions.if_absent else Condition.COMPLETE_MATCH
+        return await self._honours(condition, self._complete)
+
+    async def _honours(self, condition: Condition, probe: Callable[[], Awaitable[None]]) -> bool:
+        conditions = self._attempts.writer.conditions
+        if conditions.honours(condition) is None:
+            async with self._lock:
+                if conditions.honours(condition) is None:
+                    try:
+                        await probe()
+                    except (PermissionDenied, Unsupported) as exc:
+                        log.info("%s; counted as not honoured", exc)
+                        self._saw(condition, False)
+        return bool(conditions.honours(condition))
+
+    async def _copy(self, key: str) -> None:
+        attempts, name = self._attempts, self._name()
+        refused = await _refused(
+            attempts.call(
+                lambda: attempts.writer.copy(key, name, IMPOSSIBLE),
+                WHAT,
+                "origin_copy",
+                name,
+                patience=PATIENCE,
+            )
+        )
+        if not refused:
+            await self._delete(name)
+        self._saw(Condition.COPY, refused)
+
+    async def _copy_part(self, to: str, upload: str, key: str) -> None:
+        attempts = self._attempts
+        refused = await _refused(
+            attempts.call(
+                lambda: attempts.writer.copy_part(to, upload, 1, key, IMPOSSIBLE, 0, 1),
+                WHAT,
+                "origin_put_part",
+                to,
+            )
+        )
+        self._saw(Condition.COPY_PART, refused)
+
+    async def _put(self) -> None:
+        conditions = self._attempts.writer.conditions
+        match = False
+        async with self._object() as (name, etag):
+            absent = await _refused(self._write(name, Preconditions(if_absent=True)))
+            if await _refused(self._write(name, Preconditions(if_match=IMPOSSIBLE))):
+                for bare in (False, True):
+                    conditions.bare_etags = bare
+                    match = not await _refused(self._write(name, Preconditions(if_match=etag)))
+                    if match:
+                        break
+        self._saw(Condition.PUT_ABSENT, absent)
+        self._saw(Condition.PUT_MATCH, match)
+
+    async def _complete(self) -> None:
+        async with self._object() as (name, _):
+            absent = await self._completion_refused(name, Preconditions(if_absent=True))
+            match = await self._completion_refused(name, Preconditions(if_match=IMPOSSIBLE))
+        self._saw(Condition.COMPLETE_ABSENT, absent)
+        self._saw(Condition.COMPLETE_MATCH, match)
+
+    async def _completion_refused(self, name: str, preconditions: Preconditions) -> bool:
+        attempts, writer = self._attempts, self._attempts.writer
+        upload = await attempts.call(lambda: writer.begin(name, Preconditions()), WHAT, "origin_upload", name)
+        refused = True
+        try:
+            etag = await attempts.send(
+                lambda body: writer.put_part(name, upload, 1, body),
+                InMemory(b"p"),
+                1,
+                WHAT,
+                "origin_put_part",
+                name,
+            )
+            refused = await _refused(
+                attempts.call(
+                    lambda: writer.complete(name, upload, {1: etag}, preconditions),
+                    WHAT,
+                    "origin_upload",
+                    name,
+                    patience=PATIENCE,
+                )
+            )
+        finally:
+            if refused:
+                await attempts.call(lambda: writer.abort(name, upload), WHAT, "origin_upload", name)
+        return refused
+
+    async def _write(self, name: str, preconditions: Preconditions) -> str:
+        """The etag of an empty object."""
+        writer = self._attempts.writer
+        written = await self._attempts.send(
+            lambda body: writer.put(name, body, preconditions), InMemory(b""), 0, WHAT, "origin_put", name
+        )
+        return written.etag
+
+    async def _delete(self, name: str) -> None:
+        writer = self._attempts.writer
+        await self._attempts.call(lambda: writer.delete(name), WHAT, "origin_delete", name)
+
+    @asynccontextmanager
+    async def _object(self) -> AsyncIterator[tuple[str, str]]:
+        """(key, etag) of an empty object, for the time of a probe."""
+        name = self._name()
+        try:
+            yield name, await self._write(name, Preconditions())
+        finally:
+            with trio.CancelScope(shield=True), suppress(CachefsError):
+                await self._delete(name)
+
+    def _saw(self, condition: Condition, honoured: bool) -> None:
+        self._attempts.writer.conditions.saw(condition, honoured)
+        if honoured:
+            return
+        source = self._attempts.source
+        if condition in (Condition.COPY, Condition.COPY_PART):
+            log.info("%s does not honour %s: copies are compared", source, condition.value)
+        else:
+            log.warning(
+                "%s does not honour %s: instead, the object is looked at just before such a write, and what another"
+                " client writes between the two is overwritten",
+                source,
+                condition.value,
+            )
+
+    def _name(self) -> str:
+        return f"{self._attempts.prefix}.cachefs-probe-{secrets.token_hex(8)}"
+
+
+async def _refused(request: Awaitable[object]) -> bool:
+    """True if a request is refused because its condition does not hold."""
+    try:
+        await request
+    except (Conflict, ObjectChanged):
+        return True
+    return False

@@ -62,7 +62,7 @@ def open_origin(
         )
         source = bucket.source
         if client == "fsspec":
-            from cachefs.origin.fsspec_stores import S3fsClient
+            from cachefs.origin.fsspec_client import S3fsClient
 
             made = S3fsClient(bucket, stall_s)
         else:
@@ -74,7 +74,7 @@ def open_origin(
         container = container_of(name, endpoint_url, anonymous)
         source = container.source
         if client == "fsspec":
-            from cachefs.origin.fsspec_stores import AdlfsClient
+            from cachefs.origin.fsspec_client import AdlfsClient
 
             made = AdlfsClient(container, stall_s)
         else:

@@ -36,14 +36,17 @@ from cachefs.base.errors import (
     OriginFailed,
     PermissionDenied,
 )
-from cachefs.origin.conditions import Conditions, of_endpoint
 from cachefs.origin.http import (
     ANY_TYPE,
     HttpClient,
+    Reply,
     Request,
     SignedHttp,
+    Transport,
     child,
+    one_line,
     quoted,
+    refusal,
     seconds_ns,
     written,
     xml,
@@ -53,6 +56,7 @@ from cachefs.origin.protocol import (
     MIB,
     TIB,
     Body,
+    Conditions,
     Limits,
     ListPage,
     ObjectInfo,
@@ -62,9 +66,8 @@ from cachefs.origin.protocol import (
     Written,
     conflicts,
     of_an_upload,
+    of_endpoint,
 )
-from cachefs.origin.replies import one_line, refusal
-from cachefs.origin.transport import Reply, Transport
 
 LIMITS = Limits(5 * GIB, 5 * GIB, 5 * MIB, 5 * GIB, 10_000, 5 * TIB, batch=1000)
 """As documented for AWS, where an object may be larger by now; other S3 stores kept to this. Keys have 1,024 bytes."""

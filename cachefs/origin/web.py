@@ -12,11 +12,8 @@ from html.parser import HTMLParser
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from cachefs.base.errors import ConfigError, Unsupported
-from cachefs.origin.credentials import NoCredentials
-from cachefs.origin.http import HttpClient, SignedHttp
+from cachefs.origin.http import HttpClient, NoCredentials, SignedHttp, Transport, refusal
 from cachefs.origin.protocol import Body, ListPage, ObjectInfo
-from cachefs.origin.replies import refusal
-from cachefs.origin.transport import Transport
 
 
 class Host:

@@ -12,11 +12,24 @@ bytes a file for each order."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
-from cachefs.prefetch.files import Files
+import trio
+
+from cachefs.base.database import Database
+from cachefs.base.errors import CachefsError, ConfigError
 
 RECENT = 64
 """Opens that tell where the job is (of a short order, a quarter): a few of each worker."""
@@ -304,3 +317,362 @@ class Plans:
     def sharing(self, files: Files) -> Files:
         """The same list, if a plan has it already."""
         return next((p.files for p in self.by_name.values() if p.files.digest == files.digest), files)
+
+
+# A compact list of paths: a plan may have over a million, the same for each rank of a job. Pure.
+#
+# The paths lie in one buffer, one behind the other. An open-addressed hash table of their numbers finds them; it is built
+# when the list is complete, so that until then a list takes no more than its text. Measured: 1.2 M paths of 50 bytes take
+# 65 bytes each, a third of a dict of strings.
+
+MOST_FILES = 1 << 26
+"""Files of one list: with paths of 60 bytes, the four gigabytes that the offsets reach. Derived."""
+
+
+class Files:
+    """`total` paths, added in order, each found by its bytes. Paths are relative to the mount, without a leading slash."""
+
+    def __init__(self, total: int) -> None:
+        if not 0 <= total <= MOST_FILES:
+            raise ConfigError(f"a list of {total} files: at most {MOST_FILES} are taken")
+        self.total = total
+        self._text = bytearray()
+        self._ends = array("I")
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._table = array("I")  # number + 1; 0 is free
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the paths in their order: lists with the same digest are the same."""
+        return self._hash.digest()
+
+    @property
+    def text(self) -> bytes:
+        """The paths as `from_text` takes them: each with a NUL behind it, which no path has."""
+        parts = bytearray()
+        for number in range(len(self._ends)):
+            parts += self[number] + b"\0"
+        return bytes(parts)
+
+    @classmethod
+    def from_text(cls, text: bytes) -> Files:
+        """Raises ValueError for what `text` cannot have been."""
+        paths = text.split(b"\0")
+        if paths.pop() != b"":
+            raise ValueError("the last path has no end")
+        files = cls(len(paths))
+        files.extend(paths)
+        files.make_table()
+        return files
+
+    def extend(self, paths: Iterable[bytes]) -> None:
+        """Raises `ConfigError` when there are more than `total`, or one has a NUL in it."""
+        for path in paths:
+            number = len(self._ends)
+            end = len(self._text) + len(path)
+            if number >= self.total or end > 0xFFFFFFFF:
+                raise ConfigError("more paths than were announced, or four gigabytes of them")
+            if b"\0" in path:
+                raise ConfigError("a path with a NUL in it")
+            self._text += path
+            self._ends.append(end)
+            self._hash.update(path + b"\0")
+
+    def make_table(self) -> None:
+        """Build the table of the complete list. Takes seconds for a million; any thread may do it."""
+        slots = 8
+        while slots < len(self) + len(self) // 2:
+            slots *= 2
+        table = array("I", bytes(4 * slots))
+        for number in range(len(self)):
+            slot = self._slot(table, self[number])
+            if not table[slot]:
+                table[slot] = number + 1  # of paths given twice, the first is found
+        self._table = table
+
+    def __getitem__(self, number: int) -> bytes:
+        start = self._ends[number - 1] if number else 0
+        return bytes(self._text[start : self._ends[number]])
+
+    def find(self, path: bytes) -> int | None:
+        """The number of a path."""
+        if not self._table:
+            self.make_table()
+        found = self._table[self._slot(self._table, path)]
+        return found - 1 if found else None
+
+    def _slot(self, table: array[int], path: bytes) -> int:
+        """Where `path` is in the table, or would be."""
+        mask = len(table) - 1
+        slot = hash(path) & mask
+        while (found := table[slot]) and self[found - 1] != path:
+            slot = (slot + 1) & mask
+        return slot
+
+
+# Plans on disk, in a database of their own, so that a restarted daemon continues where the job is.
+#
+# Three tables: `lists` has a list of paths under the digest of the list, once for all plans that share it; `plans` has each
+# plan's name, digest and time of last use; `orders` has its orders. Nothing here is worth an fsync: a lost plan costs its
+# prefetch.
+
+log = logging.getLogger(__name__)
+
+FORMAT = "plans-1"
+TABLES = ("lists", "plans", "orders")
+
+
+class Snapshot(NamedTuple):
+    """A plan to be written: taken on the trio thread, written in a worker thread. The list of files never changes."""
+
+    name: str
+    files: Files
+    used_at: float
+    orders: list[tuple[int, bytes]]
+    """(epoch, numbers)."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Snapshot:
+        orders = [(order.epoch, order.numbers.tobytes()) for order in plan.orders]
+        return cls(plan.name, plan.files, plan.used_at, orders)
+
+
+class PlanStore:
+    """All methods block, and one runs at a time. None raises for a database that cannot be used: that is a line in the
+    log."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._opened: Database | None = None
+
+    def save(self, plan: Snapshot) -> None:
+        key, digest = _key(plan.name), plan.files.digest
+        head = [plan.name, digest.hex(), plan.used_at, [epoch for epoch, _ in plan.orders]]
+        try:
+            database = self._database()
+            puts = [("orders", key + bytes([place]), row) for place, (_, row) in enumerate(plan.orders)]
+            puts.append(("plans", key, json.dumps(head).encode()))
+            if database.get("lists", digest) is None:
+                puts.append(("lists", digest, plan.files.text))
+            database.write(puts, [("orders", key, key + b"\xff")])
+        except CachefsError as exc:
+            log.warning("plan %s is not kept over a restart: %s", plan.name, exc)
+
+    def drop(self, name: str) -> None:
+        """Forget a plan, and its list of files if no other plan has it."""
+        key = _key(name)
+        try:
+            heads = dict(self._database().scan("plans"))
+            digest = json.loads(heads.pop(key, b"[0, null]"))[1]
+            unused = digest is not None and all(json.loads(head)[1] != digest for head in heads.values())
+            lists = [("lists", bytes.fromhex(digest), None)] if unused else []
+            self._database().write([("plans", key, None), *lists], [("orders", key, key + b"\xff")])
+        except CachefsError as exc:
+            log.warning("plan %s may come back with a restart: %s", name, exc)
+
+    def load(self) -> list[Plan]:
+        plans: list[Plan] = []
+        if not self._directory.exists():
+            return plans
+        try:
+            database, lists = self._database(), dict[str, Files]()
+            for key, head in database.scan("plans"):
+                name, digest, used_at, epochs = json.loads(head)
+                if digest not in lists:
+                    text = database.get("lists", bytes.fromhex(digest)) or b"missing"
+                    lists[digest] = Files.from_text(text)
+                plan = Plan(name, lists[digest], used_at)
+                for place, epoch in enumerate(epochs):
+                    numbers = array("I", database.get("orders", key + bytes([place])) or b"")
+                    order = Order(epoch, len(numbers), len(plan.files))
+                    order.extend(numbers)
+                    plan.put(order)
+                plans.append(plan)
+        except CachefsError as exc:
+            log.warning("the plans of an earlier daemon cannot be read: %s", exc)
+        except (ValueError, TypeError) as exc:
+            log.warning("the plans of an earlier daemon cannot be read, and are dropped: %s", exc)
+            database.write([], [(table, b"", b"\xff" * 18) for table in TABLES])
+            plans.clear()
+        return plans
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def _database(self) -> Database:
+        if self._opened is None:
+            self._opened = Database(self._directory, TABLES, version=FORMAT, fsync=False)
+        return self._opened
+
+
+def _key(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+# Plans as they arrive over the control socket: in parts, because a request is one bounded line.
+#
+# A list of files or an order takes effect when it is complete; until then the plan stays as it was.
+
+LONGEST_NAME = 256
+
+UNFINISHED_S = 600.0
+"""An incomplete list or order of which no part came for so long is dropped; a job sends its parts at once."""
+
+TOUCH_EVERY_S = 3600.0
+"""How often the time of last use of a plan is saved. Derived: a small part of `plans.DROP_AFTER_S`."""
+
+
+class Announced:
+    """`on_change` is called when plans were added, changed or dropped."""
+
+    def __init__(
+        self, plans: Plans, plan_store: PlanStore | None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._plans = plans
+        self._plan_store = plan_store
+        self._clock = clock
+        self._files: dict[str, Files] = {}
+        self._orders: dict[str, Order] = {}
+        self._unfinished: dict[str, float] = {}  # plan → time of the last part of an incomplete list or order
+        self._writing = trio.Lock()
+        self._swept_at = clock()
+
+    async def load(self) -> None:
+        """Load the plans of an earlier daemon."""
+        if self._plan_store is None:
+            return
+        async with self._writing:
+            plans = await trio.to_thread.run_sync(self._plan_store.load)
+        for plan in plans:
+            if plan.name not in self._plans.by_name:
+                self._plans.put(plan)
+        await self.drop_unused()
+        self.on_change()
+
+    async def files(self, plan: str, paths: list[str], at: int, total: int) -> int:
+        """A part of a plan's list, from its `at`th path on. Returns how many are known. Raises `ConfigError`."""
+        _check_types(plan, at=at, total=total)
+        if not isinstance(paths, list) or not all(type(path) is str and "\0" not in path for path in paths):
+            raise ConfigError(f"plan {plan}: paths are strings without a NUL")
+        if at == 0:
+            self._files[plan] = Files(total)
+            if len(self._files) > MOST_PLANS:
+                self._forget_unfinished(next(iter(self._files)))
+        files = self._files.get(plan)
+        if files is None or len(files) != at or files.total != total:
+            raise ConfigError(f"plan {plan}: a list of files begins at 0 and goes on where it stopped")
+        try:
+            files.extend([os.fsencode(path).lstrip(b"/") for path in paths])
+        except UnicodeEncodeError as exc:
+            raise ConfigError(f"plan {plan}: {exc}") from exc
+        self._unfinished[plan] = self._clock()
+        if len(files) == total:
+            del self._files[plan]
+            known = self._plans.by_name.get(plan)
+            if known is not None and known.files.digest == files.digest:
+                known.used_at = self._clock()
+            else:
+                self._orders.pop(plan, None)
+                if self._plans.sharing(files) is files:
+                    await trio.to_thread.run_sync(files.make_table)
+                await self._put(Plan(plan, self._plans.sharing(files), self._clock()))
+        return len(files)
+
+    async def order(
+        self, plan: str, epoch: int, indices_b64: str, at: int, total: int, files: str = ""
+    ) -> int:
+        """A part of the order of an epoch, little-endian 32-bit numbers of files, from its `at`th on. Returns how many are
+        known. Raises `ConfigError`, also when `files` is not the digest of the plan's list: the numbers would name other
+        files."""
+        _check_types(plan, epoch=epoch, at=at, total=total)
+        known = self._plans.by_name.get(plan)
+        if known is None:
+            raise ConfigError(f"plan {plan}: its files were not announced")
+        if files and files != known.files.digest.hex():
+            raise ConfigError(f"plan {plan}: it has another list of files, which another job announced")
+        if at == 0:
+            if not 0 <= total <= 64 * max(len(known.files), 1):
+                raise ConfigError(f"plan {plan}: an order of {total} for {len(known.files)} files")
+            self._orders[plan] = Order(epoch, total, len(known.files))
+        order = self._orders.get(plan)
+        if order is None or len(order.numbers) != at or (order.total, order.epoch) != (total, epoch):
+            raise ConfigError(f"plan {plan}: an order begins at 0 and goes on where it stopped")
+        try:
+            numbers = array("I", base64.b64decode(indices_b64, validate=True))
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            order.extend(numbers)
+        except (binascii.Error, ValueError, TypeError) as exc:
+            raise ConfigError(f"plan {plan}: {exc}") from exc
+        self._unfinished[plan] = self._clock()
+        if order.complete:
+            del self._orders[plan]
+            known.put(order)
+            known.used_at = self._clock()
+            self.on_change()
+            await self._save(known)
+        return len(order.numbers)
+
+    async def drop(self, plan: str) -> bool:
+        """Forget a plan; True if there was one."""
+        self._forget_unfinished(plan)
+        found = self._plans.drop(plan) is not None
+        self.on_change()
+        if self._plan_store is not None and found:
+            async with self._writing:
+                await trio.to_thread.run_sync(self._plan_store.drop, plan)
+        return found
+
+    async def drop_unused(self) -> None:
+        """Forget plans of jobs that are over, and incomplete ones; save which plans are in use."""
+        now = self._clock()
+        for name in [name for name, at in self._unfinished.items() if now - at > UNFINISHED_S]:
+            self._forget_unfinished(name)
+        for name in self._plans.unused(now):
+            await self.drop(name)
+        if now - self._swept_at > TOUCH_EVERY_S:
+            for plan in list(self._plans.by_name.values()):
+                if plan.used_at > self._swept_at:
+                    await self._save(plan)
+            self._swept_at = now
+
+    async def aclose(self) -> None:
+        if self._plan_store is not None:
+            with trio.CancelScope(shield=True):
+                async with self._writing:
+                    await trio.to_thread.run_sync(self._plan_store.close)
+
+    def _forget_unfinished(self, plan: str) -> None:
+        self._files.pop(plan, None)
+        self._orders.pop(plan, None)
+        self._unfinished.pop(plan, None)
+
+    async def _put(self, plan: Plan) -> None:
+        gone = self._plans.put(plan)
+        if gone is not None:
+            self._orders.pop(gone.name, None)
+        self.on_change()
+        if gone is not None and self._plan_store is not None:
+            async with self._writing:
+                await trio.to_thread.run_sync(self._plan_store.drop, gone.name)
+
+    async def _save(self, plan: Plan) -> None:
+        if self._plan_store is None:
+            return
+        async with self._writing:
+            if self._plans.by_name.get(plan.name) is plan:
+                await trio.to_thread.run_sync(self._plan_store.save, Snapshot.of(plan))
+
+
+def _check_types(plan: object, **numbers: object) -> None:
+    """The values come as JSON from any client of the control socket."""
+    if not isinstance(plan, str) or not 0 < len(plan) <= LONGEST_NAME:
+        raise ConfigError(f"the name of a plan has 1 to {LONGEST_NAME} characters")
+    for name, number in numbers.items():
+        if type(number) is not int:
+            raise ConfigError(f"plan {plan}: {name} is a whole number, not {number!r}")

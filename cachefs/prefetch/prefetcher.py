@@ -27,9 +27,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.fetch import Fetcher
 from cachefs.fs import LARGE, FileSystem, Volume
-from cachefs.prefetch.announced import Announced
-from cachefs.prefetch.plan_store import PlanStore
-from cachefs.prefetch.plans import FOLLOWED_S, Plan
+from cachefs.prefetch.plans import FOLLOWED_S, Announced, Plan, PlanStore
 from cachefs.prefetch.sources import Candidate, FromDirectories, FromPlans, FromShards, Paths
 
 if TYPE_CHECKING:

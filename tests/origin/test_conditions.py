@@ -13,7 +13,7 @@ import pytest
 from bench.lab.dataset import content as bytes_of
 from cachefs.base.errors import Conflict, NoSuchUpload, NotFound, ObjectChanged, OriginFailed
 from cachefs.origin import InMemory, Origin, origin
-from cachefs.origin.conditions import HONOURED, Condition, of_endpoint
+from cachefs.origin.protocol import HONOURED, Condition, of_endpoint
 from tests.origin.pending import pending
 from tests.origin.reading import content, run
 from tests.origin.servers import Lab

@@ -6,8 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.origin.gate import Gate, Ticket
-from cachefs.origin.limiter import Concurrency
+from cachefs.origin.gate import Concurrency, Gate, Ticket
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -24,8 +24,7 @@ from cachefs.base.errors import (
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import OnOutage
 from cachefs.origin import ListPage, ObjectInfo, Origin
-from cachefs.origin.attempts import Attempts
-from cachefs.origin.outage import FAILING_S, FAILURES, SILENT_S, Outage
+from cachefs.origin.attempts import FAILING_S, FAILURES, SILENT_S, Attempts, Outage
 from tests.origin.reading import Collect
 
 # -- the policy ----------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.origin.attempts import Backoff
-from cachefs.origin.credentials import Opened
-from cachefs.origin.gate import Gate, Ticket
-from cachefs.origin.limiter import Concurrency
-from cachefs.origin.rates import RateLimit, Throughput, TokenBucket
+from cachefs.origin.gate import Concurrency, Gate, RateLimit, Throughput, Ticket, TokenBucket
+from cachefs.origin.http import Opened
 
 
 def test_throttling_halves_once_per_window() -> None:

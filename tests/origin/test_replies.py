@@ -10,7 +10,7 @@ import pytest
 
 from cachefs.base.errors import PermissionDenied
 from cachefs.origin.fsspec_client import in_our_words
-from cachefs.origin.replies import refusal
+from cachefs.origin.http import refusal
 from cachefs.origin.s3 import parse_page
 
 ENTRY = "<Contents><Key>{}</Key><LastModified>2026-01-01T00:00:00Z</LastModified>{}<Size>1</Size></Contents>"

@@ -17,7 +17,7 @@ from cachefs.base.errors import ConfigError, NotFound, ObjectChanged, OriginFail
 from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
 from cachefs.origin.azure import parse_page as parse_azure
-from cachefs.origin.transport import authorities
+from cachefs.origin.http import authorities
 from cachefs.origin.web import names_in
 from tests.origin.reading import Collect, content, pages, run
 from tests.origin.servers import QUICK, Azurite, Web

@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 from cachefs.base.errors import ObjectChanged, OriginFailed, Transient
 from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
-from cachefs.origin.http import query
+from cachefs.origin.http import Transport, query
 from cachefs.origin.s3 import signed_v4
-from cachefs.origin.transport import Transport
 from tests.origin.reading import Collect, content, run
 from tests.origin.servers import QUICK
 

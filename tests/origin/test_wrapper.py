@@ -210,7 +210,7 @@ def test_cancelling_waits_for_the_write_that_runs_and_allows_no_other() -> None:
 
 
 def test_a_slow_body_outlives_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachefs.origin.transfer.PROGRESS_S", 0.05)
+    monkeypatch.setattr("cachefs.origin.attempts.PROGRESS_S", 0.05)
 
     class Trickle(Scripted):
         def read(self, *args: Any) -> Generator[memoryview | bytes, None, None]:

@@ -30,18 +30,16 @@ from cachefs.base.errors import (
 )
 from cachefs.base.metrics import Metrics
 from cachefs.origin import FileRange, InMemory, ObjectInfo, Origin, Ticket, open_origin
-from cachefs.origin.attempts import Attempts, Backoff
+from cachefs.origin.attempts import CHUNK, Attempts, Backoff
 from cachefs.origin.azure import LIMITS as AZURE
 from cachefs.origin.azure import block_id, number_of
-from cachefs.origin.conditions import HONOURED
 from cachefs.origin.google import LIMITS as GOOGLE
+from cachefs.origin.http import refusal
 from cachefs.origin.local import LIMITS as LOCAL
 from cachefs.origin.local import UPLOADS, LocalClient
-from cachefs.origin.protocol import Body, Limits, Preconditions, Written
-from cachefs.origin.replies import refusal
+from cachefs.origin.protocol import HONOURED, Body, Limits, Preconditions, Written
 from cachefs.origin.s3 import LIMITS as S3
 from cachefs.origin.s3 import AwsCredentials, Bucket, S3Objects
-from cachefs.origin.transfer import CHUNK
 from tests.origin.reading import run, until
 from tests.origin.servers import aws_env
 from tests.origin.writing import MIB, file_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.fetch.comparing import SHARE, Sampler
+from cachefs.fetch.upstream import SHARE, Sampler
 from tests.fetch.scripted import SOURCE, content, in_trio
 from tests.peers.nodes import Node, Nodes, nodes
 from tests.store.lab import BLOCK, KIB, until

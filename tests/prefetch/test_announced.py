@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from cachefs.base.errors import ConfigError
-from cachefs.prefetch import announced
-from cachefs.prefetch.announced import UNFINISHED_S, Announced
-from cachefs.prefetch.files import MOST_FILES, Files
-from cachefs.prefetch.plan_store import PlanStore, Snapshot
-from cachefs.prefetch.plans import Plans
+from cachefs.prefetch import plans as announced
+from cachefs.prefetch.plans import MOST_FILES, UNFINISHED_S, Announced, Files, Plans, PlanStore, Snapshot
 from tests.prefetch.test_plans import plan_of
 
 

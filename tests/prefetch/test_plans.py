@@ -13,8 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.base.errors import ConfigError
-from cachefs.prefetch.files import Files
-from cachefs.prefetch.plans import DROP_AFTER_S, LOOKAHEAD, MOST_PLANS, NEAR_MOST, Item, Order, Plan, Plans
+from cachefs.prefetch.plans import (
+    DROP_AFTER_S,
+    LOOKAHEAD,
+    MOST_PLANS,
+    NEAR_MOST,
+    Files,
+    Item,
+    Order,
+    Plan,
+    Plans,
+)
 
 
 def files_of(count: int) -> Files:
