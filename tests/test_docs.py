@@ -14,9 +14,9 @@ import pytest
 from bench import report
 from bench.__main__ import ORDER
 from cachefs import hints
-from cachefs.cli import reference
 from cachefs.cli.main import cli
 from cachefs.fs import xattrs
+from scripts import reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

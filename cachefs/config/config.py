@@ -21,7 +21,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from cachefs.base.client import control_path, slug
+from cachefs.base.client import slug
 from cachefs.base.linux import memory_limit
 from cachefs.base.names import OnOutage
 from cachefs.base.units import FOREVER, Size
@@ -478,11 +478,6 @@ class Config:
         if own is None and source.consistency is not None and name in _TTLS:
             return _TTLS[name][source.consistency]
         return getattr(self, name) if own is None else own
-
-    @property
-    def control_socket(self) -> Path:
-        """Where the daemon of this mount listens."""
-        return control_path(self.mountpoint)
 
 
 def rows() -> list[tuple[Field[Any], Row]]:
