@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
 from cachefs.store import Opened, Store, disk, open_store, ram
-from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin
 from tests.store import counters
 
@@ -209,22 +210,57 @@ def flip_bit(path: Path, rng: random.Random, offset: int | None = None) -> None:
         file.write(bytes([byte ^ 1 << rng.randrange(8)]))
 
 
-def killed_at_random(code: str, cache_dir: Path, kills: int) -> Iterator[int]:
-    """Run `code` in a process of its own, with (directory, number) as arguments, and kill it at a random moment after
-    it said that it is ready; so many times. Yields the number, each time when it is dead."""
+def in_child(work: Callable[[], None], report: Path, seconds: float = 30.0) -> str:
+    """How `work` ends in a process of its own: "" or the reason it did not end well."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        faulthandler.disable()  # what is expected to crash need not be told
+        try:
+            out = os.open(report, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(out, 2)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc(file=open(report, "a"))  # noqa: SIM115
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "hangs"
+        time.sleep(0.002)
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return "" if os.WEXITSTATUS(status) == 0 else report.read_text()[-1500:]
+
+
+def killed_at_random(
+    work: Callable[[Path, int, Callable[[], None]], Awaitable[None]], cache_dir: Path, kills: int
+) -> Iterator[int]:
+    """Run `work`(directory, number, ready) in a forked process, and kill it at a random moment after it has called `ready`;
+    so many times. Yields the number, each time when it is dead."""
     rng = random.Random(kills)
     for number in range(kills):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(cache_dir), str(number)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "ready\n", child.stderr.read()[-3000:]
-        time.sleep(rng.uniform(0.02, 0.5))
-        child.send_signal(signal.SIGKILL)
-        _, errors = child.communicate()
-        assert child.returncode == -signal.SIGKILL, errors[-3000:]
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                trio.run(work, cache_dir, number, partial(os.write, writing, b"ready"))
+            except BaseException:
+                os.write(writing, traceback.format_exc().encode())
+            finally:
+                os._exit(1)
+        os.close(writing)
+        with open(reading, "rb", buffering=0) as said:
+            assert (first := said.read(3000)) == b"ready", first.decode()
+            time.sleep(rng.uniform(0.02, 0.5))
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, said.read(3000).decode()
         yield number

@@ -625,14 +625,6 @@ async def test_a_kill_right_after_costs_the_file_at_most(cache_dir: Path, flushe
         assert lab.metrics.checksum_failures == 0
 
 
-CHILD = """
-import sys
-from pathlib import Path
-import trio
-from tests.store.test_adopting import writer
-trio.run(writer, Path(sys.argv[1]), int(sys.argv[2]))
-"""
-
 COUNT = 24
 
 
@@ -643,7 +635,7 @@ def versions() -> tuple[ScriptedOrigin, list[ObjectId], list[bytes]]:
     return origin, [origin.put(f"k{i}", d) for i, d in enumerate(data)], data
 
 
-async def writer(place: Path, seed: int) -> None:
+async def writer(place: Path, seed: int, ready: Callable[[], None]) -> None:
     """The child: adopts and reads at random in a cache that is too small, until it is killed."""
     rng = random.Random(seed)
     origin, ids, data = versions()
@@ -670,12 +662,12 @@ async def writer(place: Path, seed: int) -> None:
         async with trio.open_nursery() as nursery:
             for task in (adopter, adopter, reader, reader, flusher):
                 nursery.start_soon(task)
-            print("ready", flush=True)
+            ready()
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_kills_never_make_a_wrong_byte_of_what_was_adopted(cache_dir: Path, kills: int) -> None:
-    for number in killed_at_random(CHILD, cache_dir, kills):
+    for number in killed_at_random(writer, cache_dir, kills):
         look(cache_dir, ("first", "none", "full")[number % 3])
 
 

@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +15,8 @@ import trio
 import trio.lowlevel
 
 from cachefs.store import ram, scrub
-from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, cache_files, running
+from tests.store.lab import BLOCK, EXTENT, MIB, cache_files, in_child, running
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
 
@@ -250,35 +247,28 @@ async def test_a_full_disk_when_the_daemon_starts(small_ext4: Path) -> None:
 @pytest.mark.root
 @needs_root
 @pytest.mark.parametrize("before", ["empty", "warm"])
-def test_a_start_on_a_full_tmpfs_does_not_crash(small_disk: Path, before: str) -> None:
+def test_a_start_on_a_full_tmpfs_does_not_crash(small_disk: Path, tmp_path: Path, before: str) -> None:
     """LMDB maps its lock file: a page that the disk cannot give is a SIGBUS. So a process of its own."""
     place = small_disk / "cache"
     place.mkdir()
-    script = textwrap.dedent("""
-        import sys, trio
-        from pathlib import Path
-        from tests.fetch.scripted import ScriptedOrigin, content, in_trio
-        from tests.store.lab import running
-        @in_trio
-        async def main():
-            async with running(Path(sys.argv[1]), ssd=8 << 20) as lab:
-                for i in range(4):
-                    data = content(i, 300_000)
-                    assert await lab.read(lab.origin.put(f"k{i}", data)) == data
-                await lab.store.flush()
-        main()
-    """)
-    command = [sys.executable, "-c", script, str(place)]
+
+    @in_trio
+    async def start() -> None:
+        async with running(place, ssd=8 << 20) as lab:
+            for i in range(4):
+                data = content(i, 300_000)
+                assert await lab.read(lab.origin.put(f"k{i}", data)) == data
+            await lab.store.flush()
+
     if before == "warm":
-        subprocess.run(command, check=True, cwd=ROOT)
+        assert in_child(start, tmp_path / "report") == ""
     fill_up(small_disk)
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert in_child(start, tmp_path / "report") == ""
     finally:
         from cachefs.store.ram import remove_ram
 
         remove_ram(place)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.root

@@ -235,8 +235,15 @@ async def test_ram_drops_what_was_used_rather_than_displace_what_is_wanted(cache
 # -- pins ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["clean", "killed"])
-@pytest.mark.parametrize("ram", [0, 16 * BLOCK])
+@pytest.mark.parametrize(
+    ("ram", "kind"),
+    [
+        (0, "clean"),
+        pytest.param(0, "killed", marks=pytest.mark.long),
+        pytest.param(16 * BLOCK, "clean", marks=pytest.mark.long),
+        (16 * BLOCK, "killed"),
+    ],
+)
 @in_trio
 async def test_pins_survive_pressure_and_restarts(cache_dir: Path, ram: int, kind: str) -> None:
     origin = ScriptedOrigin()

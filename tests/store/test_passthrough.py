@@ -575,7 +575,7 @@ async def test_a_stop_with_users_leaves_no_file_without_rows(cache_dir: Path) ->
 
 @pytest.mark.parametrize("known", ["all", "one extent", "nothing"])
 @pytest.mark.parametrize("then", ["scrub", "read", "evict"])
-@pytest.mark.parametrize("ram", [0, 8 * EXTENT])
+@pytest.mark.parametrize("ram", [0, pytest.param(8 * EXTENT, marks=pytest.mark.long)])
 @in_trio
 async def test_a_mapping_that_outlives_a_kill_keeps_its_bytes(
     cache_dir: Path, known: str, then: str, ram: int
