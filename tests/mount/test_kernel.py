@@ -430,9 +430,9 @@ def test_a_listing_again_is_no_request_and_what_changed_is_seen(
     read_only: bool, mounted: Mounted, bucket: Bucket, backend: str
 ) -> None:
     """With attributes, as `ls -l` lists. Also what other clients change, once it is refreshed; half a listing is none."""
-    here = {f"{number:04}" for number in range(500)}
-    for name in here:
-        bucket.put(f"d/{name}", 10)
+    bucket.store.synthesize(bucket.name, "d/", 500, 10)
+    here = {f"name-{number:07}.bin" for number in range(500)}
+    first, second, third, fourth, fifth, *_ = sorted(here)
     mount = mounted(bucket, read_only=read_only)
     place = mount.path / "d"
 
@@ -456,10 +456,10 @@ def test_a_listing_again_is_no_request_and_what_changed_is_seen(
     unread()
     look_twice()
     bucket.put("d/another", 10)
-    bucket.delete("d/0000")
+    bucket.store.delete(bucket.name, f"d/{first}")
     unread()
     mount.refresh(place)
-    here = here - {"0000"} | {"another"}
+    here = here - {first} | {"another"}
     unread()
     look_twice()
     if read_only:
@@ -467,21 +467,21 @@ def test_a_listing_again_is_no_request_and_what_changed_is_seen(
     (place / "made").write_bytes(b"0123456789")
     here.add("made")
     look_twice()
-    (place / "0001").unlink()
-    here.remove("0001")
+    (place / second).unlink()
+    here.remove(second)
     look_twice()
-    (place / "0002").rename(place / "0002-moved")
-    here = here - {"0002"} | {"0002-moved"}
+    (place / third).rename(place / "moved")
+    here = here - {third} | {"moved"}
     look_twice()
-    (place / "0003").rename(mount.path / "0003")
-    here.remove("0003")
+    (place / fourth).rename(mount.path / fourth)
+    here.remove(fourth)
     look_twice()
     place.rename(mount.path / "e")
     place = mount.path / "e"
     look_twice()
     (mount.path / "d").mkdir()
     assert not names(mount.path / "d")
-    (place / "0004").rename(mount.path / "d" / "0004")
-    assert names(mount.path / "d") == {"0004"}
-    here.remove("0004")
+    (place / fifth).rename(mount.path / "d" / fifth)
+    assert names(mount.path / "d") == {fifth}
+    here.remove(fifth)
     look_twice()
