@@ -281,10 +281,11 @@ class Space:
     def file_to_write(
         self, obj: CachedObject, tier: Tier, *, whole: bool = False
     ) -> int | Callable[[], int] | None:
-        """A descriptor of the version's file; or, of a file on a disk that is not open yet, a function that opens it, for a
-        thread. None while an immutable one is on its way out. If that fails: `not_opened`. `whole`: one writer writes all of
-        it, so none of the others need the descriptor."""
-        if tier.number in obj.fds or not (tier.blocking or whole):
+        """A descriptor of the version's file; or a function that opens it, for a thread: of one on a disk that is not open
+        yet, or has parts that are still to be punched out. None while an immutable one is on its way out. If that fails:
+        `not_opened`. `whole`: one writer writes all of it, so none of the others need the descriptor."""
+        going = tier.disposal.pending(obj.id.digest)  # what is written now would go, too
+        if not going and (tier.number in obj.fds or not (tier.blocking or whole)):
             return self._file_for_write(obj, tier)
         if tier.number in obj.leaving:
             return None

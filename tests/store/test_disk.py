@@ -206,11 +206,12 @@ async def test_files_go_beside_the_loop_and_count_until_they_are_gone(
         lab.check_accounts()
 
 
+@pytest.mark.parametrize("in_use", [False, True])
 @in_trio
 async def test_what_comes_again_waits_for_what_was_there(
-    cache_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch, in_use: bool
 ) -> None:
-    """Else its new blocks would go with the old ones: punched out, or with the file."""
+    """Else its new blocks would go with the old ones: punched out, or with the file. A used file stays open."""
     may = threading.Event()
     remove, punch = disk._remove, disk._punch
 
@@ -227,6 +228,8 @@ async def test_what_comes_again_waits_for_what_was_there(
         data = content(1, 2 * EXTENT)
         object_id = lab.origin.put("k", data)
         obj = lab.store.object(object_id)
+        if in_use:
+            obj.hold()
         for gone in ([1], [0, 1]):
             may.clear()
             assert await lab.read(object_id) == data
@@ -244,6 +247,8 @@ async def test_what_comes_again_waits_for_what_was_there(
             assert await lab.store.read(obj, 0, len(data)) == data
             assert lab.metrics.checksum_failures == 0
             lab.check_accounts()
+        if in_use:
+            obj.release()
 
 
 @in_trio
