@@ -23,9 +23,8 @@ from cachefs.fetch import Fetcher
 from cachefs.origin import Origin
 from cachefs.store import Store
 from cachefs.upload import DirtyFile, Uploads, through
-from cachefs.upload.journal import DIRTY_FILES, Journal
+from cachefs.upload.journal import DIRTY_FILES, Journal, kept
 from cachefs.upload.queue import in_vain
-from cachefs.upload.recovery import kept
 
 log = logging.getLogger(__name__)
 

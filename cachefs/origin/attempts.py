@@ -40,7 +40,16 @@ from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
 from cachefs.origin.gate import Concurrency, Gate, RateLimit, Throughput, Ticket, TransferRate
-from cachefs.origin.protocol import AskedToWait, Body, Client, ConnectionEnded, Sink, Source, Writer
+from cachefs.origin.protocol import (
+    AskedToWait,
+    Body,
+    Client,
+    ConnectionEnded,
+    InMemory,
+    Sink,
+    Source,
+    Writer,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,6 +58,11 @@ E = TypeVar("E", bound=CachefsError)
 READS = ("origin_get", "origin_head", "origin_list")
 """Counters of the requests that are not sent to a store that is out. Writes are sent all the same: their caller decides for
 how long."""
+
+
+SENT_AT_ONCE = 256 << 10
+"""The largest body in memory that the trio thread sends by itself. Derived: its digest takes 0.2 ms, as long as a turn of a
+thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +244,24 @@ class Attempts:
         counter: str,
         key: str,
         turn: Ticket | None = None,
+        *,
+        now: Callable[[Sending], Awaitable[T | None]] | None = None,
     ) -> T:
         """The result of `request`, which sends the first `size` bytes of `source`. Arguments as for `call`. An error of
-        `source` is raised unchanged."""
+        `source` is raised unchanged. `now` does the same without a thread for what lies in memory, or returns None."""
         turn = turn or Ticket()
         body = Sending(source, size, self.deadline_s, self._upload_limit, turn, self._progressed)
+        at_hand = self._upload_limit is None and size <= SENT_AT_ONCE
+        at_hand = at_hand and isinstance(source, InMemory) and size <= len(source.data)
+
+        async def attempt() -> T | None:
+            found = await now(body) if at_hand and now is not None else None
+            if found is not None:
+                return found
+            return await self._in_thread(lambda: body.attempt(lambda: request(body)))
+
         try:
-            result = await self.call(
-                lambda: body.attempt(lambda: request(body)), what, counter, key, turn=turn, transfer=body
-            )
+            result = await self.repeat(attempt, what, counter, key, turn=turn, transfer=body)
         finally:
             await body.close()
             self._count(body)  # an abandoned thread may have gone on until now

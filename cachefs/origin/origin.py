@@ -192,7 +192,8 @@ class Origin:
         try:
             sent = await outcomes.to_send(key, preconditions, outcomes.probes.puts)
             written = await attempts.send(
-                lambda body: writer.put(key, body, sent), source, size, what, "origin_put", key, turn
+                *(lambda body: writer.put(key, body, sent), source, size, what, "origin_put", key, turn),
+                now=lambda body: writer.put_now(key, body, sent),
             )
         except Conflict as exc:
             return await outcomes.ours(key, token, size, exc)

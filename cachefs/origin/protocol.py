@@ -278,6 +278,10 @@ class Writer(Protocol):
     conditions: Conditions
 
     def put(self, key: str, body: Body, preconditions: Preconditions) -> Written: ...
+    async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
+        """The same on the trio thread, of a small body that lies in memory: no thread gets a turn. None: use `put`."""
+        return None
+
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         """`etag`: only this version; `ObjectChanged` when it is another."""
 

@@ -251,13 +251,24 @@ class Bucket:
     ) -> tuple[str, Mapping[str, str]]:
         """As `Place.sign`. A file is read for a digest, which the origin compares, only without TLS: TLS protects the bytes
         already."""
+        return self._signed(method, url, headers, body, self.credentials.current())
+
+    def sign_put_at_once(self, url: str, headers: Mapping[str, str], body: Body) -> Mapping[str, str] | None:
+        """The headers of an authorised PUT, without waiting: None when the credentials are not at hand."""
+        credentials = self.credentials.at_hand()
+        if credentials is None and not self.credentials.anonymous:
+            return None
+        return self._signed("PUT", url, headers, body, credentials)[1]
+
+    def _signed(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes, credentials: Any
+    ) -> tuple[str, Mapping[str, str]]:
         # S3 takes the headers of encryption where an object begins, and refuses them for parts and completions.
         query = url.partition("?")[2]
         begins = (method == "PUT" and "uploadId" not in query) or (
             method == "POST" and query.startswith("uploads")
         )
         headers = {**headers, **self._always, **(self._for_new if begins else {})}
-        credentials = self.credentials.current()
         if credentials is None:
             return url, headers
         if isinstance(body, bytes):
@@ -373,6 +384,16 @@ class S3Objects(Writer):
         with conflicts(preconditions):
             headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
             return written(self._http.ask(Request("PUT", key, headers=headers, body=body)))
+
+    async def put_now(self, key: str, body: Body, preconditions: Preconditions) -> Written | None:
+        place = self._http.place
+        if not isinstance(place, Bucket):
+            return None
+        with conflicts(preconditions):
+            headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
+            request = Request("PUT", key, headers=headers, body=body)
+            reply = await self._http.ask_now(request, place.sign_put_at_once)
+            return None if reply is None else written(reply)
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:
         reply = self._http.ask(Request("PUT", to, headers=self._source(key, etag), slow=True, about=key))

@@ -8,10 +8,9 @@ Invariants: a staging file is removed only when the store has its content (or it
 does not change meanwhile; a failed upload is told to every caller that commits, and tried again.
 """
 
-from cachefs.upload.base import through
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import refuse_foreign
 from cachefs.upload.room import Cache
-from cachefs.upload.uploads import Bring, OnConflict, Uploads
+from cachefs.upload.uploads import Bring, OnConflict, Uploads, through
 
 __all__ = ["Bring", "Cache", "DirtyFile", "OnConflict", "Uploads", "refuse_foreign", "through"]

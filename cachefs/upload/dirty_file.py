@@ -7,14 +7,17 @@ for, and cancels any other.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
 from cachefs.origin import ObjectInfo, Origin, Upload
+from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.parts import Parts
 from cachefs.upload.sending import Sender
 from cachefs.upload.staging import Buffer, Shape, StagingFile
@@ -24,19 +27,6 @@ if TYPE_CHECKING:
 
 TOKENS = 8
 """Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
-
-
-class Attempt:
-    """One upload of what the dirty file held at `generation`: its first `frozen` bytes, which are not to be changed until it
-    is `done`."""
-
-    def __init__(self) -> None:
-        self.begun, self.done = trio.Event(), trio.Event()
-        self.scope = trio.CancelScope()
-        self.error: CachefsError | None = None
-        self.waiters = 0
-        self.frozen = 0
-        self.generation = -1
 
 
 class Owner(Protocol):
@@ -64,12 +54,72 @@ class Owner(Protocol):
         """A new staging file for it, with its content: the cache has the old one."""
 
 
+class Trying:
+    """How its uploads go. `due` is when the next one begins, by the clock of trio; `overdue`: that time came while a process
+    was changing it. `failure` is why the last one failed, until one succeeds, after `failures` in a row; `told`: a caller
+    knows. `unsure`: the outcome of one is unknown. Who has the `turn` begins attempts, or renames it."""
+
+    def __init__(self) -> None:
+        self.turn = trio.Lock()
+        self.due, self.overdue = math.inf, False
+        self.failure: CachefsError | None = None
+        self.failures = 0
+        self.told = self.unsure = False
+
+
+class Record:
+    """What its row in the journal remembers: `tokens` of attempts whose outcome is unknown, the `upload` in parts, and the
+    dirty file that had its name before (`over`), which does not come back. Who has the `turn` writes the row."""
+
+    def __init__(self) -> None:
+        self.turn = trio.Lock()
+        self.tokens: list[str] = []
+        self.upload: dict[str, Any] | None = None
+        self.over: DirtyFile | None = None
+
+
+class Way(enum.Enum):
+    """How its bytes change."""
+
+    HERE = enum.auto()
+    """By `write` and its like alone."""
+    PASSTHROUGH = enum.auto()
+    """A process may write the file without our hearing of it."""
+    SHARED = enum.auto()
+    """Here, and it is the backing file of readers, who may map it."""
+    MAPPED = enum.auto()
+    """The same, no writer has it open, and one may still write it through a mapping."""
+
+
+class Kernel:
+    """The kernel's use of its file: the `backing` file as long as a process has it open, and the `writers`, open handles
+    whose process writes it in passthrough. `shape` is the file as it was looked at last."""
+
+    def __init__(self) -> None:
+        self.way = Way.HERE
+        self.backing: StagingBacking | None = None
+        self.writers = 0
+        self.shape: Shape | None = None
+
+    @property
+    def in_passthrough(self) -> bool:
+        return self.way is Way.PASSTHROUGH
+
+    @property
+    def shared(self) -> bool:
+        return self.way in (Way.SHARED, Way.MAPPED)
+
+    @property
+    def mapped(self) -> bool:
+        return self.way is Way.MAPPED
+
+
 class DirtyFile:
     """Made by `Uploads` only, and used from the trio thread.
 
-    `size` is in bytes; `mtime_ns` is the time of the last write, or what utimensat set. `attrs` is the filesystem's to fill
-    and comes back after a crash. `handles` are its open users. `failure` is why the last upload failed, until one
-    succeeds."""
+    `size` is in bytes; `mtime_ns` is the time of the last write, or what utimensat set. `base` is the etag of the version
+    that it replaces. `attrs` is the filesystem's to fill and comes back after a crash. `handles` are its open users. Who has
+    the `lock` changes its content."""
 
     def __init__(
         self,
@@ -85,68 +135,76 @@ class DirtyFile:
         attrs: Mapping[str, Any],
     ) -> None:
         self.id = name
-        self.origin, self.key = origin, key
+        self.origin, self.key, self.base = origin, key, base
         self.mtime_ns = mtime_ns
         self.attrs = dict(attrs)
         self.handles = 0
-        self.failure: CachefsError | None = None
-        # The room's own.
         self.file = file
-        self.parts = Parts(origin.limits, size)
-        self.sender = Sender(origin, key, self.parts, file, self)
-        self.base = base  # the etag of the version that it replaces
-        self.generation, self.synced = 0, -1  # its content now; as it is surely on the disk
-        self.attempt: Attempt | None = None
-        self.over: DirtyFile | None = (
-            None  # the dirty file that had its name before, which does not come back
-        )
-        self.tokens: list[str] = []  # tokens of attempts whose outcome is unknown
-        self.acknowledged = self.told = self.unsure = False
-        self.discarded = self.adopted = self.settling = self.overtaken = False
-        self.due, self.failures = math.inf, 0
-        self.overdue = False  # it came in between
-        self.lock = trio.Lock()  # its content
-        self.turn = trio.Lock()  # its name
-        self.row_turn = trio.Lock()  # its row in the journal
-        self.has_row = False
-        self.upload_state: dict[str, Any] | None = None
-        self.backing: StagingBacking | None = None  # for the kernel, as long as a process has it open
-        self.writers = 0  # open handles whose process writes the file in passthrough
-        self.in_passthrough = False  # a process may write it without our hearing of it
-        self.shared = False  # it is the backing file of readers: a process may map it, and write that unseen
-        self.mapped = False  # of one that is shared: no writer has it open, and one may still write it
-        self._shape: Shape | None = None
+        self.content, self.trying, self.record, self.kernel = Content(), Trying(), Record(), Kernel()
+        self.sender = Sender(origin, key, Parts(origin.limits, size), file, self)
+        self.lock = trio.Lock()
         self._owner = owner
-        self._at_store: tuple[int, ObjectInfo] | None = None
+
+    @property
+    def parts(self) -> Parts:
+        return self.sender.parts
 
     @property
     def size(self) -> int:
-        return self.parts.size
+        return self.sender.parts.size
 
     @property
     def dirty(self) -> bool:
         """Whether it holds something that the store does not have."""
-        return self._at_store is None or self._at_store[0] != self.generation
+        return self.content.dirty
+
+    @property
+    def discarded(self) -> bool:
+        return self.content.removed
+
+    @property
+    def acknowledged(self) -> bool:
+        """True if it comes back after a crash."""
+        return self.content.row is Row.ACKNOWLEDGED
+
+    @property
+    def attempt(self) -> Attempt | None:
+        return self.content.attempt
+
+    @property
+    def failure(self) -> CachefsError | None:
+        return self.trying.failure
+
+    @property
+    def backing(self) -> StagingBacking | None:
+        return self.kernel.backing
 
     @property
     def committed(self) -> ObjectInfo | None:
         """The version of the store that has exactly this content; None while dirty, or while a mapping may make it so."""
-        return None if self.dirty or self.mapped or self._at_store is None else self._at_store[1]
+        return None if self.content.dirty or self.kernel.mapped else self.stored
 
     @property
     def stored(self) -> ObjectInfo | None:
         """The last version that it made, of whatever content."""
-        return self._at_store[1] if self._at_store is not None else None
+        stored = self.content.stored
+        return None if stored is None else stored.info
 
     @property
     def between(self) -> bool:
         """True if a process that has it open has changed it since it was last closed or synced: what it holds now may be
         half of what is meant."""
-        return self.handles > 0 and self.synced < self.generation
+        return self.handles > 0 and self.content.synced < self.content.generation
+
+    @property
+    def waits(self) -> bool:
+        """True if its next upload is nobody's task yet, and it needs one."""
+        return self.attempt is None and self.trying.due == math.inf and self.dirty and not self.discarded
 
     def has(self, generation: int) -> bool:
         """Whether the store has had what it held then, or later."""
-        return self._at_store is not None and self._at_store[0] >= generation
+        stored = self.content.stored
+        return stored is not None and stored.generation >= generation
 
     @property
     def conflicts(self) -> bool:
@@ -155,19 +213,20 @@ class DirtyFile:
 
     def copied(self, own: ObjectInfo, info: ObjectInfo) -> None:
         """What it had at the store is under its new name, as `info`."""
-        self.unsure = False
-        if self._at_store is not None and self._at_store[1].etag == own.etag:
-            self._at_store = (self._at_store[0], info)
+        self.trying.unsure = False
+        stored = self.content.stored
+        if stored is not None and stored.info.etag == own.etag:
+            self.content.stored_as(replace(stored, info=info))
 
     def moved(self, origin: Origin, key: str, base: str | None) -> None:
         """It is on its way to another key. Nothing of it is under way, or sent."""
         self.origin, self.key, self.base = origin, key, base
         self.sender = Sender(origin, key, self.parts, self.file, self)
-        self.upload_state = None
-        self.tokens = []
+        self.record.upload, self.record.tokens = None, []
 
     def row(self) -> dict[str, Any]:
         """What the journal keeps of it."""
+        over = self.record.over
         return {
             "source": self.origin.source,
             "key": self.key,
@@ -177,17 +236,14 @@ class DirtyFile:
             "size": self.size,
             "mtime_ns": self.mtime_ns,
             "attrs": self.attrs,
-            "tokens": self.tokens,
-            "upload": self.upload_state,
-            "over": None if self.over is None else self.over.id,
+            "tokens": self.record.tokens,
+            "upload": self.record.upload,
+            "over": None if over is None else over.id,
         }
 
     def has_token(self, token: str) -> None:
         """An object with this token is an earlier attempt's."""
-        self.tokens = [*self.tokens[1 - TOKENS :], token]
-
-    def stored_as(self, generation: int, info: ObjectInfo) -> None:
-        self._at_store = (generation, info)
+        self.record.tokens = [*self.record.tokens[1 - TOKENS :], token]
 
     # -- content -----------------------------------------------------------------------------------
 
@@ -244,7 +300,7 @@ class DirtyFile:
         if not count:
             return
         self._within_limits(offset + count)
-        if self.shared:
+        if self.kernel.shared:
             self.look()
             before = self.size
         await self._may_change(min(offset, before))
@@ -272,7 +328,7 @@ class DirtyFile:
     async def _may_change(self, offset: int) -> None:
         """Return when bytes from `offset` on may be changed."""
         await self.unsent(offset)
-        if self.adopted:
+        if self.content.adopted:
             await self._move(await self._owner.renew(self))
 
     async def unsent(self, offset: int) -> None:
@@ -287,12 +343,12 @@ class DirtyFile:
             file.take()
             self.file.give_back()
         self.file = self.sender.file = file
-        self.adopted = False
+        self.content.renewed()
 
     def _changed(self) -> None:
-        if self.shared:
-            self._shape = self.file.shared()
-        self.generation += 1
+        if self.kernel.shared:
+            self.kernel.shape = self.file.shared()
+        self.content.changed()
         self._owner.wrote(self)
 
     def _within_limits(self, size: int) -> None:
@@ -309,58 +365,59 @@ class DirtyFile:
 
     async def begin_passthrough(self) -> None:
         """From now on a process may write it in passthrough, unseen here. The caller holds the `lock`."""
-        if not self.in_passthrough:
-            self._shape = await self.file.open_backing()
-            self.in_passthrough = True
+        if not self.kernel.in_passthrough:
+            self.kernel.shape = await self.file.open_backing()
+            self.kernel.way = Way.PASSTHROUGH
 
     def share(self) -> None:
         """From now on all who have it open read and map its file by themselves, and write it here. What one writes through
         a mapping is not heard of; its file tells (`look`)."""
         with self.file.used():
-            self._shape = self.file.shared()
-        self.shared = True
+            self.kernel.shape = self.file.shared()
+        self.kernel.way = Way.SHARED
 
     def look_for_mappings(self) -> None:
         """Of one that is shared and that no writer has open: find out what is written, and if more may be. Raises
         `CacheUnusable`."""
-        self.mapped = True
-        self.mapped = self.file.written()
+        self.kernel.way = Way.MAPPED  # also if this raises
+        if not self.file.written():
+            self.kernel.way = Way.SHARED
         self.look()
 
     def may_be_written(self) -> None:
         """An earlier run may have had it in passthrough."""
-        self.in_passthrough = self.file.in_passthrough = True
-        self._shape = self.file.shape()
+        self.kernel.way, self.file.in_passthrough = Way.PASSTHROUGH, True
+        self.kernel.shape = self.file.shape()
 
     def look(self) -> bool:
         """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
         if self.discarded and not self.handles:  # its file is removed, while its name is still shown
             return False
-        if not (self.in_passthrough or self.shared) or (shape := self.file.shape()) == self._shape:
+        if self.kernel.way is Way.HERE or (shape := self.file.shape()) == self.kernel.shape:
             return False
-        self._shape = shape
+        self.kernel.shape = shape
         self.parts.rewritten(shape.size)
         self.mtime_ns = shape.mtime_ns
         self.found_changed()
         return True
 
     def found_changed(self) -> None:
-        self.generation += 1
+        self.content.changed()
         self._owner.on_changed(self)
 
     def reclaim(self) -> bool:
         """True if no process writes it in passthrough any more. Then it changes only through this room."""
-        if self.writers or self.file.written():
+        if self.kernel.writers or self.file.written():
             return False
         self.look()
-        self.in_passthrough = self.file.in_passthrough = False
+        self.kernel.way, self.file.in_passthrough = Way.HERE, False
         return True
 
     # -- for its sender ----------------------------------------------------------------------------
 
     async def begun(self, upload: Upload) -> None:
-        self.upload_state = upload.state()
-        self.has_token(self.upload_state["stamp"])
+        self.record.upload = upload.state()
+        self.has_token(self.record.upload["stamp"])
         await self._owner.keep(self)
 
     async def orphaned(self, upload: Upload) -> None:

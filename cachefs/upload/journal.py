@@ -1,15 +1,35 @@
 """What of the uploads must survive this process: one row a dirty file, in a database that is written through.
 
-Rows that are written at the same time share one transaction, and so does what makes the names of their staging files
-durable: many small files cost the disk one wait. A journal is no cache: one that is damaged is never emptied, but refused
-with the name of its directory, because the files beside it may be the only copy of a user's work.
+`Journal` is the database. Rows that are written at the same time share one transaction, and so does what makes the names of
+their staging files durable: many small files cost the disk one wait. A journal is no cache: one that is damaged is never
+emptied, but refused with the name of its directory, because the files beside it may be the only copy of a user's work.
+
+`Records` writes the rows. An *acknowledged* dirty file is one whose writer was told that its bytes are safe here, or that
+they did not reach the store: it comes back after a crash, with all that its staging file holds then, as on a local file
+system.
+
+`look` compares rows and files at a start, and each dirty file either comes back or is cleared away:
+
+| row | file | then |
+|---|---|---|
+| acknowledged | there | pending again, its upload resumed |
+| acknowledged, of a file that another one was renamed over | either | as not acknowledged |
+| acknowledged | missing | said, as an error: it was removed from outside |
+| acknowledged, of a store that is not mounted | there | both stay for the mount that has it |
+| not acknowledged | either | the upload is aborted, the file goes: its writer was told nothing |
+| none | there | the file goes; one that says it was acknowledged, or is none of ours, is kept aside (`orphans.py`) |
+| no journal | there | all files are kept aside |
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +37,13 @@ import trio
 
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
-from cachefs.base.errors import CacheInUse, CacheUnusable
+from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
+from cachefs.origin import Origin
+from cachefs.upload import orphans
+from cachefs.upload.content import Row
+from cachefs.upload.dirty_file import DirtyFile
+
+log = logging.getLogger(__name__)
 
 FORMAT = "journal-1"
 DIRTY_FILES, ORPHANS, NOTES = "drafts", "orphans", "notes"
@@ -137,3 +163,188 @@ class Journal:
 
     def close(self) -> None:
         self._database.close()
+
+
+# -- rows --------------------------------------------------------------------------------
+
+AGAIN_S = 60.0
+"""How long what could not be cleared away is left alone. Guessed."""
+
+
+class Records:
+    def __init__(self, journal: Journal, origins: Sequence[Origin]) -> None:
+        self.journal = journal
+        self.orphans: dict[str, dict[str, Any]] = {}
+        self.elsewhere: list[tuple[str, int]] = []  # what waits for another source: that, and bytes
+        self._origins = origins
+        self._stale: set[str] = set()  # rows that could not be removed
+        self._wake = trio.Event()
+
+    def origin(self, source: str, key: str) -> Origin | None:
+        """The mounted store that shows this key."""
+        found = [o for o in self._origins if o.source == source and key.startswith(o.prefix)]
+        return max(found, key=lambda origin: len(origin.prefix), default=None)
+
+    async def keep(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
+        """Write the dirty file's row as it is now. Raises `NoRoom`, `CacheUnusable`; `DiskHangs` after `within_s`."""
+        async with dirty_file.record.turn:
+            if not dirty_file.discarded:
+                dirty_file.content.row = max(dirty_file.content.row, Row.NOTED)
+                await self._put(dirty_file, dirty_file.row(), within_s)
+
+    async def acknowledge(self, dirty_file: DirtyFile) -> None:
+        """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
+        dirty_file.look()
+        generation = dirty_file.content.generation
+        if dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough:
+            await dirty_file.file.sync()
+            dirty_file.content.synced = max(dirty_file.content.synced, generation)
+        async with dirty_file.record.turn:
+            if not dirty_file.acknowledged and not dirty_file.discarded:
+                dirty_file.content.row = Row.NOTED
+                await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True})
+                dirty_file.content.row = Row.ACKNOWLEDGED
+
+    async def _put(self, dirty_file: DirtyFile, row: Mapping[str, Any], within_s: float = math.inf) -> None:
+        if not row["acknowledged"]:
+            await self.journal.write(DIRTY_FILES, dirty_file.id, row, within_s=within_s)
+            return
+        path = dirty_file.file.path
+        await self.journal.write(
+            *(DIRTY_FILES, dirty_file.id, row),
+            first=partial(orphans.describe, path, row),
+            then=partial(orphans.acknowledge, path),
+            within_s=within_s,
+        )
+
+    async def forget(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
+        """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`."""
+        async with dirty_file.record.turn:
+            was, dirty_file.content.row = dirty_file.content.row, Row.NONE
+            if was is not Row.NONE:
+                file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None
+                await self._remove(dirty_file.id, file, within_s)
+
+    async def forget_replaced(self, dirty_file: DirtyFile) -> None:
+        """Record that the file which `dirty_file` replaced does not come back.
+
+        Until now only the row of `dirty_file` says so (`over`), so this is called before that row is removed. The replaced
+        file's own row stays, as one that was not acknowledged: the next start aborts what is left of its upload."""
+        over, dirty_file.record.over = dirty_file.record.over, None
+        if over is None:
+            return
+        async with over.record.turn:
+            if over.acknowledged:
+                over.content.row = Row.NOTED
+                forget = partial(orphans.forget, over.file.path)
+                try:
+                    await self.journal.write(DIRTY_FILES, over.id, over.row(), first=forget)
+                except CachefsError as exc:
+                    log.warning("%s", exc)
+
+    async def orphaned(self, source: str, key: str, upload: Mapping[str, Any]) -> None:
+        """This upload (its `state`) is to be aborted, if need be by a later run."""
+        name = hashlib.sha256(f"{key}\0{upload['id']}".encode()).hexdigest()
+        row = {"source": source, "key": key, "upload": dict(upload)}
+        self.orphans[name] = row
+        self._wake.set()
+        try:
+            await self.journal.write(ORPHANS, name, row)
+        except CachefsError as exc:
+            log.warning("%s; the upload of %s/%s may be left at the store", exc, source, key)
+
+    async def run(self) -> None:
+        """Clear away what could not be cleared away at once, until cancelled."""
+        while True:
+            for name in list(self._stale):
+                self._stale.discard(name)
+                await self._remove(name)
+            for name, row in list(self.orphans.items()):
+                await self._abort(name, row)
+            self._wake = trio.Event()
+            with trio.move_on_after(AGAIN_S if self.orphans or self._stale else float("inf")):
+                await self._wake.wait()
+                await trio.sleep(1)
+
+    async def _remove(self, name: str, file: Path | None = None, within_s: float = math.inf) -> None:
+        first = None if file is None else partial(orphans.forget, file)
+        try:
+            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s)
+        except DiskHangs:
+            raise
+        except CachefsError as exc:
+            log.warning("%s; trying again", exc)
+            self._stale.add(name)
+            self._wake.set()
+
+    async def _abort(self, name: str, row: dict[str, Any]) -> None:
+        origin = self.origin(row["source"], row["key"])
+        if origin is None:
+            return
+        try:
+            await origin.resume_upload(row["key"], row["upload"]).abort()
+            await self.journal.write(ORPHANS, name, None)
+        except CachefsError as exc:
+            log.info("%s; trying again", exc)
+            return
+        self.orphans.pop(name, None)
+        log.info("aborted the unfinished upload of %s", origin.name(row["key"]))
+
+
+# -- what an earlier run has left --------------------------------------------------------
+
+Revive = Callable[[str, Mapping[str, Any], Origin], DirtyFile]
+
+
+async def look(records: Records, staging: Path, revive: Revive) -> list[DirtyFile]:
+    """The dirty files that come back. Asks the stores nothing. Raises `NoRoom`, `CacheUnusable`."""
+    journal, found = records.journal, list[DirtyFile]()
+    records.orphans.update(journal.rows(ORPHANS))
+    files = set(await trio.to_thread.run_sync(os.listdir, staging))
+    rows = journal.rows(DIRTY_FILES)
+    wanted = kept(rows, files)
+    replaced = _replaced(rows)
+    for name, row in rows.items():
+        what = f"{row['source']}/{row['key']}"
+        origin = records.origin(row["source"], row["key"])
+        if name in wanted:
+            files.discard(row["file"])
+            if origin is None:
+                records.elsewhere.append((row["source"], (staging / row["file"]).stat().st_size))
+                continue
+            dirty_file = revive(name, row, origin)
+            log.info("%s waits for its upload since an earlier run (%d bytes)", what, dirty_file.size)
+            found.append(dirty_file)
+            continue
+        forget = None
+        if name in replaced:
+            log.info("%s was replaced by another file", what)
+            # Its staging file says that it was acknowledged, and without a row it would be kept aside.
+            forget = partial(orphans.forget, staging / row["file"])
+        elif row["acknowledged"]:
+            log.error("%s was to be uploaded, but %s was removed", what, staging / row["file"])
+        else:
+            log.info("%s was being written when an earlier run ended: given up", what)
+        if row["upload"] is not None:
+            await records.orphaned(row["source"], row["key"], row["upload"])
+        await journal.write(DIRTY_FILES, name, None, first=forget)
+    kept_aside = [left for left in files if not orphans.accounted(staging, left)]
+    orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
+    for left in files.difference(kept_aside):
+        log.info("removing %s, which was never acknowledged", staging / left)
+        try:
+            (staging / left).unlink()
+        except OSError as exc:
+            log.warning("cannot remove %s: %s", staging / left, exc.strerror)
+    return found
+
+
+def kept(rows: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> set[str]:
+    """The dirty files that are to come back, of all rows, where these are the staging files."""
+    replaced = _replaced(rows)
+    there = (name for name, row in rows.items() if row["acknowledged"] and row["file"] in files)
+    return {name for name in there if name not in replaced}
+
+
+def _replaced(rows: Mapping[str, Mapping[str, Any]]) -> set[str | None]:
+    return {row["over"] for row in rows.values() if row["acknowledged"]}

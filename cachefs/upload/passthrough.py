@@ -69,29 +69,29 @@ class Passthrough:
     async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
         """See `Uploads.open_backing`."""
         if self._direct:
-            dirty_file.writers += dirty_file.backing is not None
-            return dirty_file.backing
+            dirty_file.kernel.writers += dirty_file.kernel.backing is not None
+            return dirty_file.kernel.backing
         if not self._possible:
             return None
         async with dirty_file.lock:
             await dirty_file.unsent(-1)
-            if dirty_file.adopted:
+            if not dirty_file.content.is_ours:
                 return None  # the file is the cache's
-            if dirty_file.backing is None:
+            if dirty_file.kernel.backing is None:
                 if not await dirty_file.file.lands():
                     return None  # its content comes through here, and waits for the disk
-                dirty_file.backing = self._told(dirty_file)
-            if dirty_file.backing is not None:
+                dirty_file.kernel.backing = self._told(dirty_file)
+            if dirty_file.kernel.backing is not None:
                 await dirty_file.begin_passthrough()
-                dirty_file.writers += 1
+                dirty_file.kernel.writers += 1
                 self._writers += 1
                 self._begun.set()
-            return dirty_file.backing
+            return dirty_file.kernel.backing
 
     def share(self, dirty_file: DirtyFile, backing_id: int) -> None:
         """The kernel has its file already, for readers."""
-        dirty_file.backing = StagingBacking(-1)
-        dirty_file.backing.id = backing_id
+        dirty_file.kernel.backing = StagingBacking(-1)
+        dirty_file.kernel.backing.id = backing_id
         if self._direct:
             dirty_file.share()
 
@@ -110,16 +110,16 @@ class Passthrough:
 
     def returned(self, dirty_file: DirtyFile) -> None:
         """One of its writers has closed it."""
-        dirty_file.writers -= 1
+        dirty_file.kernel.writers -= 1
         if self._direct:
-            if not dirty_file.writers and not dirty_file.discarded:
+            if not dirty_file.kernel.writers and not dirty_file.discarded:
                 try:
                     dirty_file.look_for_mappings()
                 except CachefsError as exc:
                     log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
             return
         self._writers -= 1
-        if dirty_file.writers or dirty_file.discarded:
+        if dirty_file.kernel.writers or dirty_file.discarded:
             return
         try:
             reclaimed = dirty_file.reclaim()
@@ -131,7 +131,7 @@ class Passthrough:
 
     def released(self, dirty_file: DirtyFile) -> None:
         """No process has it open any more."""
-        backing, dirty_file.backing = dirty_file.backing, None
+        backing, dirty_file.kernel.backing = dirty_file.kernel.backing, None
         if backing is not None:
             self._retire(backing)
 

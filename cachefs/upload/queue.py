@@ -18,7 +18,8 @@ from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChan
 from cachefs.base.ledger import Histogram
 from cachefs.base.tasks import contained
 from cachefs.origin import ObjectInfo
-from cachefs.upload.dirty_file import Attempt, DirtyFile
+from cachefs.upload.content import Attempt, Stored
+from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.parts import Piece
 from cachefs.upload.sending import Preconditions, expected
 
@@ -45,7 +46,7 @@ class Queue:
         self,
         nursery: trio.Nursery,
         preconditions: Callable[[DirtyFile], Awaitable[Preconditions]],
-        stored: Callable[[DirtyFile, int, ObjectInfo], Awaitable[None]],
+        stored: Callable[[DirtyFile, Stored], Awaitable[None]],
         failed: Callable[[DirtyFile, CachefsError], Awaitable[None]],
         settle: Callable[[DirtyFile], Awaitable[None]],
         delay_s: float,
@@ -64,9 +65,9 @@ class Queue:
 
     def plan(self, dirty_file: DirtyFile, in_s: float) -> None:
         """Upload it then, unless that was done meanwhile."""
-        dirty_file.due = trio.current_time() + in_s
+        dirty_file.trying.due = trio.current_time() + in_s
         if not self._closed:
-            heapq.heappush(self._due, (dirty_file.due, next(self._numbers), dirty_file))
+            heapq.heappush(self._due, (dirty_file.trying.due, next(self._numbers), dirty_file))
             self._changed.set()
 
     def close(self) -> None:
@@ -81,10 +82,13 @@ class Queue:
             now = trio.current_time()
             while self._due and self._due[0][0] <= now and self._busy < IN_BACKGROUND:
                 due, _, dirty_file = heapq.heappop(self._due)
-                if dirty_file.due != due:
+                if dirty_file.trying.due != due:
                     continue
                 if dirty_file.between:
-                    dirty_file.due, dirty_file.overdue = math.inf, True  # the next close or fsync has it sent
+                    dirty_file.trying.due, dirty_file.trying.overdue = (
+                        math.inf,
+                        True,
+                    )  # the next close or fsync has it sent
                 elif dirty_file.attempt is None:
                     self._busy += 1
                     contained(
@@ -113,7 +117,7 @@ class Queue:
 
     async def upload(self, dirty_file: DirtyFile) -> None:
         """Return when the store has what the dirty file holds now, or it was removed. Raises the upload's error."""
-        wanted = dirty_file.generation
+        wanted = dirty_file.content.generation
         while not dirty_file.has(wanted):
             attempt = await self._started(dirty_file)
             if attempt is None:
@@ -138,15 +142,16 @@ class Queue:
     async def _started(self, dirty_file: DirtyFile) -> Attempt | None:
         """The attempt under way, or a new one."""
         if dirty_file.attempt is None:
-            async with dirty_file.turn:  # not while it is being renamed
+            async with dirty_file.trying.turn:  # not while it is being renamed
                 if (
                     dirty_file.attempt is None
                     and not dirty_file.discarded
                     and await self._is_quiet(dirty_file)
                     and dirty_file.dirty
                 ):
-                    dirty_file.due, dirty_file.overdue = math.inf, False
-                    dirty_file.attempt = attempt = Attempt()
+                    dirty_file.trying.due, dirty_file.trying.overdue = math.inf, False
+                    attempt = Attempt()
+                    dirty_file.content.begin(attempt)
                     contained(
                         self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt
                     )
@@ -156,14 +161,14 @@ class Queue:
         """False while a program writes it in passthrough; its last close, or time, brings it here again. Raises
         `CacheUnusable` where its file cannot be opened; that is tried again like a failed attempt."""
         try:
-            if not dirty_file.in_passthrough or dirty_file.reclaim():
+            if not dirty_file.kernel.in_passthrough or dirty_file.reclaim():
                 return True
         except CachefsError as exc:
             await self._failed(dirty_file, exc)
             self._again(dirty_file, exc)
             raise
-        dirty_file.due = math.inf
-        if not dirty_file.writers:
+        dirty_file.trying.due = math.inf
+        if not dirty_file.kernel.writers:
             self.plan(dirty_file, STILL_WRITTEN_S)
         return False
 
@@ -173,60 +178,59 @@ class Queue:
         try:
             with attempt.scope, dirty_file.file.used():
                 async with dirty_file.lock:
-                    if dirty_file.in_passthrough:  # just now
+                    if dirty_file.kernel.in_passthrough:  # just now
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
                     if dirty_file.between and not attempt.waiters:  # just now
-                        dirty_file.overdue = True
+                        dirty_file.trying.overdue = True
                         attempt.scope.cancel()
                         await trio.lowlevel.checkpoint()
-                    if dirty_file.shared:
+                    if dirty_file.kernel.shared:
                         # After the sync each store through a mapping moves the file's time on, so the next look finds it.
                         dirty_file.look()
                         await dirty_file.file.sync()
                     dirty_file.file.check()
-                    attempt.generation, attempt.frozen = dirty_file.generation, dirty_file.size
+                    attempt.generation, attempt.frozen = dirty_file.content.generation, dirty_file.size
                     pieces = dirty_file.parts.pieces()
                     attempt.begun.set()
                 began = trio.current_time()
-                info = await self._finish(dirty_file, pieces, attempt.frozen)
+                info, overtaken = await self._finish(dirty_file, pieces, attempt.frozen)
                 self._took.add(trio.current_time() - began)
                 with trio.CancelScope(shield=True):
-                    await self._stored(dirty_file, attempt.generation, info)
+                    await self._stored(dirty_file, Stored(attempt.generation, info, overtaken))
         except Exception as exc:
             attempt.error = error = expected(exc)
-            dirty_file.unsure |= isinstance(error, ABOUT_THE_STORE)
+            dirty_file.trying.unsure |= isinstance(error, ABOUT_THE_STORE)
             with trio.CancelScope(shield=True):
                 await self._failed(dirty_file, error)
             self._again(dirty_file, error)
         finally:
-            dirty_file.attempt = None
+            dirty_file.content.end()
             attempt.begun.set()
             attempt.done.set()
-            wanted = (
-                dirty_file.dirty
-                and not dirty_file.discarded
-                and (dirty_file.acknowledged or not dirty_file.handles)
-            )
+            promised = dirty_file.acknowledged or not dirty_file.handles
             if (
-                wanted and not dirty_file.overdue and dirty_file.due == math.inf
+                dirty_file.waits and promised and not dirty_file.trying.overdue
             ):  # broken off, or written meanwhile
                 self.plan(dirty_file, self._delay_s)
         if not dirty_file.dirty and not dirty_file.handles:
             await self._settle(dirty_file)
 
-    async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> ObjectInfo:
-        earlier = list(dirty_file.tokens)
+    async def _finish(self, dirty_file: DirtyFile, pieces: list[Piece], size: int) -> tuple[ObjectInfo, bool]:
+        """The version that the origin shows, and whether another client has overtaken this one."""
+        earlier = list(dirty_file.record.tokens)
         try:
-            return await dirty_file.sender.finish(pieces, size, await self._preconditions(dirty_file))
-        except Conflict as exc:
-            # Is it of an earlier attempt, whose reply was lost, perhaps with the process that waited for it?
-            dirty_file.base = await self._ours(dirty_file, earlier, exc)
-            return await dirty_file.sender.finish(pieces, size, await self._preconditions(dirty_file))
+            try:
+                preconditions = await self._preconditions(dirty_file)
+                return await dirty_file.sender.finish(pieces, size, preconditions), False
+            except Conflict as exc:
+                # Is it of an earlier attempt, whose reply was lost, perhaps with the process that waited for it?
+                dirty_file.base = await self._ours(dirty_file, earlier, exc)
+                preconditions = await self._preconditions(dirty_file)
+                return await dirty_file.sender.finish(pieces, size, preconditions), False
         except ObjectChanged:
             # It was there, and another client's object came after it: the last one wins.
-            dirty_file.overtaken = True
-            return await dirty_file.origin.head(dirty_file.key)
+            return await dirty_file.origin.head(dirty_file.key), True
 
     async def _ours(self, dirty_file: DirtyFile, tokens: list[str], conflict: Conflict) -> str:
         for token in reversed(tokens):
@@ -237,10 +241,10 @@ class Queue:
         raise conflict
 
     def _again(self, dirty_file: DirtyFile, error: CachefsError) -> None:
-        dirty_file.failures += 1
+        dirty_file.trying.failures += 1
         wait_s = LONGEST_RETRY_S
         if not in_vain(error):
-            wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.failures - 1, 32))
+            wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.trying.failures - 1, 32))
         wait_s *= self._rng.uniform(0.5, 1.0)
         log.warning("%s; trying again in %.1f s", error, wait_s)
         self.plan(dirty_file, wait_s)

@@ -214,6 +214,7 @@ class Sender:
             async with self._slots:
                 upload = await self._open_upload()
                 with self._turn() as turn, self.file.used():
+                    await self.file.land()
                     fd, length = self.file.fd, piece.stop - piece.start
                     found = self._found.pop(piece.number, None) if self._found else None
                     if found is None or not await trio.to_thread.run_sync(

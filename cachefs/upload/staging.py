@@ -41,12 +41,12 @@ THREADS = 16
 COPIED = 64 << 20
 """Bytes of one call when a file is copied. Guessed: short enough to be cancelled between two."""
 
-HELD = 64 << 10
-"""The largest file that stays in memory. Borrowed from the size of writes that are copied anyway; derived: the copies that a
-few changes of it cost take less than the turns of threads that they save."""
+HELD = 256 << 10
+"""The largest file that stays in memory. Derived: its copies and digests take 0.2 ms altogether, as long as each turn of a
+thread that they save."""
 
 HELD_ALTOGETHER = 32 << 20
-"""By all files. Guessed: five hundred of the largest, and of those that are open or on their way only."""
+"""By all files. Guessed: a hundred of the largest, and of those that are open or on their way only."""
 
 LONG_AGO_NS = 10**9
 """The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or

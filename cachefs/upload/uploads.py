@@ -5,6 +5,11 @@ follows by itself. Without, a dirty file has a row only while something of it wo
 upload in parts), or kept (its upload failed, and the writer was told so).
 
 In the end the staging file becomes the version's file in the cache, so what was written here is warm here.
+
+A rename holds the turn of the dirty file and first ends the attempt in progress: it cancels it, or, where the outcome is up
+to the origin, waits for it. What the store has under the old name then may be the dirty file's *own*: the version it began
+with, one it made, or one that carries the token of an attempt of unknown outcome. A dirty file that no writer is changing is
+sent under the new name before that goes; otherwise it is copied there. Another client's object stays where it is.
 """
 
 from __future__ import annotations
@@ -13,29 +18,28 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import trio
 
 from cachefs.base.behind import HANGS_AFTER_S
-from cachefs.base.errors import CachefsError, OriginFailed
+from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import contained, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each, new_token
-from cachefs.upload import orphans, recovery, status
+from cachefs.upload import orphans
+from cachefs.upload.content import Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.journal import NOTES, Journal
-from cachefs.upload.naming import Names
+from cachefs.upload.journal import NOTES, Journal, Records, look
 from cachefs.upload.passthrough import Passthrough, StagingBacking
 from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
-from cachefs.upload.records import Records
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.sending import Preconditions
 from cachefs.upload.staging import Buffer, Memory, StagingFile, Threads, prepare, sync_names, touch
@@ -55,8 +59,14 @@ has closed the file that is behind it. Guessed."""
 SETTLE_AGAIN_S = 1.0
 """How long a dirty file is kept that cannot be settled yet, before that is tried again. Guessed."""
 
+SHOWN = 20
+"""Dirty files that are shown one by one. Guessed: a screen."""
+
 GIVING_UP_S = 3.0
 """How long a stop may take for each file that is being written. Guessed."""
+
+PIECE = 1 << 20
+"""Read at once: a block."""
 
 Take = Callable[[Buffer], Awaitable[None]]
 Bring = Callable[[Origin, ObjectId, int, Take], Awaitable[None]]
@@ -114,10 +124,6 @@ class Uploads:
         self._queue = Queue(
             *(nursery, self._preconditions, self._stored, self._failed, self._settle, upload_delay_s),
             metrics.ledger.upload_seconds,
-        )
-        self._names = Names(
-            *(self._queue, self._records, lambda *stored: self.on_committed(*stored)),
-            *(self.moved, self._push, self._drop),
         )
         self._passthrough = Passthrough(staging_dir, self._room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
@@ -189,8 +195,8 @@ class Uploads:
             mtime_ns=base.mtime_ns,
             attrs=attrs,
         )
-        dirty_file.stored_as(0, base)
-        dirty_file.synced = 0
+        dirty_file.content.stored_as(Stored(0, base))
+        dirty_file.content.synced = 0
         self._passthrough.share(dirty_file, backing.id)
         self._dirty_files[name] = dirty_file
         return dirty_file
@@ -207,13 +213,13 @@ class Uploads:
         self._passthrough.released(dirty_file)
         if dirty_file.discarded:
             self._dirty_files.pop(dirty_file.id, None)
-        elif not dirty_file.dirty and dirty_file.adopted:
+        elif not dirty_file.dirty and dirty_file.content.adopted:
             self._settled(
                 dirty_file
             )  # at once: its file is the cache's, so it cannot be opened here any more
         elif not dirty_file.dirty:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
-        elif dirty_file.attempt is None and dirty_file.due == math.inf:
+        elif dirty_file.waits:
             contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
 
     def enable_passthrough(
@@ -233,18 +239,18 @@ class Uploads:
     def returned(self, dirty_file: DirtyFile) -> None:
         """One passthrough writer has closed it. Never raises, never waits."""
         self._passthrough.returned(dirty_file)
-        if not dirty_file.writers and (dirty_file.acknowledged or dirty_file.shared):
+        if not dirty_file.kernel.writers and (dirty_file.acknowledged or dirty_file.kernel.shared):
             self._plan(dirty_file)
-        if dirty_file.mapped:
+        if dirty_file.kernel.mapped:
             contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
 
     async def _until_unmapped(self, dirty_file: DirtyFile) -> None:
         """Upload what is written through mappings that outlive their close, until there are none."""
         wait_s = UNMAPPED_S
-        while dirty_file.mapped:
+        while dirty_file.kernel.mapped:
             await trio.sleep(wait_s)
             wait_s = STILL_WRITTEN_S
-            if dirty_file.writers or dirty_file.discarded:
+            if dirty_file.kernel.writers or dirty_file.discarded:
                 return  # the last of them begins again, if need be
             with suppress(CachefsError):
                 dirty_file.look_for_mappings()
@@ -257,7 +263,7 @@ class Uploads:
     def unmounted(self) -> None:
         """The kernel will report no more closes. Files that are still being written are found before they are sent."""
         for dirty_file in self._dirty_files.values():
-            dirty_file.writers = 0
+            dirty_file.kernel.writers = 0
 
     async def _after_release(self, dirty_file: DirtyFile) -> None:
         if self._writeback:
@@ -279,39 +285,17 @@ class Uploads:
             return
         dirty_file.within_limits()
         await self._records.acknowledge(dirty_file)
-        if dirty_file.overdue and not dirty_file.writers:
+        if dirty_file.trying.overdue and not dirty_file.kernel.writers:
             await self._queue.begin(dirty_file)
-        elif not dirty_file.writers:
+        elif not dirty_file.kernel.writers:
             self._plan(dirty_file)
-        if dirty_file.failure is not None and not dirty_file.told:
-            dirty_file.told = True
+        if dirty_file.failure is not None and not dirty_file.trying.told:
+            dirty_file.trying.told = True
             raise type(dirty_file.failure)(*dirty_file.failure.args) from dirty_file.failure
 
     def _plan(self, dirty_file: DirtyFile) -> None:
-        if (
-            dirty_file.attempt is None
-            and dirty_file.due == math.inf
-            and dirty_file.dirty
-            and not dirty_file.discarded
-        ):
+        if dirty_file.waits:
             self._queue.plan(dirty_file, self._delay_s)
-
-    async def rename(self, dirty_file: DirtyFile, origin: Origin, key: str, **how: Any) -> bool:
-        """See `Names.rename`."""
-        return await self._names.rename(dirty_file, origin, key, **how)
-
-    async def discard(
-        self,
-        dirty_file: DirtyFile,
-        *,
-        replaced: bool = False,
-        instead: Callable[[], Awaitable[object]] | None = None,
-    ) -> None:
-        """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
-        `replaced` by another, what an upload under way may just have made is deleted at the store. `instead` is what takes
-        the name away, called when no upload is under way: until it has returned, the dirty file survives a crash, and when
-        it raises, nothing has happened."""
-        await self._names.discard(dirty_file, replaced, instead)
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
@@ -341,10 +325,175 @@ class Uploads:
 
     def _drop(self, dirty_file: DirtyFile) -> None:
         """It was removed. Handles that are open keep the file."""
-        if not dirty_file.adopted and not dirty_file.settling:
+        if dirty_file.content.is_ours:
             dirty_file.file.remove()
         if not dirty_file.handles:
             self._dirty_files.pop(dirty_file.id, None)
+
+    # -- renaming and removing ----------------------------------------------------------------------
+
+    async def rename(
+        self,
+        dirty_file: DirtyFile,
+        origin: Origin,
+        key: str,
+        *,
+        base: str | None = None,
+        over: DirtyFile | None = None,
+        upload: bool = True,
+    ) -> bool:
+        """Its content goes to `key` (of the same store). `base` is the etag of what it is to replace there, `over` the
+        dirty file, which the caller is discarding: after a crash at most one of them is back. Free as long as nothing of it
+        is at the store; else it is uploaded under the new name first, or, if it is half a change, or all at the store, or
+        `upload` is not wanted, what the store has is copied.
+
+        Returns whether the store has something of it under the old key still, which the caller deletes. Raises what
+        uploads and copies do, and then it has its old name."""
+        async with dirty_file.trying.turn:
+            await self._queue.halt(dirty_file)
+            if dirty_file.discarded:
+                return False
+            dirty_file.look()
+            own = dirty_file.committed or await self._own(dirty_file)
+            whole = not dirty_file.between and (not dirty_file.kernel.in_passthrough or dirty_file.reclaim())
+            first = upload and whole and dirty_file.dirty and own is not None
+            before = dirty_file.origin, dirty_file.key, dirty_file.base, dirty_file.record.tokens
+            if own is None:
+                await self._move(dirty_file, origin, key, base, over)
+            elif not first:
+                await self._copy(dirty_file, own, origin, key, over)
+            else:
+                await self._records.acknowledge(dirty_file)
+                await self._move(dirty_file, origin, key, base, over)
+            if dirty_file.dirty and not first:
+                self._push(dirty_file)
+                self._soon(dirty_file)
+        if first:
+            await self._send_renamed(dirty_file, *before)
+        return own is not None
+
+    async def _own(self, dirty_file: DirtyFile) -> ObjectInfo | None:
+        """What the store has under its name, if that goes with it."""
+        if dirty_file.base is None and not dirty_file.trying.unsure:
+            return None
+        try:
+            info, token = await dirty_file.origin.look(dirty_file.key)
+        except NotFound:
+            return None
+        known = {dirty_file.base, dirty_file.stored.etag if dirty_file.stored else None}
+        return info if info.etag in known or token in dirty_file.record.tokens else None
+
+    async def _copy(
+        self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
+    ) -> None:
+        info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
+        await self.moved(own.version(dirty_file.origin.source), info.version(origin.source))
+        await dirty_file.sender.abandon()  # of what was written meanwhile
+        dirty_file.moved(origin, key, info.etag)
+        dirty_file.copied(own, info)
+        dirty_file.record.over = over
+        if dirty_file.acknowledged:
+            await self._records.keep(dirty_file)
+        else:
+            await self._records.forget(dirty_file)
+        if dirty_file.stored is info:
+            self.on_committed(dirty_file, info)
+
+    async def _move(
+        self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, over: DirtyFile | None
+    ) -> None:
+        before = dirty_file.origin, dirty_file.key, dirty_file.base
+        await dirty_file.sender.abandon()
+        try:
+            dirty_file.moved(origin, key, base)
+            dirty_file.record.over = over
+            if dirty_file.acknowledged:
+                await self._records.keep(dirty_file, HANGS_AFTER_S)
+        except BaseException:
+            dirty_file.moved(*before)
+            dirty_file.record.over = None
+            if dirty_file.acknowledged:
+                with trio.CancelScope(shield=True):
+                    await self._records.keep(dirty_file, HANGS_AFTER_S)
+            raise
+        if not dirty_file.acknowledged:
+            await self._records.forget(dirty_file, HANGS_AFTER_S)
+
+    async def _send_renamed(
+        self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
+    ) -> None:
+        """Return when the store has it under its new name; when it has not, it gets the old one back, which these are of."""
+        wanted = dirty_file.content.generation
+        error: CachefsError = OriginFailed(
+            f"{dirty_file.origin.name(dirty_file.key)} is being written: it keeps its name"
+        )
+        try:
+            await self._queue.upload(dirty_file)
+        except CachefsError as exc:
+            error = exc
+        finally:
+            if not dirty_file.has(wanted):
+                with trio.CancelScope(shield=True):
+                    await self._back(dirty_file, wanted, origin, key, base, tokens)
+        if not dirty_file.has(wanted):
+            raise error
+
+    async def _back(
+        self,
+        dirty_file: DirtyFile,
+        wanted: int,
+        origin: Origin,
+        key: str,
+        base: str | None,
+        tokens: list[str],
+    ) -> None:
+        async with dirty_file.trying.turn:
+            await self._queue.halt(dirty_file)
+            if not dirty_file.has(wanted) and not dirty_file.discarded:
+                await self._move(dirty_file, origin, key, base, None)
+                dirty_file.record.tokens, dirty_file.trying.unsure = tokens, True
+
+    def _soon(self, dirty_file: DirtyFile) -> None:
+        """What was refused under another name need not wait any longer."""
+        if dirty_file.trying.failures and (dirty_file.acknowledged or not dirty_file.handles):
+            dirty_file.trying.failures = 0
+            if dirty_file.conflicts:
+                dirty_file.trying.failure = None
+            self._queue.plan(dirty_file, 0.0)
+
+    async def discard(
+        self,
+        dirty_file: DirtyFile,
+        *,
+        replaced: bool = False,
+        instead: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """Its name is gone: nothing of it goes to the store any more, and its users keep what they have. Unless the name was
+        `replaced` by another, what an upload under way may just have made is deleted at the store. `instead` is what takes
+        the name away, called when no upload is under way: until it has returned, the dirty file survives a crash, and when
+        it raises, nothing has happened."""
+        stored = dirty_file.stored
+        dirty_file.content.remove()
+        async with dirty_file.trying.turn:
+            try:
+                await self._queue.halt(dirty_file)
+                if instead is not None:
+                    await instead()
+            except BaseException:
+                dirty_file.content.restored()
+                if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
+                    self._queue.plan(dirty_file, 0.0)
+                raise
+            await dirty_file.sender.abandon()
+            try:
+                await self._records.forget(dirty_file, HANGS_AFTER_S)
+            finally:
+                # Or a file that is replaced again and again would keep all that it ever was.
+                dirty_file.record.over = None
+                self._drop(dirty_file)
+            made = dirty_file.trying.unsure or dirty_file.stored is not stored
+            if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
+                await dirty_file.origin.delete(dirty_file.key)
 
     # -- what dirty files ask (Owner) -------------------------------------------------------------------
 
@@ -359,7 +508,7 @@ class Uploads:
         self._push(dirty_file)
 
     def _push(self, dirty_file: DirtyFile) -> None:
-        if not (self._writeback or dirty_file.discarded or dirty_file.shared):
+        if not (self._writeback or dirty_file.discarded or dirty_file.kernel.shared):
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
@@ -383,8 +532,8 @@ class Uploads:
         for other in self._dirty_files.values():
             if other is dirty_file or not other.dirty or other.discarded:
                 continue
-            waits = other.attempt is None and other.failure is None and other.due < math.inf
-            if waits and other.due > trio.current_time():
+            waits = other.attempt is None and other.failure is None and other.trying.due < math.inf
+            if waits and other.trying.due > trio.current_time():
                 self._queue.plan(other, 0.0)
             found |= waits or other.attempt is not None
         return found
@@ -401,14 +550,14 @@ class Uploads:
             await self._records.keep(dirty_file)  # before: a later run must know its own object
         return Preconditions(dirty_file.base, dirty_file.base is None, token)
 
-    async def _stored(self, dirty_file: DirtyFile, generation: int, info: ObjectInfo) -> None:
+    async def _stored(self, dirty_file: DirtyFile, stored: Stored) -> None:
+        info, trying = stored.info, dirty_file.trying
         if not info.mtime_ns:  # asking for it would double the time that a small file takes
             info = replace(info, mtime_ns=dirty_file.mtime_ns)
-        dirty_file.stored_as(generation, info)
+        dirty_file.content.stored_as(replace(stored, info=info))
         dirty_file.base = info.etag
-        dirty_file.failure = None
-        dirty_file.failures, dirty_file.unsure, dirty_file.told = 0, False, False
-        dirty_file.tokens, dirty_file.upload_state = [], None
+        trying.failure, trying.failures, trying.unsure, trying.told = None, 0, False, False
+        dirty_file.record.tokens, dirty_file.record.upload = [], None
         self._metrics.uploaded_files += 1
         self.on_committed(dirty_file, info)
         await self._records.forget_replaced(dirty_file)
@@ -416,7 +565,7 @@ class Uploads:
             await self._records.forget(dirty_file)
 
     async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
-        dirty_file.failure, dirty_file.told = error, False
+        dirty_file.trying.failure, dirty_file.trying.told = error, False
         self._metrics.upload_failures += 1
         try:
             await self._records.acknowledge(dirty_file)
@@ -427,7 +576,7 @@ class Uploads:
         """It is not in use and the origin has it: the cache adopts the file."""
         async with dirty_file.lock:
             try:
-                if dirty_file.in_passthrough and not dirty_file.reclaim():
+                if dirty_file.kernel.in_passthrough and not dirty_file.reclaim():
                     return
             except CachefsError:  # its file cannot be opened now
                 self._settle_later(dirty_file)
@@ -435,6 +584,8 @@ class Uploads:
             info = dirty_file.committed
             if dirty_file.handles or info is None or self._dirty_files.get(dirty_file.id) is not dirty_file:
                 return
+            if dirty_file.attempt is not None:
+                return  # its task settles it at its end
             if not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
                 return
@@ -442,15 +593,18 @@ class Uploads:
                 dirty_file.sender.upload is not None
             ):  # for example of a completion that another client's newer object hides
                 await dirty_file.sender.abandon()
-            if not dirty_file.adopted:
-                dirty_file.settling = True
-                dirty_file.adopted = await self._adopt(dirty_file, info)
-                dirty_file.settling = False
-                if dirty_file.discarded and not dirty_file.adopted:
+            if not dirty_file.content.adopted:
+                dirty_file.content.settle()
+                adopted = False
+                try:
+                    adopted = await self._adopt(dirty_file, info)
+                finally:
+                    dirty_file.content.settled(adopted)
+                if dirty_file.discarded and not dirty_file.content.adopted:
                     dirty_file.file.remove()
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
                 return  # the last user that came meanwhile does the rest
-            if not dirty_file.adopted:
+            if not dirty_file.content.adopted:
                 dirty_file.file.remove()
             self._settled(dirty_file)
 
@@ -459,7 +613,8 @@ class Uploads:
             self.on_settled(dirty_file)
 
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
-        if self._store is None or dirty_file.overtaken or not dirty_file.size:
+        stored = dirty_file.content.stored
+        if self._store is None or stored is None or stored.overtaken or not dirty_file.size:
             return False
         if self._store.hangs or self._threads.hangs:
             return False
@@ -520,12 +675,12 @@ class Uploads:
             while True:
                 try:
                     await self._queue.upload(dirty_file)
-                    if not dirty_file.in_passthrough or deadline_s == math.inf:
+                    if not dirty_file.kernel.in_passthrough or deadline_s == math.inf:
                         return None
                 except CachefsError as exc:
                     if deadline_s == math.inf or in_vain(exc):
                         return None
-                await trio.sleep_until(min(dirty_file.due, trio.current_time() + FLUSH_RETRY_S))
+                await trio.sleep_until(min(dirty_file.trying.due, trio.current_time() + FLUSH_RETRY_S))
 
         with trio.move_on_after(deadline_s):
             await each(one, chosen, FLUSHED_AT_ONCE)
@@ -534,7 +689,7 @@ class Uploads:
     async def recover(self) -> list[DirtyFile]:
         """What an earlier run has left: call once, before anything else. Acknowledged dirty files are pending again, and are
         returned; the rest is cleared away, where the store has a part of it in the background."""
-        found = await recovery.look(self._records, self._staging, self._revive)
+        found = await look(self._records, self._staging, self._revive)
         for dirty_file in found:
             self._dirty_files[dirty_file.id] = dirty_file
             self._queue.plan(dirty_file, self._delay_s)
@@ -548,10 +703,10 @@ class Uploads:
             mtime_ns=row["mtime_ns"],
             attrs=row["attrs"],
         )
-        dirty_file.has_row = dirty_file.acknowledged = True
+        dirty_file.content.row = Row.ACKNOWLEDGED
         dirty_file.may_be_written()  # by a process that has outlived that run
-        dirty_file.tokens, dirty_file.upload_state = row["tokens"], row["upload"]
-        dirty_file.synced = dirty_file.generation
+        dirty_file.record.tokens, dirty_file.record.upload = row["tokens"], row["upload"]
+        dirty_file.content.synced = dirty_file.content.generation
         if row["upload"] is not None:
             dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
@@ -593,7 +748,7 @@ class Uploads:
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values, of the longest pending dirty files first."""
-        return {"writeback": self._writeback, **status.of(self.pending(), self._now_ns())}
+        return {"writeback": self._writeback, **_status(self.pending(), self._now_ns())}
 
     def _file(self, name: str) -> StagingFile:
         """A new one."""
@@ -619,3 +774,54 @@ def _is_pending(dirty_file: DirtyFile) -> bool:
         return dirty_file.look() or dirty_file.dirty
     except CachefsError:
         return True  # its file cannot be looked at now, and may hold something new
+
+
+def _status(pending: Sequence[DirtyFile], now_ns: int) -> dict[str, Any]:
+    """Plain values; `dirty_files` are those that were changed last longest ago."""
+    pending = sorted(pending, key=lambda dirty_file: dirty_file.mtime_ns)
+    failed = [dirty_file for dirty_file in pending if dirty_file.failure is not None]
+    return {
+        "pending": len(pending),
+        "pending_bytes": sum(dirty_file.size for dirty_file in pending),
+        "uploading": sum(dirty_file.attempt is not None for dirty_file in pending),
+        "failed": len(failed),
+        "last_error": str(failed[-1].failure) if failed else "",
+        "oldest_s": max(0.0, (now_ns - pending[0].mtime_ns) / 1e9) if pending else 0.0,
+        "dirty_files": [
+            {
+                "source": dirty_file.origin.source,
+                "key": dirty_file.key,
+                "size": dirty_file.size,
+                "sent": dirty_file.parts.sent_bytes,
+                "open": dirty_file.handles,
+                "acknowledged": dirty_file.acknowledged,
+                "uploading": dirty_file.attempt is not None,
+                "error": str(dirty_file.failure or ""),
+            }
+            for dirty_file in pending[:SHOWN]
+        ],
+    }
+
+
+class Reader(Protocol):
+    """What is used of `Fetcher`."""
+
+    def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
+    def close(self, opened: Any) -> None: ...
+    async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
+
+
+def through(reader: Reader) -> Callable[[Origin, ObjectId, int, Callable[[Buffer], Awaitable[None]]], Any]:
+    """A `Bring` that reads like a program from the beginning on, so that readahead works for it."""
+
+    async def bring(
+        origin: Origin, base: ObjectId, count: int, take: Callable[[Buffer], Awaitable[None]]
+    ) -> None:
+        opened = reader.open(origin, base)
+        try:
+            for at in range(0, count, PIECE):
+                await take(await reader.read(opened, at, min(PIECE, count - at), 0))
+        finally:
+            reader.close(opened)
+
+    return bring

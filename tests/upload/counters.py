@@ -14,7 +14,7 @@ def check_unused(uploads: Uploads) -> None:
     assert uploads._threads.busy == 0
     assert not uploads.journal._working, "the journal is being written"
     dirty_files = uploads._dirty_files.values()
-    assert uploads._passthrough._writers == sum(dirty_file.writers for dirty_file in dirty_files), (
+    assert uploads._passthrough._writers == sum(dirty_file.kernel.writers for dirty_file in dirty_files), (
         "writers are miscounted"
     )
     for dirty_file in dirty_files:
@@ -40,7 +40,7 @@ def check_closed(state: Path) -> None:
 def check_dirty_file(dirty_file: DirtyFile) -> None:
     parts, sender, file, name = dirty_file.parts, dirty_file.sender, dirty_file.file, dirty_file.key
     assert dirty_file.attempt is None, f"{name}: an upload is left"
-    locks = {"content": dirty_file.lock, "name": dirty_file.turn, "row": dirty_file.row_turn}
+    locks = {"content": dirty_file.lock, "name": dirty_file.trying.turn, "row": dirty_file.record.turn}
     assert not [what for what, lock in locks.items() if lock.locked()], f"{name}: a lock is held"
     assert not parts.under_way and not parts._bytes_under_way, f"{name}: parts are counted as under way"
     assert not sender._early and not sender._turns and not sender._slots.borrowed_tokens, f"{name}: it sends"

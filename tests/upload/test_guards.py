@@ -14,11 +14,12 @@ import trio
 
 from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import ObjectInfo
-from cachefs.upload import orphans, recovery, room, sending, staging
-from cachefs.upload.dirty_file import TOKENS, DirtyFile
-from cachefs.upload.records import AGAIN_S
+from cachefs.upload import journal, orphans, room, sending, staging
+from cachefs.upload.content import Row, Settling, Stored
+from cachefs.upload.dirty_file import TOKENS, DirtyFile, Way
+from cachefs.upload.journal import AGAIN_S
 from cachefs.upload.room import LOOK_BYTES, LOOK_S, WAIT_S, StagingRoom
-from cachefs.upload.status import SHOWN
+from cachefs.upload.uploads import SHOWN
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Room, desk, in_trio
 from tests.upload.test_passthrough import Kernel, in_passthrough, open_backing, taken
@@ -39,28 +40,37 @@ async def test_after_a_success_nothing_of_the_failures_before_is_left(
         for number in range(1, 4):
             if writeback:
                 await d.uploads.commit(dirty_file) if number == 1 else None
-                while dirty_file.failures < number:  # noqa: ASYNC110 - what is waited for has no event
+                while dirty_file.trying.failures < number:  # noqa: ASYNC110 - what is waited for has no event
                     await trio.sleep(0.1)
             else:
                 with pytest.raises(OriginFailed):
                     await d.uploads.commit(dirty_file)
-            assert (dirty_file.failures, str(dirty_file.failure), dirty_file.unsure) == (number, "no", True)
+            assert (dirty_file.trying.failures, str(dirty_file.failure), dirty_file.trying.unsure) == (
+                number,
+                "no",
+                True,
+            )
             assert d.metrics.upload_failures == number and dirty_file.acknowledged
-            assert len(dirty_file.tokens) >= number and dirty_file.dirty and not dirty_file.conflicts
+            assert len(dirty_file.record.tokens) >= number and dirty_file.dirty and not dirty_file.conflicts
             assert d.uploads.pending() == [dirty_file] and d.uploads.status()["failed"] == 1
         if writeback:
             with pytest.raises(OriginFailed):
                 await d.uploads.commit(dirty_file)
-            assert dirty_file.told
+            assert dirty_file.trying.told
             while dirty_file.dirty:  # noqa: ASYNC110 - as above
                 await trio.sleep(0.1)
         else:
             await d.uploads.commit(dirty_file)
         assert d.store.content("k") == data and not dirty_file.dirty
-        left = (dirty_file.failure, dirty_file.failures, dirty_file.unsure, dirty_file.told)
+        left = (
+            dirty_file.failure,
+            dirty_file.trying.failures,
+            dirty_file.trying.unsure,
+            dirty_file.trying.told,
+        )
         assert left == (None, 0, False, False)
-        assert (dirty_file.tokens, dirty_file.upload_state, dirty_file.attempt) == ([], None, None)
-        assert (dirty_file.acknowledged, dirty_file.has_row) == (False, False)
+        assert (dirty_file.record.tokens, dirty_file.record.upload, dirty_file.attempt) == ([], None, None)
+        assert (dirty_file.acknowledged, dirty_file.content.row) == (False, Row.NONE)
         assert dirty_file.base == d.store.objects["k"][0] and d.metrics.uploaded_files == 1
         assert dirty_file.committed is dirty_file.stored is d.told[-1][1]
         assert dirty_file.committed is not None and dirty_file.committed.mtime_ns
@@ -258,8 +268,8 @@ def test_which_rows_come_back() -> None:
         "half": row("half", acknowledged=False, over="kept"),
     }
     files = {"a", "b", "old", "new", "kept", "half", "other"}
-    assert recovery.kept(rows, files) == {"a", "new", "kept"}
-    assert recovery.kept({}, files) == set()
+    assert journal.kept(rows, files) == {"a", "new", "kept"}
+    assert journal.kept({}, files) == set()
 
 
 @in_trio
@@ -268,8 +278,10 @@ async def test_only_the_last_attempts_are_known_by_their_tokens(tmp_path: Path) 
         dirty_file = await d.create("k")
         for number in range(TOKENS + 5):
             dirty_file.has_token(f"t{number}")
-            assert dirty_file.tokens == [f"t{n}" for n in range(max(0, number + 1 - TOKENS), number + 1)]
-        dirty_file.tokens = []
+            assert dirty_file.record.tokens == [
+                f"t{n}" for n in range(max(0, number + 1 - TOKENS), number + 1)
+            ]
+        dirty_file.record.tokens = []
         d.uploads.release(dirty_file)
 
 
@@ -285,31 +297,31 @@ async def test_what_is_said_of_a_content_follows_its_generations(tmp_path: Path)
             )
 
         assert said(dirty_file) == (True, False, False, True) and not dirty_file.has(0)
-        dirty_file.synced = 0
+        dirty_file.content.synced = 0
         assert not dirty_file.between
         await dirty_file.write(0, b"12345")
         assert said(dirty_file) == (True, False, False, True)
-        dirty_file.stored_as(0, info)
+        dirty_file.content.stored_as(Stored(0, info))
         assert said(dirty_file) == (True, False, True, True) and dirty_file.has(0) and not dirty_file.has(1)
-        dirty_file.stored_as(1, info)
+        dirty_file.content.stored_as(Stored(1, info))
         assert said(dirty_file) == (False, True, True, True) and dirty_file.has(1) and dirty_file.has(0)
-        dirty_file.mapped = True
+        dirty_file.kernel.way = Way.MAPPED
         assert said(dirty_file) == (False, False, True, True)
-        dirty_file.mapped = False
-        dirty_file.failure = Conflict("theirs")
+        dirty_file.kernel.way = Way.HERE
+        dirty_file.trying.failure = Conflict("theirs")
         assert dirty_file.conflicts
-        dirty_file.failure = OriginFailed("no")
+        dirty_file.trying.failure = OriginFailed("no")
         assert not dirty_file.conflicts
-        dirty_file.failure = None
+        dirty_file.trying.failure = None
         for offset, size in ((0, 5), (0, 9), (2, 2), (4, 9), (5, 1), (7, 3)):
             assert bytes(await dirty_file.read(offset, size)) == b"12345"[offset : offset + size]
             assert bytes(dirty_file.read_now(offset, size) or b"") == b"12345"[offset : offset + size]
         dirty_file.copied(ObjectInfo("k", 5, 1, '"another"'), ObjectInfo("n", 5, 1, '"n"'))
         assert dirty_file.stored is info
         new = ObjectInfo("n", 5, 1, '"n"')
-        dirty_file.unsure = True
+        dirty_file.trying.unsure = True
         dirty_file.copied(info, new)
-        assert dirty_file.stored is new and not dirty_file.unsure and dirty_file.has(1)
+        assert dirty_file.stored is new and not dirty_file.trying.unsure and dirty_file.has(1)
         d.uploads.release(dirty_file)
         assert not dirty_file.between, "no process has it open"
         await d.quiet()
@@ -342,7 +354,7 @@ async def test_a_disk_that_is_full_has_room_for_nothing(tmp_path: Path) -> None:
         ):
             with pytest.raises(NoRoom):
                 await call()
-            assert dirty_file.size == 0 and dirty_file.generation == 0
+            assert dirty_file.size == 0 and dirty_file.content.generation == 0
         await dirty_file.truncate(5)
         await d.close(dirty_file)
         assert d.store.content("k") == bytes(5)
@@ -438,7 +450,7 @@ async def test_a_name_that_goes_leaves_no_parts_at_the_store(tmp_path: Path) -> 
         dirty_file = await d.create("k", base=d.store.version("k"))
         await dirty_file.write(0, content(1, 4 * PART))
         await d.quiet()
-        assert d.store.uploads and dirty_file.tokens == [f"token of {next(iter(d.store.uploads))}"]
+        assert d.store.uploads and dirty_file.record.tokens == [f"token of {next(iter(d.store.uploads))}"]
         await d.rename(dirty_file, "n")
         await d.quiet()
         assert all(key == "n" for key, _ in d.store.uploads.values())
@@ -460,7 +472,7 @@ async def test_what_was_refused_under_its_old_name_goes_at_once_under_the_new_on
         if not is_open:
             d.uploads.release(dirty_file)
         await trio.sleep(10)
-        assert dirty_file.conflicts and dirty_file.failures
+        assert dirty_file.conflicts and dirty_file.trying.failures
         await d.uploads.rename(dirty_file, d.store, "n")
         assert not dirty_file.conflicts
         await trio.sleep(0.01)
@@ -479,7 +491,7 @@ async def test_what_is_taken_and_written_is_half_a_change_until_it_is_closed(tmp
     async with desk(tmp_path) as d:
         Kernel(d)
         dirty_file, fd = await taken(d, tmp_path, b"data")
-        assert not dirty_file.between and dirty_file.synced == dirty_file.generation
+        assert not dirty_file.between and dirty_file.content.synced == dirty_file.content.generation
         await dirty_file.write(0, b"D")
         assert dirty_file.between and dirty_file.dirty
         os.close(fd)
@@ -501,7 +513,7 @@ async def test_what_a_mapping_kept_and_did_not_change_is_settled_when_it_ends(tm
         d.uploads.release(dirty_file)
         await trio.sleep(5)
         await d.quiet()
-        assert dirty_file.mapped and d.settled == [] and dirty_file.committed is None
+        assert dirty_file.kernel.mapped and d.settled == [] and dirty_file.committed is None
         os.close(fd)
         await trio.sleep(1)
         await d.quiet()
@@ -558,7 +570,7 @@ async def test_what_the_cache_is_taking_is_not_removed_under_it(
             go_on.set()
         await d.quiet()
         assert list(d.cache.adopted.values()) == [b"data"] and "failed to take" not in caplog.text
-        assert (await d.files()) == [] and not dirty_file.settling
+        assert (await d.files()) == [] and not isinstance(dirty_file.content.named, Settling)
 
 
 @in_trio
@@ -568,7 +580,7 @@ async def test_the_staging_directory_is_its_owners_whatever_was_there(tmp_path: 
         (tmp_path / name).chmod(0o755)
     async with desk(tmp_path) as d:
         assert stat.S_IMODE(d.staging.stat().st_mode) == 0o700
-        dirty_file = await d.create("k", bytes(100_000))
+        dirty_file = await d.create("k", bytes(staging.HELD + 1))
         assert [stat.S_IMODE((d.staging / name).stat().st_mode) for name in (await d.files())] == [0o600]
         await d.close(dirty_file)
 

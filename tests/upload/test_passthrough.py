@@ -101,7 +101,10 @@ async def test_a_promise_covers_what_no_look_has_seen(tmp_path: Path) -> None:
         Kernel(d)
         dirty_file, fd = await in_passthrough(d, data=b"written")
         await d.uploads._records.acknowledge(dirty_file)
-        assert (dirty_file.size, dirty_file.synced) == (7, dirty_file.generation) and not dirty_file.between
+        assert (dirty_file.size, dirty_file.content.synced) == (
+            7,
+            dirty_file.content.generation,
+        ) and not dirty_file.between
         (row,) = d.uploads.journal.rows("drafts").values()
         assert row["size"] == 7
         ends(d, dirty_file, fd)
@@ -171,9 +174,9 @@ async def test_one_of_several_writers_that_has_written_nothing_changes_nothing(t
         fds = [await open_backing(d, dirty_file) for _ in range(2)]
         d.uploads.open(dirty_file)
         ends(d, dirty_file, fds[0])
-        assert dirty_file.writers == 1 and not dirty_file.dirty
+        assert dirty_file.kernel.writers == 1 and not dirty_file.dirty
         ends(d, dirty_file, fds[1])
-        assert dirty_file.writers == 0 and not dirty_file.dirty
+        assert dirty_file.kernel.writers == 0 and not dirty_file.dirty
         await trio.sleep(60)
         assert d.store.counts == {"put": 1}
 
@@ -225,7 +228,7 @@ async def test_a_mapping_that_outlives_its_close_is_waited_for(tmp_path: Path) -
         ends(d, dirty_file, fd)
         mapping[0:4] = b"late"
         await trio.sleep(100)
-        assert d.store.counts == {} and dirty_file.in_passthrough
+        assert d.store.counts == {} and dirty_file.kernel.in_passthrough
         mapping[8:12] = b"more"
         mapping.close()
         await trio.sleep(1)
@@ -315,7 +318,7 @@ async def test_what_the_cache_has_is_not_passthrough(tmp_path: Path) -> None:
         d.cache.adopt = adopt  # type: ignore[method-assign]
         await trio.sleep(2)
         await d.quiet()
-        assert dirty_file.adopted and await d.uploads.open_backing(dirty_file) is None
+        assert dirty_file.content.adopted and await d.uploads.open_backing(dirty_file) is None
         await dirty_file.write(0, b"F")
         assert list(d.cache.adopted.values()) == [b"first"], "it has a file of its own by now"
         assert await d.uploads.open_backing(dirty_file) is not None
@@ -415,7 +418,7 @@ async def test_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async with desk(tmp_path / "refused", writeback=True) as d:
         Kernel(d).refuses = errno.EOPNOTSUPP
         dirty_file = await d.create("k", b"x")
-        assert await d.uploads.open_backing(dirty_file) is None and not dirty_file.in_passthrough
+        assert await d.uploads.open_backing(dirty_file) is None and not dirty_file.kernel.in_passthrough
         await d.close(dirty_file)
     with without_leases(monkeypatch):
         async with desk(tmp_path / "leases", writeback=True) as d:

@@ -125,12 +125,15 @@ async def test_after_a_write_that_failed_the_store_gets_what_the_file_holds(
 @in_trio
 async def test_a_disk_that_was_full_for_a_moment_is_seen_by_nobody(tmp_path: Path, pwrite: Pwrite) -> None:
     async with desk(tmp_path) as d:
-        dirty_file = await d.create("k", content(1, 2 * PART))
+        dirty_file = await d.create("k", content(1, 5 * PART))
         pwrite.times = 1
         await dirty_file.write(PART, b"2" * PART)
         assert not pwrite.times and d.cache.asked
         await d.close(dirty_file)
-        assert d.store.content("k") == content(1, 2 * PART)[:PART] + b"2" * PART
+        assert (
+            d.store.content("k")
+            == content(1, 5 * PART)[:PART] + b"2" * PART + content(1, 5 * PART)[2 * PART :]
+        )
 
 
 @pytest.mark.parametrize("kind", ["put", "complete"])
@@ -196,7 +199,7 @@ async def test_one_that_is_removed_while_it_is_promised(
         d.uploads.open(dirty_file)
         await dirty_file.append(b", second")
         await trio.sleep(5)
-        assert dirty_file.overdue and not d.store.objects
+        assert dirty_file.trying.overdue and not d.store.objects
         syncing, go_on = threading.Event(), threading.Event()
         real = os.fdatasync
 

@@ -20,7 +20,7 @@ from cachefs.fetch import Fetcher
 from cachefs.origin import Origin, Upload
 from cachefs.store import open_store, ram
 from cachefs.upload import Uploads, through
-from cachefs.upload.records import Records
+from cachefs.upload.journal import Records
 from tests.conftest import LEVEL
 from tests.origin.pending import abort, pending
 from tests.origin.reading import content as object_content

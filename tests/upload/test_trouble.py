@@ -339,7 +339,7 @@ async def test_an_object_of_an_earlier_attempt_is_no_conflict(tmp_path: Path, ki
         await d.uploads.commit(dirty_file)
         if kill:
             await held.reached.wait()
-            store.tokens["k"] = (store.show("k", b"one").etag, dirty_file.tokens[-1])
+            store.tokens["k"] = (store.show("k", b"one").etag, dirty_file.record.tokens[-1])
         else:
             await trio.sleep(1.2)
             await d.quiet()

@@ -11,8 +11,7 @@ import trio
 import trio.testing
 
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
-from cachefs.upload.journal import Journal
-from cachefs.upload.records import Records
+from cachefs.upload.journal import Journal, Records
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, SOURCE, ScriptedStore, desk, in_trio
 
@@ -154,7 +153,7 @@ async def test_who_overwrites_waits_for_an_upload_that_somebody_waits_for(tmp_pa
             await held.reached.wait()
             nursery.start_soon(dirty_file.write, 0, b"new")
             await dirty_file_waits()
-            assert dirty_file.generation == 3
+            assert dirty_file.content.generation == 3
             held.release.set()
         assert d.store.content("k") == data and dirty_file.dirty
         await d.close(dirty_file)
