@@ -198,7 +198,7 @@ class DirtyFile:
 
     @property
     def waits(self) -> bool:
-        """True if its next upload is nobody's task yet, and it needs one."""
+        """True if it needs an upload, and none is under way or planned."""
         return self.attempt is None and self.trying.due == math.inf and self.dirty and not self.discarded
 
     def has(self, generation: int) -> bool:
