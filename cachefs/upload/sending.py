@@ -162,7 +162,7 @@ class Sender:
             self.final = True
             with self._turn() as turn, self.file.used():
                 return await self.origin.put(
-                    *(self.key, self.file.source(), size),
+                    *(self.key, self.file.source(size), size),
                     if_match=preconditions.if_match,
                     if_absent=preconditions.if_absent,
                     token=preconditions.token,

@@ -210,9 +210,10 @@ class StagingFile:
         """All of it, if it lies in memory."""
         return None if self._held is None else bytes(self._held)
 
-    def source(self) -> Source:
-        """What it holds now, for who is a user and sends it."""
-        return FileRange(self._fd) if self._held is None else InMemory(bytes(self._held))
+    def source(self, size: int) -> Source:
+        """The first `size` bytes, for who is a user and sends them: from memory if that takes no waiting."""
+        data = self.read_now(0, size) if size <= HELD else None
+        return FileRange(self._fd) if data is None else InMemory(bytes(data))
 
     async def land(self) -> None:
         """It is a file from now on, for who is a user."""

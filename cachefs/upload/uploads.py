@@ -562,7 +562,8 @@ class Uploads:
         self.on_committed(dirty_file, info)
         await self._records.forget_replaced(dirty_file)
         if not dirty_file.dirty:
-            await self._records.forget(dirty_file)
+            attempt = dirty_file.attempt
+            await self._records.forget(dirty_file, lazily=attempt is None or not attempt.waiters)
 
     async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
         dirty_file.trying.failure, dirty_file.trying.told = error, False

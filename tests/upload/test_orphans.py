@@ -17,7 +17,7 @@ from cachefs.upload import orphans
 from cachefs.upload.journal import Journal
 from tests.upload.scripted import SOURCE, Desk, ScriptedStore, desk, in_trio
 
-DATA = b"1" * 100_000
+DATA = b"1" * 300_000
 
 
 def lose_journal(path: Path) -> None:
@@ -30,7 +30,7 @@ def aside(path: Path) -> list[Path]:
 
 async def written(d: Desk) -> None:
     await d.save("dir/kept ö", DATA)
-    await d.create("open", b"2" * 100_000)
+    await d.create("open", b"2" * 300_000)
 
 
 @in_trio

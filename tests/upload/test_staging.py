@@ -93,7 +93,7 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> No
         assert await file.read(3, 5) == plain[3:8]
         now = file.read_now(0, len(plain))
         assert now is None or now == plain
-        assert bytes(file.source().read(0, len(plain))) == plain
+        assert bytes(file.source(len(plain)).read(0, len(plain))) == plain
         held = len(file._held) if file._held is not None else 0
         assert memory.left + held == left and held <= 64 and memory.left >= 0
         assert (file._fd >= 0) is (file._held is None)
