@@ -32,8 +32,10 @@ from cachefs.fuse.device import WANTED, Negotiated
 from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.protocol import Op
 from cachefs.store import open_store
+from cachefs.upload import Uploads, through
 from tests.fetch.scripted import in_trio
-from tests.fuse.kernel import DEADLINE_S, Kernel, Line, read_in, socket_pair
+from tests.fuse.kernel import DEADLINE_S, ROOT, Kernel, Line, read_in, release_in, socket_pair
+from tests.fuse.test_writing import create_in, flush_in, write_in
 from tests.origin.servers import Lab
 from tests.store.lab import MIB, until
 
@@ -46,6 +48,15 @@ CEILINGS = {
     "a cold READ": (12, 26),
 }
 """Most files that the journey may pass: in cachefs/fetch and cachefs/store, and in all. The aims are 8 and 15 in all."""
+
+
+WRITE = (13, 57)
+"""Most files that the write journey may pass: in cachefs/upload and the write path of cachefs/fs, and in all. It is CREATE,
+WRITE, FLUSH and RELEASE of a small file, and its adoption by the cache. The aim is 12 in all."""
+
+WRITE_PATH = tuple(
+    f"fs/{name}.py" for name in ("changing", "dirty_files", "overrides", "writer", "writes", "writing")
+)
 
 
 class Passed:
@@ -100,17 +111,26 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @asynccontextmanager
-async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fetcher, WriteBehind]]:
+async def mount(
+    bucket: Lab, cache_dir: Path, *, writes: bool = False
+) -> AsyncIterator[tuple[Kernel, Fetcher, WriteBehind]]:
     metrics = Metrics()
     cache = open_store(cache_dir, 64 * MIB, 32 * MIB, 0, MIB, "first", metrics)
     origin = bucket.origin(metrics=metrics)
     near, far = socket_pair()
-    line = Line(far.detach())
+    line = Line(far.detach(), writable=writes)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         database = WriteBehind(Database(Path(place), TABLES, version=FORMAT, fsync=False))
         async with trio.open_nursery() as nursery:
             fetcher: Any = Fetcher(cache.store, nursery, metrics, max_readahead=8 * MIB)
-            fs = FileSystem([Volume("", origin)], database, fetcher, Options(uid=0, gid=0), metrics)
+            uploads = None
+            if writes:
+                where = cache_dir / "state", cache_dir / "staging"
+                how: Any = {"nursery": nursery, "bring": through(fetcher)}
+                uploads = Uploads(*where, [origin], cache.store, metrics, **how)
+                nursery.start_soon(uploads.run)
+            options: Any = Options(uid=0, gid=0), metrics
+            fs = FileSystem([Volume("", origin)], database, fetcher, *options, writer=uploads)
             kernel = Kernel(near, line, fs, fetcher, metrics)
             kernel.backend = NativeBackend(
                 *(
@@ -122,9 +142,12 @@ async def mount(bucket: Lab, cache_dir: Path) -> AsyncIterator[tuple[Kernel, Fet
                 ),
                 zero_open=False,
                 keep_listings=False,
+                writable=writes,
             )
             nursery.start_soon(kernel.backend.serve, lambda: None)
             yield kernel, fetcher, database
+            if uploads is not None:
+                await uploads.aclose(5)
             nursery.cancel_scope.cancel()
         with trio.CancelScope(shield=True):
             kernel.backend.close()
@@ -166,3 +189,33 @@ def test_a_request_passes_few_files(
     below = [name for name in passed.files if name.startswith(("fetch/", "store/"))]
     most_below, most = CEILINGS[journey]
     assert len(below) <= most_below and len(passed.files) <= most, f"{journey} passes {sorted(passed.files)}"
+
+
+def test_a_write_passes_few_files(
+    passed: Passed, bucket: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.env.items():
+        monkeypatch.setenv(name, value)
+
+    async def write(kernel: Kernel, name: bytes, data: bytes) -> None:
+        reply = await kernel.ask(Op.CREATE, ROOT, create_in(name))
+        assert not reply.error, reply
+        ino = int.from_bytes(reply.body[:8], "little")
+        fh = protocol.CREATE_REPLY.unpack(bytes(16) + reply.body)[-3]
+        assert not (await kernel.ask(Op.WRITE, ino, write_in(fh, 0, data))).error
+        assert not (await kernel.ask(Op.FLUSH, ino, flush_in(fh))).error
+        assert not (await kernel.ask(Op.RELEASE, ino, release_in(fh))).error
+        await trio.sleep(0.3)  # the cache adopts it, and the name is written
+
+    async def play() -> None:
+        async with mount(bucket, cache_dir, writes=True) as (kernel, _, names):
+            # The first request of a process also sets up clients and connections.
+            await write(kernel, b"warm", bytes(SIZE // 30))
+            await names.written()
+            with counted(passed):
+                await write(kernel, b"file", bytes(SIZE // 30))
+
+    in_trio(play)()
+    own = [name for name in passed.files if name.startswith("upload/") or name in WRITE_PATH]
+    most_own, most = WRITE
+    assert len(own) <= most_own and len(passed.files) <= most, f"a write passes {sorted(passed.files)}"

@@ -18,8 +18,7 @@ import trio
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
 from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.upload.content import Attempt, Content, Row
-from cachefs.upload.parts import Parts
-from cachefs.upload.sending import Sender
+from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import Buffer, Shape, StagingFile
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def refuse_foreign(directory: Path) -> None:
 
 
 LAZY_S = 0.05
-"""How long the removal of a row waits for other rows: a stream of new and of removed rows then costs the disk one wait for both.
+"""How long the removal of a row waits for other rows, so that a stream of both costs the disk half of the waits.
 Guessed: many transactions long, and no caller waits for it."""
 
 
@@ -126,8 +126,8 @@ class Journal:
     ) -> None:
         """Put a row, or remove it: at once, or `lazily`, with the next row that is wanted or after `LAZY_S`. `first` and
         `then`, which must not raise, are called in the worker thread before it is written, and after it is on the disk.
-        Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes longer than `within_s`, or the disk is known
-        to hang: the row is written all the same, once the disk answers."""
+        Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes longer than `within_s`, or the disk is
+        known to hang: the row is written all the same, once the disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []

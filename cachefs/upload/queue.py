@@ -20,8 +20,7 @@ from cachefs.base.tasks import contained
 from cachefs.origin import ObjectInfo
 from cachefs.upload.content import Attempt, Stored
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.parts import Piece
-from cachefs.upload.sending import Preconditions, expected
+from cachefs.upload.sending import Piece, Preconditions, expected
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from cachefs.origin.google import LIMITS as GOOGLE
 from cachefs.origin.local import LIMITS as LOCAL
 from cachefs.origin.protocol import MIB
 from cachefs.origin.s3 import LIMITS as S3
-from cachefs.upload.parts import Parts, Piece
+from cachefs.upload.sending import Parts, Piece
 from tests.conftest import examples
 
 
