@@ -210,7 +210,8 @@ class Uploads:
         dirty_file.release()
         if dirty_file.handles:
             return
-        self._passthrough.released(dirty_file)
+        if dirty_file.backing is not None:
+            self._passthrough.released(dirty_file)
         if dirty_file.discarded:
             self._dirty_files.pop(dirty_file.id, None)
         elif not dirty_file.dirty and dirty_file.content.adopted:
@@ -560,8 +561,9 @@ class Uploads:
         dirty_file.record.tokens, dirty_file.record.upload = [], None
         self._metrics.uploaded_files += 1
         self.on_committed(dirty_file, info)
-        await self._records.forget_replaced(dirty_file)
-        if not dirty_file.dirty:
+        if dirty_file.record.over is not None:
+            await self._records.forget_replaced(dirty_file)
+        if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:
             attempt = dirty_file.attempt
             await self._records.forget(dirty_file, lazily=attempt is None or not attempt.waiters)
 
