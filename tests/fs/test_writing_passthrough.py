@@ -122,12 +122,12 @@ async def test_all_handles_under_one_number_are_served_alike(seed: int) -> None:
                 del handles[fh]
                 await mount.close_file(fh)
             elif action == "write":
-                written = [dirty_file for dirty_file in writer.dirty_files if dirty_file.kernel.writers]
+                written = [dirty_file for dirty_file in writer.dirty_files if dirty_file.writers]
                 if written:
                     kernel_writes(rng.choice(written), rng.randbytes(rng.randrange(8, 20)))
             elif action == "upload":
                 for dirty_file in writer.pending():
-                    if not dirty_file.kernel.writers:
+                    if not dirty_file.writers:
                         await writer.upload(dirty_file)
             elif action == "rename":
                 await mount.rename(path, rng.choice("abc"))
