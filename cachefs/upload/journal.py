@@ -61,11 +61,6 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
-LAZY_S = 0.05
-"""How long the removal of a row waits for other rows, so that a stream of both costs the disk half of the waits.
-Guessed: many transactions long, and no caller waits for it."""
-
-
 class DiskHangs(CacheUnusable):
     """A row waits for a disk that does not answer, and is written once it does."""
 
@@ -77,7 +72,7 @@ class _Batch:
         self.rows: dict[tuple[str, bytes], bytes | None] = {}
         self.first: list[Callable[[], None]] = []
         self.then: list[Callable[[], None]] = []
-        self.wanted, self.ended = trio.Event(), trio.Event()
+        self.ended = trio.Event()
         self.error: Exception | None = None
 
 
@@ -122,9 +117,8 @@ class Journal:
         first: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
         within_s: float = math.inf,
-        lazily: bool = False,
     ) -> None:
-        """Put a row, or remove it: at once, or `lazily`, with the next row that is wanted or after `LAZY_S`. `first` and
+        """Put a row, or remove it. `first` and
         `then`, which must not raise, are called in the worker thread before it is written, and after it is on the disk.
         Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes longer than `within_s`, or the disk is
         known to hang: the row is written all the same, once the disk answers."""
@@ -132,8 +126,6 @@ class Journal:
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
-        if not lazily:
-            batch.wanted.set()
         if not self._working:
             self._working = True
             trio.lowlevel.spawn_system_task(self._work)
@@ -150,8 +142,6 @@ class Journal:
     async def _work(self) -> None:
         """One transaction after the other, until no row waits."""
         while self._next.rows:
-            with trio.move_on_after(LAZY_S):
-                await self._next.wanted.wait()
             batch, self._next = self._next, _Batch()
             self._since = trio.current_time()
             puts = [(where, name, value) for (where, name), value in batch.rows.items()]
@@ -229,15 +219,13 @@ class Records:
             within_s=within_s,
         )
 
-    async def forget(
-        self, dirty_file: DirtyFile, within_s: float = math.inf, *, lazily: bool = False
-    ) -> None:
+    async def forget(self, dirty_file: DirtyFile, within_s: float = math.inf) -> None:
         """The origin has it, or it was removed: it must not come back. Raises `DiskHangs` after `within_s`."""
         async with dirty_file.record.turn:
             was, dirty_file.content.row = dirty_file.content.row, Row.NONE
             if was is not Row.NONE:
                 file = dirty_file.file.path if was is Row.ACKNOWLEDGED else None
-                await self._remove(dirty_file.id, file, within_s, lazily=lazily)
+                await self._remove(dirty_file.id, file, within_s)
 
     async def forget_replaced(self, dirty_file: DirtyFile) -> None:
         """Record that the file which `dirty_file` replaced does not come back.
@@ -280,12 +268,10 @@ class Records:
                 await self._wake.wait()
                 await trio.sleep(1)
 
-    async def _remove(
-        self, name: str, file: Path | None = None, within_s: float = math.inf, *, lazily: bool = False
-    ) -> None:
+    async def _remove(self, name: str, file: Path | None = None, within_s: float = math.inf) -> None:
         first = None if file is None else partial(orphans.forget, file)
         try:
-            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s, lazily=lazily)
+            await self.journal.write(DIRTY_FILES, name, None, first=first, within_s=within_s)
         except DiskHangs:
             raise
         except CachefsError as exc:

@@ -564,8 +564,7 @@ class Uploads:
         if dirty_file.record.over is not None:
             await self._records.forget_replaced(dirty_file)
         if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:
-            attempt = dirty_file.attempt
-            await self._records.forget(dirty_file, lazily=attempt is None or not attempt.waiters)
+            await self._records.forget(dirty_file)
 
     async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
         dirty_file.trying.failure, dirty_file.trying.told = error, False
