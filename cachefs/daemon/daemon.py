@@ -375,7 +375,7 @@ class Daemon:
                     config.mountpoint,
                 )
             with trio.move_on_after(5, shield=True):
-                await self._fs.aclose()
+                await self._fs.aclose(unmounted=self._ended and self._stopped_by == "umount")
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config

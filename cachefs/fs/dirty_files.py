@@ -235,12 +235,13 @@ class DirtyFiles:
 
         The caller has claimed the name."""
         fh, _, _ = await self.open(directory, name, ino, obj, mtime_ns, os.O_WRONLY, 0)
-        node = self._files.get(fh).node
+        handle = self._files.get(fh)
+        node = handle.node
         assert node is not None
-        alone = node.writers == 1
         try:
             await self.truncate_open(fh, size, claimed=True)
-            if alone:
+            others = (other for other in self._files.under(handle.ino) if other is not handle)
+            if not any(other.writes and not other.flushed for other in others):
                 await self._commit(node)
         finally:
             self.release(fh)
@@ -337,6 +338,7 @@ class DirtyFiles:
         """For close(2): of a handle that writes, what the upload room promises of a commit."""
         handle = self._files.get(fh)
         if handle.writes and handle.node is not None:
+            handle.flushed = True
             await self._commit(handle.node)
 
     async def fsync(self, fh: int) -> None:
@@ -345,6 +347,9 @@ class DirtyFiles:
             await self._commit(node)
 
     async def _commit(self, node: Node) -> None:
+        if node.removed:
+            async with node.lock:  # it keeps its name if what takes that away fails
+                pass
         if node.dirty_file is not None and not node.removed:
             about(node.dirty_file.key)
             try:

@@ -89,11 +89,13 @@ nothing."""
 class FileHandle:
     """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias. `mtime_ns` is the time
     of its version. `backing` is what the kernel reads it from by itself, if it does. `node` is there when it is open for
-    writing, or reads what is written. `superseded`: another version is the current one."""
+    writing, or reads what is written; `flushed` when a descriptor of it was closed, so that no later close need follow.
+    `superseded`: another version is the current one."""
 
     __slots__ = (
         "backing",
         "counted",
+        "flushed",
         "former",
         "ino",
         "mtime_ns",
@@ -131,7 +133,7 @@ class FileHandle:
         self.superseded = False
         self.counted = False
         self.node: Node | None = None
-        self.writes = False
+        self.writes = self.flushed = False
         self.former: tuple[Any, ...] = ()  # what it read under names its file does not have any more
 
 
@@ -475,9 +477,8 @@ class OpenFiles:
             self.parted.pop(ino, None)
         return handle
 
-    def close(self) -> None:
-        for fh in list(self._handles):
-            self.release(fh)
+    def handles(self) -> dict[int, FileHandle]:
+        return dict(self._handles)
 
 
 def _remove(table: dict[int, list[FileHandle]], key: int, handle: FileHandle) -> None:

@@ -598,9 +598,14 @@ class FileSystem(Writes):
             "listings": self._lister.active(),
         }
 
-    async def aclose(self) -> None:
-        """Stop listing and close what is still open."""
-        self._files.close()
+    async def aclose(self, *, unmounted: bool = False) -> None:
+        """Stop listing and close what is still open. `unmounted`: no process has anything open, though the kernel's last
+        messages may not have come; what is written is kept then. Otherwise what processes were writing is given up."""
+        for fh, handle in self._files.handles().items():
+            if unmounted or not handle.writes:
+                self.release(fh)
+            else:
+                self._files.release(fh)
         await self._lister.aclose()
         self._open_directories.clear()
 
