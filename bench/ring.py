@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 from bench.harness import Result, Series, scenario
 from bench.workspace import Workspace
-from cachefs.peers.ring import Ring
+from cachefs.peers.membership import Ring
 
 EACH = 100_000
 """Extents per member in the demand: 1.6 TB."""

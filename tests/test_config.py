@@ -18,7 +18,7 @@ from cachefs.base.linux import parse as parse_mountinfo
 from cachefs.base.units import FOREVER, Size
 from cachefs.config import layers
 from cachefs.config.config import AS_THE_MOUNT, Config, Source, default_cache_dir, option_name, rows
-from cachefs.config.sources import SECRET_ADVICE
+from cachefs.config.options import SECRET_ADVICE
 
 PLACES = {"source": "s3://bucket/prefix", "mountpoint": "/mnt/data"}
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from cachefs.base.errors import ConfigError
-from cachefs.cli import simulate as command
+from cachefs.cli import cache as command
 from cachefs.cli.main import cli
 from cachefs.cli.places import profiled
 from cachefs.daemon import asking

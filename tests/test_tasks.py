@@ -18,7 +18,7 @@ SERVICES = {
     # What a service is made of: it ends with it, and the composition root starts it again.
     "fetch/fetcher.py": {"bring_runs"},
     "fetch/upstream.py": {"work"},
-    "peers/connection.py": {"watch"},
+    "peers/client.py": {"watch"},
     "peers/node.py": {"self._membership.run"},
     "peers/server.py": {"watch"},
     "prefetch/prefetcher.py": {"self._sweep_now_and_then"},

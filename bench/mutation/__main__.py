@@ -152,7 +152,7 @@ def _is_harmless(mutant: Mutant, known: list[tuple[str, str, str]]) -> bool:
 def _mapped(paths: list[str]) -> set[str]:
     """What coverage is collected of: whole rooms, so that it serves the next command, too."""
     files = {str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / "cachefs" / room).rglob("*.py")}
-    return files | {"cachefs/base/database.py", "cachefs/peers/connection.py", *paths}
+    return files | {"cachefs/base/database.py", "cachefs/peers/client.py", *paths}
 
 
 def _test_files(given: list[str]) -> list[str]:

@@ -1,21 +1,29 @@
-"""The verbs that change what is cached: warm, evict, pin, unpin.
+"""The verbs about caching: warm, evict, pin, unpin; hint and record; simulate.
 
-Each is a job in the daemon (`cachefs.daemon.warming`). The verb starts it, shows its progress and sums it up in a line.
+The first four are jobs in the daemon (`cachefs.daemon.warming`): the verb starts one, shows its progress and sums it up in a
+line. `hint` says what will be read, `record` notes what was read, and `simulate` plays eviction over that: how much cache is
+enough.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+import time
+from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
-from cachefs.base.errors import ConfigError, MountError
-from cachefs.base.units import about_bytes, about_share
+from cachefs.base.errors import ConfigError, MountError, NotFound
+from cachefs.base.units import about_bytes, about_share, format_bytes, parse_capacity
 from cachefs.cli import show
-from cachefs.cli.places import Place, listed, mounts_of, only, profiled, wanted_of
+from cachefs.cli.places import Place, below, listed, mounts_of, only, profiled, seconds_of, wanted_of
 from cachefs.cli.show import as_json, note, say
+from cachefs.config.config import Eviction
 
 NAMED = 3
 """Failures named in one line."""
@@ -190,4 +198,205 @@ def _jobs(
     return total
 
 
-COMMANDS = (warm, evict, pin, unpin)
+DRAIN_EVERY_S = 0.5
+
+PLAN = "hint"
+"""The plan when none is named. Training jobs have plans of other names."""
+
+
+@click.command(short_help="Tell a mount what will be read next.")
+@click.argument("mountpoint", type=Place())
+@listed
+@click.option("--plan", default=PLAN, help=f"The name of the list, for several at a time.  [{PLAN}]")
+@click.option("--epoch", type=click.IntRange(0), default=0, help="Which round over the files this is.  [0]")
+@click.option("--drop", is_flag=True, help="Forget the plan.")
+def hint(mountpoint: Path, list_file: str | None, plan: str, epoch: int, drop: bool) -> None:
+    """Tell the mount at MOUNTPOINT that the files of LIST will be read next, in this order.
+
+    The daemon prefetches them and follows the position of the readers. A list for the next --epoch
+    may be given while the current one is read. In Python, cachefs.hints does this for a DataLoader.
+    """
+    from cachefs import hints
+    from cachefs.daemon import asking
+
+    mount, _ = asking.mount_of(mountpoint)
+    if drop:
+        if not hints.drop(mount, plan):
+            raise NotFound(f"no plan {plan} on {mount}: cachefs status names those there are")
+        note(f"plan {plan} is forgotten")
+        return
+    if list_file is None:
+        raise ConfigError("no LIST: give the paths with -T, one a line")
+    wanted = below(list_file, mountpoint)
+    if list(wanted) != [mount]:
+        raise ConfigError(f"{list_file} has paths that are not below {mount}")
+    hints.send_files(mount, plan, wanted[mount])
+    order = array("I", range(len(wanted[mount])))
+    hints.send_order(mount, plan, epoch, order, hints.digest(wanted[mount]))
+    note(f"plan {plan}, epoch {epoch}: {len(wanted[mount]):,} files")
+
+
+@click.command(short_help="Record what is opened and read.")
+@click.argument("mountpoint", type=Place())
+@click.option("-o", "--output", metavar="FILE", required=True, help="Where to; - is standard output.")
+@click.option(
+    "--for", "how_long", metavar="TIME", help="End after this time, like 5m; without it with Ctrl-C."
+)
+def record(mountpoint: Path, output: str, how_long: str | None) -> None:
+    """Record which files of the mount at MOUNTPOINT are opened, and which parts of large ones are read.
+
+    One JSON object a line: t (seconds since the start), path, size, offset, length, pid. An open has the
+    whole file's length; that of a large file which is read through the daemon has length 0, and lines
+    for what is read of it follow. cachefs warm --profile fetches what a recording has touched, cachefs
+    simulate says what cache it would need. What the kernel answers from its page cache is not seen.
+    """
+    from cachefs.daemon import asking
+
+    mount, _ = asking.mount_of(mountpoint)
+    until = float("inf") if how_long is None else time.monotonic() + seconds_of(how_long, "--for")
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: enough.set())
+    recording = asking.ask(mount, "record_start")  # before FILE is emptied: this may be refused
+    try:
+        with _opened(output) as file:
+            lines, lost = _record(mount, recording, file, until, enough)
+    except BaseException:
+        asking.ask(mount, "record_stop", recording=recording)
+        raise
+    more = f", {lost:,} more were lost: they came faster than they were taken" if lost else ""
+    note(f"{lines:,} lines{more}")
+
+
+def _opened(output: str) -> IO[str]:
+    try:
+        return sys.stdout if output == "-" else open(output, "w", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{output}: {exc.strerror}") from exc
+
+
+def _record(
+    mount: Path, recording: int, file: IO[str], until: float, enough: threading.Event
+) -> tuple[int, int]:
+    """Write lines until `until` or until `enough` is set. Returns how many lines, and how many were lost."""
+    from cachefs.daemon import asking
+
+    count = lost = 0
+
+    def drain() -> None:
+        nonlocal count, lost
+        while lines := (drained := asking.ask(mount, "record_drain", 60.0, recording=recording))["lines"]:
+            file.writelines(line + "\n" for line in lines)
+            count, lost = count + len(lines), lost + drained["dropped"]
+        file.flush()
+
+    while (left := until - time.monotonic()) > 0 and not enough.wait(min(left, DRAIN_EVERY_S)):
+        drain()
+    asking.ask(mount, "record_stop", recording=recording)
+    drain()
+    return count, lost
+
+
+POLICIES: tuple[Eviction, ...] = ("lru", "epoch", "auto")
+SHAPES = (
+    "shuffled-files",
+    "shuffled-shards",
+    "scan",
+    "zipf",
+    "uniform",
+    "opened-twice",
+    "validated",
+    "takeover",
+    "turns",
+    "two-jobs",
+)
+SHOWN = 8
+"""Epochs that fit a line; of more, the last."""
+
+
+@click.command(short_help="How much cache is enough: eviction played over a trace.")
+@click.option(
+    "--trace", metavar="FILE", type=click.Path(path_type=Path), help="What cachefs record has written."
+)
+@click.option("--shape", type=click.Choice(SHAPES), help="A made-up order of reading instead.")
+@click.option("--cache-size", required=True, metavar="SIZE,…", help="One size or several: 100G,200G.")
+@click.option("--policy", type=click.Choice([*POLICIES, "all"]), default="all", help="As --eviction.  [all]")
+@click.option("--block-size", metavar="SIZE", default="1M", help="As of the mount.  [1M]")
+@click.option("--dataset-size", metavar="SIZE", default="10G", help="Of a shape.  [10G]")
+@click.option("--file-size", metavar="SIZE", help="Of a shape.  [64M for shards, else 1M]")
+@click.option("--epochs", type=click.IntRange(1, 1000), default=5, help="Of a shape.  [5]")
+@click.option("--seed", type=int, default=0, help="Of a shape.  [0]")
+@as_json()
+def simulate(
+    trace: Path | None,
+    shape: str | None,
+    cache_size: str,
+    policy: str,
+    block_size: str,
+    dataset_size: str,
+    file_size: str | None,
+    epochs: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Say for each size of cache how much would be read from it, epoch by epoch, and how much from the store.
+
+    \b
+    cachefs record /mnt/data -o trace.jsonl --for 2h
+    cachefs simulate --trace trace.jsonl --cache-size 500G,1T,2T
+    cachefs simulate --shape shuffled-files --dataset-size 1T --cache-size 500G
+
+    Nothing is mounted and nothing fetched. RAM and SSD count together; what is fetched ahead is not simulated.
+    """
+    from cachefs.observe import simulate as simulation
+
+    if (trace is None) == (shape is None):
+        raise ConfigError("give it either --trace FILE or --shape NAME")
+    sizes = [_bytes(text, "cache-size") for text in cache_size.split(",")]
+    blocks = _bytes(block_size, "block-size")
+    if blocks < 4096:
+        raise ConfigError(f"--block-size {block_size!r} is smaller than 4K")
+    if trace is not None:
+        played = simulation.load(trace)
+    else:
+        assert shape is not None
+        each = _bytes(file_size or format_bytes(simulation.FILE_BYTES.get(shape, 1 << 20)), "file-size")
+        whole = _bytes(dataset_size, "dataset-size")
+        if whole // each > simulation.MOST_FILES:
+            raise ConfigError(
+                f"a shape of more than {simulation.MOST_FILES:,} files: give it a larger --file-size"
+            )
+        played = simulation.shape(shape, whole, each, epochs, seed)
+    policies = POLICIES if policy == "all" else [p for p in POLICIES if p == policy]
+    results = [simulation.simulate(played, size, p, blocks) for size in sizes for p in policies]
+    if as_json:
+        show.data([result.as_dict() for result in results])
+    else:
+        say("\n".join(_table(results)))
+
+
+def _bytes(text: str, option: str) -> int:
+    try:
+        count = parse_capacity(text)
+    except ValueError as exc:
+        raise ConfigError(f"--{option} {text!r} is {exc}") from None
+    if not count:
+        raise ConfigError(f"--{option} {text!r} is nothing")
+    return count
+
+
+def _table(results: list[Any]) -> list[str]:
+    epochs = sorted(results[0].asked)
+    shown = epochs if len(epochs) <= SHOWN else [*epochs[: SHOWN - 1], epochs[-1]]
+    rows = []
+    for result in results:
+        ratios = [f"{100 * result.ratio(epoch):.1f} %" for epoch in shown]
+        rows.append(
+            [about_bytes(result.cache_bytes), result.policy, *ratios, about_bytes(result.store_bytes)]
+        )
+    return show.table(
+        ["#cache", "#policy", *(f"#epoch {epoch}" for epoch in shown), "#from the origin"], rows
+    )
+
+
+COMMANDS = (warm, evict, pin, unpin, hint, record, simulate)

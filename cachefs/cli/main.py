@@ -23,12 +23,11 @@ import click
 
 from cachefs import __version__
 from cachefs.base.errors import CachefsError, ConfigError, MountError
-from cachefs.cli import cache, files, live, reading, show, simulate, status, writing
+from cachefs.cli import cache, files, live, show, status, writing
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, note, say
 from cachefs.config.config import GROUPS, Config, option_name, rows
-from cachefs.config.options import Row
-from cachefs.config.sources import directory
+from cachefs.config.options import Row, directory
 
 log = logging.getLogger(__name__)
 
@@ -402,10 +401,9 @@ def check(file: str | None, as_json: bool) -> int:
 
 
 check.params.extend(show.MANNERS)
-for room in (status, live, cache, reading, writing, files):
+for room in (status, live, cache, writing, files):
     for command in room.COMMANDS:
         cli.add_command(command)
-cli.add_command(simulate.simulate)
 
 
 @cli.command(short_help="Print the version.")

@@ -19,8 +19,7 @@ from typing import Any
 
 from cachefs.base.errors import ConfigError
 from cachefs.config.config import AS_THE_MOUNT, Config, Source, option_name, rows
-from cachefs.config.options import Row
-from cachefs.config.sources import SECRET_ADVICE, SecretInside, check_name, check_url, looks_secret
+from cachefs.config.options import SECRET_ADVICE, Row, SecretInside, check_name, check_url, looks_secret
 
 ENV_PREFIX = "CACHEFS_"
 

@@ -6,7 +6,6 @@ password: every client that reaches the port sees names of files and processes.
 """
 
 from cachefs.observe.endpoint import Endpoint, open_endpoint
-from cachefs.observe.pauses import Pauses
-from cachefs.observe.watch import Watch
+from cachefs.observe.watch import Pauses, Watch
 
 __all__ = ["Endpoint", "Pauses", "Watch", "open_endpoint"]

@@ -27,8 +27,7 @@ from cachefs.store.eviction import ANY, Eviction
 from cachefs.store.fill import Fills, Heap
 from cachefs.store.index import Copy, Index
 from cachefs.store.moves import Moves
-from cachefs.store.pins import Pins
-from cachefs.store.space import Space
+from cachefs.store.space import Pins, Space
 from cachefs.store.tier import RAM, Tier
 
 FLUSH_EVERY_S = 1.0

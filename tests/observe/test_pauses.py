@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from cachefs.observe.pauses import LOOK_EVERY_S, RECENT_S, Pauses
+from cachefs.observe.watch import LOOK_EVERY_S, RECENT_S, Pauses
 
 
 def test_a_call_that_blocks_the_loop_is_seen() -> None:

@@ -12,8 +12,7 @@ from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.peers.auth import Key, Signer, Verifier
-from cachefs.peers.client import Client
-from cachefs.peers.connection import LITTLE
+from cachefs.peers.client import LITTLE, Client
 from cachefs.peers.server import Limits
 from cachefs.peers.wire import Address, Busy, Kind, NotShared, PeerFailed
 from tests.peers.exchange import (

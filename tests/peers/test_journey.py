@@ -24,8 +24,8 @@ from tests.peers.nodes import Told
 PACKAGE = str(Path(cachefs.__file__).parent) + "/"
 
 BOTH = {"peers/wire.py", "base/http1.py", "peers/auth.py", "peers/health.py", "base/names.py"}
-CLIENT = BOTH | {"peers/cluster.py", "peers/client.py", "peers/connection.py"}
-SERVER = BOTH | {"peers/server.py", "peers/sending.py", "base/tasks.py"}
+CLIENT = BOTH | {"peers/cluster.py", "peers/client.py"}
+SERVER = BOTH | {"peers/server.py", "base/tasks.py"}
 
 
 @pytest.mark.parametrize("size", [100 * KIB, 3 * MIB])
@@ -63,5 +63,5 @@ async def test_a_request_between_two_nodes_passes_eight_files_at_most_on_each_si
             assert sink.data == data
         client.close()
     assert passed <= CLIENT | SERVER, "a file was added to the journey"
-    assert {"peers/connection.py", "peers/sending.py", "base/http1.py"} <= passed
+    assert {"peers/client.py", "peers/server.py", "base/http1.py"} <= passed
     assert len(CLIENT) <= 8 and len(SERVER) <= 8

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import ring as measured
-from cachefs.peers.ring import REMEMBERED, Ring
+from cachefs.peers.membership import REMEMBERED, Ring
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 WEIGHTS = st.sampled_from([0.5, 1.0, 1.0, 1.0, 2.0, 7.0])
@@ -87,7 +87,7 @@ def test_nobody_is_there() -> None:
 def test_other_processes_agree() -> None:
     """Nothing in it depends on the hash seed of a process."""
     program = (
-        "from cachefs.peers.ring import Ring;"
+        "from cachefs.peers.membership import Ring;"
         "print([Ring({'a:1': 1, 'b:1': 1, 'c:1': 2, 'é:1': 1}).owners(bytes([i] * 16), i, 2) for i in range(20)])"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachefs.base.http1 import MAX_HEAD_BYTES
-from cachefs.peers import sending
+from cachefs.peers import server as serving_module
 from cachefs.peers.auth import Signer, Verifier
 from cachefs.peers.client import Client
 from cachefs.peers.health import MAX_PEERS, PeerTable
@@ -169,7 +169,7 @@ async def test_connections_are_bounded_for_each_host() -> None:
 @in_jumping_time
 async def test_who_does_not_take_a_reply_loses_it(in_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing taken for ten seconds, or so little at a time that two minutes are not enough."""
-    monkeypatch.setattr(sending, "PATIENCE_S", 0.0)  # of a thread, whose time does not jump
+    monkeypatch.setattr(serving_module, "PATIENCE_S", 0.0)  # of a thread, whose time does not jump
     plan_store = PlanStore()
     version = plan_store.put(content(16 * MIB))
     target = asking(version).target(BLOCKS)
