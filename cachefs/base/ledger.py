@@ -311,17 +311,8 @@ class Waits:
         self.read_seconds.add(seconds)
         if seconds >= SLOW_S:
             on = max(READ_FROM, key=wait.shares.__getitem__)
-            self._keep(
-                SlowRead(
-                    seconds,
-                    next(self._numbers),
-                    now,
-                    wait.object.key,
-                    wait.offset,
-                    on,
-                    wait.process.identity,
-                )
-            )
+            key, identity = wait.object.key, wait.process.identity
+            self._keep(SlowRead(seconds, next(self._numbers), now, key, wait.offset, on, identity))
 
     def call(self, thread: int, on: str, request: str) -> Call:
         """Note that a request of that thread, other than a read, cannot be answered at once."""
@@ -489,16 +480,11 @@ def _put(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
 
 
 class Ledger:
-    """Requests, waits and misses, and how long requests to the origin and uploads took. `clock` is monotonic."""
+    """Requests, waits and misses, and how long requests to the origin and uploads took."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        time_of_day: Callable[[], float] = time.time,
-        look: Callable[[int], Identity] = identify,
-    ) -> None:
+    def __init__(self) -> None:
         self.requests = Requests()
-        self.waits = Waits(clock, look)
-        self.misses = Misses(time_of_day)
+        self.waits = Waits(time.monotonic, identify)
+        self.misses = Misses(time.time)
         self.origin_seconds = {kind: Histogram() for kind in ORIGIN_REQUESTS}
         self.upload_seconds = Histogram()

@@ -21,15 +21,11 @@ from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED, Classes, Eviction
 from cachefs.store.index import Copy
 from cachefs.store.moves import SPILL_ABOVE, Moves
-from cachefs.store.space import Space
+from cachefs.store.space import READERS_SHARE, Space
 from cachefs.store.tier import RAM, Tier, allocated
 
 HEAP_BYTES = 32 << 20
 """What the heap holds: thirty readers' current blocks. Guessed."""
-
-READERS_SHARE = 64
-"""This part of the fastest tier is not filled with remote-owned blocks by prefetch, nor is room for one more transfer: it is
-for readers. Guessed."""
 
 Completed = tuple[int, int]
 """(block, its xxh3_64)"""

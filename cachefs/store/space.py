@@ -30,7 +30,8 @@ from cachefs.store.tier import Tier, allocated, is_immutable
 log = logging.getLogger(__name__)
 
 READERS_SHARE = 128
-"""This part of a full tier is left free by prefetch. Guessed: a few files or blocks of a small cache."""
+"""This part of a full tier is left free by prefetch, and by remote-owned blocks that it fetches. Guessed: a few files or
+blocks of a small cache."""
 
 VICTIMS_AT_ONCE = 512
 """Measured: dropping a one-block file takes 0.15 ms, so this is under 0.1 s."""

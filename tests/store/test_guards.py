@@ -19,7 +19,6 @@ from cachefs.base.names import ObjectId
 from cachefs.store import Store, disk, open_store, ram
 from cachefs.store import tier as tier_module
 from cachefs.store.eviction import EPOCHS_SAVED_EVERY
-from cachefs.store.fill import READERS_SHARE as REMOTE_SHARE
 from cachefs.store.scrub import reclaim
 from cachefs.store.space import READERS_SHARE
 from cachefs.store.tier import RAM, SSD, Tier
@@ -228,11 +227,10 @@ async def test_a_flush_writes_when_there_is_something_to_write(
         assert len(written) == 2 * EPOCHS_SAVED_EVERY + 1 and b"epochs" in written[-1]
 
 
-@pytest.mark.parametrize(("remote", "share"), [(False, READERS_SHARE), (True, REMOTE_SHARE)])
+@pytest.mark.parametrize("remote", [False, True])
 @in_trio
-async def test_prefetch_leaves_a_share_to_readers_and_they_take_it(
-    cache_dir: Path, remote: bool, share: int
-) -> None:
+async def test_prefetch_leaves_a_share_to_readers_and_they_take_it(cache_dir: Path, remote: bool) -> None:
+    share = READERS_SHARE
     blocks = 4 * share
     tier = {"ssd": 0, "ram": blocks * SMALL} if remote else {"ssd": blocks * SMALL}
     async with running(cache_dir, block=SMALL, eviction="lru", **tier) as lab:
