@@ -124,6 +124,11 @@ LONG = {
     "reset before the headers",
     "garbage once",
     "lies once",
+    "429 for a while",
+    "500 for a while",
+    "garbage for ever",
+    "hang in one body",
+    "truncated to nothing",
 }
 """Left to `scripts/test --all`: others are like them."""
 

@@ -165,7 +165,7 @@ def test_bytes_that_the_origin_has_no_more_are_missing_and_nothing_else(
         os.close(fd)
 
 
-@both_modes
+@pytest.mark.parametrize("mode", [pytest.param("durable", marks=pytest.mark.long), "writeback"])
 def test_a_file_that_is_replaced_again_and_again(writable: Callable[..., Mount], mode: str) -> None:
     seen = replace(writable(mode, ram="16M").path / "f", 6)
     assert set(seen) == {"replace ok", "read ok"}, seen

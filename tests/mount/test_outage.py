@@ -122,7 +122,7 @@ def test_a_reader_may_wait_for_the_store(mounted: Mounted, bucket: Bucket, lab: 
     assert len(said(mount)) == 2
 
 
-@pytest.mark.parametrize("ended", ["stopped", "killed"])
+@pytest.mark.parametrize("ended", [pytest.param("stopped", marks=pytest.mark.long), "killed"])
 def test_a_mount_starts_without_its_store_and_shows_what_it_knows(
     mounted: Mounted, bucket: Bucket, lab: LabStore, ended: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_mount_starts_without_its_store_and_shows_what_it_knows(
     assert (outcome.errno, outcome.md5) == (0, md5(cold))
 
 
-@pytest.mark.parametrize("how", ["serve-stale", "eio"])
+@pytest.mark.parametrize("how", [pytest.param("serve-stale", marks=pytest.mark.long), "eio"])
 def test_what_knows_nothing_or_believes_nothing_is_not_mounted_without_its_store(
     mounted: Mounted, bucket: Bucket, lab: LabStore, how: str
 ) -> None:

@@ -119,6 +119,7 @@ class TestStore:
             mount = mounted("s3://bucket", start=False, endpoint_url=url, timeout=3)
             refused(mount, within=12)
 
+    @pytest.mark.long
     def test_nobody_answers_within_the_mount_timeout(self, mounted: Mounted) -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))

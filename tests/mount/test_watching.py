@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lab.client import LabStore
@@ -276,6 +277,7 @@ print(mount_of(Place().convert(sys.argv[1], None, None))[1])
 """
 
 
+@pytest.mark.long
 @ONE_BACKEND
 def test_a_daemon_that_hangs_is_named_and_what_is_below_it_is_not_looked_at(
     mounted: Mounted, bucket: Bucket

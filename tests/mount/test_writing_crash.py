@@ -589,6 +589,7 @@ class TestDurable:
         durable.crash(here)
         assert durable.files() == before
 
+    @pytest.mark.long
     def test_with_all_parts_sent(self, durable: Stage, before: dict[str, bytes]) -> None:
         here = durable.hangs("complete_upload")
         durable.write("f", LARGE)
@@ -645,6 +646,7 @@ class TestWriteback:
         writeback.crash(lambda: writer.stdout and writer.stdout.readline() == "written\n")
         assert writeback.files() == {}
 
+    @pytest.mark.long
     def test_before_anything_is_sent(self, writeback: Stage) -> None:
         here = writeback.hangs("*put*", "f")
         self.closed(writeback, LARGE)
@@ -676,6 +678,7 @@ class TestWriteback:
         assert writeback.files() == {"f": now(LARGE)}
         assert writeback.store.counters()["requests"]["upload_part"] < 3
 
+    @pytest.mark.long
     def test_with_all_parts_sent(self, writeback: Stage) -> None:
         here = writeback.hangs("complete_upload")
         self.closed(writeback, LARGE)
@@ -751,6 +754,7 @@ class TestWriteback:
         writeback.crash(lambda: True)
         assert writeback.files() == {"g": now(SMALL)}
 
+    @pytest.mark.long
     def test_while_what_is_in_the_store_is_renamed_over_it(self, writeback: Stage) -> None:
         """The one that was to be replaced was acknowledged, and its replacement was not."""
         (writeback.path / "saved").write_bytes(NOW)

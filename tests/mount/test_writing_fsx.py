@@ -299,7 +299,11 @@ def test_the_real_one(mounted: Mounted, bucket: Bucket, real_fsx: str, tmp_path:
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 @ONE_BACKEND
-@pytest.mark.parametrize("options", MODES, ids=["durable", "writeback"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(MODES[0], marks=pytest.mark.long), MODES[1]],
+    ids=["durable", "writeback"],
+)
 def test_fio_verifies_behind_a_new_mount(mounted: Mounted, bucket: Bucket, options: dict[str, Any]) -> None:
     mount = mounted(bucket, read_only=False, **options)
     words = ["fio", "--name=j", f"--directory={mount.path}", "--size=12M", "--bs=4k-128k", "--rw=randwrite"]

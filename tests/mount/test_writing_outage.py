@@ -36,8 +36,18 @@ def mount(mounted: Mounted, bucket: Bucket) -> Mount:
     return mount
 
 
-@pytest.mark.parametrize("call", OF_THE_STORE)
-@pytest.mark.parametrize(("action", "number"), [("reset", errno.EIO), ("403", errno.EACCES)])
+@pytest.mark.parametrize(
+    ("action", "number", "call"),
+    [
+        *(("403", errno.EACCES, call) for call in OF_THE_STORE),
+        ("reset", errno.EIO, "mv"),
+        *(
+            pytest.param("reset", errno.EIO, call, marks=pytest.mark.long)
+            for call in OF_THE_STORE
+            if call != "mv"
+        ),
+    ],
+)
 def test_names_are_the_stores_and_fail_with_it(
     mount: Mount, bucket: Bucket, call: str, action: str, number: int
 ) -> None:

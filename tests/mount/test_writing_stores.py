@@ -66,6 +66,7 @@ def test_another_store(mounted: Mounted, server: Server) -> None:
     works(make)
 
 
+@pytest.mark.long
 def test_another_client(mounted: Mounted, bucket: Bucket) -> None:
     works(lambda **options: mounted(bucket, client="fsspec", timeout=30, **options))
     assert [key for key in keys(bucket) if not key.endswith("/")] == ["moved/deep/f", "moved/large", "small"]

@@ -213,6 +213,7 @@ async def test_a_peer_that_is_back_is_asked_again(cache_dir: Path) -> None:
         assert reader.metrics.peer_hits == 5
 
 
+@pytest.mark.long
 @in_time(rate=4)
 async def test_a_slow_store_is_asked_once_however_long_it_takes(cache_dir: Path) -> None:
     async with nodes(cache_dir) as cluster:
@@ -258,6 +259,7 @@ async def test_an_owner_that_has_lost_the_store_is_not_waited_for_to_the_end(
         assert [get.key for get in cluster.origin.gets] == [object_id.key for object_id in ids]
 
 
+@pytest.mark.long
 @in_time(rate=4)
 async def test_a_long_queue_in_front_of_a_slow_peer_is_left_for_the_store(cache_dir: Path) -> None:
     async with nodes(cache_dir, 2, deadline_s=12.0) as cluster:
