@@ -201,7 +201,18 @@ def test_another_version_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", ["clean", "killed"])
-@pytest.mark.parametrize("cut", [0, 1, 4095, 4096, 20_000, -1, -4096])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        0,
+        1,
+        pytest.param(4095, marks=pytest.mark.long),
+        4096,
+        20_000,
+        -1,
+        pytest.param(-4096, marks=pytest.mark.long),
+    ],
+)
 def test_a_cut_file_is_dropped_not_believed_and_not_fatal(tmp_path: Path, stop: str, cut: int) -> None:
     path = tmp_path / "db"
     if stop == "killed":
@@ -961,7 +972,7 @@ INJECTED = """
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="apt-get install strace")
-@pytest.mark.parametrize("fsync", ["fsync", "no"])
+@pytest.mark.parametrize("fsync", ["fsync", pytest.param("no", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "fault", ["EIO:when=40+9", "ENOSPC:when=41+9", "EIO:when=50..60", "ENOSPC:when=45+2", "EIO:when=60+"]
 )

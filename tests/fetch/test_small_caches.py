@@ -27,7 +27,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("piece", [4 * KIB, 128 * KIB, MIB])
+@pytest.mark.parametrize("piece", [4 * KIB, pytest.param(128 * KIB, marks=pytest.mark.long), MIB])
 @pytest.mark.parametrize("size", [3 * MIB + 5, 9 * MIB + 5])
 @in_trio
 async def test_any_read_the_kernel_can_send_is_answered(

@@ -10,13 +10,14 @@ import sys
 import time
 
 from bench.lab.client import LabStore
+from tests.conftest import LEVEL
 from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import alive, eventually, mounts_at, run
 
 pytestmark = ONE_BACKEND
 
 MIB = 1 << 20
-ROUNDS = 5
+ROUNDS = 2 if LEVEL == "short" else 5
 
 READER = """
 import os, random, sys

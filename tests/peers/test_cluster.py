@@ -232,7 +232,7 @@ async def test_a_slow_store_is_asked_once_however_long_it_takes(cache_dir: Path)
         assert all(row["state"] == "healthy" for node in cluster for row in node.cluster.status())
 
 
-@pytest.mark.parametrize("after_s", [4.0, 1000.0])
+@pytest.mark.parametrize("after_s", [pytest.param(4.0, marks=pytest.mark.long), 1000.0])
 @in_time(rate=4)
 async def test_an_owner_that_has_lost_the_store_is_not_waited_for_to_the_end(
     cache_dir: Path, caplog: pytest.LogCaptureFixture, after_s: float
@@ -291,6 +291,7 @@ async def test_a_long_queue_in_front_of_a_slow_peer_is_left_for_the_store(cache_
         assert len(cluster.origin.gets) == count + 4
 
 
+@pytest.mark.long
 @in_time(rate=4)
 async def test_what_a_dead_node_kept_is_kept_by_its_successor_until_it_is_back(cache_dir: Path) -> None:
     async with nodes(cache_dir, 3, sizes={"ssd": 8 * MIB, "ram": 8 * MIB}) as cluster:
