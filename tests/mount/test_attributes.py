@@ -48,8 +48,15 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen(tmp_path_factory.mktemp("local"))
 
 
-@pytest.mark.parametrize("mode", ["durable", "writeback"])
-@pytest.mark.parametrize("kind", ["file", "s3"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("file", "writeback"),
+        ("s3", "durable"),
+        pytest.param("file", "durable", marks=pytest.mark.long),
+        pytest.param("s3", "writeback", marks=pytest.mark.long),
+    ],
+)
 def test_as_on_a_local_disk(
     kind: str,
     mode: str,

@@ -272,6 +272,7 @@ def test_a_kill_while_the_disk_is_frozen_loses_nothing_acknowledged(
     assert stored(bucket, "before") == b"p" * 100_000
 
 
+@pytest.mark.long
 def test_a_stop_does_not_wait_for_what_is_written(disk: Disk, mounted: Mounted, bucket: Bucket) -> None:
     mount = start(mounted, bucket, disk, writeback=True)
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench.lab.dataset import content
-from tests.mount.conftest import BACKEND_CONTRACT, Bucket, Mounted
+from tests.mount.conftest import BACKEND_CONTRACT, BOTH_BACKENDS, Bucket, Mounted
 from tests.mount.mounts import Mount, eventually, succeed
 from tests.mount.written import keys, stored
 
@@ -253,6 +253,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     succeed(["umount", "-l", place])
 
 
+@BOTH_BACKENDS
 @pytest.mark.root
 class TestFullDisk:
     FULL = "has no room for what is written|is full"

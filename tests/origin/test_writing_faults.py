@@ -132,7 +132,11 @@ def test_faults_that_pass(
     assert asked(store, kind) == usual + (0 if done else arguments["count"])
 
 
-@pytest.mark.parametrize(("kind", "use"), STEPS[:6], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [*STEPS[:4], *(pytest.param(*step, marks=pytest.mark.long) for step in STEPS[4:6])],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_a_silent_store(store: Lab, fd: int, kind: str, use: Callable[..., Any]) -> None:
     rule = store.store.fault("hang", kind=kind, count=1)
     there = store.origin(stall_s=0.25)
