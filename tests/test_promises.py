@@ -35,7 +35,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/fs/test_open_files.py::test_a_local_change_of_its_name",
         "tests/fs/test_open_files.py::test_a_change_at_the_origin",
         "tests/fs/test_open_files.py::test_a_change_that_fstat_itself_notices",
-        "tests/fs/test_races.py::test_names_that_several_processes_change",
+        "tests/fs/test_concurrent_model.py::test_histories",
     ),
     "A program that opens, stats, reads or maps a file which another program of this node replaces by "
     "rename again and again gets one version whole, and no error.": (

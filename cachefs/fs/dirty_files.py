@@ -99,18 +99,15 @@ class DirtyFiles:
         with another number."""
         writable(directory)
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
-        node = node or await self._take(directory, name, ino, obj)
         if node is None:
-            opened = self._files.open(ino, writable(directory), obj, mtime_ns, pid, writes=True)
             node = Node(directory, name, self._files.stable(ino), ino, stored=True)
             node.attrs = self._kept.get(node.stable, obj.etag)
-        elif node.dirty_file is not None:
+            await self._take(node, obj)
+        if node.dirty_file is not None:
             opened = self._open_dirty_file(node, ino, pid)
         else:
             opened = self._files.open(ino, node.origin, obj, mtime_ns, pid, writes=True)
-        handle = self._files.get(opened[0])
-        handle.node, handle.writes = node, True
-        node.writers += 1
+        self._writes(opened, node)
         self._local_changes.add(node)
         try:
             if flags & os.O_TRUNC:
@@ -120,26 +117,52 @@ class DirtyFiles:
             self.release(opened[0])
             raise
 
-    async def _take(self, directory: Directory, name: bytes, ino: int, obj: ObjectId) -> Node | None:
-        """The node of a file that readers have in passthrough. Its dirty file is that very file, so that they see what is
-        written; it begins with the open, because a mapping is written unseen. None if no reader has it so, or if others use
+    async def open_nameless(self, ino: int, flags: int, pid: int, attrs: dict[str, Any]) -> Opened:
+        """A handle to write a file that is open and has lost its name: it was looked up before that. `attrs` is what is set
+        of it. Raises `ObjectChanged` where its bytes cannot be had any more."""
+        node = self._local_changes.nodes.get(ino)
+        other = self._files.under(ino)[0]
+        if node is None:
+            node = self._local_changes.nameless(other, attrs)
+            await self._take(node, other.object)
+            other = next(iter(self._files.under(ino)), other)
+        if node.dirty_file is not None:
+            opened = self._attached(node, ino, other.object, pid)
+        else:
+            opened = self._files.open(ino, node.origin, other.object, other.mtime_ns, pid, writes=True)
+        self._writes(opened, node)
+        try:
+            if flags & os.O_TRUNC:
+                await self.truncate_open(opened[0], 0)
+            return await self._opened_in_passthrough(opened)
+        except BaseException:
+            self.release(opened[0])
+            raise
+
+    def _writes(self, opened: Opened, node: Node) -> None:
+        handle = self._files.get(opened[0])
+        handle.node, handle.writes = node, True
+        node.writers += 1
+
+    async def _take(self, node: Node, obj: ObjectId) -> None:
+        """Give a node that readers have in passthrough its dirty file: that very file, so that they see what is written. It
+        begins with the open, because a mapping is written unseen. Nothing is given if no reader has it so, or if others use
         the cache's file for longer than `TAKEN_S`."""
-        if not any(handle.backing for handle in self._files.under(ino)):
-            return None
+        if not any(handle.backing for handle in self._files.under(node.ino)):
+            return
         await self._writer.disk_answers()
         with trio.move_on_after(TAKEN_S):
-            while (handles := self._files.under(ino)) and (backing := handles[0].backing) is not None:
+            while (handles := self._files.under(node.ino)) and (backing := handles[0].backing) is not None:
                 if handles[0].object != obj:
-                    return None  # while this waited, the number was opened again, in another version
-                node = Node(directory, name, self._files.stable(ino), ino, stored=True)
-                attrs = self._kept.get(node.stable, obj.etag)
-                base = self._local_changes.info(directory, name, obj)
-                dirty_file = self._writer.take(node.origin, base, backing, len(handles), attrs)
+                    return  # while this waited, the number was opened again, in another version
+                base = self._local_changes.info(node.directory, node.name, obj)
+                dirty_file = self._writer.take(node.origin, base, backing, len(handles), node.attrs)
                 if dirty_file is not None:
                     self._local_changes.share(node, dirty_file, handles)
-                    return node
+                    if node.removed:
+                        await self._writer.discard(dirty_file, replaced=True)
+                    return
                 await trio.sleep(TAKEN_S / 100)
-        return None
 
     def open_reader(self, node: Node, ino: int, pid: int) -> Opened:
         """A handle to read what is being written."""
@@ -148,8 +171,7 @@ class DirtyFiles:
     async def open_writer(self, node: Node, pid: int) -> Opened:
         """A handle to write a file that was just created."""
         opened = self._open_dirty_file(node, node.ino, pid)
-        self._files.get(opened[0]).writes = True
-        node.writers += 1
+        self._writes(opened, node)
         try:
             return await self._opened_in_passthrough(opened)
         except BaseException:
@@ -301,9 +323,7 @@ class DirtyFiles:
         Raises `ObjectChanged` where its bytes cannot be had any more."""
         if node.dirty_file is not None:
             return
-        dirty_file = await self._writer.begin(
-            node.origin, node.key, base=handle.object, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
-        )
+        dirty_file = await self._begun(node, handle.object, upto)
         self._local_changes.give_nameless(node, dirty_file)
         await self._writer.discard(dirty_file, replaced=True)
 
@@ -324,10 +344,15 @@ class DirtyFiles:
                 await self._local_changes.hold(node)
 
     async def _give(self, node: Node, base: ObjectId | None, upto: int | None = None) -> None:
-        dirty_file = await self._writer.begin(
+        self._local_changes.give(node, await self._begun(node, base, upto))
+
+    async def _begun(self, node: Node, base: ObjectId | None, upto: int | None) -> DirtyFile:
+        dirty_file: DirtyFile = await self._writer.begin(
             node.origin, node.key, base=base, upto=upto, mtime_ns=self._now_ns(), attrs=node.attrs
         )
-        self._local_changes.give(node, dirty_file)
+        dirty_file.attrs.clear()
+        dirty_file.attrs.update(node.attrs)  # what was set meanwhile, too
+        return dirty_file
 
     def _now_ns(self) -> int:
         return round(self._wall() * 1e9)

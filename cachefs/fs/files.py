@@ -283,6 +283,10 @@ class OpenFiles:
             found = self.parted[ino] = self._shape(self._by_ino[ino][0])
         return found
 
+    def nameless(self, ino: int) -> bool:
+        """Whether it is open, and its file has lost its name here."""
+        return ino in self.parted and not self.parted[ino].nlink
+
     def paths(self) -> set[int]:
         """The numbers of the paths of all open files."""
         return {handle.stable for handle in self._handles.values()}

@@ -425,6 +425,8 @@ class FileSystem(Writes):
         opened = self._open_now(ino, flags, pid)
         if opened is not None:
             return opened
+        if self._writing is not None and flags & _WRITING and self._files.nameless(ino):
+            return await self._writing.open_nameless(ino, flags, pid)
         directory, mark = self._locate(ino)
         name = name_in(mark)
         before = self._tree.row(directory, name)

@@ -128,6 +128,10 @@ class LocalChanges:
         """The node of a name, held or only open."""
         return self._places.get((directory.number, name))
 
+    def named(self, node: Node) -> bool:
+        """Whether a name shows it, perhaps until its removal is done."""
+        return not node.removed or self.at(node.directory, node.name) is node
+
     def of_row(self, row: Row) -> Node:
         """The node that a held row belongs to."""
         return self._by_dirty_file[row.etag.removeprefix(DIRTY_FILE_ETAG)]
@@ -159,6 +163,14 @@ class LocalChanges:
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
 
+    def nameless(self, handle: FileHandle, attrs: dict[str, Any]) -> Node:
+        """A node for a file that is open and has lost its name."""
+        top = next(top for top in self._tree.tops() if top.origin is handle.origin)
+        name = handle.object.key[len(top.prefix) :].encode()
+        node = Node(top, name, handle.stable, handle.ino, stored=False)
+        node.removed, node.attrs = True, attrs
+        return node
+
     def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
         """The store's object that is at a name, as it is known here."""
         row = self._tree.row(directory, name)
@@ -166,7 +178,10 @@ class LocalChanges:
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
         """What its readers have in passthrough is the dirty file from now on, under the same number."""
-        self.give(node, dirty_file)
+        if node.removed:
+            self.give_nameless(node, dirty_file)
+        else:
+            self.give(node, dirty_file)
         for handle in handles:
             self.attach(handle, node)
             handle.backing = dirty_file.backing

@@ -98,8 +98,11 @@ class Moving:
         await self._instead(replaced, copy)
         assert info is not None
         await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
-        await self._moved(place, found, to, info)
+        async with self._local_changes.applying():
+            self._moved(place, found, to, info)
+            self._local_changes.written(*place, False, moved=True)
         await self._delete(origin, key, place)
+        self._kept.put(found.ino, "", {})
 
     async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
         """Put another file in the place of `replaced`, which is not given up before it is there."""
@@ -146,14 +149,16 @@ class Moving:
                     self._reheld(node, to)
             else:
                 assert dirty_file.committed is not None
-                await self._moved(place, found, to, dirty_file.committed)
-                await self._local_changes.gone(*place, moved=True)
+                row = (
+                    self._tree.row(*place) or found.row
+                )  # what was found may have been older, and is stored by now
+                async with self._local_changes.applying():
+                    self._moved(place, found._replace(row=row), to, dirty_file.committed)
+                    self._local_changes.written(*place, False, moved=True)
             if left:
-                try:
-                    await self._delete(origin, key, place)
-                except BaseException:
-                    self._local_changes.look_again(place[0])
-                    raise
+                await self._delete(origin, key, place)
+            if not node.held:
+                self._kept.put(found.ino, "", {})
 
     def _reheld(self, node: Node, to: Place) -> None:
         """What is held is shown under another name, with what was set of it; while `applying`."""
@@ -162,13 +167,9 @@ class Moving:
         self._local_changes.reheld(node, *to)
         self._kept.put(node.stable, node.row.etag, node.attrs)
 
-    async def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
-        """Write down that a version is at another path: under its number, with what was set of it, for its readers."""
-        async with self._local_changes.applying():
-            self._moved_now(place, found, to, info)
-
-    def _moved_now(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
-        """The same while `applying`."""
+    def _moved(self, place: Place, found: Found, to: Place, info: ObjectInfo) -> None:
+        """Write down that a version is at another path: under its number, with what was set of it, for its readers; while
+        `applying`."""
         files, stable, row = self._files, found.ino, found.row
         kept = _of_copy(self._kept.get(stable, row.etag), row.mtime_ns, info)
         node = self._local_changes.at(*place)
@@ -179,12 +180,19 @@ class Moving:
         origin = _key(to)[0]
         for number in numbers:
             files.turn(number, info.version(origin.source), info.mtime_ns, reopen=origin)
-        self._kept.put(stable, "", {})
         self._kept.put(ino, info.etag, {**kept, "ctime_ns": self._local_changes.now_ns()})
 
     async def _delete(self, origin: Origin, key: str, place: Place) -> None:
-        await origin.delete(key)
-        await self._local_changes.gone(*place, moved=True)
+        """Nothing shows the old name meanwhile: its file has the new one."""
+        self._local_changes.hide(*place)
+        try:
+            await origin.delete(key)
+            await self._local_changes.gone(*place, moved=True)
+        except BaseException:
+            self._local_changes.look_again(place[0])
+            raise
+        finally:
+            self._local_changes.unhide(*place)
 
     # -- a directory -------------------------------------------------------------------------------
 
@@ -331,7 +339,8 @@ class Moving:
         assert dirty_file.committed is not None
         if row is not None:
             found = Found(node.stable, False, row, 0.0)
-            self._moved_now(place, found, (to, node.name), dirty_file.committed)
+            self._moved(place, found, (to, node.name), dirty_file.committed)
+            self._kept.put(found.ino, "", {})
             self._local_changes.written(*place, False, moved=True)
 
     def _read_on(self, place: Place, stable: int, to: Directory, copies: Copied) -> bool:
@@ -339,7 +348,8 @@ class Moving:
         row, copied = self._tree.row(*place), copies.get(_key(place)[1])
         if row is None or copied is None or (row.etag, row.size) != (copied[0].etag, copied[0].size):
             return False
-        self._moved_now(place, Found(stable, False, row, 0.0), (to, place[1]), copied[1])
+        self._moved(place, Found(stable, False, row, 0.0), (to, place[1]), copied[1])
+        self._kept.put(stable, "", {})
         return True
 
     def _keep(self, directories: Sequence[Directory], there: dict[int, Directory], copies: Copied) -> None:

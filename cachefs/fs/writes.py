@@ -122,9 +122,11 @@ class Writes:
                 mode = stat.S_IMODE(clean)
         given = {"mode": mode, "uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
         news = {name: value for name, value in given.items() if value is not None}
-        if news:
-            await writing.keep(ino, news)
-        return self.attributes_now(ino) or await self.getattr(ino)
+        kept = bool(news) and writing.keep(ino, news)
+        shown_now = self.attributes_now(ino)  # in the same step: the name may go to another file meanwhile
+        if kept:
+            await writing.kept()
+        return shown_now or await self.getattr(ino)
 
     # -- names -------------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Writing:
         self.write = self._dirty_files.write
         self.flush, self.fsync = self._dirty_files.flush, self._dirty_files.fsync
         self.fallocate = self._dirty_files.allocate
+        self.kept = self._kept.written
         self.unlink, self.rmdir, self.rename = self._names.unlink, self._names.rmdir, self._names.rename
 
     async def claimed(
@@ -130,7 +131,7 @@ class Writing:
     def _of_node(self, node: Node) -> Attributes:
         size, mtime_ns = _content(node)
         ino = self._local_changes.number(node)
-        return self._shape(ino, False, size, mtime_ns, node.attrs, int(not node.removed))
+        return self._shape(ino, False, size, mtime_ns, node.attrs, int(self._local_changes.named(node)))
 
     def _shape(
         self, ino: int, is_dir: bool, size: int, mtime_ns: int, kept: dict[str, Any], links: int = 1
@@ -176,7 +177,8 @@ class Writing:
             node.clears = True
         elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
             node.attrs["mode"] = cleared
-            self._kept.put(node.stable, self._local_changes.version(node).etag, node.attrs)
+            if not node.removed:
+                self._kept.put(node.stable, self._local_changes.version(node).etag, node.attrs)
 
     def _cleared(self, attrs: dict[str, Any]) -> int | None:
         """The mode without those bits, if it has some."""
@@ -191,28 +193,28 @@ class Writing:
         if node is not None and node.clears and (cleared := self._cleared(dirty_file.attrs)) is not None:
             dirty_file.attrs["mode"] = cleared
 
-    async def keep(self, ino: int, news: dict[str, int]) -> None:
-        """Set these (`overrides.FIELDS`), for as long as it is this version."""
+    def keep(self, ino: int, news: dict[str, int]) -> bool:
+        """Set these (`overrides.FIELDS`), for as long as it is this version. Returns whether that is to be `kept`."""
         news = {**news, "ctime_ns": round(self._wall() * 1e9)}
         if "mode" in news:
             news["mode"] = stat.S_IMODE(news["mode"])
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.dirty_file is not None and (node.held or node.removed):
-            self._keep_of_node(node, node.dirty_file, news)
-            return
+            return self._keep_of_node(node, node.dirty_file, news)
         if (parted := self._files.parted.get(ino)) is not None:  # its number may lead to another file's name
+            if node is not None:
+                node.attrs.update(news)
             if "mode" in news:
                 news["mode"] |= stat.S_IFREG
             self._files.parted[ino] = replace(parted, **news)
-            return
+            return False
         stable, etag, mtime_ns = self._files.stable(ino), "", 0
         if ino != ROOT:
             directory, mark = self._locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
             if node is not None and not node.removed:
                 if node.held and node.dirty_file is not None:
-                    self._keep_of_node(node, node.dirty_file, news)
-                    return
+                    return self._keep_of_node(node, node.dirty_file, news)
                 node.attrs.update(news)  # its first change would bring the old ones back
             row = self._tree.row(directory, mark)
             if row is not None:
@@ -223,15 +225,16 @@ class Writing:
             news = {"mtime_ns": mtime_ns, **news}
         kept = self._kept.get(stable, etag)
         self._kept.put(stable, etag, kept | _with_atime(kept, mtime_ns, news))
-        await self._kept.written()
+        return True
 
-    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> None:
+    def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> bool:
         """Of what is being written. It is kept for the next start, too: the journal says what was set when the file was
         closed."""
         dirty_file.look()  # a later one would take what is set now for older than the change
         node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
         if node.held:
             self._kept.put(node.stable, node.row.etag, node.attrs)
+        return False
 
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         try:
@@ -283,6 +286,12 @@ class Writing:
         mtime_ns = found.row.mtime_ns
         return await self._dirty_files.open(directory, name_in(mark), ino, obj, mtime_ns, flags, pid)
 
+    async def open_nameless(self, ino: int, flags: int, pid: int) -> Opened:
+        """A handle to write what is open and has lost its name."""
+        shown = self._files.parted[ino]
+        attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
+        return await self._dirty_files.open_nameless(ino, flags, pid, attrs)
+
     def open_reader(self, directory: Directory, mark: bytes, ino: int, row: Row, pid: int) -> Opened | None:
         """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
         if not row.known:
@@ -304,7 +313,19 @@ class Writing:
         if node is not None and node.removed and node.dirty_file is not None:
             await node.dirty_file.truncate(size)
             return
-        await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
+        if self._files.nameless(ino):
+            fh, _, _ = await self.open_nameless(ino, os.O_WRONLY, 0)
+            try:
+                await self._dirty_files.truncate_open(fh, size)
+            finally:
+                self.release(fh)
+            return
+        try:
+            await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
+        except ObjectChanged:
+            if not self._files.nameless(ino):
+                raise
+            await self.truncate(ino, size, fh)  # it has lost its name meanwhile
 
     def _place_of(self, ino: int) -> Name:
         directory, mark = self._locate(ino)

@@ -321,7 +321,7 @@ class Operations:
             raise
 
     async def _open_to_write(self, thread: int, inode: int, flags: int, clear: bool) -> Opened:
-        opened = await self._fs.open(inode, flags, thread)
+        opened = await self._known(thread, partial(self._fs.open, inode, flags, thread))
         self.writers.opened(opened[0], inode, thread)
         if clear:
             self._fs.clear_set_ids(opened[0], later=not flags & os.O_TRUNC)
@@ -437,7 +437,8 @@ class Operations:
         mode = None if mode is None else stat.S_IMODE(mode)
         times = {"atime_ns": atime_ns, "mtime_ns": mtime_ns}
         wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, **times, "fh": fh}
-        return Pending(SETATTR, thread, partial(self._fs.setattr, inode, **wanted, clear=clear))
+        work = partial(self._fs.setattr, inode, **wanted, clear=clear)
+        return Pending(SETATTR, thread, partial(self._known, thread, work))
 
     def write(
         self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool

@@ -213,7 +213,8 @@ class Uploads:
         if dirty_file.backing is not None:
             self._passthrough.released(dirty_file)
         if dirty_file.discarded:
-            self._dirty_files.pop(dirty_file.id, None)
+            if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
+                self._dirty_files.pop(dirty_file.id, None)
         elif not dirty_file.dirty and dirty_file.content.adopted:
             self._settled(
                 dirty_file
@@ -484,6 +485,10 @@ class Uploads:
                 dirty_file.content.restored()
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
+                elif not dirty_file.handles:  # its last user has gone meanwhile
+                    contained(
+                        self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file
+                    )
                 raise
             await dirty_file.sender.abandon()
             try:

@@ -1,0 +1,649 @@
+"""Several processes change the same few names and files at once. They see what some order of their steps would show on a
+local disk (`linear`), and so does the origin in the end, and the mount after a restart.
+
+A history is made from its seed: what each process does, how long each request to the origin and each call on the disk takes,
+which requests fail, and which task runs next. So a failing one is replayed by its number alone:
+
+    CACHEFS_HISTORY=1234 pytest tests/fs/test_concurrent_model.py -k replay
+
+`CACHEFS_HISTORIES=10000 pytest tests/fs/test_concurrent_model.py` is the long series.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from cachefs.base.errors import CachefsError, ObjectChanged, OriginFailed
+from cachefs.base.names import ObjectId
+from cachefs.fs.attributes import Attributes
+from cachefs.fuse.errno_table import errno_of
+from cachefs.fuse.walks import WALK_S, WalksAgain
+from tests.conftest import examples
+from tests.fs import linear
+from tests.fs.bucket import Bytes, WritableBucket, content_of
+from tests.fs.linear import FAILED, OK, State, Step
+from tests.fs.mount import ROOT
+from tests.fs.test_writing_model import World
+
+HISTORIES = int(os.environ.get("CACHEFS_HISTORIES", "0")) or examples(300)
+IN_A_TEST = 100
+
+FILES = ["a", "b", "c"]
+DIRECTORIES = ["d", "e"]
+INSIDE = ["x", "y"]
+PAUSES_S = (0.0, 0.0, 0.0, 0.0001, 0.001, 0.004)
+
+
+class Chance:
+    """What the world does besides its programs. `failing` is the share of requests to the origin that fail."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.failing = self.rng.choice((0.0, 0.0, 0.0, 0.05))
+        self.quick = self.rng.random() < 0.3
+        self.writeback = self.rng.random() < 0.5
+        self.locks = self.rng.random() < 0.5
+
+    def pause_s(self) -> float:
+        return 0.0 if self.quick else self.rng.choice(PAUSES_S)
+
+
+class Origin(WritableBucket):
+    """Each request takes a time of its own before it is done, and another until its answer is here."""
+
+    def __init__(self, chance: Chance) -> None:
+        self.chance = chance
+        super().__init__()
+        self.before = self.strike
+
+    @property
+    def delay(self) -> float:
+        return self.chance.pause_s()
+
+    @delay.setter
+    def delay(self, seconds: float) -> None:
+        pass
+
+    def strike(self, kind: str, key: str) -> CachefsError | None:
+        failing = self.chance.failing
+        return OriginFailed(f"no {kind} of {key}") if failing and self.chance.rng.random() < failing else None
+
+    async def _answered(self, answer: Awaitable[Any]) -> Any:
+        found = await answer
+        await trio.sleep(self.chance.pause_s())
+        return found
+
+    async def list_page(self, prefix: str, **how: Any) -> Any:
+        return await self._answered(super().list_page(prefix, **how))
+
+    async def head(self, key: str) -> Any:
+        return await self._answered(super().head(key))
+
+    async def put(self, *what: Any, **how: Any) -> Any:  # type: ignore[override]
+        return await self._answered(super().put(*what, **how))
+
+    async def copy(self, *what: Any, **how: Any) -> Any:
+        return await self._answered(super().copy(*what, **how))
+
+    async def delete(self, key: str) -> None:
+        await self._answered(super().delete(key))
+
+
+class Kept(Bytes):
+    """All versions can be read for ever, as what is cached."""
+
+    async def read(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes:
+        assert isinstance(self.bucket, Origin)
+        await trio.sleep(self.bucket.chance.pause_s())
+        return content_of(self.bucket, opened)[offset : offset + size]
+
+    def cached_bytes(self, obj: ObjectId) -> int:
+        return obj.size
+
+
+class Shaken(World):
+    """A world with such an origin."""
+
+    def __init__(self, path: Path, nursery: trio.Nursery, chance: Chance) -> None:
+        super().__init__(path, nursery, writeback=chance.writeback)
+        self.bucket = Origin(chance)
+
+    async def start(self) -> None:
+        await super().start()
+        self.uploads._queue._rng = random.Random(1)
+
+    async def _bring(
+        self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
+    ) -> None:
+        await trio.sleep(origin.chance.pause_s())
+        await take(content_of(origin, base)[:count])
+
+
+class Inodes:
+    """What Linux keeps of inodes: it locks a directory for each change of a name in it, and the directory that is removed.
+    What is found by a lookup is not locked. Without these locks, no directory comes or goes."""
+
+    def __init__(self, locked: bool) -> None:
+        self.locked = locked
+        self.locks: dict[int, trio.Lock] = {}
+        self.kernels: list[Kernel] = []
+
+    @asynccontextmanager
+    async def exclusive(self, *numbers: int) -> AsyncIterator[None]:
+        async with AsyncExitStack() as locks:
+            for number in sorted(set(numbers)) if self.locked else ():
+                await locks.enter_async_context(self.locks.setdefault(number, trio.Lock()))
+            yield
+
+    def removed(self, number: int) -> None:
+        """Who has looked up this directory has a dead one."""
+        for kernel in self.kernels:
+            kernel.dead |= {found for found, ino in kernel.inodes.items() if ino == number}
+
+
+class Kernel:
+    """System calls, as steps of a history. A call that is told ESTALE is begun once more, as Linux does."""
+
+    def __init__(
+        self, world: World, walks: WalksAgain, inodes: Inodes, history: list[Step], thread: int
+    ) -> None:
+        self.world, self.fs, self.walks, self.shared = world, world.mount.fs, walks, inodes
+        inodes.kernels.append(self)
+        self.dead: set[int] = set()  # directories that were removed since they were looked up
+        self.history, self.thread = history, thread
+        self.handles: dict[int, int] = {}  # by the step that opened it
+        self.inodes: dict[int, int] = {-1: ROOT}  # by the step that found it
+
+    def tick(self) -> int:
+        CLOCK[0] += 1
+        return CLOCK[0]
+
+    async def step(self, what: str, *arguments: Any, work: Callable[[Step], Awaitable[Any]]) -> Any:
+        """Do one step; what is answered with ESTALE has not happened."""
+        began = self.tick()
+        step = Step(began, self.thread, what, arguments, began)
+        self.history.append(step)
+        try:
+            step.result = await work(step)
+        except ObjectChanged:
+            self.walks.begin(self.thread)
+            self.history.remove(step)
+            raise
+        except CachefsError as exc:
+            step.result = errno.errorcode[errno_of(exc)[0]]
+        step.ended = self.tick()
+        return step
+
+    async def call(self, work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        """A system call."""
+        for attempt in (1, 2):
+            try:
+                return await work(*arguments)
+            except ObjectChanged as exc:
+                if attempt == 2:
+                    raise AssertionError(f"{work.__name__}{arguments}: ESTALE: {exc}") from exc
+            finally:
+                self.inodes = {-1: ROOT}
+        raise AssertionError
+
+    async def lookup(self, above: int, name: str) -> Step:
+        async def look(step: Step) -> str:
+            parent, wanted = self.inodes[above], name.encode()
+            if above in self.dead:
+                return "ENOENT"
+            if self.walks.until and self.walks.again(self.thread):
+                found, _ = await self.walks.lookup(self.thread, parent, wanted)
+            else:
+                found, _ = self.fs.lookup_now(parent, wanted) or await self.fs.lookup(parent, wanted)
+            if found is None:
+                return "ENOENT"
+            self.inodes[step.number] = found.ino
+            return "directory" if found.is_dir else "file"
+
+        found: Step = await self.step("walk", above, name, work=look)
+        return found
+
+    async def above(self, path: str) -> tuple[int, str] | None:
+        """The directory of a path, as the step that found it, and the name in it; None where there is none."""
+        above, _, name = path.rpartition("/")
+        if not above:
+            return -1, name
+        found = await self.lookup(-1, above)
+        if found.result == "file":
+            await self.drop(found.number)
+        return (found.number, name) if found.result == "directory" else None
+
+    async def find(self, path: str) -> Step | None:
+        place = await self.above(path)
+        if place is None:
+            return None
+        try:
+            found = await self.lookup(*place)
+        finally:
+            await self.drop(place[0])
+        return found if found.result in ("file", "directory") else None
+
+    async def drop(self, *found: int) -> None:
+        """What was looked up is not used any more."""
+
+        async def nothing(step: Step) -> str:
+            return OK
+
+        for one in found:
+            if one >= 0:
+                await self.step("drop", one, work=nothing)
+
+    # -- calls by name -----------------------------------------------------------------------------
+
+    async def open(self, path: str, flags: str) -> int | None:
+        """A handle; `flags` of "r", "w", "c" (create), "t" (truncate), "x" (O_EXCL)."""
+        place = await self.above(path)
+        if place is None:
+            return None
+        bits = os.O_RDWR if "w" in flags else os.O_RDONLY
+        bits |= (os.O_TRUNC if "t" in flags else 0) | (os.O_EXCL if "x" in flags else 0)
+        try:
+            found = await self.lookup(*place)
+            if found.result == "ENOENT" and "c" in flags:
+                return await self.create(*place, flags, bits | os.O_CREAT)
+        finally:
+            await self.drop(place[0])
+        if found.result not in ("file", "directory"):
+            return None
+        try:
+            if found.result == "directory" or "x" in flags:
+                return None
+
+            async def open_it(step: Step) -> str:
+                ino = self.inodes[found.number]
+                opened = self.fs.open_now(ino, bits, self.thread)
+                opened = opened or await self.fs.open(ino, bits, self.thread)
+                self.handles[step.number] = opened[0]
+                return OK
+
+            opened: Step = await self.step("open", found.number, flags, work=open_it)
+            return opened.number if opened.result == OK else None
+        finally:
+            await self.drop(found.number)
+
+    async def create(self, above: int, name: str, flags: str, bits: int) -> int | None:
+        async def create(step: Step) -> str:
+            where = self.inodes[above], name.encode(), bits, 0o640, self.thread, 1000, 1000
+            async with self.shared.exclusive(self.inodes[above]):
+                if above in self.dead:
+                    return "ENOENT"
+                _, _, opened = await self.fs.create(*where)
+            self.handles[step.number] = opened[0]
+            return OK
+
+        step: Step = await self.step("create", above, name, flags, 0o640, work=create)
+        return step.number if step.result == OK else None
+
+    async def change(self, what: str, *paths: str) -> None:
+        """unlink, mkdir, rmdir, rename."""
+        places: list[tuple[int, str]] = []
+        try:
+            for path in paths:
+                place = await self.above(path)
+                if place is None:
+                    return
+                places.append(place)
+
+            async def change(step: Step) -> str:
+                where = [(self.inodes[above], name.encode()) for above, name in places]
+                more = {"mkdir": (0o755, 1000, 1000), "rename": (0,)}.get(what, ())
+                async with self.shared.exclusive(*(above for above, _ in where)):
+                    if self.dead & {above for above, _ in places}:
+                        return "ENOENT"
+                    victim = None
+                    if self.shared.locked and what in ("rmdir", "rename"):
+                        victim, _ = await self.fs.lookup(*where[-1])
+                    number = victim.ino if victim is not None and victim.is_dir else 0
+                    async with self.shared.exclusive(*[number] * bool(number)):
+                        await getattr(self.fs, what)(*(part for place in where for part in place), *more)
+                    if number:
+                        self.shared.removed(number)
+                return OK
+
+            await self.step(what, *(part for place in places for part in place), work=change)
+        finally:
+            await self.drop(*(above for above, _ in places))
+
+    async def stat(self, path: str) -> None:
+        if (found := await self.find(path)) is not None:
+            await self.look(found.number, self.inodes[found.number])
+            await self.drop(found.number)
+
+    async def chmod(self, path: str, mode: int) -> None:
+        await self._set(path, "chmod", mode, mode=mode)
+
+    async def truncate(self, path: str, size: int) -> None:
+        await self._set(path, "truncate", size, size=size)
+
+    async def _set(self, path: str, what: str, value: int, **news: int) -> None:
+        found = await self.find(path)
+        if found is None:
+            return
+        try:
+            if found.result == "file":
+
+                async def change(step: Step) -> str:
+                    await self.fs.setattr(self.inodes[found.number], **news)
+                    return OK
+
+                await self.step(what, found.number, value, work=change)
+        finally:
+            await self.drop(found.number)
+
+    async def list(self, path: str) -> None:
+        """Each name is a question of its own: a local disk lists names as they are one by one, too."""
+        number = -1
+        if path:
+            found = await self.lookup(-1, path)
+            if found.result != "directory":
+                if found.result == "file":
+                    await self.drop(found.number)
+                return
+            number = found.number
+        names = [*FILES, *DIRECTORIES] if not path else INSIDE
+        began = self.tick()
+        try:
+            listed = {entry.name.decode() for entry in await self.world.mount.entries(self.inodes[number])}
+        except CachefsError as exc:
+            if isinstance(exc, ObjectChanged):
+                self.walks.begin(self.thread)
+                raise
+            listed = None
+        ended = self.tick()
+        if listed is not None:
+            assert listed <= set(names)
+            self.history += [
+                Step(self.tick(), self.thread, "exists", (number, name), began, ended, name in listed)
+                for name in names
+            ]
+        await self.drop(number)
+
+    # -- calls by handle ---------------------------------------------------------------------------
+
+    async def look(self, number: int, ino: int) -> None:
+        async def look(step: Step) -> Any:
+            shown: Attributes = (self.fs.attributes_now(ino) or await self.fs.getattr(ino))[0]
+            return "directory" if shown.is_dir else (shown.size, shown.mode & 0o7777, shown.nlink)
+
+        await self.step("stat", number, work=look)
+
+    async def fstat(self, opened: int) -> None:
+        await self.look(opened, self.fs._files.get(self.handles[opened]).ino)
+
+    async def read(self, opened: int) -> None:
+        async def read(step: Step) -> bytes:
+            return await self.world.mount.pread(self.handles[opened])
+
+        await self.step("read", opened, work=read)
+
+    async def write(self, opened: int, offset: int, data: bytes) -> None:
+        async def write(step: Step) -> str:
+            assert await self.fs.write(self.handles[opened], offset, data) == len(data)
+            return OK
+
+        await self.step("write", opened, offset, data, work=write)
+
+    async def ftruncate(self, opened: int, size: int) -> None:
+        await self._fset(opened, "truncate", size, size=size)
+
+    async def fchmod(self, opened: int, mode: int) -> None:
+        await self._fset(opened, "chmod", mode, mode=mode)
+
+    async def _fset(self, opened: int, what: str, value: int, **news: int) -> None:
+        async def change(step: Step) -> str:
+            fh = self.handles[opened]
+            await self.fs.setattr(self.fs._files.get(fh).ino, **news, fh=fh)
+            return OK
+
+        await self.step(what, opened, value, work=change)
+
+    async def fsync(self, opened: int) -> None:
+        async def sync(step: Step) -> str:
+            await self.fs.fsync(self.handles[opened])
+            return OK
+
+        await self.step("fsync", opened, work=sync)
+
+    async def close(self, opened: int) -> None:
+        async def close(step: Step) -> str:
+            fh = self.handles.pop(opened)
+            try:
+                await self.fs.flush(fh)
+            finally:
+                self.fs.release(fh)
+            return OK
+
+        await self.step("close", opened, work=close)
+
+
+CLOCK = [0]
+CHANCE: list[Chance] = []
+
+
+class Program:
+    """One process: random calls on the names that all share."""
+
+    def __init__(self, kernel: Kernel, rng: random.Random, chance: Chance) -> None:
+        self.kernel, self.rng, self.chance = kernel, rng, chance
+        self.open: list[tuple[int, bool]] = []
+
+    def path(self) -> str:
+        if self.rng.random() < 0.7:
+            return self.rng.choice(FILES)
+        return f"{self.rng.choice(DIRECTORIES)}/{self.rng.choice(INSIDE)}"
+
+    def data(self) -> bytes:
+        CLOCK[0] += 1
+        return b"<%d>" % CLOCK[0] * self.rng.choice((1, 1, 3))
+
+    async def run(self, count: int) -> None:
+        for _ in range(count):
+            await self.one()
+            if self.rng.random() < 0.5:
+                await trio.sleep(self.chance.pause_s())
+        while self.open:
+            await self.use("close", self.open.pop()[0])
+
+    async def use(self, what: str, *arguments: Any) -> Any:
+        return await self.kernel.call(getattr(self.kernel, what), *arguments)
+
+    async def one(self) -> None:
+        rng, kind = self.rng, self.rng.random()
+        if self.open and kind < 0.45:
+            await self.with_handle(*rng.choice(self.open))
+        elif kind < 0.6 and len(self.open) < 3:
+            flags = rng.choice(("r", "w", "wt", "wc", "wct", "wcx"))
+            opened = await self.use("open", self.path(), flags)
+            if opened is not None:
+                self.open.append((opened, "w" in flags))
+                if "c" in flags:
+                    await self.use("write", opened, 0, self.data())
+        elif kind < 0.7:
+            await self.use("change", "rename", self.path(), self.path())
+        elif kind < 0.76:
+            await self.use("change", "unlink", self.path())
+        elif kind < 0.82:
+            await self.use("stat", self.path())
+        elif kind < 0.86:
+            await self.use("truncate", self.path(), rng.randrange(12))
+        elif kind < 0.9:
+            await self.use("chmod", self.path(), rng.choice((0o600, 0o644, 0o755)))
+        elif kind < 0.94:
+            await self.use("list", rng.choice(("", *DIRECTORIES)))
+        elif not self.chance.locks:
+            await self.use("list", rng.choice(DIRECTORIES))
+        elif kind < 0.96:
+            await self.use("change", "mkdir", rng.choice(DIRECTORIES))
+        elif kind < 0.98:
+            await self.use("change", "rmdir", rng.choice(DIRECTORIES))
+        elif not self.chance.failing:  # a half of it may have been done, then
+            await self.use("change", "rename", *rng.sample(DIRECTORIES, 2))
+
+    async def with_handle(self, opened: int, writes: bool) -> None:
+        kind = self.rng.random()
+        if kind < 0.25:
+            self.open.remove((opened, writes))
+            await self.use("close", opened)
+        elif kind < 0.5:
+            await self.use("read", opened)
+        elif kind < 0.6:
+            await self.use("fstat", opened)
+        elif kind < 0.65:
+            await self.use("fchmod", opened, self.rng.choice((0o600, 0o644, 0o755)))
+        elif not writes:
+            await self.use("read", opened)
+        elif kind < 0.85:
+            await self.use("write", opened, self.rng.randrange(8), self.data())
+        elif kind < 0.93:
+            await self.use("ftruncate", opened, self.rng.randrange(12))
+        else:
+            await self.use("fsync", opened)
+
+
+async def observe(kernel: Kernel) -> dict[str, bytes]:
+    """Look at all there is, one after another; the content of each file."""
+    found: dict[str, bytes] = {}
+    for directory in ("", *DIRECTORIES):
+        await kernel.call(kernel.list, directory)
+        for name in INSIDE if directory else FILES:
+            path = f"{directory}/{name}" if directory else name
+            await kernel.call(kernel.stat, path)
+            opened = await kernel.call(kernel.open, path, "r")
+            if opened is not None:
+                found[path] = await kernel.world.mount.pread(kernel.handles[opened])
+                await kernel.call(kernel.read, opened)
+                await kernel.call(kernel.close, opened)
+    return found
+
+
+async def play(seed: int, path: Path) -> list[Step]:
+    """What the processes of this history saw, and one behind them, before and after a restart."""
+    chance = Chance(seed)
+    rng = random.Random(chance.rng.random())
+    CLOCK[0] = 0
+    CHANCE[:] = [chance]
+    history: list[Step] = []
+    async with trio.open_nursery() as nursery:
+        world = Shaken(path, nursery, chance)
+        await world.start()
+        walks, inodes = WalksAgain(world.mount.fs), Inodes(chance.locks)
+        if not chance.locks:
+            for name in DIRECTORIES:
+                await Kernel(world, walks, inodes, history, 99).change("mkdir", name)
+        async with trio.open_nursery() as running:
+            for number in range(rng.randrange(2, 7)):
+                kernel = Kernel(world, walks, inodes, history, number)
+                program = Program(kernel, random.Random(rng.random()), chance)
+                running.start_soon(program.run, rng.randrange(4, 14))
+        chance.failing = 0.0
+        await trio.sleep(2 * WALK_S)
+        last = Kernel(world, walks, inodes, history, 99)
+        shown = await observe(last)
+        if rng.random() < 0.5:
+            assert not await world.uploads.flush()
+        await trio.sleep(2 * WALK_S)
+        assert not world.mount.fs.status()["open_files"]
+        used = [dirty_file.key for dirty_file in world.uploads._dirty_files.values() if dirty_file.handles]
+        assert not used, "all is closed, and dirty files are in use"
+        await world.stop()
+        if not chance.writeback or rng.random() < 0.7:
+            stored = {key: world.bucket.content(key) for key in world.bucket.objects if key[-1] != "/"}
+            assert stored == shown, "the origin holds something else than the mount"
+        await world.start()
+        last = Kernel(world, WalksAgain(world.mount.fs), Inodes(True), history, 99)
+        assert await observe(last) == shown, "something else is there after a restart"
+        await world.stop()
+        nursery.cancel_scope.cancel()
+    return history
+
+
+def check(seed: int) -> None:
+    from trio._core import _run
+
+    state = _run._r.getstate()
+    _run._r.seed(seed)
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+            clock = trio.testing.MockClock(autojump_threshold=0)
+            history = trio.run(play, seed, Path(place), clock=clock)
+    except BaseException as exc:
+        raise AssertionError(f"history {seed}: {_innermost(exc)!r}") from exc
+    finally:
+        _run._r.setstate(state)
+    left, best = linear.linearized(history, State())
+    if left:
+        lines = [f"history {seed}: no order of its steps gives what was seen; {left} do not fit after {best}"]
+        lines += [str(step) for step in sorted(history, key=lambda step: step.began)]
+        raise AssertionError("\n".join(lines))
+
+
+def _innermost(exc: BaseException) -> BaseException:
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc
+
+
+async def in_a_thread(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+    """What the disk does takes its time, too."""
+    await trio.sleep(CHANCE[0].pause_s())
+    result = function(*arguments)
+    await trio.sleep(CHANCE[0].pause_s())
+    return result
+
+
+@pytest.fixture(autouse=True)
+def shaken(monkeypatch: pytest.MonkeyPatch, no_threads: None) -> None:
+    from trio._core import _run
+
+    monkeypatch.setattr(_run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
+    monkeypatch.setattr("tests.fs.mount.Bytes", Kept)
+    monkeypatch.setattr(trio.to_thread, "run_sync", in_a_thread)
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES, IN_A_TEST))
+def test_histories(first: int) -> None:
+    for seed in range(first, min(first + IN_A_TEST, HISTORIES)):
+        check(seed)
+
+
+@pytest.mark.skipif("CACHEFS_HISTORY" not in os.environ, reason="no history is given")
+def test_replay() -> None:
+    check(int(os.environ["CACHEFS_HISTORY"]))
+
+
+def test_what_no_order_gives_is_noticed() -> None:
+    """Two readers see two writes in different orders; a read that ended sees what was written later."""
+    file = State(files={1: (b"", 0o600)}, names={(0, "a"): 1}, directories={0: 1}, found={-1: 0, 5: 1})
+
+    def steps(*asked: tuple[str, tuple[Any, ...], Any, int, int]) -> list[Step]:
+        return [
+            Step(n, n, what, arguments, began, ended, result)
+            for n, (what, arguments, result, began, ended) in enumerate(asked, 10)
+        ]
+
+    changes = [("chmod", (5, mode), OK, 0, 9) for mode in (1, 2)]
+    looks = [("stat", (5,), (0, mode, 1), began, began + 1) for mode, began in ((1, 1), (2, 3), (1, 5))]
+    assert not linear.linearized(steps(*changes, *looks[:2]), file)[0]
+    assert linear.linearized(steps(*changes, *looks), file)[0]
+    assert not linear.linearized(steps(changes[0], ("stat", (5,), (0, 1, 1), 0, 1)), file)[0]
+    assert linear.linearized(steps(("write", (5, 0, b"1"), OK, 3, 4), ("read", (5,), b"1", 0, 1)), file)[0]
+    assert not linear.linearized(steps(("unlink", (-1, "a"), FAILED, 0, 1), ("read", (5,), b"", 2, 3)), file)[
+        0
+    ]
+    assert linear.linearized(steps(("walk", (-1, "a"), "ENOENT", 2, 3)), file)[0]
