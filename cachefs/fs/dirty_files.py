@@ -121,15 +121,17 @@ class DirtyFiles:
         """A handle to write a file that is open and has lost its name: it was looked up before that. `attrs` is what is set
         of it. Raises `ObjectChanged` where its bytes cannot be had any more."""
         node = self._local_changes.nodes.get(ino)
-        other = self._files.under(ino)[0]
-        if node is None:
-            node = self._local_changes.nameless(other, attrs)
-            await self._take(node, other.object)
-            other = next(iter(self._files.under(ino)), other)
-        if node.dirty_file is not None:
-            opened = self._attached(node, ino, other.object, pid)
-        else:
-            opened = self._files.open(ino, node.origin, other.object, other.mtime_ns, pid, writes=True)
+        node = node or self._local_changes.nameless(self._files.under(ino)[0], attrs)
+        async with node.lock:
+            if node.dirty_file is None:
+                await self._take(node, self._files.under(ino)[0].object)
+            if not (others := self._files.under(ino)):
+                raise ObjectChanged(f"{node.key} has no name, and is not open any more")
+            obj = others[0].object
+            if node.dirty_file is not None:
+                opened = self._attached(node, ino, obj, pid)
+            else:
+                opened = self._files.open(ino, node.origin, obj, others[0].mtime_ns, pid, writes=True)
         self._writes(opened, node)
         try:
             if flags & os.O_TRUNC:
@@ -222,9 +224,8 @@ class DirtyFiles:
     def release(self, fh: int) -> None:
         """Never raises, never waits."""
         handle = self._files.release(fh)
-        if handle is None or handle.node is None:
+        if handle is None or (node := handle.node or self._local_changes.nodes.get(handle.ino)) is None:
             return
-        node = handle.node
         if handle.writes:
             node.writers -= 1
             if handle.backing is not None and node.dirty_file is not None:

@@ -401,8 +401,9 @@ class OpenFiles:
             others.append(handle)
         if handle.ino >= FIRST_ALIAS:
             obj = handle.object
-            self.supersede(handle.stable, obj.etag, obj.size)
-            self.note_change(handle.stable)
+            if handle.ino not in self.parted:  # or its name shows another file by now
+                self.supersede(handle.stable, obj.etag, obj.size)
+                self.note_change(handle.stable)
             self._under_alias.setdefault(handle.stable, []).append(handle)
         fh = self._next
         self._next = fh + 1

@@ -169,6 +169,7 @@ class LocalChanges:
         name = handle.object.key[len(top.prefix) :].encode()
         node = Node(top, name, handle.stable, handle.ino, stored=False)
         node.removed, node.attrs = True, attrs
+        self.nodes[node.ino] = node
         return node
 
     def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:

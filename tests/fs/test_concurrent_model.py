@@ -560,7 +560,7 @@ async def play(seed: int, path: Path) -> list[Step]:
         await trio.sleep(2 * WALK_S)
         assert not world.mount.fs.status()["open_files"]
         used = [dirty_file.key for dirty_file in world.uploads._dirty_files.values() if dirty_file.handles]
-        assert not used, "all is closed, and dirty files are in use"
+        assert not used, f"all is closed, and dirty files are in use: {used}"
         await world.stop()
         if not chance.writeback or rng.random() < 0.7:
             stored = {key: world.bucket.content(key) for key in world.bucket.objects if key[-1] != "/"}
