@@ -14,10 +14,12 @@ from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending
-from tests.fs.bucket import Bucket, WritableBucket
+from cachefs.origin.protocol import ObjectInfo
+from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
+from tests.fs.test_writing_beside import Passthrough
 from tests.fs.test_writing_model import WRITERS, World
-from tests.fs.writers import MemoryWriter
+from tests.fs.writers import MemoryDirtyFile, MemoryWriter
 
 RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
 
@@ -381,3 +383,77 @@ async def test_a_first_write_after_the_name_is_gone(mode: str, how: str, change:
             assert world.bucket.content("old") == b"another" == await mount.read("old")
         await world.stop()
         nursery.cancel_scope.cancel()
+
+
+class FromTheCache(MemoryWriter):
+    """Older versions can be written, too: they are cached."""
+
+    async def begin(self, origin: Any, key: str, *, base: ObjectId | None, **how: Any) -> MemoryDirtyFile:
+        dirty_file = await super().begin(origin, key, base=None, **how)
+        if base is not None:
+            dirty_file.data[:] = content_of(origin, base)[: how["upto"]]
+        return dirty_file
+
+    def take(self, origin: Any, base: ObjectInfo, *how: Any) -> MemoryDirtyFile | None:
+        dirty_file = super().take(origin, base, *how)
+        if dirty_file is not None:
+            dirty_file.data[:] = content_of(origin, base.version(origin.source))
+        return dirty_file
+
+
+@pytest.mark.parametrize("passthrough", [False, True])
+@pytest.mark.parametrize("what", ["write", "empty", "truncate", "chmod"])
+async def test_what_a_second_walk_finds_can_be_changed(what: str, passthrough: bool) -> None:
+    """It is that file which changes, under whatever name, or none."""
+    bucket, writer = WritableBucket(), FromTheCache()
+    writer.takes = writer.passthrough = passthrough
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        if passthrough:
+            mount.fs.read_through(Passthrough(bucket))
+            mount.fs.enable_passthrough(lambda backing: True)
+        operations = Operations(mount.fs, mount.metrics, 5.0, writable=True)
+        nothing = dict.fromkeys(("size", "mode", "uid", "gid", "atime_ns", "mtime_ns", "fh"))
+
+        async def answer(found: Any) -> Any:
+            return await operations.begin(found).answer() if isinstance(found, Pending) else found
+
+        async def change(ino: int) -> Any:
+            if what in ("write", "empty"):
+                flags = os.O_RDWR | (os.O_TRUNC if what == "empty" else 0)
+                return (await answer(operations.open(1, ino, flags)))[0]
+            news = nothing | ({"size": 2} if what == "truncate" else {"mode": 0o600})
+            return (await answer(operations.setattr(1, ino, clear=False, **news)))[0]
+
+        async def replace(data: bytes) -> None:
+            await mount.write("new", data)
+            await mount.read("new")  # from now on it is cached
+            await mount.rename("new", "f")
+            await mount.read("f")
+
+        async def walk() -> int:
+            return int((await answer(operations.lookup(1, ROOT, b"f")))[0].ino)
+
+        await replace(b"first")
+        number = await walk()
+        await replace(b"second")
+        with pytest.raises(ObjectChanged):
+            await change(number)
+        number = await walk()
+        await replace(b"third")
+        changed = await change(number)
+        shown = (await answer(operations.getattr(1, number)))[0]
+        assert shown.nlink == 0
+        if what in ("write", "empty"):
+            await mount.fs.write(changed, 1, b"x")
+            assert await mount.pread(changed) == (b"sxcond" if what == "write" else b"\0x")
+            await answer(operations.flush(1, changed))
+            operations.release(changed)
+        elif what == "truncate":
+            assert changed.size == shown.size == 2
+        else:
+            assert changed.mode & 0o777 == shown.mode & 0o777 == 0o600
+        assert await mount.read("f") == bucket.content("f") == b"third"
+        found = await mount.stat("f")
+        assert found is not None and found.mode & 0o777 == 0o644
+        await trio.sleep(10)
+        assert len(mount.fs._files) == 0 and not writer.dirty_files
