@@ -55,6 +55,7 @@ class Changing:
         self._tree = tree
         self._looker = looker
         self._lister = lister
+        self._files = files
         self._local_changes = local_changes
         self._kept = kept
         self._moving = Moving(tree, lister, files, local_changes, kept, writer)
@@ -89,7 +90,10 @@ class Changing:
             raise NotPermitted(f"{name.decode()} is a source of the mount")
         await self._must_be_empty(origin, inside)
         await origin.delete(inside.prefix)
-        await self._local_changes.gone(directory, name)
+        async with self._local_changes.applying():
+            own = self._files.own(found.ino)
+            self._local_changes.written(directory, name, False)
+            self._files.directory_removed(own, inside)
         await self._lister.erase(found.ino)
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:

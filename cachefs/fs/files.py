@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cachefs.fs.attributes import Attributes
     from cachefs.fs.local_changes import Node
     from cachefs.fs.reader import Backing, Reader
+    from cachefs.fs.tree import Directory
     from cachefs.origin import Origin
 
 CHANGES_REMEMBERED = 65_536
@@ -58,6 +59,9 @@ looked up again."""
 
 NUMBERS_KEPT = 16_384
 """Moved files that keep their numbers, about 200 bytes each. Guessed; beyond it the oldest are looked up again."""
+
+DIRECTORIES_KEPT = 1_024
+"""Removed directories that processes may still be in, about 500 bytes each. Guessed; beyond it the oldest answer ESTALE."""
 
 NOWHERE = 0
 """Where a number leads that was kept for a file which is gone. No path has it."""
@@ -156,6 +160,7 @@ class OpenFiles:
         self.awaited: Container[bytes] = frozenset()
         self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
         self.parted: dict[int, Attributes] = {}  # by number; of open ones only
+        self.gone: dict[int, Directory] = {}  # removed here; by the number that processes have of them
         self._reader = reader
         self._clock = clock
         self._shape = shape
@@ -253,6 +258,7 @@ class OpenFiles:
         if len(self._moved) <= NUMBERS_KEPT:
             return None
         oldest = next(iter(self._moved))
+        self.gone.pop(oldest, None)
         if self._owns.pop(self._moved.pop(oldest), None) is None:
             return None
         self.note_change(oldest)
@@ -268,6 +274,15 @@ class OpenFiles:
             self._lose_name(stable)
         for ino in {handle.ino for handle in self._under_alias.get(stable, ())}:
             self._lose_name(ino)
+
+    def directory_removed(self, own: int, directory: Directory) -> None:
+        """A directory is gone here. Processes may be in it, so a new one has another number: the kernel makes nothing
+        below a number that was removed."""
+        self.gone[own], self._moved[own] = directory, NOWHERE
+        if len(self.gone) > DIRECTORIES_KEPT:
+            oldest = next(iter(self.gone))
+            del self.gone[oldest]
+            self._moved.pop(oldest, None)
 
     def _lose_name(self, ino: int) -> None:
         """Whatever comes to the name is shown under another number, even with the same content."""

@@ -208,6 +208,8 @@ class Writing:
                 news["mode"] |= stat.S_IFREG
             self._files.parted[ino] = replace(parted, **news)
             return False
+        if ino in self._files.gone:
+            return False
         stable, etag, mtime_ns = self._files.stable(ino), "", 0
         if ino != ROOT:
             directory, mark = self._locate(ino)

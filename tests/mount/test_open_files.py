@@ -213,3 +213,48 @@ assert os.listdir(fd) == [] and os.fstat(fd).st_nlink == 0
     in_python(code, mount.path)
     if mode == "writeback":
         assert mount.cli("flush", mount.path).returncode == 0
+
+
+@both_modes
+def test_a_working_directory_that_is_removed_and_made_again(
+    writable: Callable[..., Mount], tmp_path: Path, mode: str
+) -> None:
+    """As on a local disk: the old one is empty and takes nothing, the new one is another."""
+    code = """
+import errno, os, sys
+root = sys.argv[1]
+
+def tried(what):
+    try:
+        return what()
+    except OSError as exc:
+        return errno.errorcode[exc.errno]
+
+def seen():
+    here = os.stat(".")
+    yield here.st_nlink, here.st_ino == number, os.listdir(".")
+    yield tried(lambda: os.chmod(".", 0o700))
+    yield tried(lambda: os.stat("x"))
+    yield tried(lambda: os.close(os.open("x", os.O_CREAT | os.O_WRONLY)))
+    yield tried(lambda: os.mkdir("y"))
+    yield tried(lambda: os.listdir(root + "/d"))
+
+os.mkdir(root + "/d")
+os.chdir(root + "/d")
+number = os.stat(".").st_ino
+open("f", "w").close()
+os.unlink("f")
+os.rmdir(root + "/d")
+print(*seen())
+os.mkdir(root + "/d")
+print(*seen())
+open(root + "/d/new", "w").close()
+print(*seen())
+os.unlink(root + "/d/new")
+os.rmdir(root + "/d")
+print(*seen())
+"""
+    (local := tmp_path / "local").mkdir()
+    expected = in_python(code, local)
+    assert "(0, True, [])" in expected and "['new']" in expected
+    assert in_python(code, writable(mode).path) == expected
