@@ -149,9 +149,7 @@ class Moving:
                     self._reheld(node, to)
             else:
                 assert dirty_file.committed is not None
-                row = (
-                    self._tree.row(*place) or found.row
-                )  # what was found may have been older, and is stored by now
+                row = self._tree.row(*place) or found.row  # it may have been stored since it was found
                 async with self._local_changes.applying():
                     self._moved(place, found._replace(row=row), to, dirty_file.committed)
                     self._local_changes.written(*place, False, moved=True)
