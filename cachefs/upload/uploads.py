@@ -486,9 +486,7 @@ class Uploads:
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
                 elif not dirty_file.handles:  # its last user has gone meanwhile
-                    contained(
-                        self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file
-                    )
+                    contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
                 raise
             await dirty_file.sender.abandon()
             try:
