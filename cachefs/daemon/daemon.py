@@ -63,6 +63,9 @@ SPILL_DEADLINE_S = 10.0
 NAMES_MAPPED_BYTES = 48 << 20
 """Pages of the names database that may stay mapped: about 400,000 names' worth. Guessed; unmapping costs minor faults."""
 
+LOOKING_S = 1.0
+"""How long `status` waits for the disk to tell what is kept aside. Guessed."""
+
 KEEP_EVERY_S = 30
 """Seconds until failed housekeeping is tried again. Guessed."""
 
@@ -156,6 +159,8 @@ class Daemon:
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
         self._unsent = Unsent()
+        self._aside = ""  # what is kept aside, when it was last looked at
+        self._looking = trio.CapacityLimiter(1)
         self._watch = Watch(metrics, self._status, config.mountpoint)
         self._endpoint: Endpoint | None = None
         self._pauses = Pauses()
@@ -290,7 +295,7 @@ class Daemon:
             self._unsent = uploading.unsent
         if self._unsent.sizes:
             self._warn(str(self._unsent))
-        if aside := orphans.warning(self._opened.state_dir):
+        if aside := await self._kept_aside():
             log.warning("%s", aside)
         if config.writeback and uploading is None:
             self._warn("--writeback has no effect: nothing can be written")
@@ -550,7 +555,8 @@ class Daemon:
         return "looking again"
 
     async def _status(self) -> dict[str, Any]:
-        return {
+        aside = await self._kept_aside()
+        return {  # of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
             "started": self._started,
@@ -591,7 +597,7 @@ class Daemon:
                 *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
                 *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
                 *(self._peers.warnings if self._peers is not None else []),
-                *([aside] if (aside := orphans.warning(self._opened.state_dir)) else []),
+                *([aside] if aside else []),
             ],
             "memory_bytes": resident_bytes(),
             "loop_pause_s": self._pauses.status(),
@@ -599,6 +605,15 @@ class Daemon:
             "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),
         }
+
+    async def _kept_aside(self) -> str:
+        """The warning of `orphans`; while the disk does not answer, the last one."""
+        if not self._looking.borrowed_tokens:
+            with trio.move_on_after(LOOKING_S):
+                self._aside = await trio.to_thread.run_sync(
+                    orphans.warning, self._opened.state_dir, abandon_on_cancel=True, limiter=self._looking
+                )
+        return self._aside
 
 
 def _but_ttls(sources: Sequence[Source]) -> list[Source]:

@@ -749,7 +749,8 @@ class _Loop:
         elif exchange.paused:
             exchange.paused = False
             exchange.active_at = time.monotonic()
-            exchange.handle.pause(pycurl.PAUSE_CONT)
+            with suppress(pycurl.error):  # it has failed just now: what `info_read` tells of it comes next
+                exchange.handle.pause(pycurl.PAUSE_CONT)
 
     def _deliver_in_thread(self, exchange: Exchange, take: Callable[[], bool]) -> None:
         def deliver(taken: Outcome[bool]) -> None:

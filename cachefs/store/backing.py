@@ -18,6 +18,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -107,7 +108,6 @@ class Passthrough:
         self._idle: OrderedDict[Backing, None] = OrderedDict()
         self._queue: OrderedDict[bytes, ObjectId] = OrderedDict()
         self._wake = trio.Event()
-        self._one_thread = trio.CapacityLimiter(1)  # readers have their own
         self._closed = False
 
     @property
@@ -382,11 +382,18 @@ class Passthrough:
             ranges = list(self._catalog.ranges(copy, bits))
             positions = [p for p in range(BLOCKS_PER_EXTENT) if bits >> p & 1]
             wanted = [copy.checksums[p] for p in positions]
+
+            def finish(_: object, copy: Copy = copy) -> None:
+                self._space.unpin(obj, copy)
+                obj.release()
+
+            obj.hold()
+            self._space.pin(copy)
             try:
-                with self._space.pinned(obj, copy):
-                    found = await trio.to_thread.run_sync(
-                        _checksums, tier, obj.id.digest, ranges, limiter=self._one_thread
-                    )
+                with self._space.pinned(obj, copy):  # until the answer is used, too
+                    found = await tier.disk.run(partial(_checksums, tier, obj.id.digest, ranges), finish)
+            except TimeoutError:
+                return False  # the disk does not answer
             except OSError as exc:
                 self._space.lost(obj, copy, exc)
                 return False

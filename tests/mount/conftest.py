@@ -22,6 +22,7 @@ from cachefs.fuse import backends
 from tests.conftest import ON_CI
 from tests.mount.frozen import Disk
 from tests.mount.mounts import Mount, Watchdog, bucket_numbers
+from tests.mount.suspended import SuspendedDisk
 
 Mounted = Callable[..., Mount]
 
@@ -192,10 +193,12 @@ def module_mounted(
     _check(made)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A disk that can be frozen; it is thawed at the end."""
-    disk = Disk(tmp_path)
+@pytest.fixture(
+    params=[Disk, pytest.param(SuspendedDisk, marks=pytest.mark.long)], ids=["frozen", "suspended"]
+)
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk | SuspendedDisk]:
+    """A disk that can be frozen, for its writers or for all; it is thawed at the end."""
+    disk = request.param(tmp_path)
     try:
         yield disk
     finally:

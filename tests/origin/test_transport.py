@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
+import pycurl
 import pytest
 import trio
 import trustme
@@ -221,6 +223,53 @@ def test_an_error_of_the_bodys_source_ends_the_exchange(serve: Callable[..., Ser
     with pytest.raises(RuntimeError, match="the disk"):
         transport.request("PUT", server.url + "/k", {}, pieces(), size=1 << 30)
     assert ended.wait(5), "the connection is still open"
+    transport.close()
+
+
+def test_a_connection_that_ends_as_its_body_goes_on_ends_no_other(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    """libcurl has seen the reset and not told of it yet, when the next piece of the body comes."""
+    asked, held, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def answer(wire: Wire, head: bytes) -> None:
+        if head.startswith(b"GET"):
+            asked.set()
+            goes_on.wait(10)
+            wire.reply(b"hello")
+        else:
+            wire.body(1000)
+            held.wait(10)
+            wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            wire.sock.close()
+
+    def see_the_reset(_: object) -> None:
+        """On the loop's thread, just before what the next piece has posted."""
+        held.set()
+        time.sleep(0.3)  # the reset and the next piece have come
+        for fd in loop._watched - old:
+            loop._multi.socket_action(fd, pycurl.CSELECT_IN)
+
+    def pieces() -> Iterator[bytes]:
+        yield bytes(1000)
+        time.sleep(0.3)  # the body has been sent so far, and the exchange is paused
+        loop.post(see_the_reset, None)
+        held.wait(10)
+        yield bytes(1000)
+
+    transport, server = Transport(5.0), serve(answer)
+    got: list[bytes] = []
+    other = threading.Thread(target=lambda: got.append(transport.request("GET", server.url, {}).body))
+    other.start()
+    assert asked.wait(5)
+    loop: Any = transport._loop
+    old = set(loop._watched)
+    with pytest.raises(Transient):
+        transport.request("PUT", server.url + "/k", {}, pieces(), size=2000)
+    goes_on.set()
+    other.join(10)
+    assert got == [b"hello"]
+    assert "the HTTP client failed" not in caplog.text
     transport.close()
 
 
