@@ -386,6 +386,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_hanging_disk.py::test_a_stop_needs_no_disk",
         "tests/mount/test_hanging_disk.py::test_a_disk_that_answers_again_is_used_again",
         "tests/mount/test_hanging_disk.py::test_cached_files_that_cannot_be_read_come_from_the_origin",
+        "tests/mount/test_hanging_disk.py::test_a_full_cache_needs_no_disk_to_evict",
     ),
     "While a cache disk hangs, only who writes or syncs a file waits for it; a change of a name or mode may get"
     " EIO after 5 s. Everybody else is answered, and what was acknowledged is there afterwards.": (

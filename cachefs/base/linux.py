@@ -25,6 +25,22 @@ MNT_FORCE, MNT_DETACH = 1, 2
 
 libc = ctypes.CDLL(None, use_errno=True)
 
+_OPENAT2, _AT_FDCWD, _RESOLVE_CACHED = 437, -100, 0x20
+_LOOK = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
+
+
+def cached_lstat(path: str) -> os.stat_result | None:
+    """`os.lstat`; None where the kernel would have to read the disk for it, and before Linux 5.12."""
+    fd: int = libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(_LOOK), ctypes.sizeof(_LOOK))
+    if fd < 0:
+        if ctypes.get_errno() == errno.ENOENT:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return None
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
 
 def umount(path: str | Path, flags: int = 0) -> None:
     """umount2(2). Raises `OSError`."""

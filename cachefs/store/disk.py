@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import trio
+from outcome import Outcome
 
 from cachefs.base.linux import libc
 
@@ -37,6 +39,9 @@ T = TypeVar("T")
 
 HANGS_AFTER_S = 5.0
 """A call that lasts longer hangs. Guessed: disks retry a bad sector for a second or two, and a reader has 30 s."""
+
+AT_ONCE_S = 0.5
+"""How long the trio thread itself waits for a disk. Guessed: far longer than a disk takes to look up a name."""
 
 LOOK_EVERY_S = 0.5
 """How often calls under way are looked at. Derived: a tenth of that."""
@@ -130,6 +135,24 @@ class Disk:
 
     def _hangs(self) -> OSError:
         return TimeoutError(errno.ETIMEDOUT, f"the disk of {self._path} does not answer")
+
+    def at_once(self, call: Callable[[], T]) -> T | None:
+        """What a short `call` in a thread returns, or raises, for the trio thread, which waits for it. None if that takes
+        longer than `AT_ONCE_S`, or another call does already."""
+        since = min(list(self._calls.values()), default=None)
+        if self.down or (since is not None and time.monotonic() - since > AT_ONCE_S):
+            return None
+
+        def noted() -> T:
+            with self.busy():
+                return call()
+
+        answer: SimpleQueue[Outcome[T]] = SimpleQueue()
+        trio.lowlevel.start_thread_soon(noted, answer.put)
+        try:
+            return answer.get(timeout=AT_ONCE_S).unwrap()
+        except Empty:
+            return None
 
     # -- the state ---------------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cachefs.base.errors import CacheUnusable
-from cachefs.base.linux import libc
+from cachefs.base.linux import cached_lstat, libc
 from cachefs.store.disk import PUNCH, Disk, Disposal
 from cachefs.store.ram import take_away
 
@@ -408,11 +409,15 @@ class Tier:
         raise OSError(errno.EINVAL, "its file has another size, or its file system keeps no modes")
 
     def immutable(self, digest: bytes) -> bool:
-        """True if the version's file was ever opened in passthrough, or adopted."""
+        """True if the version's file was ever opened in passthrough, or adopted; or its disk does not tell, for then nothing
+        must be written to it, either."""
         if self.disposal.pending(digest):
             return False  # it goes; or it is being punched, which no immutable one ever is
+        path = self._file(digest)
         try:
-            return is_immutable(os.lstat(self._file(digest)))
+            found = cached_lstat(path) if self.blocking else os.lstat(path)
+            found = found or self.disk.at_once(partial(os.lstat, path))
+            return found is None or is_immutable(found)
         except OSError:
             return False
 
