@@ -335,6 +335,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "slower and makes none fail.": (
         "tests/mount/test_pressure.py::TestDisks::test_a_read_only_cache_directory",
         "tests/mount/test_pressure.py::TestDisks::test_a_cache_directory_that_becomes_read_only",
+        "tests/mount/test_frozen_writes.py::"
+        "test_what_was_acknowledged_is_read_and_sent_from_a_disk_that_takes_no_writes",
         "tests/mount/test_pressure.py::TestDisks::test_a_disk_that_is_full_from_the_start",
         "tests/mount/test_pressure.py::TestDisks::test_a_disk_that_others_fill",
         "tests/mount/test_pressure.py::test_a_cache_directory_that_vanishes_while_it_is_read",

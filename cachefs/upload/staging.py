@@ -181,10 +181,19 @@ class StagingFile:
         """One user more."""
         if self._fd < 0 and self._held is None:
             with self._translated():
-                flags = os.O_RDONLY if self.in_passthrough else os.O_RDWR
-                self._fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-                self._writes = not self.in_passthrough
+                self._fd, self._writes = self._open()
         self._users += 1
+
+    def _open(self) -> tuple[int, bool]:
+        """A descriptor, and whether it may be written to."""
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        if not self.in_passthrough:
+            try:
+                return os.open(self.path, os.O_RDWR | flags), True
+            except OSError as exc:
+                if exc.errno != errno.EROFS:
+                    raise  # else it became read-only after an error: what is there can be read and sent
+        return os.open(self.path, os.O_RDONLY | flags), False
 
     def give_back(self) -> None:
         self._users -= 1

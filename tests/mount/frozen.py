@@ -35,6 +35,11 @@ class Disk:
             succeed(["fsfreeze", "-u", self.path])
             self.frozen = False
 
+    def fail(self) -> None:
+        """The file system finds an error in itself, and refuses all writes from here on."""
+        succeed(["mount", "-o", "remount,errors=remount-ro", self.path])
+        Path(f"/sys/fs/ext4/{Path(self.device).name}/trigger_fs_error").write_text("a test")
+
     def close(self) -> None:
         self.thaw()
         subprocess.run(["umount", "-l", self.path], check=False)

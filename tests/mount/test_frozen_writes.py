@@ -19,7 +19,7 @@ from tests.mount import forked
 from tests.mount.conftest import BOTH_BACKENDS, Bucket, Mounted
 from tests.mount.frozen import Disk
 from tests.mount.mounts import Mount, alive, eventually, mounts_at
-from tests.mount.written import stored
+from tests.mount.written import keys, stored
 
 pytestmark = [pytest.mark.root, BOTH_BACKENDS]
 
@@ -289,3 +289,25 @@ def test_a_stop_does_not_wait_for_what_is_written(disk: Disk, mounted: Mounted, 
     mount.killed = True
     mount.allowed += ["stopped without closing cleanly"]
     eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
+
+
+@pytest.mark.parametrize("disk", [Disk], indirect=True, ids=["failed"])
+def test_what_was_acknowledged_is_read_and_sent_from_a_disk_that_takes_no_writes(
+    disk: Disk, mounted: Mounted, bucket: Bucket
+) -> None:
+    mount = mounted(
+        bucket,
+        **{"cache_dir": disk.path / "cache", "read_only": False, "cache_size": "64M"},
+        **{"writeback": True, "upload_delay": "2s"},
+    )
+    mount.allowed += ["Read-only file system", "cache tier"]
+    data = {f"file{number}": bytes([number + 65]) * 200_000 for number in range(4)}
+    for name, content in data.items():
+        (mount.path / name).write_bytes(content)
+    disk.fail()
+    with pytest.raises(OSError, match="Input/output"):
+        (mount.path / "later").write_bytes(b"x" * 200_000)
+    for name, content in data.items():
+        assert (mount.path / name).read_bytes() == content
+    eventually(lambda: set(data) <= set(keys(bucket)), "all are at the origin", 30)
+    assert {name: stored(bucket, name) for name in data} == data
