@@ -19,7 +19,8 @@ of its meta page makes an environment useless: it is opened again in place. A di
 go on is left for the `refuge`, a directory elsewhere. LMDB maps its lock file and writes to it in every transaction with
 Python's lock held, so a hung disk below that file would stop the whole interpreter: the file is in memory. It maps the data,
 too: pages behind the end of a file that was cut short are a SIGBUS. So each transaction compares the file's length first.
-What remains: a file that is cut while a transaction runs, or a disk that fails to read a mapped page, ends the process.
+What remains: a file that is cut while a transaction runs, or a disk that fails to read a mapped page, ends the process; a
+disk that hangs then holds up the caller. Both are rare: opening has read the whole file, so its pages are in memory.
 
 Calls are synchronous and short. Reads may run in any thread; writes take LMDB's single writer lock, and with
 ``fsync=True`` they wait for the disk: call them from a worker thread.
