@@ -193,12 +193,10 @@ def module_mounted(
     _check(made)
 
 
-@pytest.fixture(
-    params=[Disk, pytest.param(SuspendedDisk, marks=pytest.mark.long)], ids=["frozen", "suspended"]
-)
+@pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk | SuspendedDisk]:
-    """A disk that can be frozen, for its writers or for all; it is thawed at the end."""
-    disk = request.param(tmp_path)
+    """A disk that can be frozen for its writers (or for all, where a test says so); it is thawed at the end."""
+    disk = getattr(request, "param", Disk)(tmp_path)
     try:
         yield disk
     finally:

@@ -291,7 +291,6 @@ def test_a_stop_does_not_wait_for_what_is_written(disk: Disk, mounted: Mounted, 
     eventually(lambda: not alive(mount.pid), "the daemon ends once its disk answers", 60)
 
 
-@pytest.mark.parametrize("disk", [Disk], indirect=True, ids=["failed"])
 def test_what_was_acknowledged_is_read_and_sent_from_a_disk_that_takes_no_writes(
     disk: Disk, mounted: Mounted, bucket: Bucket
 ) -> None:
