@@ -105,7 +105,8 @@ class SuspendedDisk:
             return subprocess.run(["umount", self._served], stderr=subprocess.DEVNULL).returncode == 0
 
         eventually(gone, "the image is served no more")
-        self._server.wait(30)
+        self._server.kill()  # a copy of the mount may live on in another namespace
+        self._server.wait()
 
 
 def _serve(directory: str, image: str) -> None:
