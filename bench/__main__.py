@@ -23,6 +23,7 @@ from bench import (
     passthrough,
     peers,
     prefetching,
+    restarting,
     ring,
     soak,
     tree,
@@ -70,6 +71,7 @@ ORDER = (
     "overwrite",
     "restart",
     "restart-million",
+    "restart-unnoticed",
     "memory-million",
     "ring",
     "peer-wire",
@@ -100,6 +102,7 @@ MODULES = (
     peers,
     cluster,
     operating,
+    restarting,
     soak,
 )
 """Importing them is what registers the scenarios."""

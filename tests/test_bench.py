@@ -56,6 +56,7 @@ COUNTS = {
     "overwrite": ("bytes fetched", "old bytes"),
     "restart": ("bytes from the store",),
     "restart-million": ("bytes from the store",),
+    "restart-unnoticed": ("reads that failed",),
     "watching": (),
     "outage": ("reads that failed", "anything but EIO", "D state"),
 }

@@ -365,6 +365,19 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "programs could write to.": (
         "tests/mount/test_dead_mount.py::test_a_daemon_that_a_failure_ends_leaves_no_bare_directory",
     ),
+    "With `--restart` (read-only mount, native backend, Linux 6.9), when the daemon is killed or fails, no program "
+    "gets an errno: opens, reads, mappings, stats and directory streams wait, and get the right bytes from the next "
+    "daemon.": (
+        "tests/mount/test_restart.py::test_no_reader_notices_that_the_daemon_was_killed",
+        "tests/mount/test_restart.py::test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon",
+        "tests/mount/test_restart.py::test_a_failure_in_the_daemon_is_a_death_like_any_other",
+    ),
+    "With `--restart`, after ten daemons in a row that each lived for less than ten seconds none is started again, and "
+    "the mount stays dead; a stop or an unmount also ends the process that would start it.": (
+        "tests/mount/test_restart.py::test_a_crash_loop_ends_with_a_dead_mount",
+        "tests/mount/test_restart.py::test_everything_ends_with_the_mount",
+        "tests/mount/test_restart.py::test_a_holder_without_its_daemon_unmounts_when_it_is_told_to_stop",
+    ),
     "Staging files that are in no journal are kept aside and reported, and `cachefs recover` copies them "
     "back.": (
         "tests/upload/test_orphans.py::test_without_a_journal_all_files_are_kept_aside",
@@ -463,7 +476,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_passed_descriptor.py::TestRefusals",
     ),
     "Across a restart or crash of the daemon, programs continue to read files open in passthrough; other "
-    "handles get ENOTCONN.": ("tests/mount/test_upgrade.py::test_what_programs_see_of_a_restart",),
+    "handles get ENOTCONN, unless the mount was made with `--restart` and the daemon crashed.": (
+        "tests/mount/test_upgrade.py::test_what_programs_see_of_a_restart",
+    ),
     "Counters are consistent with each other and with what the origin saw; the output of `cachefs doctor`"
     " contains no secret.": (
         "tests/mount/test_watching.py::test_metrics_are_what_the_store_has_seen",

@@ -244,6 +244,13 @@ SERIES = (
         "longest time in which the event loop answered nothing, within 0.1 s: of the last minute, or of the run",
         ("over",),
     ),
+    Series("restarts", "counter", "restarts", "times that the daemon died and was started again (--restart)"),
+    Series(
+        "restart_pause_seconds_max",
+        "gauge",
+        "seconds",
+        "longest time from a death until the next daemon answered",
+    ),
     Series("memory_bytes", "gauge", "bytes", "resident memory of the daemon, the RAM tier not included"),
     Series("open_files", "gauge", "files", "open through the mount"),
     Series("names", "gauge", "names", "known names of files and directories"),

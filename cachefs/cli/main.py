@@ -221,7 +221,9 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     Defaults are in [brackets].
     """
     from cachefs.daemon import background
+    from cachefs.fuse.held import Held
 
+    held = Held.from_environment()
     ready = background.Ready()
     try:
         read = partial(_mount_config, places, o, options, ready.in_background, os.getcwd())
@@ -233,7 +235,12 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
             click.echo(layers.dump(config), nl=False)
             return 0
         if config.foreground or ready.in_background:
-            return _serve(config, ready, read)
+            if config.restart and held is None:
+                command = background.holding(background.command_of(ctx.meta["arguments"]))
+                os.execv(
+                    command[0], command
+                )  # under the same process id: the caller waits for it and sends it signals
+            return _serve(config, ready, read, held)
         _mount_in_background(ctx.meta["arguments"], config)
     except BaseException as exc:
         ready.failed(str(exc) if isinstance(exc, CachefsError) else f"{type(exc).__name__}: {exc}")
@@ -278,7 +285,7 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
     background.start(arguments, config, notes)
 
 
-def _serve(config: Config, ready: Any, reread: Callable[[], Config]) -> int:
+def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) -> int:
     """Become the daemon."""
     from cachefs.base import logs
     from cachefs.daemon import mounting
@@ -292,14 +299,20 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config]) -> int:
             ) from exc
         logs.setup(config.log_level, config.log_format)  # the parent has found another place for stderr
         config = replace(config, log_file=Path(os.readlink("/proc/self/fd/2")))
-    for line in mounting.check(config, leave_dead=True):
-        log.warning("%s", line)
+    if held is not None:
+        from cachefs.daemon import daemon
+
+        daemon.load(config)
+        held.wait()
+    if held is None or not held.taking_over:
+        for line in mounting.check(config, leave_dead=True):
+            log.warning("%s", line)
     from cachefs.daemon import daemon
 
     if ready.in_background:
         os.chdir("/")  # a daemon keeps no directory busy
     try:
-        return daemon.run(config, ready.ready, reread)
+        return daemon.run(config, ready.ready, reread, held)
     except CachefsError as exc:
         if ready.in_background:
             log.error("%s", exc)  # noqa: TRY400 (an expected failure, told in one line)

@@ -115,6 +115,10 @@ def _daemon(status: Mapping[str, Any]) -> Iterator[str]:
     if "loop_pause_s" in status:
         paused = (f"{status['loop_pause_s'][over]:.2f} s" for over in ("minute", "run"))
         yield "longest pause {} ({} since the start)".format(*paused)
+    if holder := status.get("holder"):
+        count, kept = holder["restarts"], "" if holder["pid"] else " (its holder has died)"
+        pause = f" (longest pause {holder['longest_pause_s']:.1f} s)" if count else ""
+        yield f"{count} restart{'' if count == 1 else 's'}{pause}{kept}"
 
 
 def _tier(tier: Mapping[str, Any]) -> str:

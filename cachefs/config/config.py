@@ -408,6 +408,13 @@ class Config:
         "--consistency immutable.",
         value=False,
     )
+    restart: bool = option(
+        SWITCH,
+        "Running",
+        "Start the daemon again when it dies, so that programs only wait. Needs --read-only, --fuse native or auto, and "
+        "Linux 6.9.",
+        value=False,
+    )
     nonempty: bool = option(SWITCH, "Running", "Mount over a directory that is not empty.", value=False)
     mount_timeout: float = option(
         DURATION,

@@ -23,6 +23,7 @@ from cachefs.base.client import runtime_dir, slug
 from cachefs.base.errors import MountError
 from cachefs.base.linux import mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
+from cachefs.daemon import holder
 from cachefs.daemon.mounting import detach
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,16 @@ class Ready:
             os.close(fd)
 
 
+def command_of(arguments: Sequence[str]) -> list[str]:
+    """What the daemon of ``cachefs mount arguments`` is started with."""
+    return [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments]
+
+
+def holding(command: Sequence[str]) -> list[str]:
+    """The same, started by a holder."""
+    return [sys.executable, "-I", "-S", holder.__file__, os.getcwd(), *command]
+
+
 def open_log(config: Config) -> tuple[Path, int]:
     """(path, descriptor) of the log; beside the control socket when the cache directory cannot be written,
     since a mount without a cache is better than none."""
@@ -95,7 +106,7 @@ def start(arguments: Sequence[str], config: Config, notes: Sequence[str] = ()) -
     read_fd, write_fd = os.pipe()
     try:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cachefs", "mount", "-f", *arguments],
+            holding(command_of(arguments)) if config.restart else command_of(arguments),
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,

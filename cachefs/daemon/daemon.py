@@ -46,10 +46,11 @@ from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
+from cachefs.fuse.held import Held
 from cachefs.fuse.notices import Notices
 from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
 from cachefs.observe.explaining import Explainer
-from cachefs.origin import Origin, open_origin
+from cachefs.origin import Origin, load_origin, open_origin
 from cachefs.peers.node import PeerNode
 from cachefs.prefetch import Prefetcher
 from cachefs.store import Backing, Opened, scrub
@@ -86,9 +87,20 @@ LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative
 """Options that SIGHUP changes while the mount is in use."""
 
 
-def run(config: Config, on_ready: Callable[[], None], reread: Callable[[], Config] | None = None) -> int:
+def load(config: Config) -> None:
+    """Load what `run` needs and what takes long, ahead of it."""
+    for source in config.sources:
+        load_origin(source.url)
+
+
+def run(
+    config: Config,
+    on_ready: Callable[[], None],
+    reread: Callable[[], Config] | None = None,
+    held: Held | None = None,
+) -> int:
     """Mount and serve until told to stop; the exit code. Raises `CachefsError` when mounting is impossible. `reread` reads
-    the configuration again, for SIGHUP."""
+    the configuration again, for SIGHUP. `held` is there where a holder has started this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20), hard)
@@ -107,7 +119,8 @@ def run(config: Config, on_ready: Callable[[], None], reread: Callable[[], Confi
         stopping.start()
         try:
             with logs.beside():
-                return trio.run(Daemon(config, opened, names, metrics, on_ready, stopping, reread).main)
+                daemon = Daemon(config, opened, names, metrics, on_ready, stopping, reread, held)
+                return trio.run(daemon.main)
         except BaseExceptionGroup as group:
             raise _first(group) from group
 
@@ -137,7 +150,9 @@ class Daemon:
         on_ready: Callable[[], None],
         stopping: Stopping,
         reread: Callable[[], Config] | None = None,
+        held: Held | None = None,
     ) -> None:
+        self._held = held
         # A terminal that closes sends SIGHUP to what runs in it: that is a stop.
         self._reread = None if os.isatty(0) else reread
         self._ttls: list[Ttls] = []
@@ -173,7 +188,7 @@ class Daemon:
                     try:
                         async with trio.open_nursery() as nursery:
                             lasting.start_soon(self._stop_on_signal, signals, nursery.cancel_scope.cancel)
-                            await self._open_origins()
+                            await self._open_origins(nursery)
                             await self._open_peers()
                             if self._config.metrics is not None:
                                 self._endpoint = await open_endpoint(self._config.metrics)
@@ -201,7 +216,8 @@ class Daemon:
         log.info("stopped (%s)", self._stopped_by)
         return 0
 
-    async def _open_origins(self) -> None:
+    async def _open_origins(self, beside: trio.Nursery) -> None:
+        """Open all, and see that they answer: beside the rest in `beside` where programs wait already."""
         config = self._config
         self._origins = [
             open_origin(
@@ -228,15 +244,23 @@ class Daemon:
         self._store.datasets.mounted((o.source, o.prefix) for o in self._origins)
         async with trio.open_nursery() as nursery:
             for origin in self._origins:
-                nursery.start_soon(self._check, origin)
+                (beside if self._takes_over else nursery).start_soon(self._check, origin)
 
     async def _check(self, origin: Origin) -> None:
         try:
             await origin.check()
-        except OriginFailed as exc:  # it refuses nothing: it does not answer
-            if not self._config.on_outage.stale:
+        except CachefsError as exc:
+            if self._takes_over:
+                log.warning("%s", exc)  # programs read on as far as they can
+            elif isinstance(exc, OriginFailed) and self._config.on_outage.stale:  # it does not answer
+                self._absent[origin] = exc
+            else:
                 raise
-            self._absent[origin] = exc
+
+    @property
+    def _takes_over(self) -> bool:
+        """Whether programs wait for this daemon already, because another one has died."""
+        return self._held is not None and self._held.taking_over
 
     def _do_without(self) -> None:
         """Start without origins that do not answer, if names of them are known from earlier. Raises `OriginFailed`."""
@@ -365,7 +389,7 @@ class Daemon:
             self._ended = True
         finally:
             self._stopping.stage("taking the mount away")
-            crashed = self._watch.ready and not self._ended
+            crashed = (self._watch.ready or self._takes_over) and not self._ended
             self._watch.ready = False
             if peers is not None:
                 with trio.move_on_after(3, shield=True):
@@ -376,8 +400,9 @@ class Daemon:
             backend.close(unmount=not crashed)
             if crashed:
                 log.critical(
-                    "a failure ends this daemon: the mount stays at %s, dead, until the next one",
+                    "a failure ends this daemon: the mount stays at %s, %s, until the next one",
                     config.mountpoint,
+                    "and its programs wait" if self._held is not None and self._held.holds else "dead",
                 )
             with trio.move_on_after(5, shield=True):
                 await self._fs.aclose(unmounted=self._ended and self._stopped_by == "umount")
@@ -411,7 +436,7 @@ class Daemon:
 
     def _mount(self) -> backends.Backend:
         config = self._config
-        for line in mounting.clear(config):
+        for line in [] if self._takes_over else mounting.clear(config):
             log.warning("%s", line)
         try:
             self._backend = backends.choose(
@@ -421,6 +446,7 @@ class Daemon:
                 self._fs,
                 self._metrics,
                 writable=self._uploading is not None,
+                held=self._held if self._uploading is None and not config.zero_open else None,
             )
         except MountError as exc:
             if config.descriptor is not None:
@@ -445,7 +471,23 @@ class Daemon:
             self._fs.never_opened()
         elif config.zero_open:
             self._warn(f"--zero-open has no effect: {self._backend.why}")
+        if config.restart and (why := self._not_held()):
+            self._warn(f"--restart has no effect: {why}")
         return backend
+
+    def _not_held(self) -> str:
+        """Why this mount would not outlive its daemon; "" if it would."""
+        if self._held is not None and self._held.holds:
+            return ""
+        if self._config.descriptor is not None:
+            return "another process has mounted it"
+        if self._uploading is not None:
+            return "only a mount that is --read-only goes on without its daemon"
+        if self._config.zero_open:
+            return "with --zero-open the kernel does not say which files are open"
+        if self._backend.backend.name != "native":
+            return f"the FUSE backend is {self._backend.backend.name} ({self._backend.why})"
+        return "this kernel cannot repeat requests (Linux 6.9 can)"
 
     def _register_backing(self, backing: Backing) -> bool:
         try:
@@ -559,6 +601,7 @@ class Daemon:
         return {  # of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
+            "holder": None if self._held is None or not self._held.holds else self._held.status(),
             "started": self._started,
             "mountpoint": str(self._config.mountpoint),
             "log_file": str(self._config.log_file or ""),

@@ -99,7 +99,8 @@ def _daemon(path: Path) -> int | None:
     """A pidfd of the daemon that serves `path`: unlike a pid it cannot come to mean another process."""
     try:
         status = client.request(control_path(path), "status", timeout_s=2.0)
-        return os.pidfd_open(int(status["pid"]))
+        holder = status.get("holder") or status  # it ends after the daemon
+        return os.pidfd_open(int(holder["pid"]) or int(status["pid"]))
     except (client.ControlError, OSError, KeyError, TypeError, ValueError):
         return None
 

@@ -197,6 +197,9 @@ class Fetcher:
             await self._arrivals.wait(obj, pid)
         await self._store.make_immutable(obj)
 
+    def restore_backing(self, opened: OpenedObject, backing_id: int) -> Backing:
+        return self._store.restore_backing(self._store.object(opened.id), backing_id)
+
     def reopen_backing(self, backing: Backing) -> None:
         self._store.reopen_backing(backing)
 

@@ -57,6 +57,9 @@ ALIASES_REMEMBERED = 16_384
 looked up again."""
 
 
+INODES_SURE = 262_144
+"""Inodes opened since another daemon died, about 70 bytes each. Guessed; beyond it all are as if they were not."""
+
 NUMBERS_KEPT = 16_384
 """Moved files that keep their numbers, about 200 bytes each. Guessed; beyond it the oldest are looked up again."""
 
@@ -174,6 +177,7 @@ class OpenFiles:
         self._moved = moved  # number that the kernel uses → number of the path
         self._owns: dict[int, int] = {}  # the other way round
         self._apart: set[int] = set()  # open, and shown no more: in passthrough, or removed
+        self._surely: set[int] | None = None  # see `follow`
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -336,6 +340,8 @@ class OpenFiles:
         if writes and others is not None and others[0].backing is not None:
             self._apart.add(ino)
             raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
+        if self._surely is not None and ino not in self._surely:
+            self._make_sure(ino)
         keep = not self._changed or self._keep(ino)
         opened = self._reader.open(origin, obj)
         backing = None
@@ -374,6 +380,43 @@ class OpenFiles:
         self._next = fh + 1
         self._handles[fh] = handle
         return fh, backing
+
+    # -- after another daemon ----------------------------------------------------------------------
+
+    def follow(self, first: int) -> None:
+        """Go on where another daemon died: handles have numbers from `first` on, so none is given twice. Which pages of the
+        kernel are out of date died with it, so the first open of each inode makes the kernel drop them."""
+        self._next = first
+        self._surely = set()
+
+    def restore(
+        self,
+        fh: int,
+        ino: int,
+        stable: int,
+        origin: Origin,
+        obj: ObjectId,
+        mtime_ns: int,
+        backing_id: int,
+    ) -> None:
+        """A handle of the daemon before. Its pages are of its version."""
+        opened = self._reader.open(origin, obj)
+        backing = self._reader.restore_backing(opened, backing_id) if backing_id else None
+        handle = FileHandle(ino, stable, origin, obj, mtime_ns, opened, 0, backing)
+        if ino >= FIRST_ALIAS:
+            self._aliases[ino] = (stable, obj.etag, obj.size)
+            self._under_alias.setdefault(stable, []).append(handle)
+        self._by_ino.setdefault(ino, []).append(handle)
+        self._handles[fh] = handle
+        if self._surely is not None:
+            self._surely.add(ino)
+
+    def _make_sure(self, ino: int) -> None:
+        assert self._surely is not None
+        if len(self._surely) >= INODES_SURE:
+            self._surely.clear()
+        self._surely.add(ino)
+        self.note_change(ino)
 
     def decides(self, ino: int) -> bool:
         """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
@@ -455,6 +498,8 @@ class OpenFiles:
         try:
             return self._handles[fh]
         except KeyError:
+            if self._surely is not None:
+                raise ObjectChanged(f"the daemon that opened handle {fh} has died") from None
             raise NotFound(f"no file handle {fh}") from None
 
     def supersede(self, stable: int, etag: str, size: int) -> None:

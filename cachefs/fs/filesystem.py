@@ -56,6 +56,9 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
 WARM_OPENS = 16_384
 """Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
 
+DAEMON_BITS = 40
+"""Handles that a daemon may give out in its life, as a power of two: at 100,000 a second enough for four months."""
+
 InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name (b"": of none) is out of date."""
 
@@ -103,7 +106,8 @@ class FileSystem(Writes):
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
             self._writing = Writing(*parts, writer, options, clock, wall, self._forget_warm)
         self._open_directories: dict[int, DirectoryHandle] = {}
-        self._next_directory = 1
+        self._next_directory = self._first_directory = 1
+        self.origins = [volume.origin for volume in volumes]
         # What lately opened files are, and until when that is fresh. Dropped whole on any news.
         self._warm: dict[int, tuple[float, Origin, ObjectId, int]] = {}
         self._file_mode = stat.S_IFREG | options.file_mode
@@ -146,6 +150,47 @@ class FileSystem(Writes):
         before, self._reader = self._reader, reader
         self._files.read_through(reader)
         return before
+
+    # -- after another daemon ----------------------------------------------------------------------
+
+    def follow(self, count: int) -> None:
+        """Go on where `count` daemons before have died."""
+        first = count << DAEMON_BITS
+        self._files.follow(first)
+        self._next_directory = self._first_directory = first
+
+    def open_file(self, fh: int) -> FileHandle:
+        return self._files.get(fh)
+
+    def restore_file(
+        self,
+        fh: int,
+        ino: int,
+        stable: int,
+        origin: Origin,
+        key: str,
+        etag: str,
+        size: int,
+        mtime_ns: int,
+        backing_id: int,
+    ) -> None:
+        """A handle that an earlier daemon has opened."""
+        version = ObjectId(origin.source, key, etag, size)
+        self._files.restore(fh, ino, stable, origin, version, mtime_ns, backing_id)
+        try:
+            directory, mark = self._tree.locate(stable)
+            row = self._tree.row(directory, name_in(mark))
+        except CachefsError:
+            return  # the next look finds out
+        if row is not None and row.known:
+            self._files.supersede(stable, row.etag, row.size)
+
+    def reopen_directory(self, dh: int, ino: int) -> None:
+        """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""
+        if dh < self._first_directory and dh not in self._open_directories:
+            directory = self._directory(ino)
+            self._open_directories[dh] = DirectoryHandle(ino, directory)
+            directory.kernel = None  # the reader began on a listing that nothing is known of
 
     # -- names and attributes ----------------------------------------------------------------------
 

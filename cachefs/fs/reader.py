@@ -61,6 +61,10 @@ class Reader(Protocol):
     def note_use(self, backing: Any) -> None:
         """What `open_registered` returned is used."""
 
+    def restore_backing(self, opened: Any, backing_id: int) -> Backing:
+        """The version's file that an earlier daemon has registered as `backing_id`. Given back with `release_backing`."""
+        ...
+
     def reopen_backing(self, backing: Any) -> None:
         """One more user of a file in passthrough."""
 

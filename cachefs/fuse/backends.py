@@ -14,7 +14,10 @@ from cachefs.base.metrics import Metrics
 from cachefs.config.config import Config
 from cachefs.fs import Backing, FileSystem
 from cachefs.fuse.device import Device, Negotiated
+from cachefs.fuse.held import Held
 from cachefs.fuse.native_backend import NativeBackend
+from cachefs.fuse.protocol import Init
+from cachefs.fuse.records import Records
 
 LISTINGS_KEPT_SINCE = (6, 13)
 """Kernels 6.9 to 6.12 return listings that they should have dropped. Borrowed from the kernel's history."""
@@ -76,16 +79,17 @@ def choose(
     metrics: Metrics,
     *,
     writable: bool = False,
+    held: Held | None = None,
 ) -> Chosen:
     """The backend that `config.fuse` asks for, mounted. Files of the directories `places` may become backing files.
-    `writable`: `fs` has a writer. Raises `MountError`."""
+    `writable`: `fs` has a writer. `held` is what a holder keeps for the next daemon. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
     if config.descriptor is not None and _serves_descriptor_natively(config):
         return _native(config, title, places, fs, metrics, writable)
     if config.descriptor is None and config.fuse != "pyfuse3":
         try:
-            chosen = _native(config, title, places, fs, metrics, writable)
+            chosen = _native(config, title, places, fs, metrics, writable, held)
         except NotHere as exc:
             if config.fuse == "native":
                 raise MountError(f"--fuse native cannot serve here: {exc}: leave the option out") from exc
@@ -128,10 +132,13 @@ def _native(
     fs: FileSystem,
     metrics: Metrics,
     writable: bool,
+    held: Held | None = None,
 ) -> Chosen:
     """Raises `NotHere`, `MountError`."""
     places = () if config.zero_open else places
-    if config.descriptor is None:
+    if held is not None and held.taking_over:
+        device, agreed, refused = adopt(held, config.mountpoint, places)
+    elif config.descriptor is None:
         must_passthrough = config.fuse == "auto" and not config.zero_open
         device, agreed, refused = connect(
             title, config.allow_other, places, must_passthrough=must_passthrough, writable=writable
@@ -144,6 +151,7 @@ def _native(
         keep_listings=keeps_listings(platform.release()),
         writable=writable,
         direct_writers=not config.writeback,
+        records=None if held is None else Records(fs, held, fs.origins),
     )
     passthrough = False
     if config.zero_open:
@@ -197,6 +205,17 @@ def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connecte
         device, agreed = Device.take(fd, stack_depth=1, writable=writable)
     except OSError as exc:
         raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
+    if not agreed.passthrough:
+        return Connected(device, agreed, dict.fromkeys(places, _too_old(agreed)))
+    refused = {place: _reason(no) for place in places if (no := _try_passthrough(device, place)) is not None}
+    return Connected(device, agreed, refused)
+
+
+def adopt(held: Held, mountpoint: Path, places: Sequence[Path]) -> Connected:
+    """The connection of a daemon that has died."""
+    number, minor, flags = held.agreed()
+    device = Device.adopt(held.fd, mountpoint, number)
+    agreed = Negotiated(minor, Init(flags))
     if not agreed.passthrough:
         return Connected(device, agreed, dict.fromkeys(places, _too_old(agreed)))
     refused = {place: _reason(no) for place in places if (no := _try_passthrough(device, place)) is not None}

@@ -46,6 +46,7 @@ WANTED = (
     | Init.MAX_PAGES
     | Init.INIT_EXT
     | Init.PASSTHROUGH
+    | Init.HAS_RESEND
 )
 
 WANTED_TO_WRITE = WANTED | Init.ATOMIC_O_TRUNC | Init.HANDLE_KILLPRIV_V2
@@ -117,6 +118,7 @@ class Device:
         self._attached: Path | None = None
         self.number = ""  # "major:minor" of the mount; "" where the kernel does not report it
         self._gone = False
+        self.held = False  # another process keeps the connection for the next daemon
 
     # -- mounting and unmounting -------------------------------------------------------------------
 
@@ -144,6 +146,15 @@ class Device:
         except BaseException:
             device.close()
             raise
+
+    @classmethod
+    def adopt(cls, fd: int, mountpoint: Path, number: str, *, writable: bool = False) -> Device:
+        """The connection of a daemon that has died: it is mounted and negotiated."""
+        device = cls(fd, writable=writable)
+        device.number, device.held = number, True
+        device._attached = mountpoint
+        os.set_blocking(fd, False)
+        return device
 
     def _make(self, name: str, allow_other: bool) -> None:
         context = _call(_FSOPEN, b"fuse", _CLOEXEC)
@@ -195,7 +206,11 @@ class Device:
 
     def close(self, *, unmount: bool = True) -> None:
         """Unmount if attached, even while in use, and end the connection; requests that wait fail with ECONNABORTED. Without
-        `unmount` the dead mount stays where it is."""
+        `unmount` the dead mount stays where it is; if another process holds the connection, it is not dead."""
+        if self.held and not unmount:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+            return
         mountpoint, self._attached = self._attached, None
         if mountpoint is not None and unmount:
             mount = mount_at(mountpoint)

@@ -39,8 +39,9 @@ from cachefs.fuse.operations import (
     Shown,
     Waiting,
 )
-from cachefs.fuse.protocol import Malformed, Op, Setattr, dirent, direntplus, duration, entry, name_of
+from cachefs.fuse.protocol import RESENT, Malformed, Op, Setattr, dirent, direntplus, duration, entry, name_of
 from cachefs.fuse.protocol import Opened as Flags
+from cachefs.fuse.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class NativeBackend:
     """`zero_open` has the kernel open files without a request, only where no object ever changes. `keep_listings` lets it
     keep what it has read of a directory, while that is fresh. `writable` is how the connection was made. With
     `direct_writers`, a handle that is opened for writing reads and writes through the daemon even when its file is in
-    passthrough."""
+    passthrough. `records` is what the next daemon goes on from, where there is a holder."""
 
     name = "native"
     max_background = MAX_BACKGROUND
@@ -100,6 +101,7 @@ class NativeBackend:
         keep_listings: bool = False,
         writable: bool = False,
         direct_writers: bool = False,
+        records: Records | None = None,
     ) -> None:
         self.agreed = agreed
         self.operations = Operations(fs, metrics, deadline_s, writable=writable, device=lambda: device.number)
@@ -108,6 +110,7 @@ class NativeBackend:
         self._device = device
         self._write = device.write
         self._zero_open = zero_open
+        self._records = records
         self._keep_listings = keep_listings
         self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
         self._user = (0, 0)  # uid and gid of the request that is being handled
@@ -159,10 +162,16 @@ class NativeBackend:
     # -- the backend ---------------------------------------------------------------------------------
 
     def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
-        """Attach the mount, which the device has made already."""
-        self._device.attach(mountpoint)
+        """Attach the mount, which the device has made already; unless it is taken over, and is there."""
+        if not self._device.held:
+            self._device.attach(mountpoint)
+            if self._records is not None:
+                self._records.hold(self._device, self.agreed, mountpoint)
 
     async def serve(self, ready: Callable[[], None]) -> None:
+        if self._records is not None and self._records.follows:
+            self._records.take_over(self._device)
+            self._records.answering()
         ready()
         async with trio.open_nursery() as self._nursery:
             while True:
@@ -178,10 +187,14 @@ class NativeBackend:
 
     def register(self, backing: Backing) -> None:
         backing.registered(self._device.register(backing.fd))
+        if self._records is not None:
+            self._records.registered(backing.id)
 
     def retire(self, backing: Backing) -> None:
         if backing.id:
             self._device.unregister(backing.id)
+            if self._records is not None:
+                self._records.unregistered(backing.id)
 
     def invalidate(self, inode: int, parent: int, name: bytes) -> None:
         try:
@@ -338,12 +351,14 @@ class NativeBackend:
         self._metrics.passthrough_opens += 1
         taken = False
         try:
+            if self._records is not None:
+                self._records.opened(fh, unique, backing.id)
             taken = self._write(_OPEN.pack(_OPEN.size, 0, unique, fh, _KNOWN_FLAGS, backing.id))
         finally:
             if taken:
                 self._fs.note_use(backing)
             else:
-                self.operations.drop(fh)
+                self._drop(fh)
 
     def _opened_to_write(self, unique: int, opened: Opened) -> None:
         self._opened(unique, opened, self._writer_flags if opened[2] else 0)
@@ -365,10 +380,18 @@ class NativeBackend:
             flags |= _KEEP_CACHE
         taken = False
         try:
+            if self._records is not None:
+                self._records.opened(fh, unique, backing)
             taken = self._write(reply.pack(reply.size, 0, unique, *fields, fh, flags, backing))
         finally:
             if not taken:
-                self.operations.drop(fh)
+                self._drop(fh)
+
+    def _drop(self, fh: int) -> None:
+        """The kernel has not taken this handle."""
+        if self._records is not None:
+            self._records.released(fh)
+        self.operations.drop(fh)
 
     def _entered(self, unique: int, made: Shown) -> None:
         self._send(protocol.ENTRY_REPLY, unique, *entry(*made))
@@ -444,6 +467,8 @@ class NativeBackend:
 
     def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         flags, more = protocol.OPEN_IN.unpack_from(body)
+        if unique & RESENT and self._records is not None:
+            self._records.asked_again(unique)
         if self._zero_open:
             self._metrics.fuse_open += 1
             self._done(
@@ -522,6 +547,8 @@ class NativeBackend:
 
     def _release(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         fh, *_ = protocol.RELEASE_IN.unpack_from(body)
+        if self._records is not None:
+            self._records.released(fh)  # before the reply: a record that stays would never be removed
         try:
             self._done(unique)  # first: the calling process need not wait for the rest
         finally:
@@ -545,6 +572,8 @@ class NativeBackend:
         self, pack: Callable[[Entry], bytes], unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
         dh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
+        if self._records is not None:
+            self._fs.reopen_directory(dh, inode)
         least = (protocol.DIRENT if pack is dirent else protocol.DIRENTPLUS).size + 8
         pending = self.operations.readdir(thread, dh, offset, size // least + 1)
         if pack is dirent:

@@ -79,6 +79,7 @@ class Init(IntFlag):
     HANDLE_KILLPRIV_V2 = 1 << 28
     INIT_EXT = 1 << 30
     PASSTHROUGH = 1 << 37
+    HAS_RESEND = 1 << 39
 
 
 class Setattr(IntFlag):
@@ -162,6 +163,12 @@ DIRENTPLUS = Struct("=" + ENTRY + "QQII")
 # -- notifications, sent without a request (OUT_HEADER with unique 0 and the code as its error) -----
 
 NOTIFY_INVAL_INODE, NOTIFY_INVAL_ENTRY = 2, 3
+
+NOTIFY_RESEND, NOTIFY_INC_EPOCH = 7, 8
+"""Send again what was read and not answered (Linux 6.9), with `RESENT` set in `unique`; look up each name again (6.16)."""
+
+RESENT = 1 << 63
+
 INVAL_INODE = Struct("=qqq")  # ino, offset, length (0: all)
 INVAL_ENTRY = Struct("=QII")  # parent, length of the name, flags; then the name with its NUL
 

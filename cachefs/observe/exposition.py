@@ -118,6 +118,9 @@ def _values(metrics: Metrics, status: Mapping[str, Any]) -> Iterator[tuple[str, 
     yield "jobs_running", one(sum(job.get("state") == "running" for job in status.get("jobs") or ()))
     for name in ("ready", "memory_bytes", "open_files", "names", "pinned_bytes"):
         yield from plain(name, name)
+    holder = status.get("holder")
+    yield "restarts", [((), holder["restarts"])] if holder else []
+    yield "restart_pause_seconds_max", [((), holder["longest_pause_s"])] if holder else []
     yield "loop_pause_seconds_max", [((over,), s) for over, s in (status.get("loop_pause_s") or {}).items()]
     yield from _tiers(status.get("tiers") or ())
     yield from _origins([source["origin"] for source in status.get("sources") or ()])

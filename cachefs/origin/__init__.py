@@ -22,7 +22,7 @@ from cachefs.origin.protocol import (
     Sink,
     Source,
 )
-from cachefs.origin.registry import open_origin
+from cachefs.origin.registry import load_origin, open_origin
 
 __all__ = [
     "Client",
@@ -38,6 +38,7 @@ __all__ = [
     "Ticket",
     "Upload",
     "each",
+    "load_origin",
     "new_token",
     "open_origin",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 from cachefs.base.errors import ConfigError
@@ -112,6 +113,13 @@ def open_origin(
         metrics=metrics,
     )
     return Origin(attempts)
+
+
+def load_origin(url: str) -> None:
+    """Load what `open_origin` needs, where that takes long."""
+    if split_url(url)[0] == "s3":
+        importlib.import_module("botocore.session")
+        importlib.import_module("cachefs.origin.s3")
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -169,6 +169,24 @@ class Passthrough:
             if eviction.touch_if_old(copy):
                 eviction.used(backing.object, copy, hit=True)
 
+    def restore(self, obj: CachedObject, backing_id: int) -> Backing:
+        """The file that an earlier daemon has registered, with one more user. It was verified then. If the index has lost
+        blocks of it since, the file itself may be gone from the tier; the kernel has it all the same."""
+        backing = obj.backing
+        if backing is None:
+            tier, copies = self._tiers[-1], []
+            for candidate in self._tiers:
+                found = self._whole(obj, candidate, verified=False) if obj.is_immutable(candidate) else None
+                if found is not None:
+                    tier, copies = candidate, found
+                    break
+            backing = obj.backing = Backing(self, obj, tier, -1, copies)
+            backing.id = backing_id
+            tier.registered += 1
+            self._space.pin(*copies)
+        backing.users += 1
+        return backing
+
     def _make(self, obj: CachedObject, on_disk: bool) -> Backing | None:
         for tier in self._tiers:
             if not tier.passthrough or self._closed or tier.disk.down or (on_disk and not tier.blocking):

@@ -423,6 +423,10 @@ class Store:
         before."""
         return self._passthrough.to_seal(obj) is not None
 
+    def restore_backing(self, obj: CachedObject, backing_id: int) -> Backing:
+        """The backing file that an earlier daemon has registered as `backing_id`, with one more user."""
+        return self._passthrough.restore(obj, backing_id)
+
     def reopen_backing(self, backing: Backing) -> None:
         """One more user of a backing file in use, even if its blocks are forgotten by now: all opens share one."""
         backing.users += 1

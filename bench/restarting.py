@@ -1,0 +1,116 @@
+"""What programs notice of a daemon that is killed under `--restart`, and what keeping records of open files costs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from statistics import median
+
+from bench import readers
+from bench.harness import Result, Series, interleave, scenario
+from bench.mounts import Cachefs
+from bench.workspace import Workspace
+from cachefs.daemon.holder import LONG_S
+
+KILLS = 6
+
+LIFE_S = LONG_S + 1
+"""From a takeover to the next kill: a daemon that lives so long is no part of a crash loop, and the next one stands by."""
+
+PROBE_S = 0.005
+"""How often the prober opens a file."""
+
+
+class _Prober:
+    """Opens and reads files, compares their bytes, and remembers how long the longest of them took since it was asked."""
+
+    def __init__(self, paths: list[str], contents: list[bytes]) -> None:
+        self.longest_s = 0.0
+        self.wrong = self.opened = 0
+        self._paths = paths
+        self._contents = contents
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> _Prober:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        dice = random.Random(1)
+        while not self._ended.wait(PROBE_S):
+            number = dice.randrange(len(self._paths))
+            begun = time.perf_counter()
+            try:
+                with open(self._paths[number], "rb") as file:
+                    self.wrong += file.read() != self._contents[number]
+            except OSError:
+                self.wrong += 1
+            self.opened += 1
+            self.longest_s = max(self.longest_s, time.perf_counter() - begun)
+
+
+@scenario("restart-unnoticed", rounds=9)
+def restart_unnoticed(work: Workspace, rounds: int) -> Result:
+    """The daemon is killed under readers (`--restart`): their pauses; and small files with and without it."""
+    result = Result()
+    tree, keys = work.small("restarting")
+    with ExitStack() as stack:
+        plain = stack.enter_context(Cachefs(work.disk, work.lab, "restarting", name="without"))
+        kept = stack.enter_context(Cachefs(work.disk, work.lab, "restarting", "--restart", name="with"))
+        cpu = Series("processor time of the daemon, µs a file", "µs", {})
+        paths = {mount.name: [f"{mount.path}/{key}" for key in keys] for mount in (plain, kept)}
+        for mine in paths.values():
+            for _ in range(2):
+                readers.small(mine)
+
+        def turn(mount: Cachefs) -> float:
+            """For a while: files a second."""
+            begun, spent, files = time.perf_counter(), mount.cpu_s(), 0
+            while time.perf_counter() - begun < work.scale.limit_s:
+                files += readers.small(paths[mount.name]).files
+            seconds = time.perf_counter() - begun
+            cpu.values.setdefault(mount.name, []).append(1e6 * (mount.cpu_s() - spent) / files)
+            return files / seconds
+
+        contenders = {"without": lambda: turn(plain), "with": lambda: turn(kept)}
+        series = interleave(rounds, contenders, result, what="warm small files", unit="files/s")
+        result.series.append(cpu)
+
+        some = keys[:200]
+        pauses = []
+        probed = [f"{kept.path}/{key}" for key in some]
+        with _Prober(probed, [(tree / key).read_bytes() for key in some]) as prober:
+            for number in range(KILLS):
+                time.sleep(LIFE_S)
+                prober.longest_s = 0.0
+                os.kill(kept.status()["pid"], signal.SIGKILL)
+                _wait(kept, number + 1)
+                time.sleep(0.5)
+                pauses.append(prober.longest_s)
+    result.demand("median pause of a reader", median(pauses), "≤", 1.0, " s")
+    result.demand("longest pause of a reader", max(pauses), "≤", 2.0, " s")
+    result.demand(f"reads that failed or were wrong, of {prober.opened}", prober.wrong, "=", 0)
+    result.demand("warm small files, with / without", series.ratio("with", "without"), "≥", 0.97)
+    result.note(f"processor time a file, with / without: {cpu.ratio('with', 'without'):.3f}")
+    return result
+
+
+def _wait(mount: Cachefs, restarts: int) -> None:
+    """Until a daemon that has taken over says so."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            if mount.status()["holder"]["restarts"] >= restarts:
+                return
+        except Exception:
+            time.sleep(0.02)
+    raise RuntimeError("the daemon is not started again")

@@ -1,0 +1,108 @@
+"""Records of what is open, and how the next daemon goes on from them (`cachefs.fuse.held`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from cachefs.fs import FileSystem
+from cachefs.fuse import protocol
+from cachefs.fuse.device import Device, Negotiated
+from cachefs.fuse.held import Held
+from cachefs.fuse.protocol import RESENT, Init
+from cachefs.origin import Origin
+
+log = logging.getLogger(__name__)
+
+UNRECORDED_IDS = 8
+"""Backing ids behind the largest known one that are released, too: the daemon may have died between registering a file and
+writing down its id. The kernel numbers them one after the other. Guessed."""
+
+
+class Records:
+    """The open files of one mount that a holder keeps. `origins` are those of the mount's volumes."""
+
+    def __init__(self, fs: FileSystem, held: Held, origins: Sequence[Origin]) -> None:
+        self._fs = fs
+        self._held = held
+        self._table = held.table
+        self._origins = list(origins)
+        self._volumes = {origin: number for number, origin in enumerate(origins)}
+        self._unanswered: dict[int, int] = {}  # unique of its OPEN → handle of the daemon before
+
+    def hold(self, device: Device, agreed: Negotiated, mountpoint: Path) -> None:
+        """From now on the connection outlives this daemon, if the kernel can repeat requests."""
+        if agreed.flags & Init.HAS_RESEND:
+            flags = int(agreed.flags)
+            self._held.hold(device.fd, mountpoint, device.number, agreed.minor, flags)
+            device.held = True
+
+    def take_over(self, device: Device) -> None:
+        """Go on with the handles of the daemon before, and have the kernel repeat what it did not answer."""
+        self._fs.follow(self._held.restarts)
+        used = set()
+        count = 0
+        for record in list(self._table.records()):
+            try:
+                origin = self._origins[record.volume]
+                self._fs.restore_file(
+                    *(record.fh, record.ino, record.stable, origin, record.key, record.etag),
+                    *(record.size, record.mtime_ns, record.backing_id),
+                )
+            except Exception:
+                log.exception("the open file %s is given up", record.key)
+                self._table.drop(record.fh)
+                continue
+            self._unanswered[record.unique] = record.fh
+            used.add(record.backing_id)
+            count += 1
+        known = self._table.backing_ids()
+        behind = max(known, default=0) + 1
+        for number in (known | set(range(behind, behind + UNRECORDED_IDS))) - used:
+            device.unregister(number)
+            self._table.unregistered(number)
+        log.info("took the mount over from a daemon that has died: %d files are open", count)
+        for code in (protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND):
+            try:
+                device.notify(code, b"")
+            except OSError as exc:  # before Linux 6.16 it does not know the first
+                log.debug("notification %d: %s", code, exc)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this daemon goes on where another one died."""
+        return self._held.taking_over
+
+    def answering(self) -> None:
+        self._held.answering()
+
+    # -- handles -----------------------------------------------------------------------------------
+
+    def opened(self, fh: int, unique: int, backing_id: int) -> None:
+        """Before the reply."""
+        handle = self._fs.open_file(fh)
+        obj = handle.object
+        self._table.add(
+            *(fh, unique & ~RESENT, handle.ino, handle.stable, obj.size, handle.mtime_ns, backing_id),
+            *(self._volumes[handle.origin], obj.key, obj.etag),
+        )
+
+    def asked_again(self, unique: int) -> None:
+        """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it."""
+        fh = self._unanswered.pop(unique & ~RESENT, None)
+        if fh is not None:
+            self.released(fh)
+            self._fs.release(fh)
+
+    def released(self, fh: int) -> None:
+        """Before the reply to RELEASE, or when the kernel has not taken the handle."""
+        self._table.drop(fh)
+
+    # -- backing files -----------------------------------------------------------------------------
+
+    def registered(self, backing_id: int) -> None:
+        self._table.registered(backing_id)
+
+    def unregistered(self, backing_id: int) -> None:
+        self._table.unregistered(backing_id)

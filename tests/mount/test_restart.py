@@ -1,0 +1,452 @@
+"""A daemon that is killed and started again (`--restart`): programs wait, and read the right bytes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.lab.client import LabStore
+from cachefs.daemon import holder
+from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
+from tests.mount.mounts import Mount, alive, eventually, mounts_at, processes_with, run
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.backends("native"),
+    pytest.mark.skipif(bool(why_no_native_backend()), reason="needs passthrough"),
+]
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def restarting(mounted: Mounted, source: Bucket, **options: Any) -> Mount:
+    mount = mounted(source, restart=True, **options)
+    mount.allowed += ["the daemon has died", "was left by process"]
+    return mount
+
+
+def held(mount: Mount) -> dict[str, Any]:
+    found: dict[str, Any] = mount.ask("status")["holder"]
+    return found
+
+
+def kill(mount: Mount) -> None:
+    """Kill the daemon, and wait until the next one answers."""
+    before = held(mount)["restarts"]
+    mount.killed = True
+    os.kill(mount.pid, signal.SIGKILL)
+
+    def back() -> bool:
+        try:
+            status = mount.ask("status")
+        except Exception:
+            return False
+        mount.pids.append(status["pid"])
+        return bool(status["holder"]["restarts"] == before + 1)
+
+    eventually(back, "the next daemon")
+
+
+class Readers:
+    """Threads that repeat something until told to stop, and note what went wrong."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.rounds: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, work: Callable[[], bool]) -> None:
+        name = work.__name__
+        self.rounds[name] = 0
+
+        def repeat() -> None:
+            while not self._stop.is_set():
+                try:
+                    if not work():
+                        self.wrong.append(f"{name}: wrong bytes")
+                except Exception as exc:
+                    self.wrong.append(f"{name}: {exc!r}")
+                self.rounds[name] += 1
+
+        self._threads.append(threading.Thread(target=repeat, daemon=True))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(30)
+        assert not any(thread.is_alive() for thread in self._threads), "a reader hangs"
+
+
+def test_no_reader_notices_that_the_daemon_was_killed(
+    mounted: Mounted, bucket: Bucket, lab: LabStore
+) -> None:
+    """Every way of reading at once, over several kills; every byte is compared."""
+    passed = bucket.put("passed", 3 * MIB + 5)
+    mapped = bucket.put("mapped", 2 * MIB)
+    through = bucket.put("through", 40 * MIB)  # larger than its tiers: never in passthrough
+    names = {f"d/{number:04}" for number in range(1500)}
+    for name in names:
+        bucket.put(name, name.encode())
+    mount = restarting(mounted, bucket, ram="16M", cache_size="16M", keep_free="16M")
+    mount.allowed.append("fails its checksum")  # the index does not know of the last second's evictions
+    assert (mount.path / "passed").read_bytes() == passed
+    eventually(lambda: _opened_in_passthrough(mount, "passed"), "passthrough")
+
+    whole = os.open(mount.path / "passed", os.O_RDONLY)
+    slow = os.open(mount.path / "through", os.O_RDONLY)
+    with (mount.path / "mapped").open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    at = [0]
+
+    def passthrough() -> bool:
+        return os.pread(whole, MIB, 777) == passed[777 : 777 + MIB]
+
+    def read() -> bool:
+        at[0] = (at[0] + 3 * MIB + 12345) % len(through)
+        os.posix_fadvise(slow, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.pread(slow, 200_000, at[0]) == through[at[0] : at[0] + 200_000]
+
+    def page_faults() -> bool:
+        pages.madvise(mmap.MADV_DONTNEED)
+        return pages[:] == mapped
+
+    def open_and_close() -> bool:
+        return (mount.path / "d/0007").read_bytes() == b"d/0007" and (
+            mount.path / "passed"
+        ).stat().st_size > 0
+
+    def stat() -> bool:
+        return os.stat(mount.path / "through").st_size == len(through) and os.fstat(slow).st_ino > 0
+
+    def list_directory() -> bool:
+        found = []
+        with os.scandir(mount.path / "d") as entries:
+            for number, entry in enumerate(entries):
+                found.append(f"d/{entry.name}")
+                if number % 100 == 0:
+                    time.sleep(0.02)
+        return sorted(found) == sorted(names)
+
+    readers = Readers()
+    for work in (passthrough, read, page_faults, open_and_close, stat, list_directory):
+        readers.add(work)
+    with readers.running():
+        for _ in range(4):
+            time.sleep(0.7)
+            kill(mount)
+        time.sleep(0.5)
+    assert not readers.wrong, readers.wrong[:5]
+    assert all(readers.rounds.values()), readers.rounds
+    # An inode that is open in passthrough is opened again with the file that the kernel has.
+    assert (mount.path / "passed").read_bytes() == passed
+    os.close(whole)
+    os.close(slow)
+    pages.close()
+    eventually(lambda: mount.ask("status")["open_files"] == 0, "no handle is left open")
+    status = held(mount)
+    assert status["restarts"] == 4
+    assert 0 < status["longest_pause_s"] < 20
+
+
+def _opened_in_passthrough(mount: Mount, name: str) -> bool:
+    before = mount.metrics()["passthrough_opens"]
+    (mount.path / name).read_bytes()
+    return mount.metrics()["passthrough_opens"] > before
+
+
+def test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon(
+    mounted: Mounted, bucket: Bucket, lab: LabStore
+) -> None:
+    data = bucket.put("cold", 2 * MIB)
+    mount = restarting(mounted, bucket)
+    os.stat(mount.path / "cold")
+    lab.shape(latency_ms=1000)
+    reader = subprocess.Popen(["cat", mount.path / "cold"], stdout=subprocess.PIPE)
+    eventually(lambda: mount.metrics()["fuse_read"], "the read")
+    kill(mount)
+    said, _ = reader.communicate(timeout=30)
+    assert reader.returncode == 0
+    assert said == data
+
+
+def test_the_first_open_after_a_restart_drops_pages_of_an_older_version(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    """Nothing in the daemon's memory says any more which pages of the kernel are out of date."""
+    bucket.put("file", 300_000)
+    mount = restarting(mounted, bucket, metadata_ttl="1h")
+    old = (mount.path / "file").read_bytes()
+    with (mount.path / "file").open("rb") as held_open:
+        new = bucket.put("file", 300_000, version=2)
+        kill(mount)
+        mount.refresh(mount.path / "file")
+        assert (mount.path / "file").read_bytes() == new
+        os.posix_fadvise(held_open.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert held_open.read() == old  # this handle reads its own version, which is cached
+    assert (mount.path / "file").read_bytes() == new
+
+
+def test_a_handle_whose_version_is_gone_fails_alone(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("lost", 3 * MIB)
+    other = bucket.put("other", 100_000)
+    mount = restarting(mounted, bucket, ram=0, cache_size=0)
+    with (mount.path / "lost").open("rb") as lost, (mount.path / "other").open("rb") as kept:
+        lost.read(10)
+        bucket.put("lost", 3 * MIB, version=2)
+        kill(mount)
+        with pytest.raises(OSError, match="Stale"):
+            os.pread(lost.fileno(), 1000, 2 * MIB)
+        assert kept.read() == other
+    mount.allowed += ["replaced or removed", "no tier at all"]
+
+
+def test_everything_ends_with_the_mount(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", b"1")
+    mount = restarting(mounted, bucket, start=False)
+    ends: dict[str, Callable[[int], object]] = {
+        "cachefs umount": lambda _: mount.stop(),
+        "umount": lambda _: run(["umount", mount.path]),
+        "SIGTERM to the holder": lambda pid: os.kill(pid, signal.SIGTERM),
+        "SIGTERM to the daemon": lambda _: os.kill(mount.pid, signal.SIGTERM),
+    }
+    for name, end in ends.items():
+        for killed in (False, True):
+            mount.start()
+            assert (mount.path / "file").read_bytes() == b"1"
+            if killed:
+                kill(mount)
+            pid = held(mount)["pid"]
+            end(pid)
+            eventually(lambda pid=pid: not alive(pid) and not alive(mount.pid), name)  # type: ignore[misc]
+            assert not mounts_at(mount.path), name
+            assert not processes_with(str(mount.cache)), name
+
+
+def test_a_holder_without_its_daemon_unmounts_when_it_is_told_to_stop(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    bucket.put("file", b"1")
+    mount = restarting(mounted, bucket)
+    pid = held(mount)["pid"]
+    os.kill(mount.pid, signal.SIGKILL)
+    mount.killed = True
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not alive(pid), "the holder has ended")
+    assert not mounts_at(mount.path)
+    assert not processes_with(str(mount.cache))
+
+
+def test_a_daemon_that_stands_by_ends_with_its_holder(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", b"1")
+    mount = restarting(mounted, bucket)
+    pid = held(mount)["pid"]
+    others = {pid, mount.pid}
+    eventually(lambda: set(processes_with(str(mount.cache))) > others, "the next daemon")
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: set(processes_with(str(mount.cache))) == {mount.pid}, "only the daemon is left")
+    assert (mount.path / "file").read_bytes() == b"1"
+    assert held(mount)["pid"] == 0
+
+
+def test_sighup_reaches_the_daemon(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", b"1")
+    mount = restarting(mounted, bucket)
+    os.kill(held(mount)["pid"], signal.SIGHUP)
+    eventually(lambda: "SIGHUP: changed nothing" in mount.log(), "the answer")
+    kill(mount)
+    assert (mount.path / "file").read_bytes() == b"1"
+
+
+def test_in_the_foreground_the_holder_has_the_process_id_of_the_command(
+    mounted: Mounted, bucket: Bucket
+) -> None:
+    data = bucket.put("file", MIB)
+    mount = restarting(mounted, bucket, start=False)
+    with mount.in_foreground() as process:
+        eventually(lambda: _answers(mount), "the daemon")
+        assert held(mount)["pid"] == process.pid
+        mount.pids.append(mount.ask("status")["pid"])
+        kill(mount)
+        assert (mount.path / "file").read_bytes() == data
+        process.terminate()
+        _, complaint = process.communicate(timeout=30)
+        assert process.returncode == 0, complaint
+    assert not mounts_at(mount.path)
+
+
+def _answers(mount: Mount) -> bool:
+    try:
+        return bool(mount.ask("status"))
+    except Exception:
+        return False
+
+
+def test_a_crash_loop_ends_with_a_dead_mount(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", MIB)
+    mount = restarting(mounted, bucket)
+    pid = held(mount)["pid"]
+    until = time.monotonic() + 80
+    while alive(pid) and time.monotonic() < until:
+        for found in processes_with(str(mount.cache)):
+            if found != pid:
+                os.kill(found, signal.SIGKILL)
+        time.sleep(0.05)
+    mount.killed = True
+    mount.allowed += ["took away a dead mount"]
+    assert not alive(pid)
+    assert f"the daemon has died {holder.MOST_SHORT} times" in mount.log()
+    assert mounts_at(mount.path)
+    with pytest.raises(OSError, match=r"not connected|connection abort"):
+        os.listdir(mount.path)
+
+
+def test_status_and_metrics_show_restarts_and_the_holder_is_small(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", b"1")
+    mount = restarting(mounted, bucket)
+    assert held(mount)["restarts"] == 0
+    kill(mount)
+    said = mount.cli("status", mount.path).stdout
+    assert "1 restart" in said, said
+    assert json.loads(mount.cli("status", "--json", mount.path).stdout)["holder"]["restarts"] == 1
+    pages = Path(f"/proc/{held(mount)['pid']}/smaps_rollup").read_text()
+    private = sum(int(line.split()[1]) for line in pages.splitlines() if line.startswith("Private"))
+    assert private < 10 * KIB, pages  # in KiB; the interpreter's own pages are shared with the daemon
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"read_only": None}, "only a mount that is --read-only"),
+        ({"fuse": "pyfuse3"}, "the FUSE backend is pyfuse3"),
+        ({"zero_open": True, "consistency": "immutable"}, "with --zero-open"),
+    ],
+)
+def test_where_it_cannot_restart_the_mount_says_why_and_dies_as_before(
+    mounted: Mounted, bucket: Bucket, options: dict[str, Any], why: str
+) -> None:
+    bucket.put("file", b"1")
+    mount = mounted(bucket, restart=True, **options)
+    mount.allowed.append("--restart has no effect")
+    assert any(f"--restart has no effect: {why}" in line for line in mount.ask("status")["warnings"])
+    mount.kill()
+    with pytest.raises(OSError, match=r"not connected|connection abort"):
+        os.listdir(mount.path)
+    eventually(lambda: not processes_with(str(mount.cache)), "the holder has ended")
+
+
+def test_what_the_daemon_says_at_start_reaches_the_caller(mounted: Mounted, bucket: Bucket) -> None:
+    mount = mounted("s3://no-such-bucket-anywhere", start=False, restart=True)
+    mount.allowed.append("no such bucket")
+    done = mount.try_start()
+    assert done.returncode == 1
+    assert "no-such-bucket" in done.stderr
+    assert not processes_with(str(mount.cache))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_failure_in_the_daemon_is_a_death_like_any_other(
+    mounted: Mounted, bucket: Bucket, killed: bool
+) -> None:
+    """Also of a daemon that has taken the mount over."""
+    data = bucket.put("file", MIB)
+    mount = restarting(mounted, bucket, start=False)
+    fails = mount.place / "sitecustomize.py"
+    fails.write_text(FAILING)
+    mount.env["PYTHONPATH"] = str(mount.place)
+    command = [sys.executable, "-m", "cachefs", *mount.arguments(foreground=True)]
+    wrapped = [sys.executable, "-I", "-S", holder.__file__, "/", *command]
+    process = subprocess.Popen(wrapped, env=mount.env, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: _answers(mount), "the daemon")
+        mount.pids += [process.pid, mount.ask("status")["pid"]]
+        if killed:
+            kill(mount)
+        with (mount.path / "file").open("rb") as file:
+            assert file.read(10) == data[:10]
+            os.kill(mount.pid, signal.SIGUSR1)
+            eventually(lambda: not alive(mount.pid), "the failure")
+            file.seek(0)
+            assert file.read() == data
+        mount.allowed += ["a bug", "a failure ends this daemon", "Traceback", "Group", "Error", r"\|"]
+        eventually(lambda: _answers(mount), "the next daemon")
+        mount.pids.append(mount.ask("status")["pid"])
+        assert held(mount)["restarts"] == 1 + killed
+        mount.stop()
+        assert process.wait(20) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+FAILING = """
+import signal
+
+def install():
+    import trio
+    from cachefs.daemon import daemon
+    main = daemon.Daemon._ready
+
+    async def ready(self):
+        await main(self)
+        with trio.open_signal_receiver(signal.SIGUSR1) as signals:
+            async for _ in signals:
+                raise RuntimeError("a bug in one of the daemon's own services")
+
+    daemon.Daemon._ready = ready
+
+import sys
+if "mount" in sys.argv or "-m" in sys.orig_argv:
+    install()
+"""
+"""The daemon, in which SIGUSR1 ends a service of its own with an exception."""
+
+
+def test_the_watchdog_of_a_service_manager_hears_of_the_daemon(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", b"1")
+    mount = restarting(mounted, bucket, start=False)
+    with (
+        tempfile.TemporaryDirectory(prefix="cf-") as place,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener,
+    ):
+        listener.bind(f"{place}/notify")
+        listener.settimeout(30)
+        command = [sys.executable, "-m", "cachefs", *mount.arguments(foreground=True)]
+        env = {**mount.env, "NOTIFY_SOCKET": f"{place}/notify", "WATCHDOG_USEC": "1000000"}
+        process = subprocess.Popen(
+            ["sh", "-c", 'WATCHDOG_PID=$$ exec "$@"', "sh", *command], env=env, stderr=subprocess.DEVNULL
+        )
+        try:
+            for killed in (False, True):
+                while listener.recv(4096) != b"WATCHDOG=1":
+                    pass
+                mount.pids += [process.pid, mount.ask("status")["pid"]]
+                if not killed:
+                    kill(mount)
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
