@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from bench.mutation.mutants import Mutant, functions_of, mutants_of, within
-from bench.mutation.running import Cost, Coverage, Run, copy_project, preload, run_all
+from bench.mutation.running import Cost, Coverage, Session, Verdicts, copy_project, preload
 
 ROOT = Path(__file__).parents[2]
 HARMLESS = Path(__file__).with_name("harmless.txt")
@@ -196,19 +196,22 @@ def _report(
     survivors: list[str] = []
     killed = 0
 
-    def done(run: Run) -> None:
+    def done(mutant: Mutant, outcome: str, took_s: float) -> None:
         nonlocal killed
-        took = time.monotonic() - run.begun
-        if run.outcome.startswith("killed"):
+        if outcome.startswith("killed"):
             killed += 1
         else:
-            survivors.append(f"{run.mutant}" + (f"   ({run.outcome})" if run.outcome else ""))
-        _say(
-            f"{killed + len(survivors)}/{len(harmful)} {run.mutant}   {run.outcome or 'SURVIVES'} ({took:.0f} s)"
-        )
+            survivors.append(f"{mutant}" + (f"   ({outcome})" if outcome else ""))
+        _say(f"{killed + len(survivors)}/{len(harmful)} {mutant}   {outcome or 'SURVIVES'} ({took_s:.0f} s)")
 
-    run_all(harmful, trees, lambda mutant: _stages(mutant, coverage, options.budget), done)
-    broken = sorted(name for name, test in coverage.tests.items() if test["failed"])
+    tests = {mutant: _stages(mutant, coverage, options.budget) for mutant in harmful}
+    files = sorted({name.split("::")[0] for stages in tests.values() for stage in stages for name in stage})
+    sessions = [Session(tree, files) for tree in trees]
+    verdicts = Verdicts(sessions, tests.__getitem__)
+    verdicts.of_all(harmful, done)
+    for session in sessions:
+        session.close()
+    broken = {name for name, test in coverage.tests.items() if test["failed"]} | verdicts.broken
     if broken:
         print(f"left out, for they fail without a fault (or skip): {len(broken)}")
     print(

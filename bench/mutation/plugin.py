@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -68,7 +69,7 @@ class Mapper:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             lines: dict[str, list[int]] = {}
             for path, line in sorted(self._seen):
                 lines.setdefault(path, []).append(line)
@@ -100,12 +101,14 @@ class Mapper:
 
 
 class Chosen:
-    """Runs these tests in this order, each within a time; the process ends by SIGALRM where one takes longer."""
+    """Runs these tests in this order, each within a time; the process ends by SIGALRM where one takes longer. The first that
+    fails is written into a file."""
 
-    def __init__(self, limits_s: dict[str, float]) -> None:
-        self._limits_s = limits_s
+    def __init__(self, limits_s: dict[str, float], into: Path) -> None:
+        self.limits_s = limits_s
         self._rank = {name: number for number, name in enumerate(limits_s)}
-        self.failed: str = ""
+        self._into = into
+        self.failed = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -113,9 +116,15 @@ class Chosen:
             (item for item in items if item.nodeid in self._rank), key=lambda item: self._rank[item.nodeid]
         )
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = True
+            self._into.write_text(report.nodeid)
+            print(report.longreprtext)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        signal.setitimer(signal.ITIMER_REAL, self._limits_s[item.nodeid])
+        signal.setitimer(signal.ITIMER_REAL, self.limits_s[item.nodeid])
         try:
             return (yield)
         finally:

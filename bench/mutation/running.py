@@ -4,22 +4,30 @@ loaded already. A mutant is written into a copy below a temporary directory, nev
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import pytest
+
 from bench.mutation.mutants import Mutant, functions_of, within
-from bench.mutation.plugin import Chosen, Mapper, use_fixed_seeds
+from bench.mutation.plugin import Chosen, Mapper, runnable, use_fixed_seeds
 
 PRELOADED = (
     *("pytest", "hypothesis", "hypothesis.strategies", "hypothesis.stateful", "trio", "trio.testing"),
@@ -68,8 +76,9 @@ def copy_project(root: Path, to: Path) -> None:
             shutil.copy2(source, to / name)
 
 
-def fork(tree: Path, log: Path, work: Callable[[], int]) -> int:
-    """`work` in a child whose modules come from `tree`; its pid. It leads a process group and has its own mounts."""
+def fork(tree: Path, log: Path, work: Callable[[], int], *, fresh: bool = True) -> int:
+    """`work` in a child whose modules come from `tree`; its pid. It leads a process group and has its own mounts. One
+    that is not `fresh` keeps the modules that are loaded."""
     pid = os.fork()
     if pid:
         return pid
@@ -89,11 +98,14 @@ def fork(tree: Path, log: Path, work: Callable[[], int]) -> int:
             if libc.unshare(CLONE_NEWNS) == 0:
                 libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
         os.chdir(tree)
-        for name in [name for name in sys.modules if name.split(".")[0] in ("bench", "cachefs", "tests")]:
+        for name in [
+            name for name in sys.modules if fresh and name.split(".")[0] in ("bench", "cachefs", "tests")
+        ]:
             del sys.modules[name]
         sys.path[:] = [str(tree), *(p for p in sys.path if p and not (Path(p) / "cachefs").is_dir())]
         os.environ["PYTHONPATH"] = str(tree)
-        use_fixed_seeds()
+        if fresh:
+            use_fixed_seeds()
         status = work()
     except BaseException:
         traceback.print_exc()
@@ -113,8 +125,6 @@ def reap(pid: int) -> None:
 
 def pytest_here(tree: Path, targets: Iterable[str], plugin: object, *more: str) -> int:
     """Of a child: run pytest in this process."""
-    import pytest
-
     base = tree.with_name(tree.name + "-tmp")
     shutil.rmtree(base, ignore_errors=True)
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=short")
@@ -181,13 +191,14 @@ class Coverage:
         mapper = Mapper(str(tree), self._paths)
         pytest_here(tree, [name], mapper)
         for test in mapper.tests.values():
-            test["ran"] = ran = {}
+            ran: dict[str, dict[str, tuple[str, list[int]]]] = {}
+            test["ran"] = ran
             for path, lines in test.pop("lines").items():
                 functions = self._functions[path]
                 for line in lines:
                     function, at = within(functions, line)
                     digest = functions[function][2] if function else ""
-                    ran.setdefault(path, {}).setdefault(function, [digest, []])[1].append(at)
+                    ran.setdefault(path, {}).setdefault(function, (digest, []))[1].append(at)
         place.with_suffix(".new").write_text(
             json.dumps({"paths": sorted(self._paths), "tests": mapper.tests})
         )
@@ -221,94 +232,183 @@ class Coverage:
 # -- mutants ------------------------------------------------------------------------------------------
 
 
-class Run:
-    """One mutant in one tree: its stages of tests, until one fails."""
+class Verdicts:
+    """What notices which mutant; each of `sessions` runs one at a time. A test that notices one must pass without it, and a
+    test of another room must notice it twice: what fails now and then kills nothing."""
 
-    def __init__(self, mutant: Mutant, tree: Path, stages: list[dict[str, Cost]], number: int) -> None:
-        self.mutant = mutant
-        self.tree = tree
-        self._stages = stages
-        self.begun = time.monotonic()
-        self.outcome = ""
-        self.pid = 0
-        file = tree / mutant.path
-        self._original = file.read_bytes(), file.stat()
-        file.write_bytes(mutant.apply(self._original[0]))
-        time_s = 1_000_000_000 + number  # no two mutants look alike to what is compiled
-        os.utime(file, (time_s, time_s))
+    def __init__(self, sessions: list[Session], tests_of: Callable[[Mutant], list[dict[str, Cost]]]) -> None:
+        self._sessions = sessions
+        self._tests_of = tests_of
+        self.sound: set[str] = set()
+        self.broken: set[str] = set()
 
-    @property
-    def log(self) -> Path:
-        return self.tree.with_name(self.tree.name + ".log")
+    def of_all(self, mutants: list[Mutant], done: Callable[[Mutant, str, float], None]) -> None:
+        """`done` is told each outcome and what it took: "killed: ...", "not covered", or "" of one that survives."""
+        waiting = iter(mutants)
+        turn = threading.Lock()
 
-    def next_stage(self) -> bool:
-        """Starts the next tests; False when there are none."""
-        while self._stages:
-            stage = self._stages.pop(0)
-            if stage:
-                limits = {name: GRACE_S + SLOWER * cost.seconds for name, cost in stage.items()}
-                self.pid = fork(self.tree, self.log, partial(self._work, limits))
-                return True
-        return False
+        def work(session: Session) -> None:
+            while True:
+                with turn:
+                    mutant = next(waiting, None)
+                if mutant is None:
+                    return
+                begun = time.monotonic()
+                outcome = self._of(session, mutant)
+                with turn:
+                    done(mutant, outcome, time.monotonic() - begun)
 
-    def _work(self, limits: dict[str, float]) -> int:
-        files = list(dict.fromkeys(name.split("::")[0] for name in limits))
-        return pytest_here(self.tree, files, Chosen(limits), "-x")
+        threads = [threading.Thread(target=work, args=(session,)) for session in self._sessions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-    def ended(self, wait_status: int) -> bool:
-        """Whether that decides it."""
-        reap(self.pid)
-        if os.WIFSIGNALED(wait_status):
-            name = signal.Signals(os.WTERMSIG(wait_status)).name
-            self.outcome = "killed: a test hangs" if name == "SIGALRM" else f"killed: ended by {name}"
-        elif os.WEXITSTATUS(wait_status) in (0, 5):
-            return False
-        else:
-            self.outcome = f"killed: {self._why()}"
+    def _of(self, session: Session, mutant: Mutant) -> str:
+        near, far = self._tests_of(mutant)
+        tests = near | far
+        if not tests:
+            return "not covered"
+        while tests := {name: cost for name, cost in tests.items() if name not in self.broken}:
+            found = session.run(mutant, tests)
+            if found == "":
+                return ""
+            if found not in tests:
+                return f"killed: {found}"
+            only = {found: tests[found]}
+            if found not in self.sound:
+                (self.broken if session.run(None, only) else self.sound).add(found)
+            if found in self.sound and (found in near or session.run(mutant, only)):
+                return f"killed: {found}"
+            del tests[found]
+        return ""
+
+
+class Session:
+    """The tests of `files`, collected once, in a process of its own on the copy in `tree`. A mutant costs what its tests
+    cost, and no imports: it runs in a fork of that process, with the changed function's code in place of the old one's."""
+
+    def __init__(self, tree: Path, files: list[str]) -> None:
+        self._tree = tree
+        self._written = 0
+        self._jobs, theirs = Pipe()
+        work = partial(pytest_here, tree, files, _Server(self, theirs), "-s")
+        self._pid = fork(tree, tree.with_name(f"{tree.name}.collected"), work)
+        theirs.close()
+        self._collected = False
+
+    def run(self, mutant: Mutant | None, tests: dict[str, Cost]) -> str:
+        """The first of the tests that fails with it, or how the process ended; "" for neither."""
+        if not self._collected:
+            self._collected = self._jobs.recv()  # before anything changes in the tree
+        limits = {name: GRACE_S + SLOWER * cost.seconds for name, cost in tests.items()}
+        original = b""
+        if mutant is not None:
+            file = self._tree / mutant.path
+            original, status = file.read_bytes(), file.stat()
+            file.write_bytes(
+                mutant.apply(original)
+            )  # for what the tests import late, and for the processes they start
+            self._written += 1
+            time_s = 1_000_000_000 + self._written  # no two mutants look alike to what is compiled
+            os.utime(file, (time_s, time_s))
+        try:
+            self._jobs.send((mutant, original, limits))
+            ended, failed = self._jobs.recv()
+        finally:
+            if mutant is not None:
+                file.write_bytes(original)
+                os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        if os.WIFSIGNALED(ended):
+            name = signal.Signals(os.WTERMSIG(ended)).name
+            return "a test hangs" if name == "SIGALRM" else f"ended by {name}"
+        return "" if os.WEXITSTATUS(ended) in (0, 5) else str(failed) or "the tests do not start"
+
+    def close(self) -> None:
+        self._jobs.send(None)
+        os.waitpid(self._pid, 0)
+
+    def _serve(self, session: pytest.Session, jobs: Connection) -> None:
+        """In the process of its own."""
+        items = {item.nodeid: item for item in session.items if runnable(item)}
+        functions: dict[tuple[str, str, int], list[FunctionType]] = {}
+        for found in gc.get_objects():
+            if isinstance(found, FunctionType):
+                functions.setdefault(_place(found.__code__), []).append(found)
+        gc.freeze()
+        failed = self._tree.with_name(f"{self._tree.name}.failed")
+        jobs.send(True)
+        while (job := jobs.recv()) is not None:
+            mutant, original, limits = job
+            failed.unlink(missing_ok=True)
+            chosen = Chosen(limits, failed)
+            swap = mutant is None or can_be_swapped(mutant, original)
+            if swap:
+                work = partial(self._run_here, session, items, functions, mutant, original, chosen)
+            else:
+                files = list(dict.fromkeys(name.split("::")[0] for name in limits))
+                work = partial(pytest_here, self._tree, files, chosen, "-x")
+            pid = fork(self._tree, self._tree.with_name(f"{self._tree.name}.log"), work, fresh=not swap)
+            _, status = os.waitpid(pid, 0)
+            reap(pid)
+            jobs.send((status, failed.read_text() if failed.exists() else ""))
+
+    def _run_here(
+        self,
+        session: pytest.Session,
+        items: dict[str, pytest.Item],
+        functions: dict[tuple[str, str, int], list[FunctionType]],
+        mutant: Mutant | None,
+        original: bytes,
+        chosen: Chosen,
+    ) -> int:
+        if mutant is not None:
+            file = self._tree / mutant.path
+            old, new = (outermost(mutant, text, file) for text in (original, mutant.apply(original)))
+            for function in functions.get(_place(old), ()):
+                function.__code__ = new
+        base = self._tree.with_name(f"{self._tree.name}-tmp")
+        shutil.rmtree(base, ignore_errors=True)
+        session.config._tmp_path_factory._given_basetemp = base  # type: ignore[attr-defined]
+        session.config.pluginmanager.register(chosen)
+        names = [name for name in chosen.limits_s if name in items]
+        for name, after in zip(names, [*names[1:], ""], strict=True):
+            item = items[name]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=items.get(after))
+            if chosen.failed:
+                return 1
+        return 0
+
+
+class _Server:
+    """A plugin: what pytest has collected waits for mutants, instead of running."""
+
+    def __init__(self, session: Session, jobs: Connection) -> None:
+        self._session, self._jobs = session, jobs
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._session._serve(session, self._jobs)
         return True
 
-    def _why(self) -> str:
-        for line in reversed(self.log.read_text(errors="replace").splitlines()):
-            if line.startswith(("FAILED", "ERROR")):
-                return line.split(" - ")[0].split(" ", 1)[1]
-        return "the tests do not start"
 
-    def restore(self) -> None:
-        content, status = self._original
-        file = self.tree / self.mutant.path
-        file.write_bytes(content)
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+def _place(code: CodeType) -> tuple[str, str, int]:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
-def run_all(
-    mutants: list[Mutant],
-    trees: list[Path],
-    stages_of: Callable[[Mutant], list[dict[str, Cost]]],
-    done: Callable[[Run], None],
-) -> None:
-    """As many at a time as there are trees. A survivor's outcome is "" when tests covered it, else "not covered"."""
-    waiting = list(enumerate(mutants))
-    running: dict[int, Run] = {}
-    while waiting or running:
-        while waiting and len(running) < len(trees):
-            number, mutant = waiting.pop(0)
-            used = {run.tree for run in running.values()}
-            tree = next(tree for tree in trees if tree not in used)
-            run = Run(mutant, tree, stages_of(mutant), number)
-            if run.next_stage():
-                running[run.pid] = run
-            else:
-                run.restore()
-                run.outcome = "not covered"
-                done(run)
-        if not running:
-            continue
-        pid, status = os.wait()
-        ended = running.pop(pid, None)
-        if ended is None:
-            continue
-        if ended.ended(status) or not ended.next_stage():
-            ended.restore()
-            done(ended)
-        else:
-            running[ended.pid] = ended
+def outermost(mutant: Mutant, source: bytes, file: Path) -> CodeType:
+    """The code of the function that the mutant is in, not that of one inside of it."""
+    code = compile(source, str(file), "exec")
+    for name in mutant.function.split("."):
+        inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+        code = max((c for c in inner if c.co_firstlineno <= mutant.line), key=lambda c: c.co_firstlineno)
+        if code.co_flags & inspect.CO_OPTIMIZED:
+            break
+    return code
+
+
+def can_be_swapped(mutant: Mutant, source: bytes) -> bool:
+    """False outside of functions, and where the function would use other variables of those around it."""
+    if not mutant.lines or any(not function for function, _ in mutant.lines):
+        return False
+    before, after = (outermost(mutant, text, Path(mutant.path)) for text in (source, mutant.apply(source)))
+    return before.co_freevars == after.co_freevars

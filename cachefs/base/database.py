@@ -78,7 +78,7 @@ _MARK = re.compile(r"([ -~]+)(?:\n(open|closed) ([!-~]+)\n)?")
 _PR_SET_PDEATHSIG = 1
 _NO_ROOM = 2  # the exit status of a rewrite
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 _MADV_DONTNEED = 4
 
 T = TypeVar("T")
@@ -457,7 +457,7 @@ class _Environment:
         self._fd = -1
         try:
             self.tables = {name: self.env.open_db(name.encode()) for name in names}
-            self._fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path / "data.mdb", os.O_RDONLY)
             os.fchmod(self._fd, durable.PRIVATE_FILE)
         except BaseException:
             self.close()
@@ -494,7 +494,7 @@ def _open_env(path: Path, tables: int, *, fsync: bool) -> Any:
     finally:
         os.close(memory)
         with suppress(OSError):
-            link.unlink(missing_ok=True)
+            link.unlink()
 
 
 def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
@@ -517,7 +517,7 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
 
 def _lock(path: Path) -> int:
     """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.fchmod(fd, durable.PRIVATE_FILE)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ def write(path: Path, data: str | bytes) -> None:
     beside = path.with_name(f"{path.name}.new")
     try:
         beside.unlink(missing_ok=True)  # an earlier one may have another owner, or be a link
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
         try:
             left = memoryview(data.encode() if isinstance(data, str) else data)
             while left:
@@ -68,7 +68,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _sync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC)
+    fd = os.open(path, flags)
     try:
         os.fsync(fd)
     finally:

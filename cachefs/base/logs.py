@@ -95,7 +95,7 @@ def open_file(path: Path, *, ours: bool) -> int:
     if ours:
         return ownership.open_file(path, LOG_FLAGS)
     path.parent.mkdir(mode=ownership.DIRECTORY_MODE, parents=True, exist_ok=True)
-    return os.open(path, LOG_FLAGS | os.O_CLOEXEC, ownership.FILE_MODE)
+    return os.open(path, LOG_FLAGS, ownership.FILE_MODE)
 
 
 class Repeats:

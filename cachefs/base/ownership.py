@@ -72,7 +72,7 @@ def claim(path: Path, *, whole: bool = False) -> None:
         if not os.path.lexists(missing):
             missing.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     check(path, links=not whole)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid():  # it was exchanged since
@@ -110,7 +110,7 @@ def _take_entry(fd: int, path: Path, name: str, others_write: bool) -> None:
 
 def open_file(path: Path | str, flags: int) -> int:
     """A descriptor of a file of ours, of mode 0600, made if `flags` say so. `OSError` (ELOOP) where it is a link."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    fd = os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
     try:
         if flags & os.O_CREAT:
             _narrow(fd, os.fstat(fd).st_mode, FILE_MODE)

@@ -206,7 +206,7 @@ def _check_apart(config: Config, spelt: Callable[[str], str]) -> None:
 def _check_fuse() -> None:
     container = "in a container add --device /dev/fuse --cap-add SYS_ADMIN"
     try:
-        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR))
     except FileNotFoundError:
         raise MountError(f"{FUSE_DEVICE} is missing: modprobe fuse; {container}") from None
     except PermissionError:

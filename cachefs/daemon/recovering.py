@@ -105,7 +105,7 @@ def copy(
 
 def _copied(orphan: Orphan, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(orphan.path, "rb") as source, open(fd, "wb", closefd=False) as sink:
             shutil.copyfileobj(source, sink, 1 << 20)

@@ -230,7 +230,7 @@ def _try_passthrough(device: Device, place: Path) -> OSError | None:
     """Why the kernel takes no files of a tier's directory; None if it does. Tried with the tier's file `tag`, since a full
     disk takes no new file."""
     try:
-        fd = os.open(place / "tag", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(place / "tag", os.O_RDONLY | os.O_NOFOLLOW)
         try:
             device.unregister(device.register(fd))
         finally:

@@ -153,7 +153,7 @@ def _device_of(process: int, mount: bytes) -> str:
 
 def _read(path: str) -> bytes:
     """A small file of /proc. Measured: 8 µs; through a file object, 20. Each open descriptor of a process costs one."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)
     finally:

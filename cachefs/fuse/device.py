@@ -127,7 +127,7 @@ class Device:
         cls, name: str, *, allow_other: bool, stack_depth: int, writable: bool = False
     ) -> tuple[Device, Negotiated]:
         """Make a detached mount and negotiate. Raises OSError or `MountError`."""
-        device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK), writable=writable)
+        device = cls(os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK), writable=writable)
         try:
             device._make(name, allow_other)
             return device, device._shake_hands(stack_depth)

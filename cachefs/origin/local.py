@@ -117,7 +117,7 @@ class LocalClient(Writer):
         self, key: str, etag: str, start: int, stop: int, whole: bool
     ) -> Generator[memoryview | bytes, None, None]:
         with self._translated(key):
-            fd = os.open(self._inside(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(self._inside(key), os.O_RDONLY | os.O_NONBLOCK)
             try:
                 _info(key, os.fstat(fd))  # a regular file, or not there
                 while start < stop:
@@ -397,7 +397,7 @@ class LocalClient(Writer):
 @contextmanager
 def _new_file(path: str) -> Iterator[int]:
     """A descriptor of a new file, which an exception removes."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield fd
     except BaseException:

@@ -153,7 +153,7 @@ class Adopting:
         if not size:
             await tier.disk.run(partial(os.unlink, path), _nothing_left)  # there is nothing to keep
             return True
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             blocks = range(block_count(size, self._block_size))
             lengths = [block_length(block, size, self._block_size) for block in blocks]

@@ -293,7 +293,7 @@ def _remove(path: str) -> None:
     if size <= SLICE_BYTES:
         os.unlink(path)
         return
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
         os.unlink(path)
@@ -306,7 +306,7 @@ def _remove(path: str) -> None:
 
 
 def _punch(path: str, ranges: Sequence[tuple[int, int]]) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         for start, length in ranges:
             for at in range(start, start + length, SLICE_BYTES):

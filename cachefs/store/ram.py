@@ -111,7 +111,7 @@ class Left(NamedTuple):
 def claim(path: Path, cache_dir: Path) -> int:
     """Mark the tier in `path` as in use while the returned descriptor is open: then `remove_orphans` leaves it alone.
     OSError if it was just taken away, or another daemon has it."""
-    fd = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), os.stat(path / OWNER)):
@@ -132,7 +132,7 @@ def remove_orphans() -> list[Left]:
     # glob.glob, unlike Path.glob, finds nothing where this user may not look.
     for path in [Path(name) for place in (OWN, SHM) for name in glob.glob(f"{place}/{_names()}")]:
         try:
-            fd = os.open(path / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             continue  # of a daemon that is about to begin, or of another user
         try:
@@ -257,7 +257,7 @@ def _detach(path: Path) -> int:
     """Nothing of the tier is found at `path` from here on, so another can begin there. Returns a descriptor of where its
     files are now, -1 when there is nothing of ours."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return -1
     if os.fstat(fd).st_uid != os.getuid():

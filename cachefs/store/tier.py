@@ -59,7 +59,7 @@ room at once. Guessed; the disk keeps more free."""
 RAM, SSD = 0, 1
 """Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
 
-_WRITING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_WRITING = os.O_RDWR | os.O_NOFOLLOW
 _GETFLAGS, _SETFLAGS, _NOATIME = (
     0x80086601,
     0x40086602,
@@ -283,7 +283,7 @@ class Tier:
             if create or exc.errno not in (errno.EROFS, errno.EACCES):
                 raise
             # It is immutable, or its file system was remounted read-only after an error.
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         self._make_folder(path)
         return os.open(path, _WRITING | os.O_CREAT, 0o600)
 
@@ -374,7 +374,7 @@ class Tier:
     def give(self, digest: bytes, path: Path) -> int:
         """The version's file goes to `path`, on the same file system, and may be written there. Returns a descriptor, for
         reading only. When this raises OSError, the file is where it was."""
-        fd = os.open(self._file(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.rename(self._file(digest), path)
             os.fchmod(fd, 0o600)
@@ -393,7 +393,7 @@ class Tier:
     def make_immutable(self, digest: bytes, size: int) -> int:
         """A descriptor, for the kernel, of the version's file, which is not written any more from here on. OSError when that
         cannot be promised, or when it has not the size that the kernel will be told."""
-        fd = os.open(self._file(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
             if found.st_size == size:

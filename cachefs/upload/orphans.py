@@ -159,7 +159,7 @@ def remove(orphan: Orphan) -> None:
 def unused(state_dir: Path) -> Iterator[bool]:
     """Whether no daemon uses the journal; none can until this ends."""
     try:
-        fd = os.open(state_dir / "journal" / "lock.pid", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(state_dir / "journal" / "lock.pid", os.O_RDWR)
     except OSError:
         yield True  # no daemon has ever
         return

@@ -278,16 +278,19 @@ class Sender:
             self._finishing = self.final = False
 
     async def abandon(self) -> None:
-        """Nothing is in progress afterwards, and no unrecorded upload is left at the origin."""
-        await self.break_off()
+        """Nothing is in progress afterwards, and no unrecorded upload is left at the origin, also when this is cancelled."""
+        with trio.CancelScope(shield=True):
+            await self.break_off()
         upload, self.upload, self._found = self.upload, None, {}
         self.parts.forget()
         if upload is not None:
             try:
                 await upload.abort()
-            except CachefsError as exc:
-                log.info("%s; trying again later", exc)
+            except BaseException as exc:  # also of a caller that is cancelled: nothing else knows of it any more
                 await self._keeper.orphaned(upload)
+                if not isinstance(exc, CachefsError):
+                    raise
+                log.info("%s; trying again later", exc)
 
     async def _finish(self, pieces: list[Piece], size: int, preconditions: Preconditions) -> ObjectInfo:
         parts = self.parts

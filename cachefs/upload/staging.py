@@ -186,7 +186,7 @@ class StagingFile:
 
     def _open(self) -> tuple[int, bool]:
         """A descriptor, and whether it may be written to."""
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_NOFOLLOW
         if not self.in_passthrough:
             try:
                 return os.open(self.path, os.O_RDWR | flags), True
@@ -286,7 +286,7 @@ class StagingFile:
             if self._writes:
                 yield self._fd
                 return
-            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
             try:
                 yield fd
             finally:
@@ -297,7 +297,7 @@ class StagingFile:
     def reader(self) -> int:
         """A descriptor of one's own, for reading."""
         with self._translated():
-            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY)
 
     async def open_backing(self) -> Shape:
         """Others write it from now on. Returns what it is like until one does."""
@@ -427,7 +427,7 @@ def prepare(directory: Path) -> None:
 def sync_names(directory: Path) -> None:
     """All files of a staging directory are found there after a power cut. Blocking. Raises `CacheUnusable`."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
@@ -446,7 +446,7 @@ def can_lease(directory: Path) -> bool:
     """Whether the kernel says of files there if they are open for writing."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
             try:
                 refused = not _leased(fd, otherwise=True)
             finally:
@@ -478,7 +478,7 @@ def translated(exc: OSError, directory: Path) -> CachefsError:
 
 def _written_file(path: Path, data: bytes) -> int:
     """A new file that holds `data`, open; on an error there is none."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         _write(fd, 0, data)
     except OSError:

@@ -488,13 +488,16 @@ class Uploads:
                 elif not dirty_file.handles:  # its last user has gone meanwhile
                     contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
                 raise
-            await dirty_file.sender.abandon()
             try:
-                await self._records.forget(dirty_file, HANGS_AFTER_S)
-            finally:
-                # Or a file that is replaced again and again would keep all that it ever was.
-                dirty_file.record.over = None
-                self._drop(dirty_file)
+                await dirty_file.sender.abandon()
+            finally:  # also of a caller that is cancelled: the name is gone
+                try:
+                    with trio.CancelScope(shield=True):
+                        await self._records.forget(dirty_file, HANGS_AFTER_S)
+                finally:
+                    # Or a file that is replaced again and again would keep all that it ever was.
+                    dirty_file.record.over = None
+                    self._drop(dirty_file)
             made = dirty_file.trying.unsure or dirty_file.stored is not stored
             if made and not replaced and (not dirty_file.conflicts or await self._own(dirty_file)):
                 await dirty_file.origin.delete(dirty_file.key)
