@@ -266,7 +266,7 @@ class Passthrough:
         `users` and the kernel, which has it as `backing.id`, go on with it. Returns a descriptor, for reading only. None,
         and nothing has changed, while others use it, or where there is no such file."""
         obj, tier = backing.object, backing.tier
-        if not tier.blocking or self._closed or tier.disk.down or tier.number in obj.leaving:
+        if self._closed or tier.disk.down or tier.number in obj.leaving:
             return None
         copies = self._catalog.copies(obj, tier.number)
         if backing.users != users or any(copy.pins != 1 or copy.arriving for copy in copies):

@@ -356,9 +356,11 @@ class Eviction:
         for key in self.remote_owned.oldest(tier):
             obj = self._catalog.by_digest(key[1])
             copy = self._catalog.copy(obj, key[0], key[2])
-            if copy is None:
-                self.remote_owned.discard(key)
-            elif (waiting or key not in self._waiting) and self._can_go(obj, copy, moving=False):
+            if (
+                copy is not None
+                and (waiting or key not in self._waiting)
+                and self._can_go(obj, copy, moving=False)
+            ):
                 whole = self._catalog.copies(obj, tier) if obj.is_immutable(self._tier[tier]) else ()
                 if all(other.key in self.remote_owned for other in whole):
                     return obj, copy

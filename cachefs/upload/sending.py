@@ -286,7 +286,9 @@ class Sender:
         if upload is not None:
             try:
                 await upload.abort()
-            except BaseException as exc:  # also of a caller that is cancelled: nothing else knows of it any more
+            except (
+                BaseException
+            ) as exc:  # also of a caller that is cancelled: nothing else knows of it any more
                 await self._keeper.orphaned(upload)
                 if not isinstance(exc, CachefsError):
                     raise

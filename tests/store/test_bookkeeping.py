@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,6 +180,8 @@ def test_copies_are_remembered_in_two_generations(monkeypatch: pytest.MonkeyPatc
     assert keys[0] not in known
     known.discard(keys[-1])
     assert keys[-1] not in known and keys[-2] in known
+    known.discard(keys[-150])
+    assert keys[-150] not in known and keys[-151] in known, "of the older ones, too"
     tier, digest, extent = keys[-2]
     assert (1 - tier, digest, extent) not in known and (tier, digest, extent + 1) not in known
     known.clear()
@@ -213,3 +217,28 @@ async def test_the_clock_never_goes_back(cache_dir: Path) -> None:
         assert clock >= len(ids)
     async with running(cache_dir, origin, eviction="lru") as lab:
         assert lab.store.catalog.clock > clock
+
+
+@in_trio
+async def test_a_scrub_opens_no_file_of_one_block_and_no_file_twice(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["cachefs.store.scrub"]
+    inspect, opened = module._inspect, []
+
+    def inspected(tier: Any, digest: bytes, *more: Any) -> Any:
+        opened.append(digest)
+        return inspect(tier, digest, *more)
+
+    monkeypatch.setattr(module, "_inspect", inspected)
+    async with running(cache_dir) as lab:
+        small = put(lab, 20, BLOCK)
+        large = [lab.origin.put(f"large{i}", content(i, 3 * BLOCK)) for i in range(5)]
+        for object_id in (*small, *large):
+            await lab.read(object_id)
+        await lab.quiet()
+        await lab.store.flush()
+        with lab.store.catalog.object(large[0]).held():
+            await scrub(lab.store)
+        assert sorted(opened) == sorted(object_id.digest for object_id in large[1:])
+        assert all(lab.store.cached_bytes(object_id) == object_id.size for object_id in (*small, *large))

@@ -423,6 +423,17 @@ def test_a_grown_filter_knows_all_and_is_seldom_wrong() -> None:
     assert sum(rng.getrandbits(64) in seen for _ in range(20_000)) < 20_000 / 100
 
 
+def test_a_filter_grows_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "FILTER_FIRST", 64)
+    monkeypatch.setattr(epochs, "FILTER_MOST", 1024)
+    rng, seen = random.Random(5), Seen()
+    units = [rng.getrandbits(64) for _ in range(5000)]
+    for unit in units:
+        seen.add(unit)
+    assert all(unit in seen for unit in units[: 64 + 256 + 1024])
+    assert sum(unit in seen for unit in units[1500:]) < 3500 / 50, "and takes no more"
+
+
 KEYS = st.lists(
     st.tuples(
         st.sampled_from(["s3://a", "s3://b", "s3://c"]),

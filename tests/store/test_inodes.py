@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cachefs.base.names import BLOCKS_PER_EXTENT
 from cachefs.store.tier import SSD, Tier
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, cache_files, running
@@ -92,6 +93,22 @@ async def test_for_an_inode_a_whole_file_goes(cache_dir: Path, disk: Disk) -> No
         assert disk.free == 2
         assert not lab.store.tiers[0].file_path(large.digest).exists()
         lab.check_accounts()
+
+
+@in_trio
+async def test_for_an_inode_no_other_file_goes_than_the_first(cache_dir: Path, disk: Disk) -> None:
+    """Though a part of that was used after the others."""
+    disk.inodes = 20
+    async with running(cache_dir, keep_free=KEEP_FREE) as lab:
+        disk.make_folders()
+        large = lab.origin.put("large", content(1, 3 * EXTENT + BLOCK))
+        await lab.read(large)
+        await read_small(lab, 17)
+        await lab.read(large, 3 * EXTENT, BLOCK)
+        assert disk.free == 2 and lab.metrics.evicted_blocks == 0
+        await read_small(lab, 1, first=100)
+        assert lab.store.cached_bytes(large) == 0 and len(cache_files(cache_dir)) == 18
+        assert lab.metrics.evicted_blocks == 3 * BLOCKS_PER_EXTENT + 1
 
 
 @in_trio
