@@ -158,10 +158,9 @@ class Checked:
         self._young.add(self._name(key))
 
     def discard(self, key: CopyKey) -> None:
-        if self._young or self._old:
-            name = self._name(key)
-            self._young.discard(name)
-            self._old.discard(name)
+        name = self._name(key)
+        self._young.discard(name)
+        self._old.discard(name)
 
     def clear(self) -> None:
         self._young.clear()
@@ -524,4 +523,4 @@ class Catalog:
             for number in obj.leaving:  # its readers go on reading, but no row speaks of it
                 self._tier[number].unlink(obj.id.digest)
         whole = whole and not (self.index_error or self.unfinished)
-        await trio.to_thread.run_sync(self._index.close, whole, whole and trusted)
+        await trio.to_thread.run_sync(self._index.close, whole, trusted)

@@ -279,8 +279,8 @@ class Tier:
         except FileNotFoundError:
             if not create:
                 raise
-        except OSError as exc:
-            if create or exc.errno not in (errno.EROFS, errno.EACCES):
+        except OSError:
+            if create:
                 raise
             # It is immutable, or its file system was remounted read-only after an error.
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,22 +89,15 @@ def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:
     """Move these files beside the staging directory; returns where they are. Raises `CacheUnusable`."""
     if not names:
         return None
-    stem = f"{staging.name}.orphaned-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    place, number = staging.with_name(stem), 1
+    stem = f"{staging.name}.orphaned-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}."
     try:
-        while True:
-            try:
-                place.mkdir(mode=0o700)
-                break
-            except FileExistsError:
-                number += 1
-                place = staging.with_name(f"{stem}.{number}")
+        place = Path(tempfile.mkdtemp(prefix=stem, dir=staging.parent))
         for name in names:
             (staging / name).rename(place / name)
         for directory in (place, staging, staging.parent):
             durable.sync_directory(directory)
     except OSError as exc:
-        raise CacheUnusable(f"cannot keep {staging} aside in {place}: {exc.strerror}") from exc
+        raise CacheUnusable(f"cannot keep {staging} aside in {staging.parent}: {exc.strerror}") from exc
     log.warning("%s: %d files of %s are kept in %s", why, len(names), staging, place)
     return place
 
