@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -85,14 +85,7 @@ class Adopting:
         obj = self._catalog.object(object_id)
         if self._in_the_way(obj, tier):
             return False
-        with obj.held():
-            try:
-                return await self._adopt(obj, tier, path)
-            except OSError as exc:
-                log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
-                if exc.errno != errno.ETIMEDOUT:
-                    self._space.failed(tier, exc)
-                return False
+        return await self._held(obj, tier, self._adopt(obj, tier, path))
 
     async def adopt_bytes(self, object_id: ObjectId, data: bytes) -> bool:
         """The same for the whole content of a small version that lies in memory: a thread makes the cache file of it."""
@@ -102,37 +95,36 @@ class Adopting:
         obj = self._catalog.object(object_id)
         if self._in_the_way(obj, tier) or not tier.takes_files:
             return False
-        blocks = range(block_count(len(data), self._block_size))
-        lengths = [block_length(block, len(data), self._block_size) for block in blocks]
-        need = sum(map(allocated, lengths))
+        return await self._held(obj, tier, self._adopt_bytes(obj, tier, data))
+
+    async def _held(self, obj: CachedObject, tier: Tier, adopting: Awaitable[bool]) -> bool:
         with obj.held():
             try:
-                if not await self._fits(tier, need, 0):
-                    return False
-                tier.reserve(need)
-                try:
-                    if self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
-                        return False
-                    taken = await self._placed(obj, tier, partial(tier.put, obj.id.digest, data))
-                finally:
-                    tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
+                return await adopting
             except OSError as exc:
-                log.debug("cannot keep what was written of %s: %s", object_id.key, exc)
+                log.debug("cannot keep what was written of %s: %s", obj.id.key, exc)
                 if exc.errno != errno.ETIMEDOUT:
                     self._space.failed(tier, exc)
                 return False
-            if taken:
-                view, ends = memoryview(data), list(itertools.accumulate(lengths))
-                self._put(
-                    obj,
-                    tier,
-                    [
-                        xxhash.xxh3_64_intdigest(view[end - length : end])
-                        for end, length in zip(ends, lengths, strict=True)
-                    ],
-                )
-            self._free_place(obj, tier)
-            return taken
+
+    async def _adopt_bytes(self, obj: CachedObject, tier: Tier, data: bytes) -> bool:
+        blocks = range(block_count(len(data), self._block_size))
+        lengths = [block_length(block, len(data), self._block_size) for block in blocks]
+        need = sum(map(allocated, lengths))
+        if not await self._fits(tier, need, 0):
+            return False
+        tier.reserve(need)
+        try:
+            if self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
+                return False
+            taken = await self._placed(obj, tier, partial(tier.put, obj.id.digest, data))
+        finally:
+            tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
+        if taken:
+            parts = zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)
+            self._put(obj, tier, [xxhash.xxh3_64_intdigest(data[start : start + n]) for start, n in parts])
+        self._free_place(obj, tier)
+        return taken
 
     def _in_the_way(self, obj: CachedObject, tier: Tier) -> bool:
         """True if the tier has all of the version already, parts of it are in use there, or blocks of it arrive anywhere."""

@@ -66,8 +66,7 @@ class _Call(Generic[T]):
         self.finish = finish
         self.ended = trio.Event()
         self.result: T | None = None
-        self.failure: BaseException | None = None
-        self.reader: trio.CancelScope | None = None
+        self.failure: Exception | None = None
 
 
 class Disk:
@@ -110,7 +109,6 @@ class Disk:
                 await work.ended.wait()
             finally:
                 self._readers.discard(scope)
-                work.reader = None
         if not work.ended.is_set():
             raise self._hangs()
         if work.failure is not None:
@@ -126,9 +124,7 @@ class Disk:
 
         try:
             work.result = await trio.to_thread.run_sync(noted, abandon_on_cancel=True, limiter=self._threads)
-        except trio.Cancelled:
-            raise  # the program ends
-        except BaseException as exc:
+        except Exception as exc:
             work.failure = exc
         work.finish(work.result)
         work.ended.set()

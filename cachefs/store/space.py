@@ -408,10 +408,9 @@ class Pins:
 
     def unpin(self, obj: CachedObject) -> None:
         """It may be evicted again, like a version just used."""
-        obj.pinned = False
         for copy in self._catalog.all_copies(obj):
             self._space.set_pinned(copy, False)
-        obj.pinned = False  # looking at its rows has set it again
+        obj.pinned = False  # only now, for looking at its rows sets it
 
     def evict(self, obj: CachedObject) -> int:
         """Drop what is not pinned. Bytes in use are counted, too, and go with their last user."""
