@@ -4,7 +4,6 @@ written reaches the store under it, or nothing does."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,35 +15,11 @@ import trio
 from cachefs.base.errors import CacheUnusable
 from cachefs.upload import DirtyFile, naming
 from tests.fetch.scripted import content
+from tests.interrupting import interrupted
 from tests.upload.scripted import PART, Desk, desk, in_trio
 
 OLD, NEW = content(1, 3 * PART), content(2, 4 * PART + 1)
 STATES = ("here", "stored", "changed", "half sent")
-
-
-class Interrupt(trio.abc.Instrument):
-    """Cancels what its task does within `scope` at its `at`th step."""
-
-    def __init__(self, at: int) -> None:
-        self.scope, self.at, self.steps = trio.CancelScope(), at, 0
-        self._task = trio.lowlevel.current_task()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self.steps += task is self._task
-        if self.steps == self.at:
-            self.scope.cancel()
-
-
-async def interrupted(at: int, call: Callable[[], Awaitable[object]]) -> bool:
-    """Whether `call` had as many steps."""
-    interrupt = Interrupt(at)
-    trio.lowlevel.add_instrument(interrupt)
-    try:
-        with interrupt.scope:
-            await call()
-    finally:
-        trio.lowlevel.remove_instrument(interrupt)
-    return interrupt.steps >= at
 
 
 async def file_in(d: Desk, state: str) -> tuple[DirtyFile, bytes]:
@@ -176,14 +151,14 @@ async def test_on_a_disk_that_hangs_a_cancelled_rename_keeps_the_old_name(
                 write(*changes)
 
             d.uploads.journal._database.write = slow  # type: ignore[method-assign]
-            interrupt = Interrupt(step)
-            trio.lowlevel.add_instrument(interrupt)
-            with suppress(CacheUnusable), interrupt.scope:
-                await d.uploads.rename(dirty_file, d.store, "b")
-            trio.lowlevel.remove_instrument(interrupt)
-            goes_on = interrupt.steps >= step
+            goes_on = await interrupted(step, partial(refused, d, dirty_file))
             answers.set()
             await d.quiet()
             assert dirty_file.key == "a" and d.uploads.journal.rows("drafts")[dirty_file.id]["key"] == "a"
             await ends(d, dirty_file)
     assert step > 3
+
+
+async def refused(d: Desk, dirty_file: DirtyFile) -> None:
+    with suppress(CacheUnusable):
+        await d.uploads.rename(dirty_file, d.store, "b")
