@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import CacheUnusable
-from cachefs.upload import DirtyFile, naming
+from cachefs.upload import DirtyFile, staging, uploads
 from tests.fetch.scripted import content
 from tests.interrupting import interrupted
 from tests.upload.scripted import PART, Desk, desk, in_trio
@@ -113,7 +113,10 @@ async def test_a_commit_that_is_cancelled_is_made_by_the_next(
 
 
 @in_trio
-async def test_a_beginning_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_beginning_that_is_cancelled_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "HELD", 64 << 10)
     step, goes_on = 0, True
     while goes_on:
         step += 1
@@ -138,7 +141,7 @@ async def test_a_beginning_that_is_cancelled_leaves_nothing(tmp_path: Path) -> N
 async def test_on_a_disk_that_hangs_a_cancelled_rename_keeps_the_old_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(naming, "HANGS_AFTER_S", 0.0)
+    monkeypatch.setattr(uploads, "HANGS_AFTER_S", 0.0)
     step, goes_on = 0, True
     while goes_on:
         step += 1

@@ -75,6 +75,7 @@ async def writes(d: Desk, dirty_file: DirtyFile) -> bytes:
 async def test_what_fails_is_not_there_and_what_does_not_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writeback: bool, code: int
 ) -> None:
+    monkeypatch.setattr(staging, "HELD", 64 << 10)
     at, failing = 0, FailingOs(0, 0)
     while at == 0 or failing.failed:
         at += 1
@@ -106,7 +107,7 @@ async def test_what_fails_is_not_there_and_what_does_not_is(
                 assert "k" not in d.store.objects, "it may hold anything"
                 await d.uploads.discard(dirty_file)
                 assert await d.files() == []
-    assert at > 12
+    assert at > 10
 
 
 async def opened(d: Desk, dirty_file: DirtyFile) -> None:
