@@ -506,6 +506,10 @@ class FileSystem(Writes):
                 return written
         obj = object_of(directory, mark, found.row)
         mtime_ns = found.row.mtime_ns
+        others = self._files.under(ino)
+        if others and others[0].size == DIRTY_FILE and others[0].object == obj:
+            assert self._writing is not None  # stored, and perhaps still written through a mapping
+            return self._writing.open_again(others[0], pid)
         opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
         if len(self._warm) >= WARM_OPENS:
             self._warm.clear()

@@ -277,6 +277,26 @@ async def test_what_readers_have_of_an_older_version_is_not_written() -> None:
         assert bucket.content("f") == replaced
 
 
+async def test_a_reader_that_comes_while_a_mapping_may_write_the_file() -> None:
+    """It has the dirty file, like all that are open under the number, though that may not be used as the stored version."""
+    bucket, writer = WritableBucket(["f"]), MemoryWriter()
+    writer.takes = writer.passthrough = True
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        mount.fs.read_through(Passthrough(bucket))
+        mount.fs.enable_passthrough(lambda backing: True)
+        old = await mount.read("f")
+        reader, written = [(await open_as_kernel(mount, "f", flags))[1] for flags in (os.O_RDONLY, os.O_RDWR)]
+        await mount.close_file(written)
+        dirty_file = writer.dirty_files[0]
+        made, dirty_file.made = dirty_file.made, None
+        _, fh, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
+        assert dirty_file.passthrough is not None and backing == dirty_file.passthrough.id
+        assert dirty_file.handles == 2 and await mount.pread(fh) == old
+        dirty_file.made = made
+        for one in (reader, fh):
+            await mount.close_file(one)
+
+
 async def test_a_file_that_is_passthrough_and_only_opened_to_write_stays_what_it_is() -> None:
     bucket, writer = WritableBucket(["f"]), MemoryWriter()
     writer.takes = writer.passthrough = True
