@@ -1060,7 +1060,7 @@ def _clock(origin_time: str) -> str:
     try:
         when = (
             datetime.fromisoformat(origin_time)
-            if "T" in origin_time[:11]
+            if origin_time[10:11] == "T"  # an HTTP date may begin with Tue or Thu
             else parsedate_to_datetime(origin_time)
         )
     except ValueError:

@@ -53,6 +53,16 @@ def test_a_clock_that_is_off_is_said(off_s: int, word: str) -> None:
         assert "credentials" not in str(said)
 
 
+@pytest.mark.parametrize("day", range(7))
+def test_the_origins_time_is_read_on_any_day_of_the_week(day: int) -> None:
+    said = str(
+        refusal(
+            403, what="s3://b/k", code="RequestTimeTooSkewed", date=formatdate(day * 86400.0, usegmt=True)
+        )
+    )
+    assert " s ahead: set it" in said
+
+
 def test_a_clock_that_is_off_is_said_without_the_origins() -> None:
     said = str(refusal(403, what="s3://b/k", code="RequestTimeTooSkewed", advice="renew the credentials"))
     assert said.endswith("; the clock of this machine is off: set it")
