@@ -583,6 +583,8 @@ class Transport:
     async def run(self, exchange: Exchange) -> None:
         """On the trio thread: return when the exchange has ended; raises its error. A cancelled caller leaves at once. The
         receiver may be called once more then: it must know itself that it is closed."""
+        # A caller that was cancelled before believes that nothing was sent: the origin must not get a PUT of its.
+        await trio.lowlevel.checkpoint_if_cancelled()
         loop = self._loop_for(exchange)
         loop.token = trio.lowlevel.current_trio_token()
         exchange.task = trio.lowlevel.current_task()

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from cachefs.base.errors import ObjectChanged, OriginFailed, Transient
 from cachefs.base.metrics import Metrics
 from cachefs.origin import Origin, open_origin
-from cachefs.origin.http import Transport, query
+from cachefs.origin.http import Exchange, Transport, query
 from cachefs.origin.s3 import signed_v4
 from tests.origin.reading import Collect, content, run
 from tests.origin.servers import QUICK
@@ -497,6 +497,28 @@ def test_a_cancelled_read_ends_its_connection_and_its_sink(serve: Callable[..., 
         assert gone.is_set() and sink.chunks == count
 
     run(web(serve(answer)), use)
+
+
+def test_a_caller_that_was_cancelled_before_sends_nothing(serve: Callable[..., Server]) -> None:
+    """An upload is cancelled before its PUT, for a rename: nobody looks for its object afterwards."""
+    server, transport = serve(lambda wire, head: wire.reply(b"")), Transport(5.0)
+
+    async def put(key: str) -> None:
+        exchange = Exchange("PUT", f"{server.url}/{key}", {}, size=5)
+        exchange.pieces.append(b"bytes")
+        await transport.run(exchange)
+
+    async def use() -> None:
+        await put("before")  # its connection is kept: the next request would leave at once
+        for _ in range(20):
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await put("cancelled")
+        await put("after")
+
+    trio.run(use)
+    transport.close()
+    assert [head.split()[1] for head in server.heads] == [b"/before", b"/after"]
 
 
 @pytest.mark.parametrize("size", [50_000, 8_000_000])
