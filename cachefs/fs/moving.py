@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cachefs.fs.listing import Lister
     from cachefs.fs.local_changes import LocalChanges
     from cachefs.fs.overrides import Overrides
-    from cachefs.fs.writer import Writer
+    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
@@ -128,14 +128,17 @@ class Moving:
             await self._stored(place, found, to, replaced)
             return
         dirty_file, over = node.dirty_file, None if replaced is None else replaced.dirty_file
-        left = False
+        left, note = False, await self._note_older(dirty_file, to)
 
         async def rename() -> None:
             nonlocal base, left
             base = base if over is None else over.base
             left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, upload=upload)
 
-        with self._local_changes.moving(node):
+        async with AsyncExitStack() as stack:
+            if note is not None:
+                stack.push_async_callback(self._forget, note)
+            stack.enter_context(self._local_changes.moving(node))
             try:
                 await self._instead(replaced, rename)
             except BaseException:
@@ -157,6 +160,24 @@ class Moving:
                 await self._delete(origin, key, place)
             if not node.held:
                 self._kept.put(found.ino, "", {})
+
+    async def _note_older(self, dirty_file: DirtyFile, to: Place) -> str | None:
+        """Note for the next start which version goes from the old name, if a crash brings the file back under the new one.
+
+        Without an acknowledged content nothing comes back, and the older version must stay. Returns the note's name."""
+        if not (dirty_file.acknowledged and dirty_file.dirty):
+            return None
+        versions, tokens = dirty_file.known()
+        if not versions and not tokens:
+            return None
+        name = uuid4().hex
+        row = {"source": dirty_file.origin.source, "from": dirty_file.key, "to": _key(to)[1]}
+        await self._writer.note(name, {**row, "versions": versions, "tokens": tokens})
+        return name
+
+    async def _forget(self, note: str) -> None:
+        with trio.CancelScope(shield=True):
+            await self._writer.note(note, None)
 
     def _reheld(self, node: Node, to: Place) -> None:
         """What is held is shown under another name, with what was set of it; while `applying`."""
@@ -395,18 +416,37 @@ class Moving:
         return found
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
-        """Finish the renames of directories that a daemon died in: forward, copies first. No caller is there to be told of
+        """Finish the renames that a daemon died in: of directories forward, copies first. No caller is there to be told of
         an error; what fails is tried again at the next start. `find` gives the place of a key."""
         for name, row in self._writer.notes().items():
             origin = next((o for o in origins if _is_of(o, row)), None)
             if origin is None:
                 continue
             try:
-                await self._finish(origin, row["from"], row["to"], find)
+                if "versions" in row:
+                    await self._remove_older(origin, row, find)
+                else:
+                    await self._finish(origin, row["from"], row["to"], find)
+                    log.info("finished renaming %s to %s", row["from"], row["to"])
                 await self._writer.note(name, None)
-                log.info("finished renaming %s to %s", row["from"], row["to"])
             except CachefsError as exc:
                 log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
+
+    async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
+        """Remove what a renamed file has left under its old name, if it is under the new one, here or at the origin."""
+        there = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
+        if row["from"] in there:
+            return  # it had not moved yet
+        try:
+            if row["to"] not in there:
+                await origin.head(row["to"])
+            older, token = await origin.look(row["from"])
+        except NotFound:
+            return
+        if older.etag in row["versions"] or token in row["tokens"]:
+            place = await find(origin, row["from"])
+            await self._delete(origin, row["from"], place)
+            log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])
 
     async def _finish(self, origin: Origin, prefix: str, new: str, find: Find) -> None:
         for dirty_file in self._writer.pending():

@@ -38,6 +38,16 @@ class DirtyFile(Protocol):
         """The etag of the version that it replaces at the store; None: there is none."""
 
     @property
+    def acknowledged(self) -> bool:
+        """True if it comes back after a crash."""
+        ...
+
+    def known(self) -> tuple[list[str], list[str]]:
+        """The versions of its own that the origin may have under its key: their etags, and the idempotency tokens of
+        uploads whose outcome is unknown."""
+        ...
+
+    @property
     def conflicts(self) -> bool:
         """Whether its last upload was refused, because what the store has under its name is another client's object."""
         ...

@@ -205,6 +205,12 @@ class DirtyFile:
         stored = self.content.stored
         return stored is not None and stored.generation >= generation
 
+    def known(self) -> tuple[list[str], list[str]]:
+        """Versions of its own that the store may have under its name: their etags, and the tokens of attempts whose
+        outcome is unknown."""
+        versions = (self.base, self.stored.etag if self.stored else None)
+        return [etag for etag in versions if etag is not None], list(self.record.tokens)
+
     @property
     def conflicts(self) -> bool:
         """Whether what the store has under its name is another client's object, which was not to be replaced."""

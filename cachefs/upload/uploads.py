@@ -382,8 +382,8 @@ class Uploads:
             info, token = await dirty_file.origin.look(dirty_file.key)
         except NotFound:
             return None
-        known = {dirty_file.base, dirty_file.stored.etag if dirty_file.stored else None}
-        return info if info.etag in known or token in dirty_file.record.tokens else None
+        versions, tokens = dirty_file.known()
+        return info if info.etag in versions or token in tokens else None
 
     async def _copy(
         self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None

@@ -38,6 +38,10 @@ class MemoryDirtyFile:
         self.passthrough: MemoryBacking | None = None
         self.writers = 0
         self.base: str | None = None
+        self.acknowledged = False
+
+    def known(self) -> tuple[list[str], list[str]]:
+        return [etag for etag in (self.base, self.made and self.made.etag) if etag], []
 
     @property
     def size(self) -> int:
