@@ -4,8 +4,9 @@ The caller has claimed the names (`NameLocks`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,13 @@ from cachefs.fs.tree import Directory, Found
 from cachefs.origin import InMemory
 
 if TYPE_CHECKING:
+    from cachefs.fs.attributes import Attributes
     from cachefs.fs.files import OpenFiles
     from cachefs.fs.listing import Lister
     from cachefs.fs.local_changes import LocalChanges, Node
     from cachefs.fs.lookup import Looker
     from cachefs.fs.overrides import Overrides
+    from cachefs.fs.rows import Row
     from cachefs.fs.tree import Tree
     from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
@@ -51,13 +54,16 @@ class Changing:
         local_changes: LocalChanges,
         kept: Overrides,
         writer: Writer,
+        shape: Callable[[int, bool, Row], Attributes],
     ) -> None:
+        """`shape` gives what is shown under a number, of a directory or not, of what the origin has."""
         self._tree = tree
         self._looker = looker
         self._lister = lister
         self._files = files
         self._local_changes = local_changes
         self._kept = kept
+        self._shape = shape
         self._moving = Moving(tree, lister, files, local_changes, kept, writer)
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
@@ -91,9 +97,9 @@ class Changing:
         await self._must_be_empty(origin, inside)
         await origin.delete(inside.prefix)
         async with self._local_changes.applying():
-            own = self._files.own(found.ino)
+            shown = replace(self._shape(self._files.own(found.ino), True, found.row), nlink=0)
             self._local_changes.written(directory, name, False)
-            self._files.directory_removed(own, inside)
+            self._files.directory_removed(inside, shown)
         await self._lister.erase(found.ino)
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:

@@ -163,7 +163,9 @@ class OpenFiles:
         self.awaited: Container[bytes] = frozenset()
         self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
         self.parted: dict[int, Attributes] = {}  # by number; of open ones only
-        self.gone: dict[int, Directory] = {}  # removed here; by the number that processes have of them
+        self.gone: dict[
+            int, tuple[Directory, Attributes]
+        ] = {}  # removed here; by the number that processes have
         self._reader = reader
         self._clock = clock
         self._shape = shape
@@ -279,10 +281,10 @@ class OpenFiles:
         for ino in {handle.ino for handle in self._under_alias.get(stable, ())}:
             self._lose_name(ino)
 
-    def directory_removed(self, own: int, directory: Directory) -> None:
-        """A directory is gone here. Processes may be in it, so a new one has another number: the kernel makes nothing
-        below a number that was removed."""
-        self.gone[own], self._moved[own] = directory, NOWHERE
+    def directory_removed(self, directory: Directory, shown: Attributes) -> None:
+        """A directory is gone here, and is `shown` so to processes that are in it. A new one has another number: the kernel
+        makes nothing below a number that was removed."""
+        self.gone[shown.ino], self._moved[shown.ino] = (directory, shown), NOWHERE
         if len(self.gone) > DIRECTORIES_KEPT:
             oldest = next(iter(self.gone))
             del self.gone[oldest]

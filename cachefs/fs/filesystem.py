@@ -223,7 +223,7 @@ class FileSystem(Writes):
         if self._files.held(ino):
             return self._files.part(ino), 0.0
         if ino in self._files.gone:
-            return replace(self._shape(ino, True, _NO_ROW), nlink=0), 0.0
+            return self._files.gone[ino][1], 0.0
         for handle in self._open_directories.values():
             if handle.ino == ino and handle.attributes is not None:
                 return replace(handle.attributes, nlink=0), 0.0
@@ -358,7 +358,8 @@ class FileSystem(Writes):
         return self.opendir_now(ino)
 
     def opendir_now(self, ino: int) -> int:
-        directory = self._files.gone.get(ino) or self._directory(ino)
+        gone = self._files.gone.get(ino)
+        directory = self._directory(ino) if gone is None else gone[0]
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
         number = self._next_directory

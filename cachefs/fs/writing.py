@@ -72,7 +72,9 @@ class Writing:
         self.locks = NameLocks()
         self._dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
         writer.on_changed = self._changed_unseen
-        self._names = Changing(tree, looker, lister, files, self._local_changes, self._kept, writer)
+        self._names = Changing(
+            tree, looker, lister, files, self._local_changes, self._kept, writer, self.shape
+        )
         # For the fast paths: each is one call.
         self.release = self._dirty_files.release
         self.write = self._dirty_files.write
@@ -208,7 +210,10 @@ class Writing:
                 news["mode"] |= stat.S_IFREG
             self._files.parted[ino] = replace(parted, **news)
             return False
-        if ino in self._files.gone:
+        if (gone := self._files.gone.get(ino)) is not None:
+            if "mode" in news:
+                news["mode"] |= stat.S_IFDIR
+            self._files.gone[ino] = (gone[0], replace(gone[1], **news))
             return False
         stable, etag, mtime_ns = self._files.stable(ino), "", 0
         if ino != ROOT:
