@@ -144,6 +144,8 @@ class Fetcher:
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
         self.in_flight_fetches = 0
         self._flying: set[InFlightFetch] = set()
+        self._without_task: set[InFlightFetch] = set()
+        self._none_without = trio.Event()
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
         self.passthrough = self.written = False
@@ -518,9 +520,38 @@ class Fetcher:
             self._ahead_bytes += fill.stop - fill.start
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
-        contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch, origin, policy, done)
+        self._flying.add(fetch)
         self.in_flight_fetches += 1
+        what = f"a transfer of {obj.id.key}"
+
+        def over(repeat: bool) -> None:
+            self._without_task.discard(fetch)
+            if repeat:
+                contained(self._nursery, what, self._fly, fetch, origin, policy, done)
+            else:
+                self._landed(fetch, origin, policy, done)
+            if not self._without_task:
+                self._none_without.set()
+
+        if obj.id.size <= WHOLE_BYTES and fetch.begin(origin, over):
+            if not self._without_task:
+                self._none_without = trio.Event()
+                contained(self._nursery, "transfers without a task", self._attend, self._none_without)
+            self._without_task.add(fetch)
+        else:
+            contained(self._nursery, what, self._fly, fetch, origin, policy, done)
         return fetch
+
+    async def _attend(self, none_left: trio.Event) -> None:
+        """Keep the nursery open while transfers go on without tasks, and end them with it."""
+        try:
+            await none_left.wait()
+        except trio.Cancelled:
+            for fetch in list(self._without_task):
+                fetch.break_off(OriginFailed("the mount ends"))
+            with trio.CancelScope(shield=True):
+                await none_left.wait()
+            raise
 
     @property
     def heap_bytes(self) -> int:
@@ -536,21 +567,34 @@ class Fetcher:
     async def _fly(
         self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None, done: Brought | None
     ) -> None:
-        obj, fill, object_id = fetch.object, fetch.fill, fetch.object.id
-        self._flying.add(fetch)
+        """Transfer in a task."""
+        fill, object_id = fetch.fill, fetch.object.id
+        peers = partial(self._upstream.read, object_id, origin) if fetch.elsewhere else None
         try:
-            peers = partial(self._upstream.read, object_id, origin) if fetch.elsewhere else None
             await fetch.run(origin, peers, self._heap_slots if fill.kept else None)
-        finally:
-            self._flying.discard(fetch)
-            self.in_flight_fetches -= 1
-            if fetch.ahead:
-                self._ahead_bytes -= fill.stop - fill.start
-            if policy is not None:
-                policy.under_way -= fill.stop_block - fill.start_block
-        error = fetch.error
+        except BaseException:
+            self._gone(fetch, policy)
+            raise
+        self._landed(fetch, origin, policy, done)
+
+    def _gone(self, fetch: InFlightFetch, policy: Readahead | None) -> None:
+        """It is in flight no more."""
+        fill = fetch.fill
+        self._flying.discard(fetch)
+        self.in_flight_fetches -= 1
+        if fetch.ahead:
+            self._ahead_bytes -= fill.stop - fill.start
+        if policy is not None:
+            policy.under_way -= fill.stop_block - fill.start_block
+
+    def _landed(
+        self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None, done: Brought | None
+    ) -> None:
+        """It is over, with an error or not."""
+        self._gone(fetch, policy)
+        obj, fill, error = fetch.object, fetch.fill, fetch.error
         if error is not None and not isinstance(error, CachefsError | FillClosed):
-            log.error("transfer of %s failed unexpectedly", object_id.key, exc_info=error)
+            log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)
         if error is None and policy is not None and (wanted := policy.landed()):
             self._ask_ahead(origin, obj, policy, wanted)
         if done is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 import trio
 
-from cachefs.base.errors import CachefsError
+from cachefs.base.errors import CachefsError, PermissionDenied, Transient
 from cachefs.base.ledger import PEER, STORE, Wait, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, block_count
@@ -90,6 +91,9 @@ class InFlightFetch:
         self._began = trio.current_time()
         self._ticket = Ticket(background=ahead)
         self._scope = trio.CancelScope()
+        self._end_early: Callable[[], None] | None = None  # of an attempt without a task
+        self._given_up = False
+        self._failed: tuple[CachefsError, float] | None = None  # how and since when that attempt failed
         self._joined: set[int] = set()
         self._store = store
         self._waiters: list[tuple[int, trio.Event]] = []
@@ -121,7 +125,13 @@ class InFlightFetch:
     def give_up(self) -> None:
         """End it, unless a reader waits for it."""
         if self._ticket.background and not self._waiters:
-            self._scope.cancel()
+            self._given_up = True
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self._scope.cancel()
+        if self._end_early is not None:
+            self._end_early()
 
     def break_off(self, error: CachefsError) -> None:
         """Its readers stop waiting, and look for the bytes elsewhere. A write under way ends by itself, however long that
@@ -129,7 +139,8 @@ class InFlightFetch:
         self.error = error
         self._leave()
         self._wake_all()
-        self._scope.cancel()
+        self._given_up = True
+        self._cancel()
 
     def _leave(self) -> None:
         """No reader joins it from here on."""
@@ -196,6 +207,31 @@ class InFlightFetch:
         if lowest <= self.fill.landed:
             self.fill.on_landed()  # type: ignore[misc]
 
+    def begin(self, origin: Origin, over: Callable[[bool], None]) -> bool:
+        """Begin the transfer of a whole object without a task, if it has to wait for nothing. When it has ended, `over` is
+        told whether `run` must go on with it."""
+        fill, object_id = self.fill, self.object.id
+        if self.elsewhere or fill.kept or fill.landed or fill.stop != object_id.size:
+            return False
+
+        since = time.monotonic()
+
+        def ended(error: Exception | None) -> None:
+            self._end_early = None
+            repeat = isinstance(error, Transient | PermissionDenied) and not self._given_up
+            try:
+                if isinstance(error, CachefsError) and repeat:
+                    self._failed = error, since
+                else:
+                    self.error = self.error or (None if self._given_up else error)
+                    self._end()
+            finally:
+                over(repeat)
+
+        key, etag = object_id.key, object_id.etag
+        self._end_early = origin.begin(key, etag, object_id.size, fill, self._ticket, ended)
+        return self._end_early is not None
+
     async def run(
         self, origin: Origin, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None
     ) -> None:
@@ -216,16 +252,20 @@ class InFlightFetch:
                             *(object_id.key, object_id.etag, fill.landed, fill.stop, fill),
                             whole=fill.landed == 0 and fill.stop == object_id.size,
                             turn=self._ticket,
+                            failed=self._failed,
                         )
         except Exception as exc:
             self.error = self.error or exc
         finally:
-            self._leave()
-            try:
-                self._store.end_fill(self.object, fill)
-            finally:
-                self._wake_all()
-                self.object.release()
+            self._end()
+
+    def _end(self) -> None:
+        self._leave()
+        try:
+            self._store.end_fill(self.object, self.fill)
+        finally:
+            self._wake_all()
+            self.object.release()
 
 
 # Opens that wait a moment, for a file that is about to be whole.

@@ -59,6 +59,15 @@ READS = ("origin_get", "origin_head", "origin_list")
 """Counters of the requests that are not sent to a store that is out. Writes are sent all the same: their caller decides for
 how long."""
 
+REFUSALS = (Conflict, NoSuchUpload, NotFound, ObjectChanged, PermissionDenied, Unsupported)
+"""Replies that say something of this request, not of the number of requests."""
+
+Ended = Callable[[Exception | None], None]
+"""Is told how a read without a task ended. Never raises."""
+
+Failed = tuple[CachefsError, float]
+"""How an attempt ended, and when it began (time.monotonic)."""
+
 
 SENT_AT_ONCE = 256 << 10
 """The largest body in memory that the trio thread sends by itself. Derived: its digest takes 0.2 ms, as long as a turn of a
@@ -138,6 +147,9 @@ class Attempts:
         self.client = client
         # A client has one of the two.
         self._fetch: Callable[..., Awaitable[None]] | None = getattr(client, "fetch", None)
+        self._begin: Callable[..., Callable[[], None] | None] | None = getattr(client, "begin", None)
+        if self._begin is not None and deadline_s < getattr(client, "patience_s", math.inf):
+            self._begin = None  # the client alone would let it stay silent for longer
         self._read: Callable[..., Generator[memoryview | bytes, None, None]] | None
         self._read = getattr(client, "read", None)
         self.source = source
@@ -199,8 +211,49 @@ class Attempts:
         self.breaker.close()
         self.client.close()
 
+    def begin(
+        self, key: str, etag: str, size: int, sink: Sink, turn: Ticket, ended: Ended
+    ) -> Callable[[], None] | None:
+        """As `Origin.begin`: one attempt without a task, where nothing has to be waited for before it or within it."""
+        transfer = Receiving(0, size, sink, self.deadline_s, self._download_limit, turn, self._progressed)
+        cancel: Callable[[], None] | None = None
+        if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(turn):
+            return None
+        since = trio.current_time()
+
+        def over(error: Exception | None) -> None:
+            self.breaker.ended(cancel)
+            try:
+                if error is None:
+                    transfer.check()
+            except Transient as exc:
+                error = exc
+            transfer.shut()
+            self._over("origin_get", turn, transfer, since, error)
+            ended(transfer.sink_error or error)
+
+        try:
+            cancel = self._begin(key, etag, size, transfer, over)
+        except CachefsError:
+            pass  # a task meets it again, and tells of it
+        if cancel is None:
+            self.gate.leave(turn)
+            return None
+        self._counted("origin_get", key, turn, transfer)
+        self.breaker.asked(cancel)
+        return cancel
+
     async def receive(
-        self, key: str, etag: str, start: int, stop: int, sink: Sink, *, whole: bool, turn: Ticket
+        self,
+        key: str,
+        etag: str,
+        start: int,
+        stop: int,
+        sink: Sink,
+        *,
+        whole: bool,
+        turn: Ticket,
+        failed: Failed | None = None,
     ) -> None:
         """As `Origin.read`."""
 
@@ -222,7 +275,9 @@ class Attempts:
                 at, stop, sink, self.deadline_s, self._download_limit, turn, self._progressed
             )
             try:
-                await self.repeat(attempt, what, "origin_get", key, turn=turn, transfer=transfer)
+                await self.repeat(
+                    attempt, what, "origin_get", key, turn=turn, transfer=transfer, failed=failed
+                )
                 done = True
             except Interrupted:
                 if not self.breaker.how.wait_s:
@@ -230,7 +285,7 @@ class Attempts:
             finally:
                 await transfer.close()
                 self._count(transfer)  # an abandoned thread may have gone on until now
-            at = transfer.position
+            at, failed = transfer.position, None
             if transfer.sink_error is not None:
                 raise transfer.sink_error
             done = done or at == stop
@@ -303,10 +358,12 @@ class Attempts:
         transfer: Transfer | None = None,
         retries: int | None = None,
         patience: int = 1,
+        failed: Failed | None = None,
     ) -> T:
         """Repeat `attempt` until it succeeds, fails for good, or the deadline (times `patience`) has passed. Each attempt is
         counted under the metric `counter`, for the dataset of `key`. `what` begins error messages. `Unreachable` when the
-        store is out and the request is not sent, or the origin has not come back while the request waited."""
+        store is out and the request is not sent, or the origin has not come back while the request waited. `failed`: how a
+        first attempt ended, which was made without a task."""
         turn = turn or Ticket()
         tries = _Tries(self.backoff.retries if retries is None else retries)
         deadline_s = self.deadline_s * patience
@@ -314,7 +371,8 @@ class Attempts:
         waits = counter in READS or breaker.how.wait_s > 0
         # A body that is being sent is left to the client's own timeout: it may have arrived.
         interruptible = waits and not isinstance(transfer, Sending)
-        with trio.move_on_after(deadline_s) as scope:
+        spent_s = time.monotonic() - failed[1] if failed is not None else 0.0
+        with trio.move_on_after(max(0.0, deadline_s - spent_s)) as scope:
             while True:
                 if waits and breaker.is_out:
                     waits_until = waits_until or trio.current_time() + breaker.how.wait_s
@@ -326,6 +384,9 @@ class Attempts:
                     transfer.begin(scope)
                 since = time.monotonic()
                 try:
+                    if failed is not None:
+                        (error, since), failed = failed, None
+                        raise error
                     with breaker.interruptible() if interruptible else nullcontext():
                         return await self._once(attempt, counter, key, turn, transfer, patience)
                     if transfer is not None:
@@ -349,8 +410,10 @@ class Attempts:
                 self.metrics.origin_retries += 1
                 with breaker.interruptible() if interruptible else nullcontext():
                     await trio.sleep(wait_s)
-        failed = OriginFailed(f"{what}: gave up after {deadline_s:g} s without progress: {tries.last}")
-        raise self._failed(failed)
+        gave_up_at_last = OriginFailed(
+            f"{what}: gave up after {deadline_s:g} s without progress: {tries.last}"
+        )
+        raise self._failed(gave_up_at_last)
 
     async def _once(
         self,
@@ -362,45 +425,60 @@ class Attempts:
         patience: int,
     ) -> T:
         """One attempt with a slot of the gate, reported to the limiter and the breaker."""
-        metrics, gate = self.metrics, self.gate
-        await (gate.enter(turn) if transfer is None else transfer.enter(gate, turn))
+        await (self.gate.enter(turn) if transfer is None else transfer.enter(self.gate, turn))
         sent_at = trio.current_time()
-        setattr(metrics, counter, getattr(metrics, counter) + 1)
+        self._counted(counter, key, turn, transfer)
+        error: BaseException | None = None
+        try:
+            # A patient request expects a long silence, so its silence raises no suspicion.
+            with self.breaker.asking() if patience == 1 else nullcontext():
+                return await attempt()
+        except CachefsError as exc:
+            error = exc
+            raise
+        except Exception as exc:
+            log.exception("an origin client raised what it should have translated")
+            error = self._failed(OriginFailed(f"{type(exc).__name__}: {exc}".splitlines()[0]))
+            raise error from exc
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self._over(counter, turn, transfer, sent_at, error)
+
+    def _counted(self, counter: str, key: str, turn: Ticket, transfer: Transfer | None) -> None:
+        """A request is sent."""
+        setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
         accounts = self._accounts(counter, key, turn)
         for account in accounts:
             account[counter] += 1
         if transfer is not None:
             transfer.accounts = accounts
-        try:
-            # A patient request expects a long silence, so its silence raises no suspicion.
-            with self.breaker.asking() if patience == 1 else nullcontext():
-                result = await attempt()
-        except Throttled:
+
+    def _over(
+        self,
+        counter: str,
+        turn: Ticket,
+        transfer: Transfer | None,
+        sent_at: float,
+        error: BaseException | None,
+    ) -> None:
+        """An attempt that had a slot is over: tell the limiter and the breaker, and release the slot."""
+        gate, now = self.gate, trio.current_time()
+        if isinstance(error, Throttled):
             self.breaker.heard()
-            metrics.origin_throttled += 1
-            gate.concurrency.throttled(sent_at, trio.current_time())
-            raise
-        except (Conflict, NoSuchUpload, NotFound, ObjectChanged, PermissionDenied, Unsupported):
+            self.metrics.origin_throttled += 1
+            gate.concurrency.throttled(sent_at, now)
+        elif error is None or isinstance(error, REFUSALS):
             self.breaker.heard()
-            gate.concurrency.succeeded()  # this request was refused, not the number of requests
-            raise
-        except CachefsError:
-            raise
-        except Exception as exc:
-            log.exception("an origin client raised what it should have translated")
-            raise self._failed(OriginFailed(f"{type(exc).__name__}: {exc}".splitlines()[0])) from exc
-        else:
-            self.breaker.heard()
-            gate.concurrency.succeeded()
-            if transfer is not None:
-                self.transfer_rate.add(transfer.received, trio.current_time() - sent_at)
-            return result
-        finally:
-            if transfer is not None:
-                self._count(transfer)
-                gate.concurrency.finished(len(gate.line) > 0, trio.current_time())
-            gate.leave(turn)
-            metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(trio.current_time() - sent_at)
+            gate.concurrency.succeeded()  # this request may have been refused, not the number of requests
+        if transfer is not None:
+            if error is None:
+                self.transfer_rate.add(transfer.received, now - sent_at)
+            self._count(transfer)
+            gate.concurrency.finished(len(gate.line) > 0, now)
+        gate.leave(turn)
+        self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
 
     def _accounts(self, counter: str, key: str, turn: Ticket) -> list[Account]:
         """The accounts of the dataset, and of the process that waits for the request (prefetching has none)."""
@@ -475,7 +553,7 @@ class Transfer:
         self._limit, self._turn = limit, turn
         self._on_progress = on_progress
         self._scope: trio.CancelScope | None = None
-        self._reported = 0.0
+        self._reported = time.monotonic()
         self._busy = False
         self._closed = False
         self._trio = trio.lowlevel.current_trio_token()
@@ -509,6 +587,10 @@ class Transfer:
             with trio.CancelScope(shield=True):
                 await trio.sleep(0.001)
 
+    def shut(self) -> None:
+        """The same where no call is running."""
+        self._closed = True
+
     # On the side of other threads.
 
     def _pace(self, size: int) -> None:
@@ -536,8 +618,9 @@ class Transfer:
 
     def _alive(self) -> None:
         """On the trio thread: bytes went by, so the deadline starts again."""
-        if self._scope is not None and not self._closed:
-            self._scope.deadline = trio.current_time() + self._deadline_s
+        if not self._closed:
+            if self._scope is not None:
+                self._scope.deadline = trio.current_time() + self._deadline_s
             self._on_progress(self)
         self._reported = time.monotonic()
 
@@ -788,7 +871,7 @@ class Breaker:
         self._outage = Outage(min(SILENT_S, deadline_s / 3), min(FAILING_S, deadline_s / 3))
         self._probe_s = min(SILENT_S, max(LEAST_PROBE_S, deadline_s / 3))
         self._probers = trio.CapacityLimiter(PROBERS)
-        self._hanging: set[trio.CancelScope] = set()
+        self._hanging: set[Callable[[], None]] = set()  # what ends them
         self._back = trio.Event()
         self._watching: trio.CancelScope | None = None
         self._last_error = ""
@@ -819,23 +902,36 @@ class Breaker:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Around an attempt that a healthy store answers at once: its silence is suspicious."""
-        self._outage.asked(trio.current_time())
-        self._watch()
+        self.asked(None)
         try:
             yield
         finally:
-            self._outage.ended()
+            self.ended(None)
+
+    def asked(self, end: Callable[[], None] | None) -> None:
+        """Such an attempt begins; `end` is called if the origin is found to be out."""
+        self._outage.asked(trio.current_time())
+        self._watch()
+        if end is not None:
+            self._hanging.add(end)
+
+    def ended(self, end: Callable[[], None] | None) -> None:
+        """It is over."""
+        self._outage.ended()
+        if end is not None:
+            self._hanging.discard(end)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Around an attempt that ends when the origin is found to be out. The block is left without an exception then; the
         caller looks at `is_out`."""
         with trio.CancelScope() as scope:
-            self._hanging.add(scope)
+            end = scope.cancel
+            self._hanging.add(end)
             try:
                 yield
             finally:
-                self._hanging.discard(scope)
+                self._hanging.discard(end)
 
     async def admit(self, what: str, until: float) -> None:
         """Return when a request may be sent; raises `Unreachable` if the origin is still out at `until` (trio's clock)."""
@@ -893,8 +989,8 @@ class Breaker:
         elif self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
             log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])
-            for scope in list(self._hanging):
-                scope.cancel()
+            for end in list(self._hanging):
+                end()
 
     async def _answers(self) -> bool:
         with trio.move_on_after(self._probe_s):

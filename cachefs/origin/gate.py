@@ -252,11 +252,16 @@ class Gate:
 
     async def enter(self, turn: Ticket) -> None:
         """Return with a slot, which the caller releases with `leave`."""
-        overtaken = len(self.line.demand) + (len(self.line.background) if turn.background else 0)
-        if not overtaken and self.concurrency.admits(self.in_flight, turn.background):
-            self._inside.add(turn)
-        else:
+        if not self.enters(turn):
             await self.line.wait(turn)
+
+    def enters(self, turn: Ticket) -> bool:
+        """Take a slot, if one is free and no request waits that goes first."""
+        overtaken = len(self.line.demand) + (len(self.line.background) if turn.background else 0)
+        if overtaken or not self.concurrency.admits(self.in_flight, turn.background):
+            return False
+        self._inside.add(turn)
+        return True
 
     def leave(self, turn: Ticket) -> None:
         """Release a slot, and admit waiting requests (several, when the limit has grown)."""

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
@@ -160,22 +161,33 @@ class SignedHttp:
 
     async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
         """As `Fetching.fetch`."""
-        given = {} if etag.startswith(("mtime-", "W/")) else {"If-Match": etag}
-        if not whole:
-            given["Range"] = f"bytes={start}-{stop - 1}"
-        url = self._url(Request("GET", key))
+        url, given = self._get(key, etag, start, stop, whole)
         signed = self.place.sign_at_once(url, given)
         if signed is None:
             signed = await trio.to_thread.run_sync(
                 self.place.sign, "GET", url, given, b"", abandon_on_cancel=True
             )
-        received = _Received(self, key, etag, start, stop, whole, taker)
-        size = stop - start
-        least = size if size <= AT_ONCE else 4 * CHUNK if taker.waits else CHUNK
-        exchange = Exchange("GET", *signed, receiver=received, least=least)
-        await self.transport.run(exchange)
-        if received.refused:
-            raise self._refusal(exchange.status, exchange.told, exchange.body, received.what)
+        reading = _Reading(self, signed, key, etag, start, stop, whole, taker)
+        await self.transport.run(reading.exchange)
+        if (error := reading.error) is not None:
+            raise error
+
+    def begin(
+        self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]
+    ) -> Callable[[], None] | None:
+        """As `Fetching.begin`."""
+        signed = self.place.sign_at_once(*self._get(key, etag, 0, size, True))
+        if signed is None:
+            return None
+        reading = _Reading(self, signed, key, etag, 0, size, True, taker)
+        return self.transport.begin(reading.exchange, lambda: ended(reading.error))
+
+    def _get(self, key: str, etag: str, start: int, stop: int, whole: bool) -> tuple[str, dict[str, str]]:
+        """URL and headers of a conditional GET."""
+        given = {} if etag.startswith(("mtime-", "W/")) else {"If-Match": etag}
+        if not whole:
+            given["Range"] = f"bytes={start}-{stop - 1}"
+        return self._url(Request("GET", key)), given
 
     def delete(self, key: str) -> None:
         """The key has no object afterwards."""
@@ -217,24 +229,44 @@ class SignedHttp:
         )
 
 
-class _Received:
-    """The reply to a GET of bytes [start, stop) of one version, on its way to `taker`. `refused`: it is a refusal."""
+class _Reading:
+    """A GET of bytes [start, stop) of one version, whose reply goes to `taker`: the exchange and its receiver."""
 
     def __init__(
-        self, http: SignedHttp, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker
+        self,
+        http: SignedHttp,
+        signed: tuple[str, Mapping[str, str]],
+        key: str,
+        etag: str,
+        start: int,
+        stop: int,
+        whole: bool,
+        taker: Taker,
     ) -> None:
         self.what = http.name(key)
         self.waits = taker.waits
-        self.refused = False
+        self._http = http
+        self._refused = False
+        size = stop - start
+        least = size if size <= AT_ONCE else 4 * CHUNK if taker.waits else CHUNK
+        self.exchange = Exchange("GET", *signed, receiver=self, least=least)
         self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
         self._taker = taker
         self._at = start
         self._cut = False
 
+    @property
+    def error(self) -> Exception | None:
+        """Why the exchange, which has ended, failed."""
+        ended = self.exchange
+        if ended.error is None and self._refused:
+            return self._http._refusal(ended.status, ended.told, ended.body, self.what)
+        return ended.error
+
     def begin(self, status: int, headers: Mapping[str, str]) -> bool:
         """As `Receiver.begin`. The etag is compared although If-Match was sent: some stores ignore it."""
         if status not in (200, 206):
-            self.refused = True
+            self._refused = True
             return False
         told, _, size = headers.get("content-range", "").rpartition("/")
         if status == 206 and told != f"bytes {self._start}-{self._stop - 1}":
@@ -269,7 +301,8 @@ class HttpClient:
         self.can_list = True
         self.writer = writer
         self.list_page = lister.list_page
-        self.fetch = http.fetch
+        self.fetch, self.begin = http.fetch, http.begin
+        self.patience_s = http.transport.stall_s
         self.renew = http.place.credentials.renew
         self.close = http.transport.close
         self._http = http
@@ -439,7 +472,7 @@ class Exchange:
         self.error: Exception | None = None
         self.ended = False
         self.on_end: Callable[[], None] | None = None  # for a thread that waits
-        self.task: trio.lowlevel.Task | None = None  # the task that waits
+        self.wake: Callable[[], None] | None = None  # for the trio thread; None once nothing waits there
         self.handle: pycurl.Curl | None = None
         # The request's body.
         self.pieces: deque[bytes] = deque()
@@ -585,19 +618,24 @@ class Transport:
         receiver may be called once more then: it must know itself that it is closed."""
         # A caller that was cancelled before believes that nothing was sent: the origin must not get a PUT of its.
         await trio.lowlevel.checkpoint_if_cancelled()
-        loop = self._loop_for(exchange)
-        loop.token = trio.lowlevel.current_trio_token()
-        exchange.task = trio.lowlevel.current_task()
-        loop.post(loop.begin, exchange)
+        cancel = self.begin(exchange, partial(trio.lowlevel.reschedule, trio.lowlevel.current_task()))
 
         def leave(_: object) -> trio.lowlevel.Abort:
-            exchange.task = None
-            loop.post(loop.cancel, exchange)
+            exchange.wake = None
+            cancel()
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(leave)
         if exchange.error is not None:
             raise exchange.error
+
+    def begin(self, exchange: Exchange, ended: Callable[[], None]) -> Callable[[], None]:
+        """On the trio thread: begin an exchange; `ended` is called there when it is over. Returns what ends it early."""
+        loop = self._loop_for(exchange)
+        loop.token = trio.lowlevel.current_trio_token()
+        exchange.wake = ended
+        loop.post(loop.begin, exchange)
+        return partial(loop.post, loop.cancel, exchange)
 
     def request(
         self,
@@ -676,7 +714,7 @@ class _Loop:
         self._follow = follow
         self._stall_s, self._tick_s = stall_s, min(1.0, stall_s / 8)
         self._queue: deque[tuple[Callable[[Exchange], None], Exchange]] = deque()
-        self._rung = self._stopped = False
+        self._sleeps, self._stopped = True, False
         self._closing = threading.Lock()
         self._live: dict[pycurl.Curl, Exchange] = {}
         self._idle: list[pycurl.Curl] = []
@@ -698,7 +736,8 @@ class _Loop:
     def post(self, verb: Callable[[Exchange], None], exchange: Exchange) -> None:
         """Have the loop call `verb(exchange)`."""
         self._queue.append((verb, exchange))
-        self._ring()
+        if self._sleeps:
+            self._ring()
         if self.over:
             self._end_queued()
 
@@ -707,11 +746,10 @@ class _Loop:
         self._ring()
 
     def _ring(self) -> None:
-        if not self._rung:
-            self._rung = True
-            with self._closing:
-                if not self.over:  # else the number may be another file's by now
-                    os.eventfd_write(self._bell, 1)
+        self._sleeps = False  # one ring wakes it
+        with self._closing:
+            if not self.over:  # else the number may be another file's by now
+                os.eventfd_write(self._bell, 1)
 
     def _end_queued(self) -> None:
         with suppress(IndexError):
@@ -824,10 +862,14 @@ class _Loop:
     def _turn(self) -> None:
         """Wait for sockets, the bell or a time, and do what there is to do."""
         wait_s = min(self._timer_at - time.monotonic(), self._tick_s if self._live else math.inf)
-        for fd, mask in self._poll.poll(None if wait_s == math.inf else max(0.0, wait_s)):
+        self._sleeps = True  # before the look into the queue: what is appended after that rings
+        if self._queue:
+            wait_s = 0.0
+        ready = self._poll.poll(None if wait_s == math.inf else max(0.0, wait_s))
+        self._sleeps = False
+        for fd, mask in ready:
             if fd == self._bell:
                 os.eventfd_read(fd)
-                self._rung = False
             else:
                 self._multi.socket_action(fd, _ACTIONS.get(mask, pycurl.CSELECT_IN | pycurl.CSELECT_ERR))
         while self._queue:
@@ -894,7 +936,7 @@ class _Loop:
         for exchange in ended:
             if exchange.on_end is not None:
                 exchange.on_end()
-        if self.token is not None and any(exchange.task is not None for exchange in ended):
+        if self.token is not None and any(exchange.wake is not None for exchange in ended):
             with suppress(trio.RunFinishedError):
                 self.token.run_sync_soon(_wake, ended)
 
@@ -930,9 +972,12 @@ _ACTIONS = {
 
 def _wake(ended: list[Exchange]) -> None:
     for exchange in ended:
-        task, exchange.task = exchange.task, None
-        if task is not None:
-            trio.lowlevel.reschedule(task)
+        wake, exchange.wake = exchange.wake, None
+        if wake is not None:
+            try:
+                wake()
+            except Exception:  # trio would end with it
+                log.exception("the end of a request could not be told")
 
 
 def authorities() -> str:

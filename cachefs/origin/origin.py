@@ -20,7 +20,7 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.attempts import Attempts
+from cachefs.origin.attempts import Attempts, Ended, Failed
 from cachefs.origin.gate import Ticket
 from cachefs.origin.outcomes import Outcomes
 from cachefs.origin.protocol import (
@@ -147,14 +147,24 @@ class Origin:
         *,
         whole: bool = False,
         turn: Ticket | None = None,
+        failed: Failed | None = None,
     ) -> None:
         """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker thread.
         `whole`: the range is the whole object. `turn` is the request's priority ticket, which may be promoted meanwhile;
-        default: a reader waits.
+        default: a reader waits. `failed`: how an attempt ended that `begin` began, which this repeats.
 
         Once this has returned or raised, `sink` is not and will not be called. An exception of the sink is raised unchanged.
         The deadline counts from the last byte that arrived, so a slow store may take its time and a silent one may not."""
-        await self._attempts.receive(key, etag, start, stop, sink, whole=whole, turn=turn or Ticket())
+        turn = turn or Ticket()
+        await self._attempts.receive(key, etag, start, stop, sink, whole=whole, turn=turn, failed=failed)
+
+    def begin(
+        self, key: str, etag: str, size: int, sink: Sink, turn: Ticket, ended: Ended
+    ) -> Callable[[], None] | None:
+        """Begin one attempt to read a whole object, without a task: `ended` is called on the trio thread with its error, and
+        `sink` not any more then. None, and nothing is begun, where the attempt would have to wait: for a place, for a disk,
+        for a limit, for credentials, or for an origin that is out. Returns what ends it early, with an error."""
+        return self._attempts.begin(key, etag, size, sink, turn, ended)
 
     # Writing.
 

@@ -12,7 +12,7 @@ written by this daemon.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -250,6 +250,12 @@ class Fetching(Protocol):
         """Give bytes [start, stop) of the version `etag` to `taker` as they arrive. `whole`: the range is the whole object,
         so no Range header is needed. `ObjectChanged` when the reply shows another version. A cancelled caller leaves at
         once; `taker` may be called once more then."""
+
+    def begin(
+        self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]
+    ) -> Callable[[], None] | None:
+        """The same for a whole object and without a task that waits: `ended` is called on the trio thread when it is over,
+        and `taker` not any more then. Returns what ends it early; None if it cannot begin at once: nothing was begun."""
 
 
 class BlockingReader(Protocol):

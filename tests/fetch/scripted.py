@@ -90,6 +90,9 @@ class ScriptedOrigin:
     def name(self, key: str) -> str:
         return f"{SOURCE}{key}"
 
+    def begin(self, *_: object) -> None:
+        """Every attempt has a task here."""
+
     def put(self, key: str, data: bytes) -> ObjectId:
         self._versions += 1
         etag = f'"{self._versions}"'
@@ -118,6 +121,7 @@ class ScriptedOrigin:
         *,
         whole: bool = False,
         turn: Ticket | None = None,
+        failed: object = None,
     ) -> None:
         get = Get(key, start, stop, whole, turn is not None and turn.background, turn)
         self.gets.append(get)

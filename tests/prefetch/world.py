@@ -45,6 +45,9 @@ class Shop(Bucket):
     def got(self) -> list[str]:
         return [key for key, _, _ in self.gets]
 
+    def begin(self, *_: object) -> None:
+        """Every attempt has a task here."""
+
     async def read(self, key: str, etag: str, start: int, stop: int, sink: Any, **how: Any) -> None:
         async with self._gate:
             self.gets.append((key, start, stop))

@@ -1,0 +1,192 @@
+"""Whole small objects come without a task for each: what a failure, a hang, a mount's end and a caller that gives up do to
+them, in results, in requests and in what stays behind. The lab store, the real origin, fetcher and cache store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+
+from bench.lab.dataset import content
+from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
+from cachefs.fetch import Fetcher
+from cachefs.origin import Origin
+from cachefs.store import open_store
+from tests.fetch.scripted import in_trio
+from tests.origin.servers import Lab
+from tests.origin.test_faults import SIZE, TABLE
+from tests.store.lab import MIB, until
+
+BODY = content("without", SIZE)
+
+
+class Reading:
+    def __init__(self, fetcher: Fetcher, origin: Origin, metrics: Metrics) -> None:
+        self.fetcher, self.origin, self.metrics = fetcher, origin, metrics
+
+    async def object(self, key: str = "file") -> ObjectId:
+        return (await self.origin.head(key)).version(self.origin.source)
+
+    async def read(self, object_id: ObjectId, size: int = SIZE) -> bytes:
+        opened = self.fetcher.open(self.origin, object_id)
+        try:
+            return bytes(await self.fetcher.read(opened, 0, size, 1))
+        finally:
+            self.fetcher.close(opened)
+
+    def over(self) -> None:
+        """Nothing is under way, and every slot is free."""
+        assert not self.fetcher.in_flight_fetches and not self.fetcher._without_task
+        assert not self.fetcher.transfers._versions
+        attempts = self.origin._attempts
+        assert not attempts.gate.in_flight and not attempts.breaker._hanging
+
+
+@pytest.fixture
+def store(lab: Lab) -> Lab:
+    lab.put("file", BODY)
+    lab.store.reset()
+    return lab
+
+
+@asynccontextmanager
+async def reading(store: Lab, cache_dir: Path, **options: Any) -> AsyncIterator[Reading]:
+    metrics = Metrics()
+    cache = open_store(cache_dir, 64 * MIB, 32 * MIB, 0, MIB, "first", metrics)
+    origin = store.origin(metrics=metrics, **{"stall_s": 0.3, **options})
+    try:
+        async with trio.open_nursery() as nursery:
+            yield Reading(Fetcher(cache.store, nursery, metrics, max_readahead=8 * MIB), origin, metrics)
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await cache.store.aclose(0)
+            await origin.aclose()
+
+
+@pytest.mark.parametrize(("action", "arguments", "requests"), TABLE, ids=lambda v: str(v))
+def test_faults_that_pass(
+    store: Lab, cache_dir: Path, action: str, arguments: dict[str, Any], requests: int
+) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir) as it:
+            object_id = await it.object()
+            store.store.fault(action, **arguments)
+            brought: list[tuple[int, CachefsError | None]] = []
+            assert it.fetcher.bring_small(it.origin, object_id, lambda *told: brought.append(told))
+            assert len(it.fetcher._without_task) == 1
+            assert await it.read(object_id) == BODY
+            await until(lambda: bool(brought), 30)
+            assert brought == [(SIZE, None)]
+            assert (
+                it.metrics.origin_get
+                == requests
+                == len([request for request in store.store.requests() if request["kind"] == "get"])
+            )
+            assert it.metrics.origin_retries == requests - 1 and it.metrics.origin_bytes == SIZE
+            assert it.metrics.origin_throttled == (arguments["count"] if action in ("503", "429") else 0)
+            assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
+            it.over()
+
+    in_trio(play)()
+
+
+@pytest.mark.parametrize(
+    ("action", "error"), [("404", NotFound), ("wrong-etag", ObjectChanged), ("500", OriginFailed)]
+)
+def test_faults_that_stay(store: Lab, cache_dir: Path, action: str, error: type[CachefsError]) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir) as it:
+            object_id = await it.object()
+            if action == "404":
+                store.remove("file")
+            else:
+                store.store.fault(action)
+            with pytest.raises(error):
+                await it.read(object_id)
+            it.over()
+
+    in_trio(play)()
+
+
+def test_refused_credentials_that_are_the_same_again_are_not_tried_twice(
+    store: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir) as it:
+            object_id = await it.object()
+            store.store.fault("403", count=1)
+            with pytest.raises(CachefsError, match="403"):
+                await it.read(object_id)  # they are the same as before
+            assert it.metrics.origin_get == 1
+            it.over()
+
+    in_trio(play)()
+
+
+def test_the_end_of_the_mount_ends_them(store: Lab, cache_dir: Path) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir, stall_s=20.0) as it:
+            object_id = await it.object()
+            store.store.fault("hang", count=1)
+            brought: list[tuple[int, CachefsError | None]] = []
+            assert it.fetcher.bring_small(it.origin, object_id, lambda *told: brought.append(told))
+            await until(lambda: it.origin._attempts.gate.in_flight == 1, 5)
+            await trio.sleep(0.05)
+        it.over()
+        assert len(brought) == 1 and brought[0][0] == 0 and brought[0][1] is not None
+
+    in_trio(play)()
+
+
+def test_a_caller_that_gives_up_ends_its_transfer(store: Lab, cache_dir: Path) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir, stall_s=20.0) as it:
+            object_id = await it.object()
+            store.store.fault("hang", count=1)
+            with trio.move_on_after(0.3):
+                await it.fetcher.bring(it.origin, object_id)
+            await until(lambda: not it.fetcher.in_flight_fetches, 5)
+            it.over()
+            assert it.metrics.origin_errors == it.metrics.origin_retries == 0
+
+    in_trio(play)()
+
+
+def test_a_reader_makes_it_demand(store: Lab, cache_dir: Path) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir, stall_s=20.0) as it:
+            object_id, gate = await it.object(), it.origin._attempts.gate
+            store.store.fault("hang", count=1)
+            assert it.fetcher.bring_small(it.origin, object_id, lambda *_: None)
+            assert gate.background_in_flight == 1
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(it.read, object_id)
+                await until(lambda: gate.background_in_flight == 0, 5)
+                assert gate.in_flight == 1 and it.metrics.prefetched_late == 3
+                nursery.cancel_scope.cancel()
+
+    in_trio(play)()
+
+
+def test_a_short_deadline_and_a_limit_take_a_task(store: Lab, cache_dir: Path) -> None:
+    async def play() -> None:
+        for options in ({"deadline_s": 0.2}, {"download_limit": 100 * MIB}):
+            async with reading(store, cache_dir, **options) as it:
+                object_id = await it.object()
+                assert it.fetcher.bring_small(it.origin, object_id, lambda *_: None)
+                assert not it.fetcher._without_task
+                await until(lambda: not it.fetcher.in_flight_fetches, 30)
+                it.over()
+            from cachefs.store.ram import remove_ram
+
+            remove_ram(cache_dir)
+
+    in_trio(play)()
