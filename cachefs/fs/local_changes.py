@@ -364,13 +364,8 @@ class LocalChanges:
         await self._writer.discard(node.dirty_file, replaced=True)
         self._forget(node)
 
-    async def rehold(self, node: Node, directory: Directory, name: bytes) -> None:
-        """What is held has another name."""
-        async with self.applying():
-            self.reheld(node, directory, name)
-
     def reheld(self, node: Node, directory: Directory, name: bytes) -> None:
-        """The same while `applying`."""
+        """What is held has another name; while `applying`."""
         place, stable, ino = (node.directory, node.name), node.stable, self.number(node)
         node.stable, node.row = self._pinned(node, directory, name)
         self._let_go(node)
@@ -391,7 +386,6 @@ class LocalChanges:
             del self._places[place[0].number, place[1]]
             node.directory, node.name = to
             self.add(node)
-        if node is not None:
             node.stable = ino
         self.renumbered(stable, ino)
 
