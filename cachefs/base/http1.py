@@ -22,7 +22,7 @@ MAX_HEADERS = 100
 
 _REQUEST = re.compile(rb"([A-Z]{1,16}) ([!-~]+) HTTP/1\.([01])")
 _REPLY = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [\t -~\x80-\xff]*)?")
-_BEGIN = re.compile(rb"(?:[!-~][ -~]*\r?)?")
+_BEGIN = re.compile(rb"(?:[!-~][\t -~\x80-\xff]*\r?)?")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t ]*([\t -~\x80-\xff]*)")
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 

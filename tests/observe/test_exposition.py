@@ -64,6 +64,7 @@ STATUS: dict[str, Any] = {
     },
     "jobs": [{"id": 1, "action": "warm", "files": 2, "done_files": 1, "done_bytes": 5, "state": "running"}],
     "eviction": {"policy": "auto", "datasets": []},
+    "holder": {"restarts": 2, "longest_pause_s": 0.5},
 }
 
 
