@@ -14,7 +14,7 @@ from bench import readers
 from bench.harness import Result, Series, interleave, scenario
 from bench.mounts import Cachefs
 from bench.workspace import Workspace
-from cachefs.daemon.holder import LONG_S
+from cachefs.fuse.holder import LONG_S
 
 KILLS = 6
 

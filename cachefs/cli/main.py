@@ -237,9 +237,8 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
         if config.foreground or ready.in_background:
             if config.restart and held is None:
                 command = background.holding(background.command_of(ctx.meta["arguments"]))
-                os.execv(
-                    command[0], command
-                )  # under the same process id: the caller waits for it and sends it signals
+                # Under the same process id: the caller waits for it and sends it signals.
+                os.execv(command[0], command)
             return _serve(config, ready, read, held)
         _mount_in_background(ctx.meta["arguments"], config)
     except BaseException as exc:

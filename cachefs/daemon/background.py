@@ -23,8 +23,8 @@ from cachefs.base.client import runtime_dir, slug
 from cachefs.base.errors import MountError
 from cachefs.base.linux import mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
-from cachefs.daemon import holder
 from cachefs.daemon.mounting import detach
+from cachefs.fuse import holder
 
 log = logging.getLogger(__name__)
 

@@ -163,9 +163,8 @@ class OpenFiles:
         self.awaited: Container[bytes] = frozenset()
         self.unopened = False  # the kernel opens files without asking, so no open makes it drop what it has
         self.parted: dict[int, Attributes] = {}  # by number; of open ones only
-        self.gone: dict[
-            int, tuple[Directory, Attributes]
-        ] = {}  # removed here; by the number that processes have
+        # Directories that were removed here and what is shown of them, by the number that processes have.
+        self.gone: dict[int, tuple[Directory, Attributes]] = {}
         self._reader = reader
         self._clock = clock
         self._shape = shape

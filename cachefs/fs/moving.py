@@ -128,7 +128,7 @@ class Moving:
             await self._stored(place, found, to, replaced)
             return
         dirty_file, over = node.dirty_file, None if replaced is None else replaced.dirty_file
-        left, note = False, await self._note_older(dirty_file, to)
+        left = False
 
         async def rename() -> None:
             nonlocal base, left
@@ -136,9 +136,10 @@ class Moving:
             left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, upload=upload)
 
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._local_changes.moving(node))  # first: its dirty file stays meanwhile
+            note = await self._note_older(dirty_file, to)
             if note is not None:
-                stack.push_async_callback(self._forget, note)
-            stack.enter_context(self._local_changes.moving(node))
+                stack.push_async_callback(self._remove_note, note)
             try:
                 await self._instead(replaced, rename)
             except BaseException:
@@ -175,7 +176,7 @@ class Moving:
         await self._writer.note(name, {**row, "versions": versions, "tokens": tokens})
         return name
 
-    async def _forget(self, note: str) -> None:
+    async def _remove_note(self, note: str) -> None:
         with trio.CancelScope(shield=True):
             await self._writer.note(note, None)
 
@@ -268,8 +269,7 @@ class Moving:
             moving.close()
             self._local_changes.unhide(*hidden)
             self._local_changes.unhide(*place)
-        with trio.CancelScope(shield=True):
-            await self._writer.note(note, None)
+        await self._remove_note(note)
         for key, error in kept.items():
             if not isinstance(error, NotFound):
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)

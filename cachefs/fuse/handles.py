@@ -4,7 +4,7 @@ One record of fixed length for each handle that the kernel has, written before t
 reply to its RELEASE. A record names the request (`unique`) that it answers. If the kernel repeats that request, it never
 got the reply, and does not have the handle. Before the records, the table has the backing ids that are registered.
 
-The memory is a file without a name, which a process of its own keeps (`cachefs.daemon.holder`). Readers of a directory need
+The memory is a file without a name, which a process of its own keeps (`cachefs.fuse.holder`). Readers of a directory need
 no record: the kernel sends inode and position with each request.
 """
 

@@ -1,4 +1,4 @@
-"""What outlives the daemon where a holder keeps its connection (`cachefs.daemon.holder`), and how a daemon takes it over.
+"""What outlives the daemon where a holder keeps its connection (`cachefs.fuse.holder`), and how a daemon takes it over.
 
 The holder's memory file has three parts: what the holder says of deaths, what the daemon has agreed with the kernel, and the
 table of open files (`cachefs.fuse.handles`).
@@ -17,15 +17,11 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from cachefs.fuse.handles import HandleTable
+from cachefs.fuse.holder import DEATHS, DESCRIPTORS, MOUNTPOINT_AT, MOUNTPOINT_BYTES
 
 log = logging.getLogger(__name__)
 
-DESCRIPTORS = "CACHEFS_HOLDER"
-_DEATHS = struct.Struct(
-    "=Qd"
-)  # at 0, written by the holder: how often the daemon was started again, its last death
 _CONNECTION_AT, _CONNECTION = 16, struct.Struct("=IQd32s")  # minor, flags, longest pause, device number
-_MOUNTPOINT_AT, _MOUNTPOINT_BYTES = 128, 4096
 _TABLE_AT = 2 * mmap.PAGESIZE
 
 
@@ -63,7 +59,7 @@ class Held:
         for fd in fds:
             os.set_inheritable(fd, False)
             self.fd, self.holds = fd, True
-        self.restarts, self._died_at = _DEATHS.unpack_from(self._state)
+        self.restarts, self._died_at = DEATHS.unpack_from(self._state)
         self.table = HandleTable(self._state_fd, _TABLE_AT)
         os.close(self._state_fd)
 
@@ -82,9 +78,9 @@ class Held:
     def hold(self, fd: int, mountpoint: Path, number: str, minor: int, flags: int) -> None:
         """From now on the connection `fd`, made by this daemon, outlives it."""
         path = os.fsencode(mountpoint)
-        if len(path) >= _MOUNTPOINT_BYTES:
+        if len(path) >= MOUNTPOINT_BYTES:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(mountpoint))
-        self._state[_MOUNTPOINT_AT : _MOUNTPOINT_AT + len(path) + 1] = path + b"\0"
+        self._state[MOUNTPOINT_AT : MOUNTPOINT_AT + len(path) + 1] = path + b"\0"
         _CONNECTION.pack_into(self._state, _CONNECTION_AT, minor, flags, 0.0, number.encode())
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
         self.holds = True

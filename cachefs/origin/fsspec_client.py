@@ -386,6 +386,13 @@ class _StoreClient(FsspecClient):
         except Exception as exc:
             raise self.translated(exc, key) from exc
 
+    def _opened_for(self, key: str) -> Any:
+        """The filesystem of fsspec. Called before its loop has work to do, because opening may wait for that loop."""
+        try:
+            return self.opened()
+        except Exception as exc:
+            raise self.translated(exc, key) from exc
+
     def _open(self) -> Any:
         raise NotImplementedError
 
@@ -422,10 +429,7 @@ class S3fsClient(_StoreClient):
         async def ask() -> Any:
             return await filesystem._call_s3(method, Bucket=self._bucket.name, Key=key, **arguments)
 
-        try:
-            filesystem = self.opened()  # not on fsspec's loop, for which opening may wait
-        except Exception as exc:
-            raise self.translated(exc, key) from exc
+        filesystem = self._opened_for(key)
         return self._call(key, ask)
 
     def _open(self) -> Any:
@@ -492,10 +496,7 @@ class AdlfsClient(_StoreClient):
         async def ask() -> Any:
             return await call(filesystem.service_client.get_blob_client(self._container.container, key))
 
-        try:
-            filesystem = self.opened()  # not on fsspec's loop, for which opening may wait
-        except Exception as exc:
-            raise self.translated(exc, key) from exc
+        filesystem = self._opened_for(key)
         return self._call(key, ask)
 
     def _open(self) -> Any:

@@ -849,7 +849,7 @@ class _Loop:
             while not self._stopped:
                 self._turn()
         except Exception:
-            log.exception("the HTTP client failed; it begins anew with the next request")
+            log.exception("the HTTP client failed; the next request starts another")
         with self._closing:
             self.over = True
         for exchange in list(self._live.values()):

@@ -1,7 +1,7 @@
-"""What a dirty file holds, who has it, and what is being done with it: few states, and one function for each way from one to
-the next.
+"""The states of a dirty file: what it holds, whether the origin or the cache has that, and what is being done with it. One
+function for each transition.
 
-| state | its staging file | the origin has | goes on by |
+| state | its staging file | the origin has | transitions |
 |---|---|---|---|
 | `Dirty` | is ours | something else, or nothing | `begin` → `Committing` |
 | `Committing` | is ours, and as it is being sent | the same, or what is sent | `end` → `Clean`, `Dirty` |
@@ -134,7 +134,7 @@ class Content:
         """False while the cache is taking its file, and afterwards."""
         return not isinstance(self.named, Settling | Adopted)
 
-    # The ways.
+    # Transitions.
 
     def changed(self) -> None:
         """It holds something else now."""

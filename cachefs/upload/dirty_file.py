@@ -1,7 +1,7 @@
 """A dirty file: the new content of one file on its way to the store.
 
-Its bytes are in a staging file. Who writes finds it as a file of its own: one writer at a time, readers beside. What is
-being made an object is not changed meanwhile: a writer that reaches such bytes waits for an upload that a caller waits
+Its bytes are in a staging file. Writers take turns, and readers read beside them. Bytes that are being sent do not change
+meanwhile: a writer that reaches such bytes waits for an upload that a caller waits
 for, and cancels any other.
 """
 
@@ -56,7 +56,7 @@ class Owner(Protocol):
 class Trying:
     """How its uploads go. `due` is when the next one begins, by the clock of trio; `overdue`: that time came while a process
     was changing it. `failure` is why the last one failed, until one succeeds, after `failures` in a row; `told`: a caller
-    knows. `unsure`: the outcome of one is unknown. Who has the `turn` begins attempts, or renames it."""
+    knows. `unsure`: the outcome of one is unknown. The holder of the `turn` begins attempts, or renames it."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -68,7 +68,7 @@ class Trying:
 
 class Record:
     """What its row in the journal remembers: `tokens` of attempts whose outcome is unknown, the `upload` in parts, and the
-    dirty file that had its name before (`over`), which does not come back. Who has the `turn` writes the row."""
+    dirty file that had its name before (`over`), which does not come back. The holder of the `turn` writes the row."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
@@ -117,8 +117,8 @@ class DirtyFile:
     """Made by `Uploads` only, and used from the trio thread.
 
     `size` is in bytes; `mtime_ns` is the time of the last write, or what utimensat set. `base` is the etag of the version
-    that it replaces. `attrs` is the filesystem's to fill and comes back after a crash. `handles` are its open users. Who has
-    the `lock` changes its content."""
+    that it replaces. `attrs` is the filesystem's to fill and comes back after a crash. `handles` are its open users. The
+    holder of the `lock` changes its content."""
 
     def __init__(
         self,

@@ -84,10 +84,8 @@ class Queue:
                 if dirty_file.trying.due != due:
                     continue
                 if dirty_file.between:
-                    dirty_file.trying.due, dirty_file.trying.overdue = (
-                        math.inf,
-                        True,
-                    )  # the next close or fsync has it sent
+                    # The next close or fsync has it sent.
+                    dirty_file.trying.due, dirty_file.trying.overdue = math.inf, True
                 elif dirty_file.attempt is None:
                     self._busy += 1
                     contained(

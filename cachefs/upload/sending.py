@@ -7,8 +7,8 @@ the store has forgotten (`NoSuchUpload`) is begun again, once.
 
 The cuts are fixed by the store's limits alone (part n begins where part n-1 ends, as long as `Limits.part_size` says), so
 a part's number follows from its offset. While the file is written, a part is *ready* once the *frontier*, as far as the
-file was written from its beginning without a gap, has gone beyond it: who writes in order does not come back. Who does
-come back makes the part *stale*, and it is sent again at the commit, with all else that is *missing*.
+file was written from its beginning without a gap, has gone beyond it: a program that writes in order does not come back.
+One that does makes the part *stale*, and it is sent again at the commit, with all else that is *missing*.
 """
 
 from __future__ import annotations

@@ -216,9 +216,8 @@ class Uploads:
             if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
                 self._dirty_files.pop(dirty_file.id, None)
         elif not dirty_file.dirty and dirty_file.content.adopted:
-            self._settled(
-                dirty_file
-            )  # at once: its file is the cache's, so it cannot be opened here any more
+            # At once: its file is the cache's, so it cannot be opened here any more.
+            self._settled(dirty_file)
         elif not dirty_file.dirty:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
         elif dirty_file.waits:

@@ -147,7 +147,7 @@ class Inodes:
             yield
 
     def removed(self, number: int) -> None:
-        """Who has looked up this directory has a dead one."""
+        """A process that has looked up this directory has a dead one."""
         for kernel in self.kernels:
             kernel.dead |= {found for found, ino in kernel.inodes.items() if ino == number}
 

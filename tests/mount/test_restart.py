@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from bench.lab.client import LabStore
-from cachefs.daemon import holder
+from cachefs.fuse import holder
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
 from tests.mount.mounts import Mount, alive, eventually, mounts_at, processes_with, run
 

@@ -655,33 +655,21 @@ class TestWriteback:
         assert (writeback.path / "f").read_bytes() == now(LARGE)
         assert writeback.files() == {"f": now(LARGE)}
 
+    @pytest.mark.parametrize(("kind", "key"), [("put", "g"), ("delete", "f")])
     def test_while_a_file_is_renamed_that_has_an_older_version(
-        self, mounted: Mounted, bucket: Bucket
+        self, mounted: Mounted, bucket: Bucket, kind: str, key: str
     ) -> None:
         """That stays at the origin until the new one is there under the other name; here it does not come back."""
         writeback = Stage(mounted, bucket, writeback=True, upload_delay="1h")
         (writeback.path / "f").write_bytes(BEFORE)
         writeback.files()
-        here = writeback.hangs("put", "g")
+        here = writeback.hangs(kind, key)
         self.closed(writeback, SMALL)
         writeback.call("rename", "f", "g")
         writeback.crash(here, restart=False)
         assert stored(writeback.bucket, "f") == BEFORE
         writeback.mount.start()
         assert os.listdir(writeback.path) == ["g"]
-        assert writeback.files() == {"g": now(SMALL)}
-
-    def test_between_the_new_name_and_the_removal_of_the_older_version(
-        self, mounted: Mounted, bucket: Bucket
-    ) -> None:
-        writeback = Stage(mounted, bucket, writeback=True, upload_delay="1h")
-        (writeback.path / "f").write_bytes(BEFORE)
-        writeback.files()
-        here = writeback.hangs("delete", "f")
-        self.closed(writeback, SMALL)
-        writeback.call("rename", "f", "g")
-        writeback.crash(here)
-        assert stored(writeback.bucket, "g") == now(SMALL)
         assert writeback.files() == {"g": now(SMALL)}
 
     @pytest.mark.long

@@ -25,7 +25,8 @@ DESCRIPTORS = "CACHEFS_HOLDER"
 """The variable with the two descriptors."""
 
 DEATHS = struct.Struct("=Qd")
-"""How often the daemon was started again, and when it died the last time (CLOCK_MONOTONIC, seconds)."""
+"""At the beginning of the memory file: how often the daemon was started again, and when it died the last time
+(CLOCK_MONOTONIC, seconds)."""
 
 MOUNTPOINT_AT, MOUNTPOINT_BYTES = 128, 4096
 """Where in the memory file the daemon writes its mountpoint, ended by a zero byte."""
