@@ -327,13 +327,13 @@ class Moving:
             self._goes_along(node, left, self._there(node.directory, inside, moved))
         for node in local_changes.below(inside):  # open, and never written
             at = node.directory, node.name
-            if not self._read_on(at, node.stable, self._there(node.directory, inside, moved), copies.made):
+            if not self._read_on(at, self._there(node.directory, inside, moved), copies.made):
                 node.removed = True
         for stable in self._files.paths():
             with suppress(NotFound):
                 at = self._tree.locate(stable)
                 if is_below(at[0], inside) and local_changes.at(*at) is None:
-                    self._read_on(at, stable, self._there(at[0], inside, moved), copies.made)
+                    self._read_on(at, self._there(at[0], inside, moved), copies.made)
         self._keep(directories, there, copies.made)
         for directory in directories:
             local_changes.renumbered(directory.ino, there[directory.number].ino)
@@ -362,13 +362,16 @@ class Moving:
             self._kept.put(found.ino, "", {})
             self._local_changes.written(*place, False, moved=True)
 
-    def _read_on(self, place: Place, stable: int, to: Directory, copies: Copied) -> bool:
-        """Of a file that is open: its readers go on under the new name, if it was copied in the version that they have."""
+    def _read_on(self, place: Place, to: Directory, copies: Copied) -> bool:
+        """Of a file that is open: its readers go on under the new name, if it was copied in the version that they have. The
+        old name goes at once: a handle of a file that had it before leads here, too, and must not find it again."""
         row, copied = self._tree.row(*place), copies.get(_key(place)[1])
         if row is None or copied is None or (row.etag, row.size) != (copied[0].etag, copied[0].size):
             return False
+        stable = inode_of(*place, row)
         self._moved(place, Found(stable, False, row, 0.0), (to, place[1]), copied[1])
         self._kept.put(stable, "", {})
+        self._local_changes.written(*place, False, moved=True)
         return True
 
     def _keep(self, directories: Sequence[Directory], there: dict[int, Directory], copies: Copied) -> None:

@@ -132,6 +132,25 @@ async def test_what_fails_leaves_the_old_name_alone_or_says_what_is_left(fails: 
         assert bucket.content(f"{top}/new") == b"new" and bucket.content(f"{top}/written")[:7] == b"changed"
 
 
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
+async def test_a_file_keeps_its_number_beside_one_that_had_its_name(flags: int) -> None:
+    """Both are open when the directory moves: the older one has no name, and was known under the same one."""
+    async with mounted(filled(), writer=MemoryWriter(), **RW) as mount:
+        old = await mount.open("d/a")
+        await mount.rename("d/written", "d/a")
+        new = await mount.open("d/a", flags)
+        ino = await mount.ino("d/a")
+        for path, to in (("d", "e"), ("e", "d"), ("d", "e")):
+            await mount.rename(path, to)
+            assert await mount.ino(f"{to}/a") == ino == (await mount.fstat(new)).ino
+            again = await mount.open(f"{to}/a", flags)
+            await mount.close_file(again)
+        assert (await mount.fstat(old)).nlink == 0
+        await mount.close_file(old)
+        await mount.close_file(new)
+        assert await mount.ino("e/a") == ino and (await mount.fs.getattr(ino))[0].ino == ino
+
+
 @pytest.mark.parametrize("left", range(10))
 async def test_what_was_set_below_goes_along_also_after_a_crash(left: int, tmp_path: Path) -> None:
     """The store takes so many changes, then the daemon dies."""
