@@ -215,13 +215,18 @@ class Uploads:
         if dirty_file.discarded:
             if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
                 self._dirty_files.pop(dirty_file.id, None)
-        elif not dirty_file.dirty and dirty_file.content.adopted:
-            # At once: its file is the cache's, so it cannot be opened here any more.
-            self._settled(dirty_file)
         elif not dirty_file.dirty:
-            contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+            self._settle_soon(dirty_file)
         elif dirty_file.waits:
             contained(self._queue.nursery, f"closing {dirty_file.key}", self._after_release, dirty_file)
+
+    def _settle_soon(self, dirty_file: DirtyFile) -> None:
+        """It is not in use, and the origin has it."""
+        if dirty_file.content.adopted:
+            # At once: its file is the cache's, so it cannot be opened here any more.
+            self._settled(dirty_file)
+        else:
+            contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def enable_passthrough(
         self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]
@@ -485,7 +490,7 @@ class Uploads:
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
                 elif not dirty_file.handles:  # its last user has gone meanwhile
-                    contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+                    self._settle_soon(dirty_file)
                 raise
             try:
                 await dirty_file.sender.abandon()
@@ -607,7 +612,10 @@ class Uploads:
                     adopted = await self._adopt(dirty_file, info)
                 finally:
                     dirty_file.content.settled(adopted)
-                if dirty_file.discarded and not dirty_file.content.adopted:
+                going = (
+                    dirty_file.trying.turn.locked()
+                )  # `discard` is not done: it removes the file, or keeps it
+                if dirty_file.discarded and not dirty_file.content.adopted and not going:
                     dirty_file.file.remove()
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
                 return  # the last user that came meanwhile does the rest

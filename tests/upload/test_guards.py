@@ -548,6 +548,41 @@ async def test_an_empty_file_that_is_just_sent_is_not_given_to_a_writer(tmp_path
         assert kernel.backings == []
 
 
+@pytest.mark.parametrize("adopts", [False, True])
+@in_trio
+async def test_a_removal_that_fails_while_the_cache_takes_the_file_leaves_it_readable(
+    tmp_path: Path, adopts: bool
+) -> None:
+    """Here if the cache did not take it; else it is the cache's at once."""
+    async with desk(tmp_path) as d:
+        adopt, taking, go_on = d.cache.adopt, trio.Event(), trio.Event()
+        d.cache.adopts = adopts
+
+        async def slow(object_id: Any, path: Path) -> bool:
+            taking.set()
+            await go_on.wait()
+            return await adopt(object_id, path)
+
+        async def refused() -> None:
+            go_on.set()
+            await d.quiet()
+            raise OriginFailed("it stays")
+
+        d.cache.adopt = slow  # type: ignore[method-assign]
+        dirty_file = await d.save("k", b"data")
+        await taking.wait()
+        with pytest.raises(OriginFailed, match="it stays"):
+            await d.uploads.discard(dirty_file, instead=refused)
+        assert d.settled == (["k"] if adopts else [])
+        if not adopts:
+            d.uploads.open(dirty_file)
+            assert bytes(await dirty_file.read(0, 100)) == b"data"
+            d.uploads.release(dirty_file)
+        await d.quiet()
+        assert d.settled == ["k"] and list(d.cache.adopted.values()) == [b"data"] * adopts
+        assert await d.files() == []
+
+
 @in_trio
 async def test_what_the_cache_is_taking_is_not_removed_under_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
