@@ -149,7 +149,8 @@ class Fetcher:
         for tier in store.tiers:
             tier.disk.on_down.append(partial(self._disk_down, tier))
         self.passthrough = self.written = False
-        self.note_use = store.note_use
+        self.note_use, self.release_backing = store.note_use, store.release_backing
+        self.reopen_backing, self.cached_bytes = store.reopen_backing, store.cached_bytes
         self._on_read: ReadHook | None = None
         self._not_passed: Container[bytes] = frozenset()
 
@@ -179,9 +180,6 @@ class Fetcher:
         on_disk = self.written and opened.origin.can_write
         return self._store.open_backing(self._store.object(opened.id), on_disk=on_disk)
 
-    def open_registered(self, origin: Origin, object_id: ObjectId) -> Backing | None:
-        return self._store.open_registered(object_id, on_disk=self.written and origin.can_write)
-
     def _passthrough_ready(self, object_id: ObjectId) -> bool:
         return object_id.size <= WHOLE_BYTES or object_id.digest not in self._not_passed
 
@@ -201,15 +199,6 @@ class Fetcher:
 
     def restore_backing(self, opened: OpenedObject, backing_id: int) -> Backing:
         return self._store.restore_backing(self._store.object(opened.id), backing_id)
-
-    def reopen_backing(self, backing: Backing) -> None:
-        self._store.reopen_backing(backing)
-
-    def release_backing(self, backing: Backing) -> None:
-        self._store.release_backing(backing)
-
-    def cached_bytes(self, object_id: ObjectId) -> int:
-        return self._store.cached_bytes(object_id)
 
     def read_now(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer | None:
         """The bytes [offset, offset+size), within the object, if that takes no waiting; else None."""

@@ -57,6 +57,9 @@ ALIASES_REMEMBERED = 16_384
 looked up again."""
 
 
+CLOSED_REMEMBERED = 16_384
+"""Closed files in passthrough whose handles are kept, about 500 bytes each. Beyond it all go the general way once."""
+
 INODES_SURE = 262_144
 """Inodes opened since another daemon died, about 70 bytes each. Guessed; beyond it all are as if they were not."""
 
@@ -97,6 +100,7 @@ class FileHandle:
     """`ino` is the number it was opened under, `stable` that of its path; they differ under an alias. `mtime_ns` is the time
     of its version. `backing` is what the kernel reads it from by itself, if it does. `node` is there when it is open for
     writing, or reads what is written; `flushed` when a descriptor of it was closed, so that no later close need follow.
+    `record` is what a holder keeps of it for the next daemon (b"": not made yet).
     `superseded`: another version is the current one."""
 
     __slots__ = (
@@ -111,6 +115,7 @@ class FileHandle:
         "opened",
         "origin",
         "pid",
+        "record",
         "size",
         "stable",
         "superseded",
@@ -139,9 +144,20 @@ class FileHandle:
         self.backing = backing
         self.superseded = False
         self.counted = False
+        self.record = b""
         self.node: Node | None = None
         self.writes = self.flushed = False
         self.former: tuple[Any, ...] = ()  # what it read under names its file does not have any more
+
+    def can_reopen(self) -> bool:
+        """Whether this handle of a file in passthrough, now closed, may be given out again (`OpenFiles.reopen`)."""
+        return (
+            self.ino < FIRST_ALIAS
+            and self.size <= LARGE
+            and not self.superseded
+            and self.node is None
+            and not self.former
+        )
 
 
 class OpenFiles:
@@ -172,6 +188,7 @@ class OpenFiles:
         self._next = 1
         self._handles: dict[int, FileHandle] = {}
         self._by_ino: dict[int, list[FileHandle]] = {}
+        self._closed: dict[int, FileHandle] = {}  # by number: see `reopen`
         self._under_alias: dict[int, list[FileHandle]] = {}  # by the number of the path
         self._aliases: dict[int, tuple[int, str, int]] = {}  # alias → (number of the path, etag, size)
         self._changed: dict[int, float] = {}  # until when an open makes the kernel drop its pages
@@ -356,26 +373,26 @@ class OpenFiles:
             self.on_open(ino, pid, origin, obj, backing is not None)
         return fh, keep, 0 if backing is None else backing.id
 
-    def open_registered(
-        self, ino: int, origin: Origin, obj: ObjectId, mtime_ns: int, pid: int
-    ) -> tuple[int, Backing] | None:
-        """`open` for a file that is open nowhere and whose backing file the kernel has, in as few steps as that takes: a
-        handle and the file, whose use the caller notes (`Reader.note_use`). None: `open` knows."""
+    def reopen(self, ino: int, obj: ObjectId, pid: int) -> tuple[int, Backing] | None:
+        """`open` for a file that was closed in passthrough and is open nowhere, in as few steps as that takes: a handle and
+        the backing file, whose use the caller notes (`Reader.note_use`). None: `open` knows."""
+        handle = self._closed.get(ino)
         if (
-            ino in self._by_ino
-            or ino >= FIRST_ALIAS
-            or self.on_passthrough is None
-            or obj.size > LARGE
+            handle is None
+            or handle.object is not obj
+            or ino in self._by_ino
             or (self._changed and ino in self._changed)
             or (self._apart and self._is_apart(ino))
             or (self.on_open is not None and obj.digest in self.awaited)
         ):
             return None
-        backing: Backing | None = self._reader.open_registered(origin, obj)
-        if backing is None:
+        backing = handle.backing
+        if backing is None or not backing.reuse():
+            del self._closed[ino]
             return None
-        stable = self._moved.get(ino, ino) if self._moved else ino
-        handle = FileHandle(ino, stable, origin, obj, mtime_ns, self._reader.open(origin, obj), pid, backing)
+        if self._moved:
+            handle.stable = self._moved.get(ino, ino)
+        handle.pid = pid
         self._by_ino[ino] = [handle]
         fh = self._next
         self._next = fh + 1
@@ -534,6 +551,10 @@ class OpenFiles:
             _remove(self._under_alias, handle.stable, handle)
         if handle.backing is not None and handle.size != DIRTY_FILE:
             self._reader.release_backing(handle.backing)
+            if self._closed.get(ino) is not handle and handle.can_reopen():
+                if len(self._closed) >= CLOSED_REMEMBERED:
+                    self._closed.clear()
+                self._closed[ino] = handle
         if handle.opened is not None:
             self._reader.close(handle.opened)
         for opened in handle.former:

@@ -407,7 +407,7 @@ class FileSystem(Writes):
         warm = self._warm.get(ino)
         if warm is None or warm[0] <= self._clock():
             return None
-        return self._files.open_registered(ino, warm[1], warm[2], warm[3], pid)
+        return self._files.reopen(ino, warm[2], pid)
 
     def note_use(self, backing: Backing) -> None:
         """What `open_known` returned is used."""

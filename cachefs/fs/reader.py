@@ -20,6 +20,11 @@ class Backing(Protocol):
     def registered(self, backing_id: int) -> None:
         """The kernel holds the file by itself now: `fd` is closed."""
 
+    def reuse(self) -> bool:
+        """`Reader.open_backing` for the version and origin that it was opened for before, if it has no users and takes
+        nothing but a look. Its use has to be noted, with `Reader.note_use`. False: `Reader.open_backing` knows."""
+        ...
+
 
 class Reader(Protocol):
     """Bytes of object versions. Offsets and sizes lie inside the object: the filesystem clips them. `passthrough` says that
@@ -54,12 +59,8 @@ class Reader(Protocol):
     def open_backing(self, opened: Any) -> Backing | None:
         """The version's file, when all of it is here, and right. Given back with `release_backing`."""
 
-    def open_registered(self, origin: Origin, obj: ObjectId) -> Backing | None:
-        """The same for a version of up to `LARGE` bytes that was opened so before, where that takes nothing but a look; its
-        use has to be noted, with `note_use`. None: `open_backing` knows."""
-
     def note_use(self, backing: Any) -> None:
-        """What `open_registered` returned is used."""
+        """A file that `Backing.reuse` has opened is used."""
 
     def restore_backing(self, opened: Any, backing_id: int) -> Backing:
         """The version's file that an earlier daemon has registered as `backing_id`. Given back with `release_backing`."""

@@ -111,6 +111,8 @@ class Device:
         self.fd = fd
         self._writable = writable
         self._request_bytes = REQUEST_BYTES + (MAX_WRITE if writable else 0)
+        self._incoming = select.poll()
+        self._incoming.register(fd, select.POLLIN)
         self.kept = 0  # buffers of requests that are not finished
         self._spare: list[bytearray] = []  # buffers to use again
         self._use(bytearray(self._request_bytes))
@@ -255,6 +257,10 @@ class Device:
                     return None
                 if exc.errno not in _READ_AGAIN:
                     raise
+
+    def wait(self) -> bool:
+        """Sleep until a request has come. False after a millisecond without one: all of this thread waits meanwhile."""
+        return bool(self._incoming.poll(1))
 
     def keep(self) -> bytearray:
         """Keep the last request valid until the returned buffer is given back. Cheaper than a copy, because buffers are used

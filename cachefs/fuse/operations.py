@@ -10,8 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -24,7 +23,7 @@ from cachefs.base.ledger import NAMES, WRITES, Call, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
-from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
+from cachefs.fs import Attributes, Entry, FileSystem, Space
 from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse.callers import Writers
@@ -305,13 +304,6 @@ class Operations:
             return Pending(OPEN, thread, partial(self._known, thread, work))
         return opened
 
-    def open_known(self, thread: int, inode: int) -> tuple[int, Backing] | None:
-        """See `FileSystem.open_known`."""
-        found = self._fs.open_known(inode, thread)
-        if found is not None:
-            self._metrics.fuse_open += 1
-        return found
-
     async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
         """The answer about a file that the kernel has looked up. It walks the path again where that is another by now."""
         try:
@@ -501,22 +493,21 @@ class Operations:
     ) -> Pending[T]:
         """`work` changes names in these directories. The kernel sends such changes of a directory one after the other, but
         takes one that was interrupted for done while it is still carried out here. So they wait for each other here, too."""
-        return Pending(request, thread, partial(self._take_turn, work, directories))
+        # Always in this order, so no two wait for each other.
+        return Pending(request, thread, partial(self._take_turn, work, sorted(set(directories))))
 
-    async def _take_turn(self, work: Callable[[], Awaitable[T]], directories: tuple[int, ...]) -> T:
-        async with AsyncExitStack() as turns:
-            for directory in sorted(set(directories)):  # always in this order, so no two wait for each other
-                await turns.enter_async_context(self._turn(directory))
+    async def _take_turn(self, work: Callable[[], Awaitable[T]], directories: Sequence[int]) -> T:
+        if not directories:
             return await work()
-
-    @asynccontextmanager
-    async def _turn(self, directory: int) -> AsyncIterator[None]:
+        directory, *others = directories
         lock = self._turns.setdefault(directory, trio.Lock())
-        async with (
-            lock
-        ):  # a free lock is taken before the first checkpoint, so no other task can drop it in between
-            try:
-                yield
-            finally:
-                if not lock.statistics().tasks_waiting:
-                    del self._turns[directory]
+        if lock.locked():
+            await lock.acquire()
+        else:
+            lock.acquire_nowait()
+        try:
+            return await self._take_turn(work, others)
+        finally:
+            if not lock.statistics().tasks_waiting:
+                del self._turns[directory]
+            lock.release()

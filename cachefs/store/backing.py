@@ -56,6 +56,10 @@ class BackingFile:
         self.id = backing_id
         self.close()
 
+    def reuse(self) -> bool:
+        """See `cachefs.fs.reader.Backing`."""
+        return False
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -77,6 +81,10 @@ class Backing(BackingFile):
         self.copies = copies
         self.blocks = sum(copy.bitmap.bit_count() for copy in copies)
         self.users = 0
+
+    def reuse(self) -> bool:
+        """See `Passthrough.reuse`."""
+        return self._passthrough.reuse(self)
 
     def retire(self) -> None:
         """The kernel and the cache forget it. Without users only."""
@@ -141,32 +149,24 @@ class Passthrough:
         self.note_use(backing)
         return backing
 
-    def open_registered(self, object_id: ObjectId, *, on_disk: bool) -> Backing | None:
-        """The same for a version whose file the kernel has and that is open nowhere, in as few steps as that takes; its use
-        is noted by `note_use`. None: `open` knows."""
-        obj = self._catalog.remembered(object_id)
-        if obj is None:
-            return None
-        backing = obj.backing
-        if (
-            backing is None
-            or backing not in self._idle
-            or (on_disk and not backing.tier.blocking)
-            or backing.tier.disk.down
-        ):
-            return None
+    def reuse(self, backing: Backing) -> bool:
+        """`open` for one that was opened before, if it is idle, in as few steps as that takes; its use is noted by
+        `note_use`."""
+        if backing not in self._idle or backing.tier.disk.down:
+            return False
         del self._idle[backing]
         backing.users = 1
         for copy in backing.copies:
             copy.pins += 1
         self._metrics.passthrough_blocks += backing.blocks
-        return backing
+        return True
 
     def note_use(self, backing: Backing) -> None:
-        """It was opened."""
+        """It was opened. Between two flushes, a second apart, this counts once: it is most of what an open costs."""
         eviction = self._eviction
         for copy in backing.copies:
-            if eviction.touch_if_old(copy):
+            if eviction.touch_if_flushed(copy):
+                self._catalog.remembered(backing.object.id)
                 eviction.used(backing.object, copy, hit=True)
 
     def restore(self, obj: CachedObject, backing_id: int) -> Backing:
@@ -255,7 +255,7 @@ class Passthrough:
         else:
             self._space.unpin(obj, *backing.copies)
             for copy in backing.copies:
-                self._eviction.touch_closed(copy)
+                self._eviction.touch_if_flushed(copy)
             self._idle[backing] = None
             if len(self._idle) > IDLE_BACKINGS:
                 self.retire(self._idle.popitem(last=False)[0])

@@ -259,10 +259,12 @@ class Eviction:
         self.touch(copy)
         return True
 
-    def touch_closed(self, copy: Copy) -> None:
-        """`touch` at the end of a use, for one that took a while: what was opened since the last flush is young anyway."""
-        if not self._catalog.used_since_flush(copy) and copy.bitmap:
-            self.touch(copy)
+    def touch_if_flushed(self, copy: Copy) -> bool:
+        """`touch`, unless it was used since the last flush: then it is young anyway."""
+        if self._catalog.used_since_flush(copy) or not copy.bitmap:
+            return False
+        self.touch(copy)
+        return True
 
     def used(self, obj: CachedObject, copy: Copy, *, hit: bool, requester: str = "") -> None:
         """Tell the policy of a use, after `touch`; `requester` is the requesting peer, "" for this node's readers. Copies

@@ -110,7 +110,7 @@ class Store:
         self.adopt_bytes = adopting.adopt_bytes
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
         self.release_backing = self._passthrough.release
-        self.open_registered, self.note_use = self._passthrough.open_registered, self._passthrough.note_use
+        self.note_use = self._passthrough.note_use
         self.take_out = self._passthrough.take_out
         self.make_immutable, self.refuse = self._passthrough.make_immutable, self._passthrough.refuse
         self.prepare_later = self._passthrough.prepare_later

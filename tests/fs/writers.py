@@ -24,6 +24,9 @@ class MemoryBacking:
     def registered(self, backing_id: int) -> None:
         raise AssertionError("it is already")
 
+    def reuse(self) -> bool:
+        return False
+
 
 class MemoryDirtyFile:
     def __init__(self, name: str, origin: Any, key: str, data: bytes, mtime_ns: int, attrs: Any) -> None:

@@ -79,13 +79,21 @@ class Line(Device):
 class BackingFile:
     """A `Backing`."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: FakeCache, key: str) -> None:
+        self._cache, self._key = cache, key
         self.id = 0
         self.fd = 99
         self.users = 1
 
     def registered(self, backing_id: int) -> None:
         self.id, self.fd = backing_id, -1
+
+    def reuse(self) -> bool:
+        known = self._cache.backings.get(self._key) is self and self._key in self._cache.whole
+        if known and self.id and not self.users:
+            self.users = 1
+            return True
+        return False
 
 
 class FakeCache(Bytes):
@@ -130,15 +138,8 @@ class FakeCache(Bytes):
         if opened.key in self.backings:
             self.backings[opened.key].users += 1
         else:
-            self.backings[opened.key] = BackingFile()
+            self.backings[opened.key] = BackingFile(self, opened.key)
         return self.backings[opened.key]
-
-    def open_registered(self, origin: object, obj: ObjectId) -> BackingFile | None:
-        backing = self.backings.get(obj.key)
-        if backing is None or obj.key not in self.whole or backing.users or not backing.id:
-            return None
-        backing.users = 1
-        return backing
 
     def note_use(self, backing: BackingFile) -> None:
         assert backing.users

@@ -200,4 +200,4 @@ async def test_what_is_opened_directly_is_answered_as_ever(
         assert not none
         for step, (one, other) in enumerate(zip(told, expected, strict=True)):
             assert one == other, f"seed {seed}, {step}: {told[max(0, step - 8) : step + 1]}"
-    assert directly > 20, "hardly any"
+    assert directly > 15, "hardly any"
