@@ -1,7 +1,10 @@
 """What outlives the daemon where a holder keeps its connection (`cachefs.fuse.holder`), and how a daemon takes it over.
 
 The holder's memory file has three parts: what the holder says of deaths, what the daemon has agreed with the kernel, and the
-table of open files (`cachefs.fuse.handles`).
+table of open files. The table has a record of fixed length for each handle that the kernel has, written before the reply to
+its OPEN and cleared before the reply to its RELEASE. A record names the request (`unique`) that it answers. If the kernel
+repeats that request, it never got the reply, and does not have the handle. Before the records, the table has the backing ids
+that are registered. Readers of a directory need no record: the kernel sends inode and position with each request.
 """
 
 from __future__ import annotations
@@ -13,16 +16,35 @@ import os
 import socket
 import struct
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import NamedTuple
 
-from cachefs.fuse.handles import HandleTable
 from cachefs.fuse.holder import DEATHS, DESCRIPTORS, MOUNTPOINT_AT, MOUNTPOINT_BYTES
 
 log = logging.getLogger(__name__)
 
 _CONNECTION_AT, _CONNECTION = 16, struct.Struct("=IQd32s")  # minor, flags, longest pause, device number
 _TABLE_AT = 2 * mmap.PAGESIZE
+
+MOST_HANDLES = 65_536
+"""Handles with a record, 2 KiB of address space each; only those that were ever in use at once take memory. Others answer
+ESTALE after the daemon died. Guessed: more than the open files of any job."""
+
+MOST_BACKINGS = 65_536
+"""Backing ids that are known, 4 bytes each. A further one keeps its file until the connection ends. Guessed."""
+
+RECORD_BYTES = 2048
+_USED = struct.Struct("=QQ")
+"""At the beginning: how many records, and how many backing ids, there is room for so far."""
+_HANDLE = struct.Struct("=QQ")
+"""A record begins with unique and fh (0: no record). Then comes what it tells of the file."""
+_FILE = struct.Struct("=QQQqIHH")
+"""ino, stable, size, mtime_ns, backing id, volume, bytes of the text, which follows: the key, a zero and the etag."""
+_NO_FH = bytes(8)
+_BACKING = struct.Struct("=I")  # 0: none
+_RECORDS_AT = RECORD_BYTES * -(-(_USED.size + MOST_BACKINGS * _BACKING.size) // RECORD_BYTES)
+_LENGTH = _RECORDS_AT + MOST_HANDLES * RECORD_BYTES
 
 
 class Held:
@@ -108,3 +130,123 @@ class Held:
         pause = time.monotonic() - self._died_at
         log.info("the kernel is answered again after %.2f s", pause)
         _CONNECTION.pack_into(self._state, _CONNECTION_AT, minor, flags, max(longest, pause), number)
+
+
+# -- open files ------------------------------------------------------------------------------------
+
+
+class HandleRecord(NamedTuple):
+    """`volume` is the index of the mount's volume that the object is in. `backing_id` is 0 without passthrough."""
+
+    fh: int
+    unique: int
+    ino: int
+    stable: int
+    size: int
+    mtime_ns: int
+    backing_id: int
+    volume: int
+    key: str
+    etag: str
+
+
+def described(
+    ino: int, stable: int, size: int, mtime_ns: int, backing_id: int, volume: int, key: str, etag: str
+) -> bytes:
+    """What a record tells of an open file; b"" if its name is too long for one. See `HandleRecord`."""
+    text = f"{key}\0{etag}".encode("utf-8", "surrogatepass")
+    if _HANDLE.size + _FILE.size + len(text) > RECORD_BYTES:
+        log.debug("no record of the open file %s: its name is too long", key)
+        return b""
+    return _FILE.pack(ino, stable, size, mtime_ns, backing_id, volume, len(text)) + text
+
+
+class HandleTable:
+    """The table at `offset` (a multiple of the page size) of the file `fd`, which it makes long enough."""
+
+    def __init__(self, fd: int, offset: int) -> None:
+        if os.fstat(fd).st_size < offset + _LENGTH:
+            os.ftruncate(fd, offset + _LENGTH)  # sparse
+        self._memory = mmap.mmap(fd, _LENGTH, offset=offset)
+        self._used, self._backings_used = _USED.unpack_from(self._memory)
+        self._slots: dict[int, int] = {}  # fh → where its record is
+        self._free: list[int] = []  # where a record was: used again first, since its page is there
+        self._backing_slots: dict[int, int] = {}
+        self._backing_free: list[int] = []
+
+    # -- what the daemon before has left -------------------------------------------------------------
+
+    def records(self) -> Iterator[HandleRecord]:
+        """Those of the daemon before. Each has to be kept (it is, unless it is dropped). Once, before anything is added."""
+        memory = self._memory
+        for at in range(_RECORDS_AT, _RECORDS_AT + self._used * RECORD_BYTES, RECORD_BYTES):
+            unique, fh = _HANDLE.unpack_from(memory, at)
+            if not fh:
+                self._free.append(at)
+                continue
+            self._slots[fh] = at
+            ino, stable, size, mtime_ns, backing, volume, length = _FILE.unpack_from(
+                memory, at + _HANDLE.size
+            )
+            text_at = at + _HANDLE.size + _FILE.size
+            key, _, etag = (
+                memory[text_at : text_at + length].decode("utf-8", "surrogatepass").rpartition("\0")
+            )
+            yield HandleRecord(fh, unique, ino, stable, size, mtime_ns, backing, volume, key, etag)
+
+    def backing_ids(self) -> set[int]:
+        """Those that the daemon before had registered. Once, before any is added."""
+        found: set[int] = set()
+        for at in range(_USED.size, _USED.size + self._backings_used * _BACKING.size, _BACKING.size):
+            (number,) = _BACKING.unpack_from(self._memory, at)
+            if number:
+                found.add(number)
+                self._backing_slots[number] = at
+            else:
+                self._backing_free.append(at)
+        return found
+
+    # -- handles -----------------------------------------------------------------------------------
+
+    def add(self, fh: int, unique: int, file: bytes) -> None:
+        """A record, before the reply with this handle is sent. `file` is what `described` returned."""
+        if not self._free and not self._extend():
+            return
+        at = self._free.pop()
+        self._memory[at + _HANDLE.size : at + _HANDLE.size + len(file)] = file
+        _HANDLE.pack_into(self._memory, at, unique, fh)  # last: the process may be killed at any instruction
+        self._slots[fh] = at
+
+    def _extend(self) -> bool:
+        if self._used == MOST_HANDLES:
+            return False
+        self._free.append(_RECORDS_AT + self._used * RECORD_BYTES)
+        self._used += 1
+        _USED.pack_into(self._memory, 0, self._used, self._backings_used)
+        return True
+
+    def drop(self, fh: int) -> None:
+        """The kernel does not have this handle any more, or never had it."""
+        at = self._slots.pop(fh, None)
+        if at is not None:
+            self._memory[at + 8 : at + 16] = _NO_FH
+            self._free.append(at)
+
+    # -- backing ids -------------------------------------------------------------------------------
+
+    def registered(self, backing_id: int) -> None:
+        if not self._backing_free:
+            if self._backings_used == MOST_BACKINGS:
+                return
+            self._backing_free.append(_USED.size + self._backings_used * _BACKING.size)
+            self._backings_used += 1
+            _USED.pack_into(self._memory, 0, self._used, self._backings_used)
+        at = self._backing_free.pop()
+        _BACKING.pack_into(self._memory, at, backing_id)
+        self._backing_slots[backing_id] = at
+
+    def unregistered(self, backing_id: int) -> None:
+        at = self._backing_slots.pop(backing_id, None)
+        if at is not None:
+            _BACKING.pack_into(self._memory, at, 0)
+            self._backing_free.append(at)

@@ -9,7 +9,7 @@ from pathlib import Path
 from cachefs.fs import FileSystem
 from cachefs.fuse import protocol
 from cachefs.fuse.device import Device, Negotiated
-from cachefs.fuse.held import Held
+from cachefs.fuse.held import Held, described
 from cachefs.fuse.protocol import RESENT, Init
 from cachefs.origin import Origin
 
@@ -82,11 +82,14 @@ class Records:
     def opened(self, fh: int, unique: int, backing_id: int) -> None:
         """Before the reply."""
         handle = self._fs.open_file(fh)
-        obj = handle.object
-        self._table.add(
-            *(fh, unique & ~RESENT, handle.ino, handle.stable, obj.size, handle.mtime_ns, backing_id),
-            *(self._volumes[handle.origin], obj.key, obj.etag),
-        )
+        if not handle.record:
+            obj = handle.object
+            handle.record = described(
+                *(handle.ino, handle.stable, obj.size, handle.mtime_ns, backing_id),
+                *(self._volumes[handle.origin], obj.key, obj.etag),
+            )
+        if handle.record:
+            self._table.add(fh, unique & ~RESENT, handle.record)
 
     def asked_again(self, unique: int) -> None:
         """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it."""

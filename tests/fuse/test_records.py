@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.fuse import handles
-from cachefs.fuse.handles import HandleRecord, HandleTable
+from cachefs.fuse import held
+from cachefs.fuse.held import HandleRecord, HandleTable, described
 from cachefs.fuse.protocol import RESENT
 from cachefs.fuse.records import Records
 
@@ -26,13 +26,19 @@ def record(fh: int, key: str = "a/ü\udcff", etag: str = '"e"') -> HandleRecord:
     return HandleRecord(fh, fh + 100, fh | 1 << 63, 7, 1 << 40, -5, 3, 2, key, etag)
 
 
+def add(table: HandleTable, one: HandleRecord) -> None:
+    fh, unique, *file = one
+    if described(*file):
+        table.add(fh, unique, described(*file))
+
+
 def test_the_next_daemon_finds_what_is_open(memory: int) -> None:
     table = HandleTable(memory, 4096)
     for fh in range(1, 20):
-        table.add(*record(fh))
+        add(table, record(fh))
     for fh in range(2, 20, 3):
         table.drop(fh)
-    table.add(*record(50, "b" * 1024))
+    add(table, record(50, "b" * 1024))
     found = {one.fh: one for one in HandleTable(memory, 4096).records()}
     assert found == {
         **{fh: record(fh) for fh in range(1, 20) if fh % 3 != 2},
@@ -41,26 +47,26 @@ def test_the_next_daemon_finds_what_is_open(memory: int) -> None:
 
 
 def test_the_next_daemon_goes_on_in_the_same_table(memory: int) -> None:
-    HandleTable(memory, 0).add(*record(1))
+    add(HandleTable(memory, 0), record(1))
     second = HandleTable(memory, 0)
     assert [one.fh for one in second.records()] == [1]
-    second.add(*record(2))
+    add(second, record(2))
     second.drop(1)
     second.drop(1)
     third = HandleTable(memory, 0)
     assert [one.fh for one in third.records()] == [2]
-    third.add(*record(3))  # where the first one was
+    add(third, record(3))  # where the first one was
     assert {one.fh for one in HandleTable(memory, 0).records()} == {2, 3}
     assert os.fstat(memory).st_blocks * 512 < 1 << 20
 
 
 def test_what_is_too_long_or_too_many_has_no_record(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     table = HandleTable(memory, 0)
-    table.add(*record(1, "k" * handles.RECORD_BYTES))
+    add(table, record(1, "k" * held.RECORD_BYTES))
     table.drop(1)
-    monkeypatch.setattr(handles, "MOST_HANDLES", 2)
+    monkeypatch.setattr(held, "MOST_HANDLES", 2)
     for fh in (2, 3, 4):
-        table.add(*record(fh))
+        add(table, record(fh))
     table.drop(4)
     assert {one.fh for one in HandleTable(memory, 0).records()} == {2, 3}
 
@@ -118,7 +124,7 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     obj = ObjectId("s3://b", "key", "etag", 10)
     for fh in (1, 2):
         files.open[fh] = SimpleNamespace(
-            ino=40 + fh, stable=40 + fh, origin=files.origin, object=obj, mtime_ns=5
+            ino=40 + fh, stable=40 + fh, origin=files.origin, object=obj, mtime_ns=5, record=b""
         )
         before.registered(fh)
         writer.opened(fh, 1000 + fh, fh)
