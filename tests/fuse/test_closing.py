@@ -158,6 +158,7 @@ def test_the_process_is_examined_beside_the_loop(
     went_on = threading.Event()
     monkeypatch.setattr(trio.to_thread, "run_sync", RUN_SYNC)
     monkeypatch.setattr(callers, "_has_open", lambda *_: went_on.wait(30))
+    monkeypatch.setattr(callers, "AT_ONCE", 0)
 
     writers = Writers()
     writers.opened(HANDLE, inode, os.getpid())
