@@ -22,6 +22,8 @@ from cachefs.fuse.records import Records
 LISTINGS_KEPT_SINCE = (6, 13)
 """Kernels 6.9 to 6.12 return listings that they should have dropped. Borrowed from the kernel's history."""
 
+STACKED = "it lies on stacked filesystems"
+
 
 class Backend(Protocol):
     """Serves one `FileSystem` to the kernel. `max_background` is the number of read-aheads that was negotiated (0: none)."""
@@ -172,7 +174,6 @@ def connect(
     `places`."""
     if os.geteuid() != 0:
         raise NotHere("only root may speak to the kernel without help")
-    refused: dict[Path, OSError] = {}
     # A backing file may itself lie on a stacked filesystem (overlayfs, as in a container without a volume). A mount that
     # allows this counts as stacked twice, and no other filesystem can be stacked on it. So only if it is needed.
     for depth in (1, 2):
@@ -182,20 +183,17 @@ def connect(
             )
         except (OSError, MountError) as exc:
             raise NotHere(f"no connection through /dev/fuse: {_reason(exc)}") from exc
-        if not agreed.passthrough:
-            reason = _too_old(agreed)
-            if must_passthrough:
-                device.close()
-                raise NotHere(reason)
-            return Connected(device, agreed, dict.fromkeys(places, reason))
-        refused = {place: no for place in places if (no := _try_passthrough(device, place)) is not None}
-        if depth == 2 or not any(exc.errno == errno.ELOOP for exc in refused.values()):
+        refused = _try_passthrough(device, agreed, places)
+        if depth == 2 or STACKED not in refused.values():
             break
         device.close()
+    if must_passthrough and not agreed.passthrough:
+        device.close()
+        raise NotHere(_too_old(agreed))
     if must_passthrough and places and refused.keys() == set(places):
         device.close()
-        raise NotHere(f"the kernel takes no file of the cache: {_reason(*refused.values())}")
-    return Connected(device, agreed, {place: _reason(exc) for place, exc in refused.items()})
+        raise NotHere(f"the kernel takes no file of the cache: {next(iter(refused.values()))}")
+    return Connected(device, agreed, refused)
 
 
 def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connected:
@@ -205,10 +203,7 @@ def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connecte
         device, agreed = Device.take(fd, stack_depth=1, writable=writable)
     except OSError as exc:
         raise MountError(f"/dev/fd/{fd} cannot be served: {exc.strerror}") from exc
-    if not agreed.passthrough:
-        return Connected(device, agreed, dict.fromkeys(places, _too_old(agreed)))
-    refused = {place: _reason(no) for place in places if (no := _try_passthrough(device, place)) is not None}
-    return Connected(device, agreed, refused)
+    return Connected(device, agreed, _try_passthrough(device, agreed, places))
 
 
 def adopt(held: Held, mountpoint: Path, places: Sequence[Path]) -> Connected:
@@ -216,33 +211,33 @@ def adopt(held: Held, mountpoint: Path, places: Sequence[Path]) -> Connected:
     number, minor, flags = held.agreed()
     device = Device.adopt(held.fd, mountpoint, number)
     agreed = Negotiated(minor, Init(flags))
-    if not agreed.passthrough:
-        return Connected(device, agreed, dict.fromkeys(places, _too_old(agreed)))
-    refused = {place: _reason(no) for place in places if (no := _try_passthrough(device, place)) is not None}
-    return Connected(device, agreed, refused)
+    return Connected(device, agreed, _try_passthrough(device, agreed, places))
 
 
 def _too_old(agreed: Negotiated) -> str:
     return f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
 
 
-def _try_passthrough(device: Device, place: Path) -> OSError | None:
-    """Why the kernel takes no files of a tier's directory; None if it does. Tried with the tier's file `tag`, since a full
-    disk takes no new file."""
-    try:
-        fd = os.open(place / "tag", os.O_RDONLY | os.O_NOFOLLOW)
+def _try_passthrough(device: Device, agreed: Negotiated, places: Sequence[Path]) -> dict[Path, str]:
+    """Why the kernel takes no files of tiers' directories, for those where it takes none. Tried with the tier's file `tag`,
+    since a full disk takes no new file."""
+    if not agreed.passthrough:
+        return dict.fromkeys(places, _too_old(agreed))
+    refused: dict[Path, str] = {}
+    for place in places:
         try:
-            device.unregister(device.register(fd))
-        finally:
-            os.close(fd)
-    except OSError as exc:
-        return exc
-    return None
+            fd = os.open(place / "tag", os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                device.unregister(device.register(fd))
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            refused[place] = STACKED if exc.errno == errno.ELOOP else _reason(exc)
+    return refused
 
 
-def _reason(first: Exception, *_: Exception) -> str:
-    text = (first.strerror or str(first)) if isinstance(first, OSError) else str(first)
-    return {errno.ELOOP: "it lies on stacked filesystems"}.get(getattr(first, "errno", 0) or 0, text)
+def _reason(exc: Exception) -> str:
+    return (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
 
 
 def keeps_listings(release: str) -> bool:
