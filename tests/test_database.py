@@ -1001,7 +1001,10 @@ def test_after_failed_writes_all_that_was_acknowledged_is_readable(
 
 
 @pytest.mark.parametrize("precious", [True, False])
-def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(tmp_path: Path, precious: bool) -> None:
+@pytest.mark.parametrize("left", [0, 4096, 8192])
+def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(
+    tmp_path: Path, precious: bool, left: int
+) -> None:
     done = child(
         """
         from cachefs.base.errors import CacheUnusable
@@ -1009,7 +1012,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(tmp_path: 
         db = Database(path, ["a", "b"], version="v1", fsync=True, precious=precious, refuge=path / "refuge")
         for n in range(50):
             db.write([("a", b"%03d" % n, b"x" * 3000)])
-        os.truncate(path / "data.mdb", 8192)
+        os.truncate(path / "data.mdb", int(sys.argv[3]))
         calls = [
             lambda: db.get("a", b"007"), lambda: db.get_many("a", [b"007"]), lambda: db.scan("a"), lambda: db.last("a"),
             lambda: db.count("a"), lambda: db.write([("a", b"k", b"v")]), db.sync,
@@ -1024,6 +1027,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(tmp_path: 
         """,
         str(tmp_path / "db"),
         str(precious),
+        str(left),
     )
     assert done.returncode == 0, done.stderr[-1500:]
     assert not read_mark(tmp_path / "db")[1].startswith("closed")
@@ -1034,6 +1038,41 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(tmp_path: 
         db = opened(tmp_path / "db")
         assert db.dropped and db.count("a") == 0
         db.close()
+
+
+@pytest.mark.parametrize("left", [0, 4096, 8192])
+def test_a_file_that_was_cut_begins_anew(tmp_path: Path, left: int) -> None:
+    done = child(
+        """
+        from cachefs.base.errors import CacheUnusable
+        path, left = Path(sys.argv[1]), int(sys.argv[2])
+        db = Database(path, ["a", "b"], version="v1", fsync=False)
+        called = []
+        db.on_cut_short = lambda: called.append(db)
+        assert not db.renew()
+        for n in range(50):
+            db.write([("a", b"%03d" % n, b"x" * 3000)])
+        assert not db.renew() and db.count("a") == 50 and not called
+        os.truncate(path / "data.mdb", left)
+        for call in (lambda: db.get("a", b"007"), lambda: db.write([("a", b"k", b"v")])):
+            called.clear()
+            try:
+                call()
+                raise AssertionError("not noticed")
+            except CacheUnusable:
+                assert called
+        assert db.renew() and not db.renew()
+        assert db.scan("a") == [] and db.count("b") == 0
+        db.write([("b", b"k", b"v")])
+        db.close()
+        """,
+        str(tmp_path / "db"),
+        str(left),
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    again = Database(tmp_path / "db", ["a", "b"], version="v1", fsync=False)
+    assert again.was_clean and again.scan("b") == [(b"k", b"v")]
+    again.close()
 
 
 def test_nothing_that_was_in_memory_reaches_the_disk(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
@@ -97,6 +97,14 @@ class WriteBehind:
     @property
     def path(self) -> Path:
         return self._database.path
+
+    def when_cut_short(self, renew: Callable[[], None]) -> None:
+        """Call `renew`, in any thread and more than once, when the file is found to have been cut short."""
+        self._database.on_cut_short = renew
+
+    def renew(self) -> bool:
+        """See `Database`. Rows that wait are written all the same."""
+        return self._database.renew()
 
     @property
     def was_clean(self) -> bool:
@@ -206,8 +214,9 @@ class WriteBehind:
         if self._running:
             self._changed.notify()
             return
-        self._running = True
-        threading.Thread(target=self._run, name="names", daemon=True).start()
+        with suppress(RuntimeError):  # no thread can be started: the next row tries again
+            threading.Thread(target=self._run, name="names", daemon=True).start()
+            self._running = True
 
     @property
     def crowded(self) -> bool:

@@ -13,14 +13,15 @@ which takes the old one's place. Whatever a damaged page makes LMDB do (raise, S
 process, and no such page is ever written to. That is half a second for a million rows. `fsync=False` gives up the ordering
 of writes on power loss, so such a database is dropped when it was not closed and the machine has been rebooted since.
 
-What LMDB leaves to its user is done here. Pages it has read stay mapped and count as the process's memory:
-`release_memory` unmaps them (they stay in the page cache, where the kernel can take them when it needs to). A failed write
-of its meta page makes an environment useless: it is opened again in place. A disk that fills up under a database that must
-go on is left for the `refuge`, a directory elsewhere. LMDB maps its lock file and writes to it in every transaction with
-Python's lock held, so a hung disk below that file would stop the whole interpreter: the file is in memory. It maps the data,
-too: pages behind the end of a file that was cut short are a SIGBUS. So each transaction compares the file's length first.
-What remains: a file that is cut while a transaction runs, or a disk that fails to read a mapped page, ends the process; a
-disk that hangs then holds up the caller. Both are rare: opening has read the whole file, so its pages are in memory.
+What LMDB leaves to its user is done here. Pages it has read stay mapped and count as the process's memory: `release_memory`
+unmaps them (they stay in the page cache, where the kernel can take them when it needs to). A failed write of its meta page
+makes an environment useless: it is opened again in place. A disk that fills up under a database that must go on is left for
+the `refuge`, a directory elsewhere. LMDB maps its lock file and writes to it in every transaction with Python's lock held,
+so a hung disk below that file would stop the whole interpreter: the file is in memory. It maps the data, too: pages behind
+the end of a file that was cut short are a SIGBUS. So each transaction compares the file's length first, and fails, until
+`renew` begins with an empty file. What remains: a file that is cut while a transaction runs, or a disk that fails to read a
+mapped page, ends the process; a disk that hangs then holds up the caller. Both are rare: opening has read the whole file, so
+its pages are in memory.
 
 Calls are synchronous and short. Reads may run in any thread; writes take LMDB's single writer lock, and with
 ``fsync=True`` they wait for the disk: call them from a worker thread.
@@ -116,6 +117,9 @@ class Database:
         self._closed = False
         self._place = path  # where it is open: there, or in the refuge
         self._opened: _Environment | None = None  # None while it is opened again, and after that failed
+        self.on_cut_short: Callable[[], None] = lambda: (
+            None
+        )  # called in any thread, until `renew` has succeeded
         self._turn = threading.Lock()  # of those that write, open again or close
         self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
         try:
@@ -287,7 +291,8 @@ class Database:
     def _check_length(self, opened: _Environment) -> None:
         committed = opened.committed  # first: a commit in another thread raises both
         if opened.length() < committed:
-            raise self._unreadable("its file was cut short")
+            self.on_cut_short()
+            raise _CutShort(f"the database in {self.path} cannot be read: its file was cut short")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -314,6 +319,29 @@ class Database:
         except (lmdb.Error, OSError) as exc:
             raise self._unreadable(exc) from exc
         log.warning("opened the database in %s again after a failed write", self.path)
+
+    def renew(self) -> bool:
+        """Begin anew, if the file was cut short; False if it was not. Blocking. Raises `CacheUnusable`."""
+        with self._exclusive():
+            broken = self._opened
+            whole = broken is None or broken.length() >= broken.committed
+            if self._closed or whole or self._left is not None:
+                return False
+            self._opened = None
+            try:
+                if not self._readers_left():
+                    raise self._unreadable("a reader does not end")
+                self._drop("its file was cut short")
+                self._create()
+                self._opened = self._open()
+            except (lmdb.Error, OSError) as exc:
+                raise self._unreadable(exc) from exc
+            finally:
+                if self._opened is None:
+                    self._opened = broken  # all fails as before; the next call tries again
+            assert broken is not None
+            broken.close()
+            return True
 
     def _readers_left(self) -> bool:
         """Wait for the readers that saw the environment before `_opened` was None."""
@@ -344,8 +372,8 @@ class Database:
             self._reopen()
         try:
             self._write(puts, ranges)
-        except (NoRoom, CacheUnusable):
-            if not self._panicked():
+        except (NoRoom, CacheUnusable) as exc:
+            if isinstance(exc, _CutShort) or not self._panicked():
                 raise
             self._reopen()
             try:
@@ -434,8 +462,9 @@ class Database:
                 opened, self._opened = self._opened, None
                 if opened is None or not self._readers_left():
                     return
-                opened.env.sync(True)
                 whole = opened.length() >= opened.committed
+                if whole:  # else a page that LMDB looks at may be missing
+                    opened.env.sync(True)
                 opened.close()
                 if self._left is not None:
                     self._left.close()
@@ -447,6 +476,10 @@ class Database:
         finally:
             self._closed = True
             os.close(self._lock_fd)
+
+
+class _CutShort(CacheUnusable):
+    """Pages are missing: LMDB must not look for them."""
 
 
 class _Environment:

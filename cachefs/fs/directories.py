@@ -39,13 +39,23 @@ class DirectoryHandle:
     they were known. `generation` is the oldest listing whose rows it shows, 0 until it has begun; `version` is the
     directory's then."""
 
-    __slots__ = ("attributes", "chunk", "directory", "generation", "ino", "last", "places", "version")
+    __slots__ = (
+        "attributes",
+        "chunk",
+        "directory",
+        "generation",
+        "ino",
+        "last",
+        "places",
+        "renewals",
+        "version",
+    )
 
     def __init__(self, ino: int, directory: Directory, attributes: Attributes | None = None) -> None:
         self.ino = ino
         self.attributes = attributes
         self.directory = directory
-        self.generation = self.version = 0
+        self.generation = self.version = self.renewals = 0
         self.chunk: list[Entry] = []
         self.places: dict[int, int] = {}  # cookie → index in the chunk of what comes behind it
         self.last = b""  # the mark the chunk ends with
@@ -64,6 +74,8 @@ class DirectoryReader:
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
         about(handle.directory.prefix)
+        if offset and handle.renewals != self._tree.renewals:
+            raise OriginFailed("the names that were known are lost: the directory is to be read again")
         rest: list[Entry] = []
         if offset and (place := handle.places.get(offset)) is not None:
             if not handle.generation:
@@ -84,6 +96,7 @@ class DirectoryReader:
         directory = handle.directory
         if not handle.generation:
             handle.generation, handle.version = self._begin(directory), directory.version
+            handle.renewals = self._tree.renewals
             kernel = directory.kernel
             if kernel is not None and not offset:
                 if not kernel.generation:

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -126,6 +127,16 @@ class FileSystem(Writes):
             if whole is None or whole[1] < horizon:
                 self._lister.allow(top, self._lister.demand(top, horizon), 1)
                 top.early = True
+
+    def renew_names(self) -> None:
+        """From now on, names whose database is cut short are learnt again. Call it on the trio thread."""
+        token = trio.lowlevel.current_trio_token()
+
+        def renew() -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._refreshing.renew, idempotent=True)
+
+        self._tree.database.when_cut_short(renew)
 
     def enable_passthrough(self, kernel: PassthroughHook) -> None:
         """From now on the kernel reads whole files by itself. `kernel` tells it of one, and answers whether it took it."""

@@ -189,18 +189,22 @@ def pin(
     hint = as_dir or as_file
     low = decode(hint).low if hint else _allocate(database, directory, [name], reserved)[name]
     row = Row(PINNED, mtime_ns, 0, etag, low, False)
-    ino = inode_of(directory, name, row)
+    write_pinned(database, directory, name, row)
+    return inode_of(directory, name, row), row
+
+
+def write_pinned(database: WriteBehind, directory: Directory, name: bytes, row: Row) -> None:
+    """The rows of a name under which a file is being written."""
     database.write(
         [
             directory.state(),
             ("names", directory.key + mark_of_directory(name), None),
             ("names", directory.key + name, encode(row)),
-            ("inodes", inode_key(ino), name),
+            ("inodes", inode_key(inode_of(directory, name, row)), name),
             ("local", directory.key + name, b""),
         ]
     )
     directory.changed()
-    return ino, row
 
 
 def sweep(

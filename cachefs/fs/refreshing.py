@@ -7,11 +7,13 @@ missing, of which nothing else here knows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from cachefs.base.errors import NameTooLong, NotFound
+from cachefs.base.errors import CachefsError, NameTooLong, NotFound
 from cachefs.fs.keys import MAX_NAME, name_in, nameable
+from cachefs.fs.pages import write_pinned
 from cachefs.fs.tree import Directory, inode_of
 from cachefs.fs.tree_queries import components
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
     from cachefs.fs.tree import Tree
+
+log = logging.getLogger(__name__)
 
 MOST_ABSENT = 65_536
 """Names that the kernel may have as missing at a time, about 200 bytes each; it asks for others whenever it needs them.
@@ -111,6 +115,24 @@ class Refreshing:
                 self._tell(directory, inode_of(directory, name, row), name)
             after = rows[-1][0] if len(rows) == 1000 else None
             await self._told()
+
+    def renew(self) -> None:
+        """The database of names was cut short, so that every look at it fails: go on with an empty one. What was set
+        of files and directories (modes, owners, times) is lost, as when a start drops the database. Never raises."""
+        try:
+            if not self._tree.database.renew():
+                return
+            self._forget()
+            self._freshness.forget_answers()
+            for directory in self._tree.in_use():
+                self._lister.cancel(directory)
+            self._tree.renew()
+            for (number, name), held in self._freshness.held.items():
+                holder = self._tree.by_number(number)
+                if holder is not None:
+                    write_pinned(self._tree.database, holder, name, held.found(0.0).row)
+        except CachefsError as exc:
+            log.warning("%s", exc)
 
     async def _disbelieve(self, directory: Directory) -> None:
         self._forget()

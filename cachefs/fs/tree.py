@@ -31,7 +31,7 @@ from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
 from cachefs.base.errors import ConfigError, NotADirectory, NotFound
 from cachefs.fs.attributes import Ttls
-from cachefs.fs.inodes import LOW_BITS, ROOT, join, low_of, next_number, number_of
+from cachefs.fs.inodes import LOW_BITS, LOW_MASK, ROOT, join, low_of, next_number, number_of
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
 from cachefs.fs.rows import PINNED, Row, decode, encode
 
@@ -240,6 +240,8 @@ class Tree:
         self._volumes: dict[bytes, tuple[Origin, Ttls]] = {}
         self.changes = 0  # made here so far
         self._changed: dict[tuple[int, bytes], int] = {}
+        self.renewals = 0
+        self._lasting: list[Put] = []  # rows that are the same as long as the mount is there
         self.moved: dict[int, int] = {}  # number whose name was moved away → number of the path it is at now
         same_volumes = self._check_fingerprint(volumes)
         self._forget_dirty_files()
@@ -268,6 +270,10 @@ class Tree:
             everything = [(table, b"", b"\xff" * 8) for table in TABLES]
             clock = self.database.get("state", _CLOCK)
             self.database.write([("state", _FINGERPRINT, fingerprint), ("state", _CLOCK, clock)], everything)
+        self._lasting += [
+            ("state", _FINGERPRINT, fingerprint),
+            ("state", _CLOCK, self.database.get("state", _CLOCK)),
+        ]
         return known == fingerprint
 
     def _forget_dirty_files(self) -> None:
@@ -301,6 +307,7 @@ class Tree:
             low = low_of(name)
             puts += [("names", root.key + mark, row), ("inodes", inode_key(join(0, low)), mark)]
         self.database.write(puts)
+        self._lasting += puts
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -395,6 +402,25 @@ class Tree:
         self.epoch += 1
         directory.refreshed = self.epoch
         return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
+
+    def renew(self) -> None:
+        """Nothing is written any more: write the directories that are in use. All else is to be asked for again."""
+        self.renewals += 1
+        puts = list(self._lasting)
+        for directory in self.in_use():
+            if directory.origin is not None:
+                directory.complete = 0
+            directory.changed()
+            puts.append(directory.state())
+            parent, mark = directory.parent, directory.mark
+            if parent is not None and parent.origin is not None:
+                low = directory.ino & LOW_MASK
+                row = Row(0, 0, 0, "", None if low == low_of(name_in(mark)) else low)
+                puts += [
+                    ("names", parent.key + mark, encode(row)),
+                    ("inodes", inode_key(directory.ino), mark),
+                ]
+        self.database.write([*puts, *self.refresh(self.root)])
 
     def newest(self, listed_at: float) -> Put:
         """The row that says when the last listing ended."""
