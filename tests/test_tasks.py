@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 import cachefs
-from cachefs.base.tasks import contained, containing
+from cachefs.base.behind import WriteBehind
+from cachefs.base.database import Database
+from cachefs.base.errors import CacheUnusable
+from cachefs.base.tasks import contained, containing, in_thread
+from cachefs.upload.staging import Memory, StagingFile, Threads
 
 PACKAGE = Path(cachefs.__file__).parent
 
@@ -85,3 +91,86 @@ def test_no_task_of_a_file_can_end_its_nursery(room: str) -> None:
             if call.func.attr == "start_soon" and ast.unparse(call.args[0]) not in allowed:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{call.lineno}")
     assert not wrong, f"start these with tasks.contained: {wrong}"
+
+
+# Where no thread can be started.
+
+
+def does_not_start(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The next thread of this name does not."""
+    left = [True]
+
+    def start(thread: threading.Thread) -> None:
+        if left and thread.name == name:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    started = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def fails_to_start(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """So do trio's, so many times."""
+    begin = trio.lowlevel.start_thread_soon
+    left = [True] * times
+
+    def start(*arguments: Any, **named: Any) -> None:
+        if left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        begin(*arguments, **named)
+
+    monkeypatch.setattr("trio._threads.start_thread_soon", start)
+
+
+def test_a_thread_that_cannot_be_started_is_an_errno(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        fails_to_start(monkeypatch, 1)
+        limiter = trio.CapacityLimiter(1)
+        with pytest.raises(BlockingIOError):
+            await in_thread(lambda: 1, limiter=limiter)
+        assert await in_thread(lambda: 2, limiter=limiter) == 2 and not limiter.borrowed_tokens
+        with pytest.raises(RuntimeError, match="mine"):
+            await in_thread(raise_mine)
+
+    def raise_mine() -> None:
+        raise RuntimeError("mine")
+
+    trio.run(main)
+
+
+def test_rows_written_behind_wait_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = WriteBehind(Database(tmp_path / "db", ("a",), version="v1", fsync=False))
+    with monkeypatch.context() as patch:
+        does_not_start(patch, "names")
+        rows.write([("a", b"1", b"one")])
+        rows.write([("a", b"2", b"two")], soon=True)
+
+    async def main() -> None:
+        with trio.fail_after(10):
+            await rows.written()
+
+    trio.run(main)
+    assert not rows.waiting_rows and rows.count("a") == 2
+    rows.close()
+
+
+def test_a_staging_file_goes_once_a_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr("cachefs.base.tasks.RETRY_S", 0.01)
+        threads, path = Threads(), tmp_path / "one"
+        path.touch()
+        fails_to_start(monkeypatch, 3)
+        threads.later(path.unlink)
+        with trio.fail_after(10):
+            await threads.quiet()
+        assert not path.exists()
+        held = StagingFile(path, threads, Memory(1 << 20))
+        await held.write(0, b"hello")
+        fails_to_start(monkeypatch, 1)
+        with pytest.raises(CacheUnusable, match="no thread"):
+            await held.lands()
+        assert await held.lands() and path.read_bytes() == b"hello"
+
+    trio.run(main)

@@ -7,6 +7,7 @@ result), and the other tasks go on. Such a task is started with `contained`.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, TypeVarTuple
@@ -14,6 +15,9 @@ from typing import TypeVar, TypeVarTuple
 import trio
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""How long a thread is not tried for again, where none can be started. Guessed."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -32,6 +36,32 @@ async def run_contained(what: str, work: Callable[[*Ts], Awaitable[object]], *ar
     except* Exception as group:
         failures = group.exceptions
         log.exception("%s failed unexpectedly", what, exc_info=failures[0] if len(failures) == 1 else group)
+
+
+async def in_thread(
+    call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
+) -> T:
+    """What `call` returns, or raises, in a worker thread. OSError (EAGAIN) if none can be started, as where a container has
+    all the processes that it may have: trio's RuntimeError would be taken for a fault of ours."""
+    try:
+        return await trio.to_thread.run_sync(call, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
+    except RuntimeError as exc:
+        if "start new thread" not in str(exc):
+            raise
+        raise OSError(errno.EAGAIN, "no thread can be started") from exc
+
+
+async def in_thread_at_last(
+    call: Callable[[], T], *, limiter: trio.CapacityLimiter | None = None, abandon_on_cancel: bool = False
+) -> T:
+    """As `in_thread`; where no thread can be started, it is tried again until one can."""
+    while True:
+        try:
+            return await in_thread(call, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
+        except OSError as exc:
+            if exc.errno != errno.EAGAIN:
+                raise
+        await trio.sleep(RETRY_S)
 
 
 def containing(what: str, handle: Callable[[T], Awaitable[object]]) -> Callable[[T], Awaitable[None]]:

@@ -32,6 +32,7 @@ from cachefs.base.errors import CachefsError, ConfigError, MountError, OriginFai
 from cachefs.base.linux import resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
+from cachefs.base.tasks import in_thread
 from cachefs.config.config import Config, Source, option_name, rows
 from cachefs.daemon import cachedir, control, mounting
 from cachefs.daemon.locating import Locator
@@ -229,6 +230,7 @@ class Daemon:
                 anonymous=source.anonymous,
                 requester_pays=source.requester_pays,
                 sse_kms_key=source.sse_kms_key,
+                verify=config.verify,
                 concurrency=config.of(source, "concurrency"),
                 download_limit=config.download_limit,
                 upload_limit=config.upload_limit,
@@ -342,6 +344,7 @@ class Daemon:
         )
         self._do_without()
         await self._fs.recover()
+        self._fs.renew_names()
         self._fs.list_tops(self._absent)
         if uploading is not None:  # not before: what an earlier run has left has to have its names first
             lasting.start_soon(self._keep, uploading.uploads.run, "uploading")
@@ -530,8 +533,8 @@ class Daemon:
     async def _reload(self, reread: Callable[[], Config]) -> None:
         """Apply the `LIVE` options of the configuration as it is now, and log which others wait for the next mount."""
         try:
-            fresh = await trio.to_thread.run_sync(reread)
-        except CachefsError as exc:
+            fresh = await in_thread(reread)
+        except (CachefsError, OSError) as exc:
             log.error("SIGHUP: nothing was changed: %s", exc)  # noqa: TRY400 (an expected failure, told in one line)
             return
         config = self._config

@@ -12,9 +12,12 @@ import logging
 import os
 import socket
 from collections.abc import MutableMapping
+from functools import partial
 from pathlib import Path
 
 import trio
+
+from cachefs.base.tasks import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +72,7 @@ class Notifier:
     async def _answers(self, mountpoint: Path, deadline_s: float) -> bool:
         with trio.move_on_after(deadline_s):
             try:
-                await trio.to_thread.run_sync(
-                    os.statvfs, mountpoint, limiter=self._asking, abandon_on_cancel=True
-                )
+                await in_thread(partial(os.statvfs, mountpoint), limiter=self._asking, abandon_on_cancel=True)
             except OSError as exc:
                 log.warning("%s does not answer its own daemon: %s", mountpoint, exc.strerror)
                 await trio.sleep(deadline_s)

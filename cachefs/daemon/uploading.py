@@ -25,6 +25,7 @@ from cachefs.store import Store
 from cachefs.upload import DirtyFile, Uploads, through
 from cachefs.upload.journal import DIRTY_FILES, Journal, kept
 from cachefs.upload.queue import in_vain
+from cachefs.upload.staging import Lost
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +130,12 @@ class Uploading:
                 self.path_of(dirty_file),
                 dirty_file.failure or "it takes too long",
             )
-        if left:
+        there = [dirty_file for dirty_file in left if not isinstance(dirty_file.failure, Lost)]
+        if there:
             log.warning(
                 "not in the store: %s (%s) in %s, and the next mount of this cache that can be written sends it",
-                about_files(len(left)),
-                about_bytes(_bytes(left)),
+                about_files(len(there)),
+                about_bytes(_bytes(there)),
                 self._staging,
             )
         return not left
@@ -152,6 +154,7 @@ class Uploading:
         return {
             "files": len(left) + others["files"],
             "bytes": _bytes(left) + others["bytes"],
+            "lost": sum(isinstance(dirty_file.failure, Lost) for dirty_file in failing),
             "in_vain": sum(in_vain(d.failure) for d in failing if d.failure is not None) + others["in_vain"],
             "failures": [
                 *(

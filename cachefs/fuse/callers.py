@@ -28,6 +28,8 @@ from pathlib import Path
 
 import trio
 
+from cachefs.base.tasks import in_thread
+
 DESCRIPTORS, LOOKING_S = 4096, 0.1
 """How many descriptors of a process are examined, the latest first, and for how long. Derived: 4,096 take 0.08 s on an idle
 machine."""
@@ -96,7 +98,10 @@ class Writers:
         if 0 < _count_descriptors(process) <= AT_ONCE:
             has = look()
         else:
-            has = await trio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=self._thread)
+            try:
+                has = await in_thread(look, abandon_on_cancel=True, limiter=self._thread)
+            except OSError:  # no thread can be started
+                return True
         return self._certain(fh) or not has
 
     def _certain(self, fh: int) -> bool:

@@ -13,6 +13,8 @@ from itertools import islice
 
 import trio
 
+from cachefs.base.tasks import in_thread_at_last
+
 log = logging.getLogger(__name__)
 
 Notice = tuple[int, int, bytes]
@@ -75,15 +77,23 @@ class Notices:
                 del self._waiting[notice]
             if not self._waiting:
                 self._came = trio.Event()
-            self._taken += len(batch)
+            count = len(batch)
+            self._taken += count
             self._idle = idle = trio.Event()
+            begun = False
+
+            def send(batch: list[Notice] = batch, idle: trio.Event = idle) -> None:
+                nonlocal begun
+                begun = True
+                self._send(batch, token, idle)
+
             try:
-                await trio.lowlevel.checkpoint_if_cancelled()
-            except trio.Cancelled:
-                idle.set()
-                raise
-            await trio.to_thread.run_sync(self._send, batch, token, idle, abandon_on_cancel=True)
-            self._finished += len(batch)
+                await in_thread_at_last(send, abandon_on_cancel=True)
+            finally:
+                if not begun:
+                    batch.clear()  # a thread that begins now sends nothing
+                    idle.set()
+            self._finished += count
             self._refreshing.unpark_all()
 
     def _send(self, batch: Iterable[Notice], token: trio.lowlevel.TrioToken, idle: trio.Event) -> None:

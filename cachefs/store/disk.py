@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -32,6 +33,7 @@ import trio
 from outcome import Outcome
 
 from cachefs.base.linux import libc
+from cachefs.base.tasks import in_thread, in_thread_at_last
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class Disk:
                 return work.call()
 
         try:
-            work.result = await trio.to_thread.run_sync(noted, abandon_on_cancel=True, limiter=self._threads)
+            work.result = await in_thread(noted, abandon_on_cancel=True, limiter=self._threads)
         except Exception as exc:
             work.failure = exc
         work.finish(work.result)
@@ -144,7 +146,10 @@ class Disk:
                 return call()
 
         answer: SimpleQueue[Outcome[T]] = SimpleQueue()
-        trio.lowlevel.start_thread_soon(noted, answer.put)
+        try:
+            trio.lowlevel.start_thread_soon(noted, answer.put)
+        except RuntimeError:  # no thread can be started
+            return None
         try:
             return answer.get(timeout=AT_ONCE_S).unwrap()
         except Empty:
@@ -175,9 +180,8 @@ class Disk:
         log.warning("cache tier %s (%s) answers again", self._name, self._path)
 
     async def _probe(self) -> None:
-        await trio.to_thread.run_sync(
-            _write_and_remove, self._path / "probe", abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
-        )
+        probe, limiter = partial(_write_and_remove, self._path / "probe"), trio.CapacityLimiter(1)
+        await in_thread_at_last(probe, abandon_on_cancel=True, limiter=limiter)
         self.goes_up()
 
 
@@ -235,6 +239,7 @@ class Disposal:
             while not self._changed.wait_for(lambda: digest not in self._pending, IDLE_S):
                 if self._disk.down:
                     raise TimeoutError(errno.ETIMEDOUT, "what was there before cannot be removed")
+                self._run()
 
     def idle(self, seconds: float) -> bool:
         """Wait until all is done, at most so long. True if it is. Blocking."""
@@ -249,11 +254,17 @@ class Disposal:
             self.going_files += not job.ranges
             self._jobs.append(job)
             self._pending[job.digest] += 1
-            begin = not self._running
-            self._running = True
+            self._run()
             self._changed.notify_all()
-        if begin:
-            self._begin()
+
+    def _run(self) -> None:
+        """Have the thread. Where none can be started, the next job or a caller that waits tries again."""
+        if not self._running:
+            self._running = True
+            try:
+                self._begin()
+            except RuntimeError:
+                self._running = False
 
     def _begin(self) -> None:
         threading.Thread(target=self._work, args=(IDLE_S,), name="disposal", daemon=True).start()

@@ -170,7 +170,7 @@ class Tier:
             self._removed = True
             log.warning(
                 "%s was removed while it is in use: reads go on from the origin; what is cached there from now on is lost "
-                "when the mount ends",
+                "when the mount ends, and what was written here and not sent is lost now",
                 self.path,
             )
         try:

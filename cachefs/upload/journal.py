@@ -38,6 +38,7 @@ import trio
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.database import Database, Put, read_mark
 from cachefs.base.errors import CachefsError, CacheInUse, CacheUnusable
+from cachefs.base.tasks import in_thread
 from cachefs.origin import Origin
 from cachefs.upload import orphans
 from cachefs.upload.content import Row
@@ -146,7 +147,9 @@ class Journal:
             self._since = trio.current_time()
             puts = [(where, name, value) for (where, name), value in batch.rows.items()]
             try:
-                await trio.to_thread.run_sync(self._write, puts, batch.first, batch.then)
+                await in_thread(partial(self._write, puts, batch.first, batch.then))
+            except OSError as exc:
+                batch.error = CacheUnusable(f"the journal cannot be written: {exc.strerror}")
             except Exception as exc:
                 batch.error = exc
             batch.ended.set()

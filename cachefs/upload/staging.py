@@ -28,6 +28,7 @@ import trio
 from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
+from cachefs.base.tasks import in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Threads:
 
     async def run(self, call: Callable[[], T]) -> T:
         """What `call` returns, or raises."""
-        return await trio.to_thread.run_sync(call, limiter=self._limiter)
+        return await in_thread(call, limiter=self._limiter)
 
     @property
     def hangs(self) -> bool:
@@ -134,7 +135,7 @@ class Threads:
 
     async def _carry_out(self, call: Callable[[], object]) -> None:
         try:
-            await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+            await in_thread_at_last(call, abandon_on_cancel=True, limiter=self._limiter)
         except OSError as exc:
             log.warning("cannot remove what was written here: %s", exc)
         finally:
@@ -145,6 +146,10 @@ class Threads:
         """Return when what was begun `later` is done."""
         while self._begun:
             await self._quiet.park()
+
+
+class Lost(CacheUnusable):
+    """A staging file is gone that was not removed here."""
 
 
 class StagingFile:
@@ -191,6 +196,10 @@ class StagingFile:
             try:
                 return os.open(self.path, os.O_RDWR | flags), True
             except OSError as exc:
+                if exc.errno == errno.ENOENT and not self._removed:
+                    raise Lost(
+                        f"{self.path} was removed from outside: what was written to it is lost"
+                    ) from exc
                 if exc.errno != errno.EROFS:
                     raise  # else it became read-only after an error: what is there can be read and sent
         return os.open(self.path, os.O_RDONLY | flags), False
@@ -240,13 +249,13 @@ class StagingFile:
         `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
         if self._held is None or self._threads.hangs:
             return self._held is None
-        ended, failed = trio.Event(), []
+        ended, failed = trio.Event(), list[Exception]()
 
         async def land() -> None:
             try:
                 with self.used():
                     await self.land()
-            except CachefsError as exc:
+            except Exception as exc:
                 failed.append(exc)
             ended.set()
 

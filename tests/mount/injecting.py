@@ -31,10 +31,18 @@ CALLS = {
     "fdatasync": "fdatasync",
     "ftruncate": "ftruncate",
     "unlink": "unlink,unlinkat",
+    "clone": "clone,clone3",
+    "socket": "socket",
 }
 """What strace is told for each call that can be chosen."""
 
 ERRORS = ("EIO", "ENOSPC", "EMFILE")
+OWN_ERRORS = {"clone": ("EAGAIN",), "socket": ("EMFILE",)}
+"""For calls that fail in no other way: no thread can be started, too many files are open."""
+
+ALWAYS = 0
+"""As n: every call fails."""
+
 MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "50ms"}}
 SMALL, LARGE = 100_000, 6 << 20
 
@@ -47,11 +55,11 @@ class Damage(AssertionError):
 
 @contextmanager
 def injected(pid: int, calls: str, error: str, number: int, output: Path) -> Iterator[None]:
-    """Until this ends, `calls` of the process fail at the n-th of each thread."""
+    """Until this ends, `calls` of the process fail at the n-th of each thread (`ALWAYS`: at each)."""
     process = subprocess.Popen(
         [
             *("strace", "-f", "-o", output, "-e", f"trace={calls}"),
-            *("-e", f"inject={calls}:error={error}:when={number}", "-p", str(pid)),
+            *("-e", f"inject={calls}:error={error}:when={number or '1+'}", "-p", str(pid)),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -238,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
         with LabStore(Path(place) / "store") as store:
             for mode in chosen.modes:
                 for call in chosen.calls:
-                    for error in chosen.errors:
+                    for error in OWN_ERRORS.get(call, chosen.errors):
                         home = Path(place) / f"{mode}-{call}-{error}"
                         home.mkdir()
                         bucket = f"{mode}-{call}-{error}".lower()

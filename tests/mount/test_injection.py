@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
-from tests.mount.injecting import CALLS, MODES, Injection
+from tests.mount.injecting import ALWAYS, CALLS, MODES, Injection
 
 pytestmark = [
     ONE_BACKEND,
@@ -18,6 +18,8 @@ pytestmark = [
 
 CASES = [
     ("writeback", "fdatasync", "EIO", 1),
+    ("writeback", "clone", "EAGAIN", ALWAYS),
+    pytest.param("durable", "clone", "EAGAIN", ALWAYS, marks=pytest.mark.long),
     pytest.param("writeback", "openat", "EMFILE", 1, marks=pytest.mark.long),
     pytest.param("durable", "openat", "EIO", 2, marks=pytest.mark.long),
 ]

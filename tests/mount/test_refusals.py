@@ -187,6 +187,22 @@ class TestCacheDirectory:
         assert mount.log().count("was removed while it is in use") == 1
         assert not mount.memory.exists()
 
+    def test_what_was_not_sent_yet_is_said_to_be_lost(self, mounted: Mounted, bucket: Bucket) -> None:
+        mount = mounted(bucket, read_only=False, writeback=True, upload_delay="1h")
+        (mount.path / "unsent").write_bytes(b"u" * 300_000)
+        shutil.rmtree(mount.cache)
+        eventually(lambda: "was removed while it is in use" in mount.log(), "the removal is noticed")
+        assert "what was written here and not sent is lost now" in mount.log()
+        with pytest.raises(OSError):
+            (mount.path / "new").write_bytes(b"n" * 300_000)
+        done = mount.umount()
+        assert (
+            "unsent: " in done.stdout + done.stderr
+            and "what was written to it is lost" in done.stdout + done.stderr
+        )
+        assert "sends it" not in done.stdout + done.stderr + mount.log()
+        mount.allowed.append(".")
+
 
 @pytest.mark.root
 class TestMemoryOfTheKilled:

@@ -170,6 +170,27 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.Disposal, "_begin", begin)
 
 
+def test_what_is_to_go_goes_once_a_thread_can_be_started(
+    tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = disk.Disposal._begin, list[bool]()
+
+    def fails(self: disk.Disposal) -> None:
+        begun.append(True)
+        if len(begun) < 3:
+            raise RuntimeError("can't start new thread")
+        begin(self)
+
+    monkeypatch.setattr(disk.Disposal, "_begin", fails)
+    monkeypatch.setattr(disk, "IDLE_S", 0.01)
+    disposal = disk.Disposal(Disk("ssd", tmp_path), pytest.fail)
+    (tmp_path / "one").touch()
+    disposal.unlink(b"1", str(tmp_path / "one"), 0)
+    assert disposal.pending(b"1") and begun == [True]
+    disposal.settle(b"1")
+    assert not (tmp_path / "one").exists() and len(begun) == 3
+
+
 @in_trio
 async def test_files_go_beside_the_loop_and_count_until_they_are_gone(
     cache_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
