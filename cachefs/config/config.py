@@ -146,7 +146,8 @@ class Config:
         choice("full", "first", "none"),
         "Cache",
         "When cached blocks are checked against their checksum: at every read from disk, at the first one "
-        "after a start, or never. Damage to a file that the kernel reads by itself shows with `full` only.",
+        "after a start, or never. Damage to a file that the kernel reads by itself shows with `full` only. Small "
+        "objects whose etag is an MD5 are compared with it when they are fetched: all, some, or none.",
         value="first",
         default="first",
     )

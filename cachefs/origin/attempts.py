@@ -10,6 +10,7 @@ transfer is closed by then, so it ends at its next chunk, and neither its sink i
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import random
@@ -39,6 +40,7 @@ from cachefs.base.errors import (
 from cachefs.base.ledger import Account, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ERRORS, OnOutage
+from cachefs.base.tasks import in_thread
 from cachefs.origin.gate import Concurrency, Gate, RateLimit, Throughput, Ticket, TransferRate
 from cachefs.origin.protocol import (
     AskedToWait,
@@ -234,8 +236,8 @@ class Attempts:
 
         try:
             cancel = self._begin(key, etag, size, transfer, over)
-        except CachefsError:
-            pass  # a task meets it again, and tells of it
+        except Exception:
+            cancel = None  # a task meets it again, and tells of it
         if cancel is None:
             self.gate.leave(turn)
             return None
@@ -491,7 +493,12 @@ class Attempts:
         return accounts
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self.threads)
+        try:
+            return await in_thread(call, abandon_on_cancel=True, limiter=self.threads)
+        except OSError as exc:
+            if exc.errno != errno.EAGAIN:
+                raise
+            raise Transient(exc.strerror) from exc
 
     def _failed(self, exc: E) -> E:
         self.metrics.origin_errors += 1
@@ -672,6 +679,10 @@ class Receiving(Transfer):
         """After an attempt that raised nothing: `Transient` if bytes are missing all the same."""
         if self.position != self._stop and self.sink_error is None and not self._closed:
             raise Transient(f"the body ended {self._stop - self.position} bytes too early")
+
+    def coming(self) -> None:
+        """As `Taker.coming`: the deadline counts from the last byte that arrived, wherever it waits."""
+        self._report()
 
     def take(self, chunk: memoryview | bytes) -> bool:
         """As `Taker.take`."""

@@ -42,6 +42,7 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
+from cachefs.origin.md5 import Md5Etags, encrypted
 from cachefs.origin.protocol import (
     PATIENCE,
     AskedToWait,
@@ -106,6 +107,7 @@ class SignedHttp:
 
     def __init__(self, place: Place, transport: Transport) -> None:
         self.place, self.transport = place, transport
+        self.md5 = Md5Etags()
 
     def name(self, key: str) -> str:
         """A key as messages name it."""
@@ -244,11 +246,12 @@ class _Reading:
         taker: Taker,
     ) -> None:
         self.what = http.name(key)
-        self.waits = taker.waits
         self._http = http
         self._refused = False
         size = stop - start
-        least = size if size <= AT_ONCE else 4 * CHUNK if taker.waits else CHUNK
+        self._md5 = http.md5.choose(key, etag, size) if whole else ""
+        self.waits = taker.waits or (self._md5 != "" and size > AT_ONCE)
+        least = size if self._md5 or size <= AT_ONCE else 4 * CHUNK if taker.waits else CHUNK
         self.exchange = Exchange("GET", *signed, receiver=self, least=least)
         self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
         self._taker = taker
@@ -281,17 +284,24 @@ class _Reading:
             same = False
         if not same:
             raise ObjectChanged(f"{self.what}: the object changed at the origin")
+        if encrypted(headers):
+            self._md5 = ""
         if status == 200 and not self._whole:
             # A server that knows no ranges (Python's http.server) sends everything: the other bytes are dropped.
             self._at, self._cut = 0, True
         return True
 
     def take(self, data: bytes) -> bool:
+        if self._md5 and len(data) == self._stop - self._start:
+            self._http.md5.compare(self._key, self.what, self._md5, data)
         if not self._cut:
             return self._taker.take(data)
         at, self._at = self._at, self._at + len(data)
         wanted = data[max(0, self._start - at) : max(0, self._stop - at)]
         return (not wanted or self._taker.take(wanted)) and self._at < self._stop
+
+    def coming(self) -> None:
+        self._taker.coming()
 
 
 class HttpClient:
@@ -305,6 +315,7 @@ class HttpClient:
         self.patience_s = http.transport.stall_s
         self.renew = http.place.credentials.renew
         self.close = http.transport.close
+        self.md5 = http.md5
         self._http = http
 
     def head(self, key: str) -> ObjectInfo:
@@ -448,6 +459,9 @@ class Receiver(Protocol):
     def take(self, data: bytes) -> bool:
         """The next bytes of the body; False when no more are wanted."""
 
+    def coming(self) -> None:
+        """Bytes have come that `take` has not been given. In the loop thread."""
+
 
 class Exchange:
     """One request and its reply. It belongs to the loop thread until `ended`; `error` is set when there is no whole reply.
@@ -484,6 +498,7 @@ class Exchange:
         self.came_from = url
         self.lines: list[bytes] = []
         self.lines_seen = 0
+        self.seen_active_at = 0.0
         self.active_at = math.inf  # when the request, or bytes of the reply, went by last
         self.paused = False
         self.complete = False  # libcurl is done with it
@@ -573,6 +588,11 @@ class Exchange:
             except Exception as exc:
                 self.error = exc
 
+    def report(self) -> None:
+        """Bytes of the reply may have come since the last call."""
+        if self._receives and self._held and self._receiver is not None:
+            self._receiver.coming()
+
     def deliver(self) -> None:
         """Hand over what is held."""
         receiver, data = self._receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
@@ -580,7 +600,11 @@ class Exchange:
         self._data, self._held = [], 0
         if receiver.waits:
             self.delivering = True
-            self.deliver_in_thread(lambda: receiver.take(data))
+            try:
+                self.deliver_in_thread(lambda: receiver.take(data))
+            except RuntimeError as exc:
+                self.delivering, self.refused = False, True
+                self.error = Transient(f"{self.host}: {exc}")  # no thread can be started
         else:
             self.delivered(lambda: receiver.take(data))
 
@@ -700,7 +724,10 @@ class Transport:
                 if self._closed:
                     raise Transient(CLOSED)
                 if self._loop is None or self._loop.over:
-                    self._loop = _Loop(self.stall_s, self._follow)
+                    try:
+                        self._loop = _Loop(self.stall_s, self._follow)
+                    except (OSError, RuntimeError) as exc:  # too many files are open, or threads run
+                        raise Transient(f"the HTTP client cannot begin: {exc}") from exc
                 loop = self._loop
         return loop
 
@@ -725,11 +752,15 @@ class _Loop:
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._watch)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, KEPT_CONNECTIONS)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.epoll()
-        self._poll.register(self._bell, select.EPOLLIN)
         self._watched: set[int] = set()
-        threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
+        self._poll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._poll.register(self._bell, select.EPOLLIN)
+            threading.Thread(target=self._run, name="cachefs http", daemon=True).start()
+        except BaseException:
+            os.close(self._bell)
+            raise
 
     # From any thread.
 
@@ -911,6 +942,9 @@ class _Loop:
         for exchange in list(self._live.values()):
             if len(exchange.lines) > exchange.lines_seen:
                 exchange.lines_seen, exchange.active_at = len(exchange.lines), now
+            elif exchange.active_at != exchange.seen_active_at:
+                exchange.seen_active_at = exchange.active_at
+                exchange.report()
             elif not exchange.paused and now - exchange.active_at > self._stall_s * exchange.patience:
                 exchange.error = Transient(f"{exchange.host}: the origin stayed silent for too long")
                 self._finish(exchange)

@@ -22,6 +22,7 @@ from cachefs.base.errors import (
 )
 from cachefs.origin.attempts import Attempts, Ended, Failed
 from cachefs.origin.gate import Ticket
+from cachefs.origin.md5 import Md5Etags
 from cachefs.origin.outcomes import Outcomes
 from cachefs.origin.protocol import (
     PATIENCE,
@@ -85,6 +86,11 @@ class Origin:
         return self._attempts.transfer_rate.bytes_per_s
 
     @property
+    def md5(self) -> Md5Etags | None:
+        """What compares whole objects with their etags; None where the client does not."""
+        return getattr(self._client, "md5", None)
+
+    @property
     def complaint(self) -> str:
         """One line while the origin is out, else ""."""
         return self._attempts.breaker.complaint()
@@ -100,6 +106,8 @@ class Origin:
             "prefix": self.prefix,
             **self._attempts.status(),
             "ignored_conditions": self._client.writer.conditions.ignored() if self._client.writer else [],
+            "compared": self.md5.compared if self.md5 else 0,
+            "unlike_etag": self.md5.unlike if self.md5 else 0,
             **self._attempts.breaker.status(),
         }
 

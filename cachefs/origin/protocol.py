@@ -242,6 +242,9 @@ class Taker(Protocol):
     def take(self, data: memoryview | bytes) -> bool:
         """The next bytes; False when no more are wanted."""
 
+    def coming(self) -> None:
+        """Bytes have arrived that `take` will be given later. Any thread may call it."""
+
 
 class Fetching(Protocol):
     """A client that reads without a thread for each request. Others have `BlockingReader.read`."""

@@ -27,6 +27,7 @@ def open_origin(
     anonymous: bool = False,
     requester_pays: bool = False,
     sse_kms_key: str | None = None,
+    verify: str = "first",
     concurrency: int = 64,
     download_limit: int = 0,
     upload_limit: int = 0,
@@ -36,7 +37,8 @@ def open_origin(
     backoff: Backoff = DEFAULT,
     metrics: Metrics,
 ) -> Origin:
-    """The origin at `url`. Sends no request; `Origin.check` does.
+    """The origin at `url`. Sends no request; `Origin.check` does. `verify` as the option: it says how many whole objects
+    are compared with etags that are MD5s.
 
     Raises `ConfigError`, with one line that tells what to change, for a URL or client that cannot be served."""
     if client not in CLIENTS:
@@ -112,7 +114,10 @@ def open_origin(
         backoff=backoff,
         metrics=metrics,
     )
-    return Origin(attempts)
+    origin = Origin(attempts)
+    if origin.md5 is not None:
+        origin.md5.verify(verify)
+    return origin
 
 
 def load_origin(url: str) -> None:

@@ -3,6 +3,7 @@ them, in results, in requests and in what stays behind. The lab store, the real 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
 from cachefs.origin import Origin
+from cachefs.origin.http import _Loop
 from cachefs.store import open_store
 from tests.fetch.scripted import in_trio
 from tests.origin.servers import Lab
@@ -126,6 +128,58 @@ def test_refused_credentials_that_are_the_same_again_are_not_tried_twice(
             with pytest.raises(CachefsError, match="403"):
                 await it.read(object_id)  # they are the same as before
             assert it.metrics.origin_get == 1
+            it.over()
+
+    in_trio(play)()
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
+)
+def test_a_client_that_cannot_begin_is_tried_again(
+    store: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    left = [failure] * 2
+    begin = _Loop.__init__
+
+    def fails(*arguments: Any) -> None:
+        if left:
+            raise left.pop()
+        begin(*arguments)
+
+    async def play() -> None:
+        async with reading(store, cache_dir) as it:
+            object_id = await it.object()
+            http: Any = it.origin._client
+            http._http.transport._loop.stop()
+            await until(lambda: http._http.transport._loop.over, 5)
+            monkeypatch.setattr(_Loop, "__init__", fails)
+            assert await it.read(object_id) == BODY
+            assert not left and it.metrics.origin_errors == 0
+            await until(lambda: not it.fetcher.in_flight_fetches, 5)
+            it.over()
+
+    in_trio(play)()
+
+
+def test_a_thread_that_cannot_take_a_body_ends_one_attempt(
+    store: Lab, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, failed = trio.lowlevel.start_thread_soon, list[bool]()
+
+    def fails(*arguments: Any) -> None:
+        if failed:
+            return begin(*arguments)
+        failed.append(True)
+        raise RuntimeError("can't start new thread")
+
+    async def play() -> None:
+        async with reading(store, cache_dir, download_limit=1 << 30) as it:
+            object_id = await it.object()
+            monkeypatch.setattr(trio.lowlevel, "start_thread_soon", fails)
+            assert await it.read(object_id) == BODY
+            assert failed and it.metrics.origin_retries == 1
+            await until(lambda: not it.fetcher.in_flight_fetches, 5)
             it.over()
 
     in_trio(play)()
