@@ -612,10 +612,10 @@ class Uploads:
                     adopted = await self._adopt(dirty_file, info)
                 finally:
                     dirty_file.content.settled(adopted)
-                if dirty_file.discarded and not dirty_file.content.adopted:
-                    # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
-                    if not dirty_file.trying.turn.locked():
-                        dirty_file.file.remove()
+                # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
+                gone = dirty_file.discarded and not dirty_file.trying.turn.locked()
+                if gone and not dirty_file.content.adopted:
+                    dirty_file.file.remove()
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
                 return  # the last user that came meanwhile does the rest
             if not dirty_file.content.adopted:
