@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -22,7 +22,6 @@ from cachefs.base.errors import (
 )
 from cachefs.origin.attempts import Attempts, Ended, Failed
 from cachefs.origin.gate import Ticket
-from cachefs.origin.md5 import Md5Etags
 from cachefs.origin.outcomes import Outcomes
 from cachefs.origin.protocol import (
     PATIENCE,
@@ -38,6 +37,9 @@ from cachefs.origin.protocol import (
     Writer,
     Written,
 )
+
+if TYPE_CHECKING:
+    from cachefs.origin.http import Md5Etags
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

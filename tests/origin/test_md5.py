@@ -16,7 +16,7 @@ from cachefs.base.errors import OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.origin import Origin, md5, open_origin
+from cachefs.origin import Origin, http, open_origin
 from cachefs.store import open_store
 from tests.fetch.scripted import in_trio
 from tests.origin.reading import Collect, run
@@ -41,7 +41,7 @@ def opened(server: Server, **options: Any) -> Origin:
     return open_origin(server.url, metrics=Metrics(), backoff=QUICK, stall_s=5.0, **options)
 
 
-def compared_by(origin: Origin) -> md5.Md5Etags:
+def compared_by(origin: Origin) -> http.Md5Etags:
     assert origin.md5 is not None
     return origin.md5
 
@@ -119,10 +119,10 @@ def test_the_small_file_of_a_mount_is_compared_before_its_reader_has_any_of_it(
     ("verify", "size", "compared"),
     [
         ("first", 1, True),
-        ("first", md5.LARGEST, True),
-        ("first", md5.LARGEST + 1, False),
-        ("full", md5.LARGEST_OF_ALL, True),
-        ("full", md5.LARGEST_OF_ALL + 1, False),
+        ("first", http.LARGEST_COMPARED, True),
+        ("first", http.LARGEST_COMPARED + 1, False),
+        ("full", http.LARGEST_COMPARED_OF_ALL, True),
+        ("full", http.LARGEST_COMPARED_OF_ALL + 1, False),
         ("none", 1, False),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_part_of_an_object_is_not_compared(serve: Callable[..., Server]) -> No
     run(opened(server), use)
 
 
-@pytest.mark.parametrize("header", sorted(md5.ENCRYPTED))
+@pytest.mark.parametrize("header", sorted(http.ENCRYPTED))
 def test_an_object_that_is_encrypted_with_a_key_has_another_etag(
     serve: Callable[..., Server], header: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_an_origin_whose_etags_only_look_like_md5s_costs_three_requests(serve: C
     async def use(there: Origin) -> None:
         for number in range(10):
             assert await read(there, key=str(number)) == damaged(BODY)
-        assert len(server.heads) == 10 + md5.UNLIKE
+        assert len(server.heads) == 10 + http.UNLIKE
 
     run(opened(server), use)
 
@@ -189,10 +189,10 @@ def test_an_object_that_is_damaged_at_its_origin_is_told_of_and_ends_no_comparis
 
     async def use(there: Origin) -> None:
         assert await read(there, key="good") == BODY
-        for number in range(2 * md5.UNLIKE):
+        for number in range(2 * http.UNLIKE):
             assert await read(there, key=f"bad{number}") == damaged(BODY)
         told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(told) == 2 * md5.UNLIKE and "bad0: the origin gave the same bytes twice" in told[0]
+        assert len(told) == 2 * http.UNLIKE and "bad0: the origin gave the same bytes twice" in told[0]
         compared = compared_by(there).compared
         assert await read(there, key="good") == BODY and compared_by(there).compared == compared + 1
 
@@ -201,19 +201,21 @@ def test_an_object_that_is_damaged_at_its_origin_is_told_of_and_ends_no_comparis
 
 def test_beyond_its_share_of_a_processor_only_some_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(md5.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
-    some, every = md5.Md5Etags(), md5.Md5Etags()
+    monkeypatch.setattr(http.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
+    some, every = http.Md5Etags(), http.Md5Etags()
     every.verify("full")
     chosen = 0
     for _ in range(10_000):  # 1,000 files of 100 KB a second
         now += 0.001
         chosen += bool(some.choose("k", etag_of(BODY), SIZE))
         assert every.choose("k", etag_of(BODY), SIZE)
-    assert chosen * SIZE == pytest.approx(10 * md5.BYTES_PER_S + md5.BURST_BYTES, rel=0.02)
+    assert chosen * SIZE == pytest.approx(10 * http.HASHED_PER_S + http.HASHED_AT_ONCE, rel=0.02)
     for _ in range(1_000):  # 100 a second
         now += 0.01
         chosen -= bool(some.choose("k", etag_of(BODY), SIZE))
-    assert chosen * SIZE == pytest.approx(10 * md5.BYTES_PER_S + md5.BURST_BYTES - 1_000 * SIZE, rel=0.02)
+    assert chosen * SIZE == pytest.approx(
+        10 * http.HASHED_PER_S + http.HASHED_AT_ONCE - 1_000 * SIZE, rel=0.02
+    )
 
 
 def test_an_object_that_comes_slowly_and_is_held_back_keeps_its_deadline(
