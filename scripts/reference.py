@@ -14,7 +14,7 @@ import click
 from cachefs import __version__
 from cachefs.base.metrics import SERIES, Metrics
 from cachefs.cli.main import cli
-from cachefs.config.config import GROUPS, option_name, rows
+from cachefs.config.config import GROUPS, ROWS
 from cachefs.config.options import Row
 
 NOTE = "<!-- Written by scripts/docs from the tables in the code: change those. -->"
@@ -112,7 +112,7 @@ def options() -> str:
 
 def _options() -> Iterator[str]:
     yield f"# Options\n\n{NOTE}\n\n{LAYERS}"
-    for group in GROUPS:
+    for group in GROUPS.values():
         yield f"## {group}\n\n| option | value | default | |\n|---|---|---|---|"
         for name, row in _rows(group):
             value = "" if not row.metavar else _code(row.metavar)
@@ -203,7 +203,7 @@ def _man_command() -> Iterator[str]:
         "Each can also be given as -o cache_size=500G, as CACHEFS_CACHE_SIZE=500G, or as cache_size = "
         '"500G" in the file that --config names. The first of these that has it decides.'
     )
-    for group in GROUPS:
+    for group in GROUPS.values():
         yield f".SS {group}"
         for name, row in _rows(group):
             yield f".TP\n.B {_roff(' '.join(filter(None, (', '.join(_flags(name, row)), row.metavar))))}"
@@ -234,7 +234,7 @@ def _man_helper() -> Iterator[str]:
         "the systemd unit cachefs@.service is."
     )
     yield ".SH OPTIONS"
-    for group in GROUPS:
+    for group in GROUPS.values():
         yield f".SS {group}"
         for name, row in _rows(group):
             if not row.flag_only:
@@ -280,7 +280,7 @@ def _page(lines: Iterator[str]) -> str:
 
 
 def _rows(group: str) -> Iterator[tuple[str, Row]]:
-    return ((option_name(item, row), row) for item, row in rows() if row.group == group)
+    return ((name, row) for name, row in ROWS.items() if row.group == group)
 
 
 def _flags(name: str, row: Row) -> tuple[str, ...]:

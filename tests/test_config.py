@@ -17,7 +17,7 @@ from cachefs.base.linux import memory_limit
 from cachefs.base.linux import parse as parse_mountinfo
 from cachefs.base.units import FOREVER, Size
 from cachefs.config import layers
-from cachefs.config.config import AS_THE_MOUNT, Config, Source, default_cache_dir, option_name, rows
+from cachefs.config.config import AS_THE_MOUNT, ROWS, Config, Source, default_cache_dir
 from cachefs.config.options import SECRET_ADVICE
 
 PLACES = {"source": "s3://bucket/prefix", "mountpoint": "/mnt/data"}
@@ -150,17 +150,16 @@ def test_every_option_in_every_layer(tmp_path: Path) -> None:
     given |= {"peer_cert": "/c", "peer_cert_key": "/p", "peer_ca": "/a"}
     shown = tomllib.loads(layers.dump(load(**given)))
     file = tmp_path / "c.toml"
-    for item, row in rows():
+    for name, row in ROWS.items():
         if row.flag_only:
             continue
-        name = option_name(item, row)
         value = shown[name]
         text = str(value).lower() if isinstance(value, bool) else str(value)
         file.write_text(f"{name} = {text if isinstance(value, bool | int) else repr(text)}\n")
-        expected = getattr(load(**{name: text}), item.name)
-        assert getattr(load(f"{name.replace('_', '-')}={text}"), item.name) == expected
-        assert getattr(load(environ={f"CACHEFS_{name.upper()}": text}), item.name) == expected
-        assert getattr(load(config=str(file)), item.name) == expected
+        expected = getattr(load(**{name: text}), name)
+        assert getattr(load(f"{name.replace('_', '-')}={text}"), name) == expected
+        assert getattr(load(environ={f"CACHEFS_{name.upper()}": text}), name) == expected
+        assert getattr(load(config=str(file)), name) == expected
 
 
 def test_switches() -> None:

@@ -26,7 +26,7 @@ from cachefs.base.errors import CachefsError, ConfigError, MountError
 from cachefs.cli import cache, files, live, show, status, writing
 from cachefs.cli.places import Place
 from cachefs.cli.show import as_json, note, say
-from cachefs.config.config import GROUPS, Config, option_name, rows
+from cachefs.config.config import GROUPS, ROWS, Config
 from cachefs.config.options import Row, directory
 
 log = logging.getLogger(__name__)
@@ -152,14 +152,14 @@ class MountCommand(click.Command):
 
     def __init__(self, *args: Any, **extra: Any) -> None:
         super().__init__(*args, **extra)
-        self.params += [TableOption(option_name(item, row), row) for item, row in rows()]
+        self.params += [TableOption(name, row) for name, row in ROWS.items()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = list(args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for group in GROUPS:
+        for group in GROUPS.values():
             records = [
                 p.get_help_record(ctx)
                 for p in self.params

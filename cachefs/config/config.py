@@ -16,8 +16,8 @@ No secret ever lives here: credentials come from the stores' own environment var
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ from cachefs.config.options import (
     WEIGHT,
     Row,
     choice,
-    option,
 )
 
 Consistency = Literal["strict", "default", "immutable"]
@@ -54,9 +53,21 @@ Eviction = Literal["auto", "epoch", "lru"]
 FuseChoice = Literal["auto", "native", "pyfuse3"]
 Client = Literal["auto", "curl", "fsspec"]
 OnConflict = Literal["overwrite", "fail"]
+Prefetch = Literal["on", "off"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
-GROUPS = ("Cache", "Writing", "Freshness", "Source", "Permissions", "Transfer", "Peers", "Running")
-"""Headings of the help text, in its order."""
+GROUPS = {
+    "cache_dir": "Cache",
+    "read_only": "Writing",
+    "consistency": "Freshness",
+    "client": "Source",
+    "uid": "Permissions",
+    "concurrency": "Transfer",
+    "peers": "Peers",
+    "foreground": "Running",
+}
+"""The first option of each group → the group's heading in the help text."""
 
 METADATA_TTL = {"strict": 0.0, "default": 60.0, "immutable": FOREVER}
 NEGATIVE_TTL = {"strict": 0.0, "default": 5.0, "immutable": 3600.0}
@@ -83,7 +94,7 @@ class Source:
     consistency: Consistency | None = None
     metadata_ttl: float | None = None
     negative_ttl: float | None = None
-    prefetch: Literal["on", "off"] | None = None
+    prefetch: Prefetch | None = None
     concurrency: int | None = None
 
 
@@ -106,379 +117,212 @@ class Config:
     descriptor: int | None = field(default=None, compare=False)
     """Of /dev/fuse, where another process has mounted it at `mountpoint` (which is /dev/fd/N if that cannot be seen)."""
 
-    cache_dir: Path = option(
-        PATH,
-        "Cache",
+    cache_dir: Path = PATH(
         "Directory of the SSD cache. Also found again when the same source is mounted elsewhere.",
         default="/var/cache/cachefs/SOURCE for root, else ~/.cache/cachefs/SOURCE",
         derive=lambda config: default_cache_dir(config.sources),
     )
-    cache_size: Size = option(
-        SIZE,
-        "Cache",
+    cache_size: Size = SIZE(
         "How much of the SSD to use: 500G, or a share of the space that is free or already holds this cache.",
         value=Size(percent=80.0),
-        default="80%",
     )
-    ram: Size = option(
-        SIZE,
-        "Cache",
+    ram: Size = SIZE(
         "How much memory holds blocks: 8G, or a share of this process's memory limit (cgroups included). "
         "0 does without.",
         default="25%, at most 4G",
         derive=lambda _: Size(bytes=min(memory_limit() // 4, 4 << 30)),
     )
-    keep_free: Size = option(
-        SIZE,
-        "Cache",
+    keep_free: Size = SIZE(
         "Disk space the cache always leaves free: 50G, or a share of the filesystem.",
         value=Size(percent=10.0),
-        default="10%",
     )
-    block_size: int = option(
-        BLOCK_SIZE,
-        "Cache",
-        "Unit of bookkeeping; a power of two, 64K to 16M.",
-        value=1 << 20,
-        default="1M",
-    )
-    verify: Verify = option(
-        choice("full", "first", "none"),
-        "Cache",
+    block_size: int = BLOCK_SIZE("Unit of bookkeeping; a power of two, 64K to 16M.", value=1 << 20)
+    verify: Verify = choice(Verify)(
         "When cached blocks are checked against their checksum: at every read from disk, at the first one "
         "after a start, or never. Damage to a file that the kernel reads by itself shows with `full` only. Small "
         "objects whose etag is an MD5 are compared with it when they are fetched: all, some, or none.",
         value="first",
-        default="first",
     )
 
-    eviction: Eviction = option(
-        choice("auto", "epoch", "lru"),
-        "Cache",
+    eviction: Eviction = choice(Eviction)(
         "What goes when the cache is full. lru drops what was used least lately; epoch keeps what the running epoch of "
         "training has yet to read; auto does that for datasets that are read in epochs.",
         value="auto",
-        default="auto",
     )
-    pin_budget: Size = option(
-        SIZE,
-        "Cache",
-        "How much may be pinned: 100G, or a share of the cache.",
-        value=Size(percent=50.0),
-        default="50%",
+    pin_budget: Size = SIZE(
+        "How much may be pinned: 100G, or a share of the cache.", value=Size(percent=50.0)
     )
 
-    read_only: bool = option(
-        SWITCH,
-        "Writing",
+    read_only: bool = SWITCH(
         "Refuse every change. Reading small files again and again is faster so.",
         default="no; yes with --zero-open, and where the store cannot be written",
         flags=("--ro",),
         derive=lambda config: config.zero_open,
     )
-    writeback: bool = option(
-        SWITCH,
-        "Writing",
+    writeback: bool = SWITCH(
         "A file is safe on this node's disk when close or fsync returns, and goes to the store after that. Without, it is "
         "in the store when they return.",
         value=False,
     )
-    upload_delay: float = option(
-        DURATION,
-        "Writing",
+    upload_delay: float = DURATION(
         "With --writeback, how long a closed file waits: a name that is replaced or removed until then costs no upload.",
         value=1.0,
-        default="1s",
     )
-    upload_limit: int = option(
-        RATE, "Writing", "Most bytes a second to the store: 200M. 0 is no limit.", value=0, default="0"
-    )
-    on_conflict: OnConflict = option(
-        choice("overwrite", "fail"),
-        "Writing",
+    upload_limit: int = RATE("Most bytes a second to the store: 200M. 0 is no limit.", value=0)
+    on_conflict: OnConflict = choice(OnConflict)(
         "What happens to a file that another client has changed at the origin since it was opened here: the last close "
         "wins, or it fails.",
         value="overwrite",
-        default="overwrite",
     )
-    flush_deadline: float = option(
-        DURATION,
-        "Writing",
+    flush_deadline: float = DURATION(
         "How long unmounting waits for files on their way to the store. What is left with --writeback is sent by the next "
         "mount of this cache.",
         value=60.0,
-        default="60s",
     )
 
-    consistency: Consistency = option(
-        choice("strict", "default", "immutable"),
-        "Freshness",
+    consistency: Consistency = choice(Consistency)(
         "strict asks the origin at every open; default uses what it knows for a minute; immutable "
         "never asks again.",
         value="default",
-        default="default",
     )
-    metadata_ttl: float = option(
-        DURATION,
-        "Freshness",
+    metadata_ttl: float = DURATION(
         "How long attributes and listings are used without asking: 60s, 5m, 1h, forever.",
         default="by --consistency: 0, 60s or forever",
         derive=lambda config: METADATA_TTL[config.consistency],
     )
-    negative_ttl: float = option(
-        DURATION,
-        "Freshness",
+    negative_ttl: float = DURATION(
         "How long a missing name is taken for missing without asking.",
         default="by --consistency: 0, 5s or 1h",
         derive=lambda config: NEGATIVE_TTL[config.consistency],
     )
-    on_outage: OnOutage = option(
-        OUTAGE,
-        "Freshness",
+    on_outage: OnOutage = OUTAGE(
         "While an origin does not answer: use what is known of it, however old; fail at once; or wait so long. "
         "What is cached is read in each.",
         default="serve-stale; eio with --consistency strict",
         derive=lambda config: OnOutage("eio" if config.consistency == "strict" else "serve-stale"),
     )
 
-    client: Client = option(
-        choice("auto", "curl", "fsspec"),
-        "Source",
+    client: Client = choice(Client)(
         "Library that talks to the store. auto takes libcurl where it knows the scheme, else fsspec.",
         value="auto",
-        default="auto",
     )
-    endpoint_url: str | None = option(
-        URL,
-        "Source",
-        "Address of an S3-, Azure- or Google-compatible store, such as http://minio:9000.",
-        value=None,
+    endpoint_url: str | None = URL(
+        "Address of an S3-, Azure- or Google-compatible store, such as http://minio:9000.", value=None
     )
-    region: str | None = option(TEXT, "Source", "Region of the bucket.", value=None)
-    profile: str | None = option(
-        TEXT, "Source", "Named profile in ~/.aws/config to take credentials from.", value=None
-    )
-    anonymous: bool = option(
-        SWITCH, "Source", "Send requests unsigned: public data.", value=False, flags=("--no-sign-request",)
+    region: str | None = TEXT("Region of the bucket.", value=None)
+    profile: str | None = TEXT("Named profile in ~/.aws/config to take credentials from.", value=None)
+    anonymous: bool = SWITCH(
+        "Send requests unsigned: public data.", value=False, flags=("--no-sign-request",)
     )
 
-    requester_pays: bool = option(
-        SWITCH, "Source", "Pay for the requests to a requester-pays bucket (s3:// only).", value=False
+    requester_pays: bool = SWITCH(
+        "Pay for the requests to a requester-pays bucket (s3:// only).", value=False
     )
-    sse_kms_key: str | None = option(
-        TEXT,
-        "Source",
-        "KMS key that encrypts what is written (SSE-KMS; s3:// only).",
-        value=None,
-        metavar="KEY",
+    sse_kms_key: str | None = TEXT(
+        "KMS key that encrypts what is written (SSE-KMS; s3:// only).", value=None, metavar="KEY"
     )
 
-    uid: int = option(
-        USER,
-        "Permissions",
-        "Owner that files show.",
-        default="the user who mounts",
-        derive=lambda _: os.getuid(),
+    uid: int = USER("Owner that files show.", default="the user who mounts", derive=lambda _: os.getuid())
+    gid: int = GROUP(
+        "Group that files show.", default="the group of the user who mounts", derive=lambda _: os.getgid()
     )
-    gid: int = option(
-        GROUP,
-        "Permissions",
-        "Group that files show.",
-        default="the group of the user who mounts",
-        derive=lambda _: os.getgid(),
-    )
-    umask: int = option(
-        MODE, "Permissions", "Bits taken away from 0666 and 0777.", value=0o022, default="022"
-    )
-    file_mode: int = option(
-        MODE,
-        "Permissions",
+    umask: int = MODE("Bits taken away from 0666 and 0777.", value=0o022, default="022")
+    file_mode: int = MODE(
         "Mode of files. One that is set on a file is kept by this node.",
         default="0666 less umask: 0644",
         derive=lambda config: 0o666 & ~config.umask,
     )
-    dir_mode: int = option(
-        MODE,
-        "Permissions",
-        "Mode of directories.",
-        default="0777 less umask: 0755",
-        derive=lambda config: 0o777 & ~config.umask,
+    dir_mode: int = MODE(
+        "Mode of directories.", default="0777 less umask: 0755", derive=lambda config: 0o777 & ~config.umask
     )
-    allow_other: bool = option(
-        SWITCH, "Permissions", "Let other users in, as far as the modes do.", value=False
-    )
+    allow_other: bool = SWITCH("Let other users in, as far as the modes do.", value=False)
 
-    concurrency: int = option(
-        COUNT,
-        "Transfer",
-        "Most requests in flight to the store; fewer while it throttles.",
-        value=64,
-        default="64",
+    concurrency: int = COUNT("Most requests in flight to the store; fewer while it throttles.", value=64)
+    download_limit: int = RATE("Most bytes a second from the store: 200M. 0 is no limit.", value=0)
+    timeout: float = DURATION(
+        "How long a request may go without progress, retries included, before it fails.", value=60.0
     )
-    download_limit: int = option(
-        RATE, "Transfer", "Most bytes a second from the store: 200M. 0 is no limit.", value=0, default="0"
-    )
-    deadline_s: float = option(
-        DURATION,
-        "Transfer",
-        "How long a request may go without progress, retries included, before it fails.",
-        value=60.0,
-        default="60s",
-        key="timeout",
-    )
-    max_readahead: int = option(
-        BYTE_COUNT,
-        "Transfer",
-        "Furthest a sequential reader is read ahead of.",
-        value=64 << 20,
-        default="64M",
-    )
-    prefetch: Literal["on", "off"] = option(
-        choice("on", "off"),
-        "Transfer",
+    max_readahead: int = BYTE_COUNT("Furthest a sequential reader is read ahead of.", value=64 << 20)
+    prefetch: Prefetch = choice(Prefetch)(
         "Fetch files before they are opened: the rest of a directory of small files, the next shards, what hints announce.",
         value="on",
-        default="on",
     )
 
-    peers: str | None = option(
-        TEXT,
-        "Peers",
+    peers: str | None = TEXT(
         "Share the cache with other nodes, found by static:host:port,host:port, dns:name:port or "
         "etcd:http://host:2379/prefix.",
         value=None,
         metavar="PLACE",
     )
-    peer_listen: str | None = option(
-        TEXT,
-        "Peers",
+    peer_listen: str | None = TEXT(
         "The address at which other nodes ask this one.",
         value=None,
         metavar="HOST:PORT",
         default="this machine's address in static:, every address and the port of dns:",
     )
-    cache_group: str = option(
-        TEXT,
-        "Peers",
-        "Nodes share with those of the same group.",
-        value="default",
-        default="default",
-        metavar="NAME",
+    cache_group: str = TEXT("Nodes share with those of the same group.", value="default", metavar="NAME")
+    group_weight: float = WEIGHT(
+        "This node's share of the group's data, relative to others.", value=1.0, default="1"
     )
-    group_weight: float = option(
-        WEIGHT, "Peers", "This node's share of the group's data, relative to others.", value=1.0, default="1"
+    replicas: int = COUNT("How many nodes keep what they read of the same data.", value=1)
+    sharing: bool = SWITCH("Give to other nodes. --no-sharing only asks them.", value=True, default="yes")
+    peer_key_file: Path | None = PATH(
+        "File with the key that all nodes share; only its owner may read it.", value=None
     )
-    replicas: int = option(
-        COUNT, "Peers", "How many nodes keep what they read of the same data.", value=1, default="1"
-    )
-    sharing: bool = option(
-        SWITCH, "Peers", "Give to other nodes. --no-sharing only asks them.", value=True, default="yes"
-    )
-    peer_key_file: Path | None = option(
-        PATH, "Peers", "File with the key that all nodes share; only its owner may read it.", value=None
-    )
-    peer_cert: Path | None = option(
-        PATH, "Peers", "This node's certificate, shown to the others.", value=None
-    )
-    peer_cert_key: Path | None = option(PATH, "Peers", "The key of --peer-cert.", value=None)
-    peer_ca: Path | None = option(
-        PATH,
-        "Peers",
-        "The authority that signs the certificates of peers.",
-        value=None,
-    )
-    etcd_ca: Path | None = option(
-        PATH, "Peers", "The authority that signs the certificate of an https etcd.", value=None
-    )
+    peer_cert: Path | None = PATH("This node's certificate, shown to the others.", value=None)
+    peer_cert_key: Path | None = PATH("The key of --peer-cert.", value=None)
+    peer_ca: Path | None = PATH("The authority that signs the certificates of peers.", value=None)
+    etcd_ca: Path | None = PATH("The authority that signs the certificate of an https etcd.", value=None)
 
-    foreground: bool = option(
-        SWITCH, "Running", "Stay in the foreground and log to stderr.", value=False, flags=("-f",)
-    )
-    fuse: FuseChoice = option(
-        choice("auto", "native", "pyfuse3"),
-        "Running",
+    foreground: bool = SWITCH("Stay in the foreground and log to stderr.", value=False, flags=("-f",))
+    fuse: FuseChoice = choice(FuseChoice)(
         "The FUSE backend. With native the kernel reads whole cached files by itself (Linux 6.9, root); auto takes it "
         "where it can.",
         value="auto",
-        default="auto",
     )
-    zero_open: bool = option(
-        SWITCH,
-        "Running",
+    zero_open: bool = SWITCH(
         "Open files without asking the daemon, for many small files that never change. Needs --fuse native or auto, and "
         "--consistency immutable.",
         value=False,
     )
-    restart: bool = option(
-        SWITCH,
-        "Running",
+    restart: bool = SWITCH(
         "Start the daemon again when it dies, so that programs only wait. Needs --read-only, --fuse native or auto, and "
         "Linux 6.9.",
         value=False,
     )
-    nonempty: bool = option(SWITCH, "Running", "Mount over a directory that is not empty.", value=False)
-    mount_timeout: float = option(
-        DURATION,
-        "Running",
-        "How long to wait for the mount to answer before giving up.",
-        value=30.0,
-        default="30s",
-    )
-    log_level: str = option(
-        choice("debug", "info", "warning", "error"),
-        "Running",
-        "How much to log.",
-        value="info",
-        default="info",
-    )
-    log_format: Literal["text", "json"] = option(
-        choice("text", "json"), "Running", "How a log line looks.", value="text", default="text"
-    )
-    log_file: Path | None = option(
-        PATH,
-        "Running",
+    nonempty: bool = SWITCH("Mount over a directory that is not empty.", value=False)
+    mount_timeout: float = DURATION("How long to wait for the mount to answer before giving up.", value=30.0)
+    log_level: LogLevel = choice(LogLevel)("How much to log.", value="info")
+    log_format: LogFormat = choice(LogFormat)("How a log line looks.", value="text")
+    log_file: Path | None = PATH(
         "Log to this file (rotated at 10 MiB, three kept).",
         default="cachefs.log in the cache directory; stderr with -f",
         derive=lambda config: None if config.foreground else config.cache_dir / LOG_NAME,
     )
 
-    metrics: str | None = option(
-        LISTEN,
-        "Running",
+    metrics: str | None = LISTEN(
         "Show metrics for Prometheus at /metrics, /healthz, /readyz, and a page for people at /. A PORT alone is for this "
         "machine; any other address needs no password either.",
         value=None,
     )
-    print_config: bool = field(
-        default=False,
-        compare=False,
-        metadata={
-            "row": SWITCH(
-                group="Running",
-                help="Print what all these add up to, and where each came from, as a config file; then stop.",
-                flag_only=True,
-            )
-        },
+    print_config: bool = SWITCH(
+        "Print what all these add up to, and where each came from, as a config file; then stop.",
+        value=False,
+        flag_only=True,
     )
-    config: Path | None = field(
-        default=None,
-        compare=False,
-        metadata={
-            "row": PATH(
-                group="Running",
-                help="TOML file with any of these options, and with several sources: [[source]] name=… url=…",
-                default="$CACHEFS_CONFIG",
-                flag_only=True,
-            )
-        },
+    config: Path | None = PATH(
+        "TOML file with any of these options, and with several sources: [[source]] name=… url=…",
+        value=None,
+        default="$CACHEFS_CONFIG",
+        flag_only=True,
     )
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Option name → the layer its value came from; what is not in it is a default."""
 
     def __post_init__(self) -> None:
-        for item, row in rows():
-            if getattr(self, item.name) is DERIVED and row.derive is not None:
-                object.__setattr__(self, item.name, row.derive(self))
+        for name, row in ROWS.items():
+            if getattr(self, name) is DERIVED and row.derive is not None:
+                object.__setattr__(self, name, row.derive(self))
 
     def of(self, source: Source, name: str) -> Any:
         """The value of an option in `AS_THE_MOUNT` for one source: its own, by its own consistency, or the mount's."""
@@ -488,14 +332,16 @@ class Config:
         return getattr(self, name) if own is None else own
 
 
-def rows() -> list[tuple[Field[Any], Row]]:
-    """The options, in the order of the table."""
-    return [(item, item.metadata["row"]) for item in fields(Config) if "row" in item.metadata]
+def _rows() -> Iterator[tuple[str, Row]]:
+    group = ""
+    for item in fields(Config):
+        if "row" in item.metadata:
+            group = GROUPS.get(item.name, group)
+            yield item.name, replace(item.metadata["row"], group=group)
 
 
-def option_name(item: Field[Any], row: Row) -> str:
-    """The name of an option in every layer, with underscores."""
-    return row.key or item.name
+ROWS = dict(_rows())
+"""The options by the name that each has in every layer, with underscores; in the order of the help text."""
 
 
 def default_cache_dir(sources: tuple[Source, ...]) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cachefs.base.errors import ConfigError
-from cachefs.config.config import AS_THE_MOUNT, Config, Source, option_name, rows
+from cachefs.config.config import AS_THE_MOUNT, ROWS, Config, Source
 from cachefs.config.options import SECRET_ADVICE, Row, SecretInside, check_name, check_url, looks_secret
 
 ENV_PREFIX = "CACHEFS_"
@@ -37,14 +37,10 @@ PER_SOURCE = tuple(item.name for item in fields(Source) if item.name not in ("na
 Given = tuple[str, str]
 """(text, where it came from)."""
 
-_ROWS = {option_name(item, row): (item.name, row) for item, row in rows()}
 _ALIASES = {
-    flag[2:].replace("-", "_"): name
-    for name, (_, row) in _ROWS.items()
-    for flag in row.flags
-    if flag[:2] == "--"
+    flag[2:].replace("-", "_"): name for name, row in ROWS.items() for flag in row.flags if flag[:2] == "--"
 }
-_EVERYWHERE = [name for name, (_, row) in _ROWS.items() if not row.flag_only]
+_EVERYWHERE = [name for name, row in ROWS.items() if not row.flag_only]
 _PLACES = ["source", "mountpoint"]
 
 
@@ -62,7 +58,7 @@ def load(argv: Mapping[str, Any], o: Sequence[str] = (), environ: Mapping[str, s
         raise ConfigError(
             "no MOUNTPOINT: write cachefs mount SOURCE MOUNTPOINT, or mountpoint = … in the config file"
         )
-    values = {_ROWS[name][0]: _parse(name, text) for name, text in given.items() if name in _ROWS}
+    values = {name: _parse(name, text) for name, text in given.items() if name in ROWS}
     values |= {
         "config": _parse("config", path) if path else None,
         "mountpoint": _parse("mountpoint", given["mountpoint"]),
@@ -90,8 +86,8 @@ def _text(value: object) -> str:
 
 def _row(name: str) -> Row:
     if name == "source":
-        return Row(help="", group="", parse=check_url, show=str)
-    return _ROWS["cache_dir" if name == "mountpoint" else name][1]
+        return Row("", check_url, str)
+    return ROWS["cache_dir" if name == "mountpoint" else name]
 
 
 def _check_zero_open(values: Mapping[str, Any]) -> None:
@@ -220,7 +216,7 @@ def _from_toml(name: str, value: object, origin: str) -> Given:
     if isinstance(value, str):
         return value, origin
     if isinstance(value, bool | int | float):
-        if name in _ROWS and _ROWS[name][1].metavar == "OCTAL":
+        if name in ROWS and ROWS[name].metavar == "OCTAL":
             raise ConfigError(
                 f'{origin}: a mode is octal, and this number is not: write it in quotes, "0644"'
             )
@@ -262,13 +258,13 @@ def dump(config: Config) -> str:
     lines = ["# The effective configuration. What is marked as a default may be left out."]
     lines += [_assignment("mountpoint", str(config.mountpoint), config.origins.get("mountpoint", "given"))]
     group = ""
-    for name, (field_name, row) in _ROWS.items():
+    for name, row in ROWS.items():
         if row.flag_only:
             continue
         if row.group != group:
             group = row.group
             lines += ["", f"# {group}"]
-        value = getattr(config, field_name)
+        value = getattr(config, name)
         if value is None:
             lines += [f"# {name} is not set"]
         else:
@@ -280,7 +276,7 @@ def dump(config: Config) -> str:
         lines += [_assignment("url", source.url, config.origins.get("source", ""))]
         for name in PER_SOURCE:
             if (value := getattr(source, name)) is not None:
-                lines += [_assignment(name, _ROWS[name][1].show(value))]
+                lines += [_assignment(name, ROWS[name].show(value))]
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from cachefs.base.names import OnOutage
 from cachefs.base.units import (
@@ -112,19 +112,14 @@ class Row:
     """What an option is outside of Python: how its text reads, and what is said about it."""
 
     help: str
-    group: str
     parse: Callable[[str], Any]
     show: Callable[[Any], str | int | float | bool]
+    group: str = ""
     metavar: str = "TEXT"
     default: str = ""
     flags: tuple[str, ...] = ()
-    key: str = ""
     flag_only: bool = False
     derive: Callable[[Any], Any] | None = None
-
-
-def option(kind: Callable[..., Row], group: str, help: str, *, value: Any = DERIVED, **more: Any) -> Any:
-    return field(default=value, metadata={"row": kind(group=group, help=help, **more)})
 
 
 def _as_is(value: Any) -> Any:
@@ -206,9 +201,14 @@ def _parse_outage(text: str) -> OnOutage:
 
 def _kind(
     metavar: str, parse: Callable[[str], Any], show: Callable[[Any], Any] = _as_is
-) -> Callable[..., Row]:
-    def make(**more: Any) -> Row:
-        return Row(parse=parse, show=show, **{"metavar": metavar, **more})
+) -> Callable[..., Any]:
+    """What makes the field of an option: `value` is its default, and `default` what is shown in place of that."""
+
+    def make(help: str, *, value: Any = DERIVED, default: str = "", **more: Any) -> Any:
+        if not default and metavar and value is not None and value is not DERIVED:
+            default = str(show(value))
+        row = Row(help, parse, show, default=default, **{"metavar": metavar, **more})
+        return field(default=value, metadata={"row": row}, compare=not row.flag_only)
 
     return make
 
@@ -231,7 +231,10 @@ SWITCH = _kind("", parse_bool)
 OUTAGE = _kind("serve-stale|eio|wait=TIME", _parse_outage, str)
 
 
-def choice(*choices: str) -> Callable[..., Row]:
+def choice(literal: Any) -> Callable[..., Any]:
+    """One word of a `Literal`."""
+    choices = get_args(literal)
+
     def parse(text: str) -> str:
         word = text.strip().lower()
         if word not in choices:

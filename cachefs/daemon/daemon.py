@@ -33,7 +33,7 @@ from cachefs.base.linux import resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import in_thread
-from cachefs.config.config import Config, Source, option_name, rows
+from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
 from cachefs.daemon.locating import Locator
 from cachefs.daemon.notify import Notifier
@@ -234,7 +234,7 @@ class Daemon:
                 concurrency=config.of(source, "concurrency"),
                 download_limit=config.download_limit,
                 upload_limit=config.upload_limit,
-                deadline_s=config.deadline_s,
+                deadline_s=config.timeout,
                 on_outage=config.on_outage,
                 metrics=self._metrics,
             )
@@ -540,12 +540,12 @@ class Daemon:
         config = self._config
         given = {*config.origins, *fresh.origins}  # a default that follows from the machine is not compared
         changed = [
-            (item.name, option_name(item, row))
-            for item, row in rows()
-            if item.compare and getattr(fresh, item.name) != getattr(config, item.name)
+            name
+            for name, row in ROWS.items()
+            if not row.flag_only and getattr(fresh, name) != getattr(config, name)
         ]
         live = {name: getattr(fresh, name) for name in LIVE}
-        later = [shown for name, shown in changed if name not in LIVE and shown in given]
+        later = [name for name in changed if name not in LIVE and name in given]
         if _but_ttls(fresh.sources) == _but_ttls(config.sources):
             live["sources"] = fresh.sources
         else:
@@ -557,7 +557,7 @@ class Daemon:
         for ttls, source in zip(self._ttls, config.sources, strict=bool(self._ttls)):
             found = ttls_of(config, source)
             ttls.ttl, ttls.negative_ttl = found.ttl, found.negative_ttl
-        now = ", ".join(shown for name, shown in changed if name in LIVE) or "nothing"
+        now = ", ".join(name for name in changed if name in LIVE) or "nothing"
         logs.set_level("info")  # whatever the level is now or then, the answer is logged
         log.info("SIGHUP: changed %s; needs a remount: %s", now, ", ".join(later) or "nothing")
         logs.set_level(config.log_level)

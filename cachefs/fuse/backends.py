@@ -119,7 +119,7 @@ def choose(
 
 
 def _deadline_s(config: Config) -> float:
-    return config.deadline_s + config.on_outage.wait_s
+    return config.timeout + config.on_outage.wait_s
 
 
 def _serves_descriptor_natively(config: Config) -> bool:

@@ -92,7 +92,7 @@ class PeerNode:
             block_size=config.block_size,
             replicas=config.replicas,
             serves=listen is not None,
-            deadline_s=config.deadline_s,
+            deadline_s=config.timeout,
         )
         self._membership.on_change = self._changed
 

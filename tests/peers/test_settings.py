@@ -11,8 +11,7 @@ import pytest
 import trustme
 
 from cachefs.base.errors import ConfigError
-from cachefs.config.config import Config, Source
-from cachefs.config.options import WEIGHT
+from cachefs.config.config import ROWS, Config, Source
 from cachefs.peers.settings import NEED_PEERS, settings
 
 ALONE = Config(sources=(Source("", "file:///x"),), mountpoint=Path("/mnt"))
@@ -47,7 +46,7 @@ def test_without_any_of_them_there_are_no_peers() -> None:
 @pytest.mark.parametrize("text", ["1e9", "1000000", "0", "-1", "nan"])
 def test_a_weight_that_is_none_is_told_what_one_is(text: str) -> None:
     with pytest.raises(ValueError, match="above 0 and below a million"):
-        WEIGHT(group="", help="").parse(text)
+        ROWS["group_weight"].parse(text)
 
 
 def certificates(
