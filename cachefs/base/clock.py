@@ -1,6 +1,6 @@
 """Seconds since the epoch by a clock that does not step.
 
-How old an answer of the store is decides whether it may still be used. The wall clock cannot say: set back by an hour, it
+How old an answer of the origin is decides whether it may still be used. The wall clock cannot say: set back by an hour, it
 makes every answer an hour younger. So the wall clock is read once after each boot, and from then on the kernel's time since
 boot is added, which no clock setting changes and which goes on while the machine sleeps. A daemon that starts again before
 the next boot takes over the same sum. Times that people see are not taken from here."""

@@ -68,11 +68,11 @@ class ObjectChanged(CachefsError):
 
 
 class Conflict(CachefsError):
-    """A conditional write met another version at the store than it was to replace, or one where none was to be."""
+    """A conditional write met another version at the origin than it was to replace, or one where none was to be."""
 
 
 class NoSuchUpload(CachefsError):
-    """The store does not know this multipart upload (any more): completed, aborted or expired."""
+    """The origin does not know this multipart upload (any more): completed, aborted or expired."""
 
 
 class PermissionDenied(CachefsError):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cachefs.base.errors import CachefsError
 
 MAX_HEAD_BYTES = 16 << 10
-"""Of a request or a reply. Derived: the longest key of a store (1,024 characters) takes 12 KiB percent-encoded."""
+"""Of a request or a reply. Derived: the longest key of an origin (1,024 characters) takes 12 KiB percent-encoded."""
 
 MAX_HEADERS = 100
 """As Apache's `LimitRequestFields`."""

@@ -25,7 +25,7 @@ OTHERS = "…"
 """The row that adds up what has no row of its own."""
 
 DATASETS = 64
-"""Rows of datasets. Borrowed from the store's: a source with more first components has classes there, and not datasets."""
+"""Rows of datasets. Borrowed from the cache store's: a source with more first components has classes there, and not datasets."""
 
 PROCESSES = 512
 """Rows of processes, about 1 KiB each. Guessed: those of a node's jobs, and their loaders'."""
@@ -42,9 +42,9 @@ REMEMBERED = 16_384
 SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
 """A wait from which on a read may be among the slowest, how many of those are kept, and for how long. Guessed."""
 
-STORE, PEER, DISK = "store", "peer", "disk"
-READ_FROM = (STORE, PEER, DISK)
-"""What a read waits for: bytes from the store, from another node, or from this node's own tiers."""
+ORIGIN, PEER, DISK = "origin", "peer", "disk"
+READ_FROM = (ORIGIN, PEER, DISK)
+"""What a read waits for: bytes from the origin, from another node, or from this node's own tiers."""
 
 NAMES, WRITES = "names", "writes"
 WAITED_FOR = (*READ_FROM, NAMES, WRITES)
@@ -112,7 +112,7 @@ class Requests:
 
 class Process:
     """One process that waited. `waited` are seconds summed over its requests, `blocked_s` seconds in which at least one of
-    them waited; `calls` are those that were no reads. `account` is what was asked of the store for it: GETs that its reads
+    them waited; `calls` are those that were no reads. `account` is what was asked of the origin for it: GETs that its reads
     waited for, and everything else that its requests gave rise to."""
 
     __slots__ = (
@@ -188,7 +188,7 @@ class Wait:
 
 class Call:
     """A request that is no read, and waits. `request` is its name; `end` may come more than once. As a context it is
-    the reason of what is asked of the store meanwhile."""
+    the reason of what is asked of the origin meanwhile."""
 
     __slots__ = ("_token", "_waits", "began", "key", "on", "process", "request", "thread")
 

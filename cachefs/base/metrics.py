@@ -115,18 +115,18 @@ class Metrics:
     origin_list: int = _counter("requests", "LIST pages requested")
     origin_bytes: int = _counter("bytes", "body bytes received from the origin")
     origin_put: int = _counter("requests", "objects put whole")
-    origin_put_part: int = _counter("requests", "parts of multipart uploads sent, or copied at the store")
+    origin_put_part: int = _counter("requests", "parts of multipart uploads sent, or copied at the origin")
     origin_upload: int = _counter("requests", "multipart uploads begun, completed, aborted, looked at")
-    origin_copy: int = _counter("requests", "objects copied at the store in one request")
+    origin_copy: int = _counter("requests", "objects copied at the origin in one request")
     origin_delete: int = _counter("requests", "deletions, of one object or a thousand")
     origin_bytes_sent: int = _counter("bytes", "body bytes sent to the origin, repetitions included")
     origin_retries: int = _counter("requests", "attempts repeated after a transient failure")
     origin_throttled: int = _counter("replies", "503/429 replies")
     origin_errors: int = _counter("requests", "requests that failed for good")
-    origin_outages: int = _counter("events", "times that a store was found not to answer at all")
-    origin_refused: int = _counter("requests", "requests not sent because their store did not answer")
+    origin_outages: int = _counter("events", "times that an origin was found not to answer at all")
+    origin_refused: int = _counter("requests", "requests not sent because their origin did not answer")
     # What is written here.
-    uploaded_files: int = _counter("files", "files whose new content reached the store")
+    uploaded_files: int = _counter("files", "files whose new content reached the origin")
     upload_failures: int = _counter("attempts", "uploads of files that failed and are tried again")
     # Other nodes.
     peer_requests: int = _counter(
@@ -134,8 +134,10 @@ class Metrics:
     )
     peer_bytes_in: int = _counter("bytes", "bytes of blocks received from other nodes, checked")
     peer_failures: int = _counter("requests", "requests to other nodes that went wrong or were turned away")
-    peer_hits: int = _counter("blocks", "blocks that came from another node instead of the store")
-    peer_misses: int = _counter("blocks", "blocks asked of other nodes that came from the store all the same")
+    peer_hits: int = _counter("blocks", "blocks that came from another node instead of the origin")
+    peer_misses: int = _counter(
+        "blocks", "blocks asked of other nodes that came from the origin all the same"
+    )
     peer_compared: int = _counter(
         "blocks", "blocks from other nodes that were compared with the origin or its MD5"
     )
@@ -164,7 +166,7 @@ class Metrics:
     bypassed_blocks: int = _counter(
         "blocks", "blocks served without being cached because no tier could take them"
     )
-    admitted_bytes: int = _counter("bytes", "of what the store or other nodes sent: written to a tier")
+    admitted_bytes: int = _counter("bytes", "of what the origin or other nodes sent: written to a tier")
     bypassed_bytes: int = _counter("bytes", "of that: served without being cached")
     discarded_bytes: int = _counter(
         "bytes", "of that: parts of blocks whose transfer ended before they were whole"
@@ -263,29 +265,29 @@ SERIES = (
         "origin_concurrency",
         "gauge",
         "requests",
-        "requests that may be in flight to a store now",
+        "requests that may be in flight to an origin now",
         ("source",),
     ),
     Series("origin_in_flight", "gauge", "requests", "requests in flight, by class", ("source", "class")),
     Series(
         "origin_waiting", "gauge", "requests", "requests that wait for a slot, by class", ("source", "class")
     ),
-    Series("origin_out", "gauge", "", "1 while a store does not answer at all", ("source",)),
-    Series("origin_throughput_bytes", "gauge", "bytes a second", "what a store sends now", ("source",)),
+    Series("origin_out", "gauge", "", "1 while an origin does not answer at all", ("source",)),
+    Series("origin_throughput_bytes", "gauge", "bytes a second", "what an origin sends now", ("source",)),
     Series("prefetch_in_flight", "gauge", "files", "files being fetched ahead"),
     Series("prefetch_unused_bytes", "gauge", "bytes", "fetched ahead and not opened yet"),
-    Series("uploads_pending", "gauge", "files", "written here and not in the store yet"),
+    Series("uploads_pending", "gauge", "files", "written here and not at the origin yet"),
     Series("uploads_pending_bytes", "gauge", "bytes", "the bytes of those"),
     Series("peer_members", "gauge", "nodes", "other members of the group, by state", ("state",)),
     Series("peer_bytes", "counter", "bytes", "blocks from (in) and to (out) a peer", ("peer", "direction")),
     Series("peer_latency_seconds", "gauge", "seconds", "mean time until a peer's reply begins", ("peer",)),
     Series("jobs_running", "gauge", "jobs", "cachefs warm, pin, … that run"),
-    Series("dataset_requests", "counter", "requests", "requests to the store", ("dataset", "request")),
+    Series("dataset_requests", "counter", "requests", "requests to the origin", ("dataset", "request")),
     Series(
         "dataset_bytes",
         "counter",
         "bytes",
-        "bytes from (in) and to (out) the store",
+        "bytes from (in) and to (out) the origin",
         ("dataset", "direction"),
     ),
     Series("waiting", "gauge", "requests", "requests of programs that wait now"),
@@ -294,7 +296,7 @@ SERIES = (
         "waited_seconds",
         "counter",
         "seconds",
-        "time that requests waited, added up, by what for: reads for store, peer or disk, others for names or writes",
+        "time that requests waited, added up, by what for: reads for origin, peer or disk, others for names or writes",
         ("on",),
     ),
     Series(

@@ -17,7 +17,7 @@ under 200 bytes, a terabyte of cache is 65,000 rows, and the unit equals the lar
 
 
 class OnOutage(NamedTuple):
-    """What happens to requests while a store does not answer at all. `wait_s` is for the mode `wait`, else 0."""
+    """What happens to requests while an origin does not answer at all. `wait_s` is for the mode `wait`, else 0."""
 
     mode: Literal["serve-stale", "eio", "wait"] = "eio"
     wait_s: float = 0.0
@@ -37,8 +37,8 @@ ERRORS = OnOutage()
 class ObjectId:
     """One version of one object.
 
-    `source` names the store (for example ``s3://bucket`` plus endpoint), `key` is the store's own key, `etag` is the
-    store's version tag exactly as If-Match wants it, `size` is in bytes.
+    `source` names the origin (for example ``s3://bucket`` plus endpoint), `key` is the origin's own key, `etag` is the
+    origin's version tag exactly as If-Match wants it, `size` is in bytes.
     """
 
     source: str

@@ -148,8 +148,8 @@ def top(
     cache answers at once are not seen.
 
     In JSON, blocked_s are seconds in which at least one request of the process waited, blocked_share the part of its time
-    (seconds) that this was. waited_s are seconds added up over its requests, by what for: its reads for the origin
-    (store), a peer or this node's disk, other requests for names (looking up, listing, opening, renaming) or writes
+    (seconds) that this was. waited_s are seconds added up over its requests, by what for: its reads for the
+    origin, a peer or this node's disk, other requests for names (looking up, listing, opening, renaming) or writes
     (write, close, fsync). So a training loop can log "waited 38 % on data":
 
     \b

@@ -203,7 +203,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
 
     Returns once the mount answers, or says why it does not. SOURCE is s3://bucket/prefix, az://container,
     gs://bucket, https://host/path, file:///directory or any fsspec URL; leave it out when --config lists
-    sources. Credentials come from where the store's own tools take them: AWS_… and AZURE_… variables, ~/.aws,
+    sources. Credentials come from where the origin's own tools take them: AWS_… and AZURE_… variables, ~/.aws,
     roles.
 
     \b
@@ -211,7 +211,7 @@ def mount(ctx: click.Context, /, places: tuple[str, ...], o: tuple[str, ...], **
     MinIO, Ceph, …:       cachefs mount --endpoint-url http://minio:9000 s3://bucket /mnt/data
     Half a terabyte:      cachefs mount --cache-dir /nvme/cache --cache-size 500G s3://bucket /mnt/data
     A frozen dataset:     cachefs mount --consistency immutable s3://bucket/v3 /mnt/data
-    Several stores:       cachefs mount --config stores.toml /mnt/data
+    Several origins:      cachefs mount --config origins.toml /mnt/data
     What would happen:    cachefs mount --print-config s3://bucket /mnt/data
 
     Every option can also be given as -o cache_size=500G, as CACHEFS_CACHE_SIZE=500G, or as cache_size =

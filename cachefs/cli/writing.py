@@ -44,7 +44,7 @@ def flush(path: Path | None, timeout: str | None, as_json: bool) -> None:
         answers.append({"mountpoint": str(mountpoint), **left})
         if left["files"]:
             break
-        note(f"{path or mountpoint}: all of it is in the store")
+        note(f"{path or mountpoint}: all of it is at the origin")
     if as_json:
         show.data(answers)
     if answers and answers[-1]["files"]:

@@ -10,7 +10,7 @@ once; a bad one is refused with the place it came from and what to write instead
 Some defaults follow from other options (the cache directory from the sources, times to live from the
 consistency preset). Those are filled in when the Config is made, so a reader of a Config never sees a gap.
 
-No secret ever lives here: credentials come from the stores' own environment variables and files.
+No secret ever lives here: credentials come from the origins' own environment variables and files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ LOG_NAME = "cachefs.log"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One store shown under the mount. `name` is its top-level directory, "" for a single source at the
+    """One origin shown under the mount. `name` is its top-level directory, "" for a single source at the
     root."""
 
     name: str
@@ -155,27 +155,27 @@ class Config:
 
     read_only: bool = SWITCH(
         "Refuse every change. Reading small files again and again is faster so.",
-        default="no; yes with --zero-open, and where the store cannot be written",
+        default="no; yes with --zero-open, and where the origin cannot be written",
         flags=("--ro",),
         derive=lambda config: config.zero_open,
     )
     writeback: bool = SWITCH(
-        "A file is safe on this node's disk when close or fsync returns, and goes to the store after that. Without, it is "
-        "in the store when they return.",
+        "A file is safe on this node's disk when close or fsync returns, and goes to the origin after that. Without, it is "
+        "at the origin when they return.",
         value=False,
     )
     upload_delay: float = DURATION(
         "With --writeback, how long a closed file waits: a name that is replaced or removed until then costs no upload.",
         value=1.0,
     )
-    upload_limit: int = RATE("Most bytes a second to the store: 200M. 0 is no limit.", value=0)
+    upload_limit: int = RATE("Most bytes a second to the origin: 200M. 0 is no limit.", value=0)
     on_conflict: OnConflict = choice(OnConflict)(
         "What happens to a file that another client has changed at the origin since it was opened here: the last close "
         "wins, or it fails.",
         value="overwrite",
     )
     flush_deadline: float = DURATION(
-        "How long unmounting waits for files on their way to the store. What is left with --writeback is sent by the next "
+        "How long unmounting waits for files on their way to the origin. What is left with --writeback is sent by the next "
         "mount of this cache.",
         value=60.0,
     )
@@ -203,7 +203,7 @@ class Config:
     )
 
     client: Client = choice(Client)(
-        "Library that talks to the store. auto takes libcurl where it knows the scheme, else fsspec.",
+        "Library that talks to the origin. auto takes libcurl where it knows the scheme, else fsspec.",
         value="auto",
     )
     endpoint_url: str | None = URL(
@@ -237,8 +237,8 @@ class Config:
     )
     allow_other: bool = SWITCH("Let other users in, as far as the modes do.", value=False)
 
-    concurrency: int = COUNT("Most requests in flight to the store; fewer while it throttles.", value=64)
-    download_limit: int = RATE("Most bytes a second from the store: 200M. 0 is no limit.", value=0)
+    concurrency: int = COUNT("Most requests in flight to the origin; fewer while it throttles.", value=64)
+    download_limit: int = RATE("Most bytes a second from the origin: 200M. 0 is no limit.", value=0)
     timeout: float = DURATION(
         "How long a request may go without progress, retries included, before it fails.", value=60.0
     )

@@ -83,7 +83,7 @@ def refresh(path: Path) -> str:
 
 
 def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:
-    """Wait until what was written at and below a path (relative to its mount) is in the store; what is not, once the
+    """Wait until what was written at and below a path (relative to its mount) is at the origin; what is not, once the
     deadline is over or all the rest was refused. `show` is given what is left, now and then."""
     until = time.monotonic() + deadline_s
     while True:
@@ -100,10 +100,10 @@ def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[An
 
 
 def describe(left: Mapping[str, Any]) -> str:
-    """What `flush` says is not in the store, and why."""
+    """What `flush` says is not at the origin, and why."""
     why = "".join(f": {printable(failure['path'])}: {failure['error']}" for failure in left["failures"][:1])
     are = "is" if left["files"] == 1 else "are"
-    return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not in the store{why}"
+    return f"{about_files(left['files'])} ({about_bytes(left['bytes'])}) {are} not at the origin{why}"
 
 
 @contextmanager

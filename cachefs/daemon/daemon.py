@@ -2,7 +2,7 @@
 
 Start: store, names, origins (one request each, so that a wrong bucket or key is told before anything is mounted), what an
 earlier daemon had yet to upload, the filesystem, the mount. Stop (by a signal, an umount, a failure): the
-mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the store, RAM is
+mount goes first so that no new request comes, transfers are cancelled, what was written is brought to the origin, RAM is
 saved to SSD, databases are closed cleanly. A failure that nothing contains ends the connection to the kernel and leaves the
 dead mount where it is: only a stop that was asked for unmounts.
 """

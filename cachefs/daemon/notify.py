@@ -2,7 +2,7 @@
 
 READY=1 once the mount answers, WATCHDOG=1 twice in the interval that it asks for, STOPPING=1 before what takes time at the
 end. Alive means two things at once: the event loop runs this task, and a question to the mount comes back. The question is
-statfs: the kernel never answers it by itself, and the daemon needs no store for it, so that a store that hangs is no
+statfs: the kernel never answers it by itself, and the daemon needs no origin for it, so that an origin that hangs is no
 reason to be ended. A daemon that is stuck says nothing, and is ended and started again.
 """
 

@@ -45,7 +45,7 @@ class Unsent:
         if not self.sizes:
             return ""
         found = f"{about_files(len(self.sizes))} ({about_bytes(sum(self.sizes))})"
-        return f"an earlier mount has not brought to the store: {found}: {self.why}"
+        return f"an earlier mount has not brought to the origin: {found}: {self.why}"
 
     async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
         """As `Uploading.flush`, of a mount that sends nothing."""
@@ -98,7 +98,7 @@ class Uploading:
         found = await self.uploads.recover()
         if found:
             of = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
-            log.info("on their way to the store: %s", of)
+            log.info("on their way to the origin: %s", of)
         if waiting := self.uploads.elsewhere:
             sources = ", ".join(sorted({source for source, _ in waiting}))
             self.unsent = Unsent(
@@ -126,14 +126,14 @@ class Uploading:
             left = await self.uploads.aclose(0.0)
         for dirty_file in left[:NAMED]:
             log.warning(
-                "%s is not in the store: %s",
+                "%s is not at the origin: %s",
                 self.path_of(dirty_file),
                 dirty_file.failure or "it takes too long",
             )
         there = [dirty_file for dirty_file in left if not isinstance(dirty_file.failure, Lost)]
         if there:
             log.warning(
-                "not in the store: %s (%s) in %s, and the next mount of this cache that can be written sends it",
+                "not at the origin: %s (%s) in %s, and the next mount of this cache that can be written sends it",
                 about_files(len(there)),
                 about_bytes(_bytes(there)),
                 self._staging,
@@ -143,7 +143,7 @@ class Uploading:
     # -- what people ask ---------------------------------------------------------------------------
 
     async def flush(self, path: str = "", seconds: float = 0.0, last: bool = False) -> dict[str, Any]:
-        """What is not in the store at and below `path` (relative to the mount), after waiting so long for it. Uploads that
+        """What is not at the origin at and below `path` (relative to the mount), after waiting so long for it. Uploads that
         would wait for their delay begin at once. `last`: the client does not wait any longer, and unmounts now."""
         self._hurry = trio.CancelScope()
         if last:

@@ -51,7 +51,7 @@ SLICE_BYTES = 256 << 20
 FAILURES_NAMED = 10
 
 FAILURES_IN_A_ROW = 200
-"""After this many files that failed with none that came the store is taken for gone. Guessed."""
+"""After this many files that failed with none that came the origin is taken for gone. Guessed."""
 
 KEPT = 32
 """Jobs that have ended and can still be asked about."""

@@ -503,7 +503,7 @@ class Fetcher:
         misses = self._metrics.ledger.misses
         misses.fetched(obj.id)
         if not fetch.elsewhere:
-            misses.asked(obj.id.digest, fill.start_block // BLOCKS_PER_EXTENT, "store")
+            misses.asked(obj.id.digest, fill.start_block // BLOCKS_PER_EXTENT, "origin")
         if ahead:
             self._metrics.prefetched += fill.stop_block - fill.start_block
             self._ahead_bytes += fill.stop - fill.start

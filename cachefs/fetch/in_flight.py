@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import trio
 
 from cachefs.base.errors import CachefsError, PermissionDenied, Transient
-from cachefs.base.ledger import PEER, STORE, Wait, current_call
+from cachefs.base.ledger import ORIGIN, PEER, Wait, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, block_count
 from cachefs.origin import Origin, Ticket
@@ -119,7 +119,7 @@ class InFlightFetch:
     def waited_for(self, wait: Wait, thread: int) -> None:
         """A read of `thread` waits for it; its requests count for the first such thread."""
         self.waits.append(wait)
-        wait.now_for(PEER if self.elsewhere else STORE)
+        wait.now_for(PEER if self.elsewhere else ORIGIN)
         self._ticket.thread = self._ticket.thread or thread
 
     def give_up(self) -> None:
@@ -246,7 +246,7 @@ class InFlightFetch:
                         self.elsewhere = False
                         for wait in self.waits:
                             if wait.on == PEER:
-                                wait.now_for(STORE)
+                                wait.now_for(ORIGIN)
                     if fill.landed < fill.stop:
                         await origin.read(
                             *(object_id.key, object_id.etag, fill.landed, fill.stop, fill),

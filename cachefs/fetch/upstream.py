@@ -74,7 +74,7 @@ class Upstream:
                     await self.comparing.received(asked, origin, object_id, fill, before)
                 if more and fill.landed == fill.stop:
                     return
-        self._asked(object_id, fill, "store")
+        self._asked(object_id, fill, "origin")
         if asked_any:
             self._metrics.peer_misses += fill.stop_block - fill.landed // fill.block_size
 

@@ -33,14 +33,14 @@ PASSTHROUGH_SINCE = (6, 9)
 """The first kernel with FUSE passthrough."""
 
 FEW_FILES = 4096
-"""Open files below which a busy mount may run out. Guessed: a descriptor for each open file, and the stores' connections."""
+"""Open files below which a busy mount may run out. Guessed: a descriptor for each open file, and the origins' connections."""
 
 MEASURED_BYTES = 64 << 20
 SLOW_DISK = 200 << 20
 """Bytes a second below which the cache's disk is said to be slow. Guessed: less than one stream from an object store."""
 
 FAR_S = 0.1
-"""A round trip from which the store is said to be far. Guessed: between regions rather than within one."""
+"""A round trip from which the origin is said to be far. Guessed: between regions rather than within one."""
 
 NO_DISKS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs", "overlay", "tmpfs", "ramfs"}
 """File systems on which a cache gains little: another machine's disk, a container's layers, or memory."""
@@ -102,7 +102,7 @@ def _examine(mountpoint: Path | None, cache_dir: Path | None, measure: bool) -> 
         yield from cache_disk(disk, measure=measure)
     for status in statuses:
         yield from mount(status)
-        yield from stores(status)
+        yield from origins(status)
         yield from peers(status)
     if not statuses and not silent:
         yield Finding(
@@ -262,7 +262,7 @@ def speed(subject: str, place: Path) -> Finding:
     found = f"{about_bytes(rates[0])}/s written, {about_bytes(rates[1])}/s read"
     if min(rates) < SLOW_DISK:
         return Finding(
-            "note", subject, found, "slower than a store may be: see whether others use it, or choose NVMe"
+            "note", subject, found, "slower than an origin may be: see whether others use it, or choose NVMe"
         )
     return Finding("ok", subject, found)
 
@@ -296,7 +296,7 @@ def mount(status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
-    """What `cachefs status` warns of. A store that does not answer is asked by itself."""
+    """What `cachefs status` warns of. An origin that does not answer is asked by itself."""
     for line in lines:
         if "there is no password" in line:
             todo = "--metrics PORT alone is for this machine only; or restrict access to the port"
@@ -306,7 +306,7 @@ def warnings(subject: str, lines: Iterable[str]) -> Iterator[Finding]:
             yield Finding("problem", subject, line, todo)
 
 
-def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
+def origins(status: Mapping[str, Any]) -> Iterator[Finding]:
     """Round trips to the origins, measured by the daemon with its own credentials."""
     metrics = status.get("metrics") or {}
     try:
@@ -314,7 +314,7 @@ def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
     except (client.ControlError, MountError) as exc:
         answers = [{"source": str(source["url"]), "error": str(exc)} for source in status["sources"]]
     for answer in answers:
-        subject = f"store {answer['source']}"
+        subject = f"origin {answer['source']}"
         if "error" in answer:
             todo = "is the endpoint right (curl -v), and are the credentials? The mount goes on by itself once it answers"
             yield Finding("problem", subject, answer["error"], todo)
@@ -330,7 +330,7 @@ def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
                 " a look and the write that follows it is overwritten"
             )
             found = f"does not honour {', '.join(ignored)}"
-            yield Finding("note", f"store {source['url']}", found, todo)
+            yield Finding("note", f"origin {source['url']}", found, todo)
     requests = sum(metrics.get(f"origin_{kind}", 0) for kind in ("get", "head", "list", "put", "put_part"))
     for name, said, todo in (
         (
@@ -339,11 +339,11 @@ def stores(status: Mapping[str, Any]) -> Iterator[Finding]:
             "lower --concurrency, or spread keys over prefixes",
         ),
         ("origin_retries", "were repeated", "the log at debug says why: cachefs log-level debug"),
-        ("origin_errors", "failed for good", "cachefs status has the last error of each store"),
+        ("origin_errors", "failed for good", "cachefs status has the last error of each origin"),
     ):
         if requests and metrics.get(name, 0) > requests // 100:
             found = f"{metrics[name]:,} of {requests:,} requests {said}"
-            yield Finding("note", f"stores of {status['mountpoint']}", found, todo)
+            yield Finding("note", f"origins of {status['mountpoint']}", found, todo)
 
 
 def peers(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -363,7 +363,7 @@ def peers(status: Mapping[str, Any]) -> Iterator[Finding]:
         todo = "members stay as they are meanwhile, and new ones are not seen"
         yield Finding("problem", subject, known["trouble"], todo)
     if silent:
-        todo = "what they keep comes from the store meanwhile; see their logs, and what lies between"
+        todo = "what they keep comes from the origin meanwhile; see their logs, and what lies between"
         yield Finding("problem", subject, f"{', '.join(silent)} do not answer", todo)
     if not any(member["here"] for member in known["members"]) and known.get("listen"):
         todo = (

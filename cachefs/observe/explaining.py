@@ -1,6 +1,6 @@
 """Why a file is read as it is: where its extents are, whose they are, and why they were missed the last time.
 
-Also what else a daemon is asked about itself: everything it knows for those who look at it live, how far its stores are, and
+Also what else a daemon is asked about itself: everything it knows for those who look at it live, how far its origins are, and
 how much it logs.
 """
 
@@ -129,7 +129,7 @@ class Explainer:
         return str(owner) if owner is not None else ""
 
     async def probe(self) -> list[dict[str, Any]]:
-        """How long one small request to each store takes, in seconds, or why it fails."""
+        """How long one small request to each origin takes, in seconds, or why it fails."""
         return [await self._probe(origin) for origin in self._origins]
 
     async def _probe(self, origin: Origin) -> dict[str, Any]:

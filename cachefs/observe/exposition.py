@@ -145,7 +145,7 @@ def _tiers(tiers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[S
 
 
 def _origins(origins: list[Mapping[str, Any]]) -> Iterator[tuple[str, Iterable[Sample]]]:
-    # Two sources may be two prefixes of one store: what they have in flight adds up.
+    # Two sources may be two prefixes of one origin: what they have in flight adds up.
     def summed(values: Iterable[Sample]) -> list[Sample]:
         total: Counter[tuple[str, ...]] = Counter()
         for labels, value in values:

@@ -65,7 +65,7 @@ SAMPLES = 450
 """A quarter of an hour. Guessed; a sample is two dozen numbers."""
 
 PROBE_S = 3.0
-"""How long the mount may take to answer its own daemon. Guessed: it needs no store for it, so it takes under 1 ms."""
+"""How long the mount may take to answer its own daemon. Guessed: it needs no origin for it, so it takes under 1 ms."""
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -154,7 +154,7 @@ class Watch:
 
     async def illness(self) -> str:
         """Why the mount does not answer; "" when it does. The kernel never answers statfs by itself, and the daemon needs no
-        store for it."""
+        origin for it."""
         with trio.move_on_after(PROBE_S):
             try:
                 await trio.to_thread.run_sync(

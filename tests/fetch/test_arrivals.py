@@ -102,7 +102,7 @@ async def test_who_waits_is_passthrough_it_and_was_a_reader_that_came_too_early(
             await trio.testing.wait_all_tasks_blocked()
             assert get.turn is not None and not get.turn.background, "it goes before what nobody waits for"
             (waiting,) = lab.metrics.ledger.waits.waiting()
-            assert (waiting["request"], waiting["key"], waiting["on"]) == ("read", "k", "store")
+            assert (waiting["request"], waiting["key"], waiting["on"]) == ("read", "k", "origin")
             hold.release.set()
         assert passthrough(lab, object_id)
         assert not lab.fetcher.arrives(object_id)

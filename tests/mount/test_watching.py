@@ -127,7 +127,7 @@ def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: Lab
         [row] = [row for row in found["processes"] if row["pid"] == reader.pid]
         assert (row["parent"], row["waiting"] > 0) == (os.getpid(), True)
         assert {(wait["key"], wait["on"], wait["pid"]) for wait in found["waiting"]} == {
-            ("file", "store", reader.pid)
+            ("file", "origin", reader.pid)
         }
         done = mount.cli("top", "-n", "1", "-i", "500ms", mount.path)
         [line] = [line for line in done.stdout.splitlines() if str(reader.pid) in line]
@@ -138,7 +138,7 @@ def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: Lab
         lab.clear_faults()
         reader.wait(60)
     after = json.loads(mount.cli("top", "--json", "--total", mount.path).stdout)
-    assert after["waiting"] == [] and after["waited_s"]["store"] > 0
+    assert after["waiting"] == [] and after["waited_s"]["origin"] > 0
     assert after["blocked_s"] <= after["seconds"]
 
 
@@ -168,7 +168,7 @@ def test_who_waits_for_a_name_or_a_close_is_named_and_billed(
         after = json.loads(mount.cli("top", "--json", "--total", mount.path).stdout)
         [row] = [row for row in after["processes"] if row["pid"] == process.pid]
         assert after["waiting"] == [] and row["waiting"] == 0
-        assert row["calls"] > 0 and row["waited_s"][on] > 0 and row["waited_s"]["store"] == 0
+        assert row["calls"] > 0 and row["waited_s"][on] > 0 and row["waited_s"]["origin"] == 0
         billed = json.loads(mount.cli("ledger", "--json", mount.path).stdout)["processes"]
         [row] = [row for row in billed if row["pid"] == process.pid]
         assert row["requests"].get("list" if on == "names" else "put"), row
@@ -187,7 +187,7 @@ def test_why(mounted: Mounted, bucket: Bucket) -> None:
     rows = why(mount, "large")
     assert [sum(copy["blocks"] for copy in row["tiers"]) for row in rows] == [16, 4]
     rows = why(mount, "file")
-    assert rows[0]["last_miss"]["reason"] == "cold" and rows[0]["last_miss"]["asked"] == ["store"]
+    assert rows[0]["last_miss"]["reason"] == "cold" and rows[0]["last_miss"]["asked"] == ["origin"]
 
     assert mount.cli("evict", mount.path / "file").returncode == 0
     mount.drop_kernel_pages()
@@ -261,12 +261,12 @@ def test_two_nodes_account_for_every_byte_and_wait(mounted: Mounted, bucket: Buc
         assert found[there] == counted["peer_bytes_in"] > 0
         waited = node.ask("watch")["reads"]["waited_s"]
         # What the second one keeps is there by then: it was fetched for the first.
-        assert waited["peer"] > 0 and (waited["store"] > 0 or node is not nodes[0])
+        assert waited["peer"] > 0 and (waited["origin"] > 0 or node is not nodes[0])
     assert got == sum(map(len, bucket.objects.values()))
     missed = [row["last_miss"] for name in bucket.objects for row in why(nodes[1], name) if row["last_miss"]]
     asked = {way for miss in missed for way in miss["asked"]}
     peer = next(m["name"] for m in nodes[1].status()["peers"]["members"] if not m["here"])
-    assert asked <= {"store", peer} and peer in asked
+    assert asked <= {"origin", peer} and peer in asked
 
 
 MOUNT_OF = """

@@ -518,7 +518,7 @@ class TestCloses:
         assert place.stored("all") == place.mount.path.joinpath(place.name, "all").read_bytes()
 
 
-DENIED = r"(access|Access|denied|Denied|not in the store|trying again|failed)"
+DENIED = r"(access|Access|denied|Denied|not at the origin|trying again|failed)"
 
 
 class TestFailures:
@@ -577,7 +577,7 @@ class TestFailures:
         file.write(b"kept")
         with refused(errno.EACCES):
             file.close()
-        assert "1 file (4 B) is not in the store" in mount.umount().stderr
+        assert "1 file (4 B) is not at the origin" in mount.umount().stderr
         bucket.store.clear_faults()
         mount.start()
         assert (mount.path / "f").read_bytes() == b"kept"
@@ -672,7 +672,7 @@ class TestWriteback:
         self, writable: Writable, bucket: Bucket
     ) -> None:
         mount = writable(bucket, writeback=True, upload_delay="1h")
-        mount.allowed.append("not in the store")
+        mount.allowed.append("not at the origin")
         (mount.path / "f").write_bytes(b"kept")
         bucket.store.fault("hang", kind="put")
         os.kill(mount.pid, signal.SIGTERM)
@@ -693,16 +693,16 @@ class TestWriteback:
         bucket.store.fault("hang", kind="put")
         hung = mount.umount()
         assert hung.returncode == 0, hung.stderr
-        assert "1 file (4 B) is not in the store" in hung.stderr
+        assert "1 file (4 B) is not at the origin" in hung.stderr
         bucket.store.clear_faults()
         bucket.store.fault("403", kind="put")
         mount.start()
         refusal = mount.umount("--flush")
         assert refusal.returncode == 1
-        assert "is not unmounted: 1 file (4 B) is not in the store" in refusal.stderr
+        assert "is not unmounted: 1 file (4 B) is not at the origin" in refusal.stderr
         left = mount.umount()
         assert left.returncode == 0
-        assert "1 file (4 B) is not in the store" in left.stderr
+        assert "1 file (4 B) is not at the origin" in left.stderr
         bucket.store.clear_faults()
         mount.start()
         done = mount.umount("--flush")
@@ -712,7 +712,7 @@ class TestWriteback:
     @ONE_BACKEND
     def test_a_read_only_mount_says_that_something_waits(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(bucket, writeback=True, upload_delay="1h")
-        mount.allowed += ["mount it without --read-only", "not in the store", "--writeback has no effect"]
+        mount.allowed += ["mount it without --read-only", "not at the origin", "--writeback has no effect"]
         (mount.path / "f").write_bytes(b"kept")
         mount.kill()
         mount.start(read_only=True)

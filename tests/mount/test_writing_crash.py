@@ -623,7 +623,7 @@ class TestDurable:
 
     def test_after_a_close_that_failed(self, durable: Stage, before: dict[str, bytes]) -> None:
         """Its writer was told, and the bytes are kept all the same."""
-        durable.mount.allowed.append("AccessDenied|denied|not in the store")
+        durable.mount.allowed.append("AccessDenied|denied|not at the origin")
         durable.store.fault("403", kind="put", key="f")
         with pytest.raises(PermissionError):
             (durable.path / "f").write_bytes(NOW)

@@ -296,7 +296,7 @@ class TestFullDisk:
     def test_where_nothing_can_be_uploaded(self, disk: Path, mounted: Mounted, bucket: Bucket) -> None:
         """What was acknowledged stays, and is there when the store comes back."""
         mount = self.small(mounted, bucket, disk, writeback=True, upload_delay="10ms")
-        mount.allowed.append("denied|AccessDenied|not in the store")
+        mount.allowed.append("denied|AccessDenied|not at the origin")
         bucket.store.fault("403", kind="*put*")
         bucket.store.fault("403", kind="*upload*")
         written = []

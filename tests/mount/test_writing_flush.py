@@ -18,7 +18,7 @@ pytestmark = ONE_BACKEND
 def left(mounted: Mounted, bucket: Bucket) -> Mount:
     """A mount whose daemon has died with three files unsent."""
     mount = mounted(bucket, read_only=False, writeback=True, upload_delay="1h")
-    mount.allowed.append("an earlier mount|not in the store|--writeback has no effect")
+    mount.allowed.append("an earlier mount|not at the origin|--writeback has no effect")
     (mount.path / "d").mkdir()
     for number in range(3):
         (mount.path / f"d/{number}").write_bytes(b"kept")
@@ -30,9 +30,9 @@ def says_that_they_are_left(mount: Mount) -> None:
     assert any("3 files (12 B)" in line for line in mount.status()["warnings"])
     for words in (("flush", mount.path), ("flush",), ("umount", "--flush", mount.path)):
         done = mount.cli(*words)
-        assert done.returncode == 1 and "3 files (12 B) are not in the store" in done.stderr, (words, done)
+        assert done.returncode == 1 and "3 files (12 B) are not at the origin" in done.stderr, (words, done)
     done = mount.umount()
-    assert done.returncode == 0 and "3 files (12 B) are not in the store" in done.stderr
+    assert done.returncode == 0 and "3 files (12 B) are not at the origin" in done.stderr
 
 
 def test_a_path_that_does_not_exist(mounted: Mounted, bucket: Bucket) -> None:
@@ -75,7 +75,7 @@ def test_a_mount_of_another_source(left: Mount, bucket: Bucket, mounted: Mounted
 
 def test_what_flush_was_told_is_told_to_the_writer(mounted: Mounted, bucket: Bucket) -> None:
     mount = mounted(bucket, read_only=False, writeback=True, upload_delay="1h", fuse="pyfuse3")
-    mount.allowed.append("denied|Denied|not in the store|trying again|failed")
+    mount.allowed.append("denied|Denied|not at the origin|trying again|failed")
     bucket.store.fault("403", kind="put")
     with (mount.path / "f").open("wb", buffering=0) as file:
         file.write(b"x")

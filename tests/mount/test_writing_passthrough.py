@@ -409,7 +409,7 @@ class TestKilled:
 
     def test_a_stop_while_it_is_written(self, writable: Writable, bucket: Bucket) -> None:
         mount = writable(flush_deadline=1)
-        mount.allowed += ["not in the store", "given up"]
+        mount.allowed += ["not at the origin", "given up"]
         fd = opened(mount.path / "f")
         os.write(fd, b"synced")
         os.fsync(fd)

@@ -73,7 +73,7 @@ class TestNeverNeither:
     def failed(self, mounted: Mounted, bucket: Bucket) -> Mount:
         """A mount whose `f` is newer than the store's, because that refuses to be written."""
         mount = mounted(bucket, read_only=False, timeout=2)
-        mount.allowed.append("trying again|InternalError|answered 500|failed|not in the store")
+        mount.allowed.append("trying again|InternalError|answered 500|failed|not at the origin")
         bucket.put("f", b"v1")
         assert (mount.path / "f").read_bytes() == b"v1"
         bucket.store.fault("500", kind="put")
@@ -203,7 +203,7 @@ class TestConflicts:
         """Its `f` was refused, first by an outage and then because another node had put it."""
         mount = mounted(bucket, read_only=False, on_conflict="fail", timeout=2)
         mount.allowed.append(
-            "trying again|InternalError|answered 500|failed|not in the store|another version"
+            "trying again|InternalError|answered 500|failed|not at the origin|another version"
         )
         bucket.put("f", b"v1")
         fd = os.open(mount.path / "f", os.O_RDWR)

@@ -196,7 +196,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     ledger = metrics.ledger
     ledger.requests.account("", f"{HOSTILE}/x")["origin_get"] += 12
     wait = ledger.waits.begin(os.getpid(), ObjectId("s3://b", f"train/{HOSTILE}.jpg", "e", 9), 0)
-    wait.now_for("store")
+    wait.now_for("origin")
     wait.began -= 1.5
     ledger.waits.end(wait, 9)
     shown = {**STATUS, "metrics": metrics.as_dict()}

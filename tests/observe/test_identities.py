@@ -152,7 +152,7 @@ async def test_reasons_reach_the_counters(cache_dir: Path) -> None:
         await lab.read(lab.origin.put("k", content(2, BLOCK)))
         assert lab.metrics.misses_changed == 1
         [row] = [row for row in lab.metrics.ledger.waits.processes() if row["reads"]]
-        assert row["waited_s"]["store"] > 0
+        assert row["waited_s"]["origin"] > 0
 
 
 class OneObject:

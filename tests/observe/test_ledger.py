@@ -16,7 +16,7 @@ from cachefs.base.ledger import (
     NAMES,
     OTHERS,
     PEER,
-    STORE,
+    ORIGIN,
     WRITES,
     Identity,
     Misses,
@@ -50,7 +50,7 @@ def test_two_reads_of_one_process_at_once_block_it_once() -> None:
     clock = Clock()
     table = waits(clock)
     first = table.begin(10, version(), 0)
-    first.now_for(STORE)
+    first.now_for(ORIGIN)
     clock.now += 2
     second = table.begin(11, version(), 0)  # from the disk, beside the first
     clock.now += 1
@@ -61,7 +61,7 @@ def test_two_reads_of_one_process_at_once_block_it_once() -> None:
     [row] = table.processes()
     assert (row["pid"], row["reads"], row["bytes"], row["waiting"]) == (1, 2, 110, 0)
     assert row["blocked_s"] == 4
-    assert row["waited_s"] == {STORE: 3, PEER: 0, DISK: 2, NAMES: 0, WRITES: 0}
+    assert row["waited_s"] == {ORIGIN: 3, PEER: 0, DISK: 2, NAMES: 0, WRITES: 0}
     assert table.totals()["blocked_s"] == 4
     assert [read["seconds"] for read in table.slowest()] == [3, 2]
 
@@ -70,13 +70,13 @@ def test_what_a_read_waits_for_may_change() -> None:
     clock = Clock()
     table = waits(clock)
     wait = table.begin(10, version(), 0)
-    for what, seconds in ((PEER, 2), (STORE, 5), (DISK, 1)):
+    for what, seconds in ((PEER, 2), (ORIGIN, 5), (DISK, 1)):
         wait.now_for(what)
         clock.now += seconds
     assert table.waiting()[0]["on"] == DISK
     table.end(wait, 0)
-    assert table.totals()["waited_s"] == {PEER: 2, STORE: 5, DISK: 1, NAMES: 0, WRITES: 0}
-    assert table.slowest()[0]["on"] == STORE
+    assert table.totals()["waited_s"] == {PEER: 2, ORIGIN: 5, DISK: 1, NAMES: 0, WRITES: 0}
+    assert table.slowest()[0]["on"] == ORIGIN
 
 
 def test_a_close_beside_a_read_blocks_its_process_once_and_says_of_which_file() -> None:
@@ -95,7 +95,7 @@ def test_a_close_beside_a_read_blocks_its_process_once_and_says_of_which_file() 
     assert current_call.get() is None and table.waiting() == []
     [row] = table.processes()
     assert (row["blocked_s"], row["reads"], row["calls"], row["bytes"]) == (3, 1, 1, 5)
-    assert row["waited_s"] == {STORE: 0, PEER: 0, DISK: 2, NAMES: 0, WRITES: 2}
+    assert row["waited_s"] == {ORIGIN: 0, PEER: 0, DISK: 2, NAMES: 0, WRITES: 2}
     assert table.totals()["blocked_s"] == 3 and sum(table.read_seconds.counts) == 1  # which are of reads
 
 
@@ -121,7 +121,7 @@ def test_a_process_that_blocks_now_shows_the_time_so_far() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(10, 999), st.floats(0, 2), st.sampled_from([STORE, PEER, DISK])), max_size=60
+        st.tuples(st.integers(10, 999), st.floats(0, 2), st.sampled_from([ORIGIN, PEER, DISK])), max_size=60
     )
 )
 def test_rows_add_up_to_the_total_whatever_is_forgotten(
@@ -142,7 +142,7 @@ def test_rows_add_up_to_the_total_whatever_is_forgotten(
     assert sum(row["reads"] for row in rows) == total["reads"] == sum(table.read_seconds.counts) == len(reads)
     assert sum(row["bytes"] for row in rows) == 5 * len(reads)
     assert sum(row["requests"].get("origin_get", 0) for row in rows) == len(reads)
-    for what in (STORE, PEER, DISK):
+    for what in (ORIGIN, PEER, DISK):
         assert sum(row["waited_s"][what] for row in rows) == pytest.approx(total["waited_s"][what])
 
 
@@ -181,9 +181,9 @@ def test_why_a_block_was_missed() -> None:
     one = version()
     assert misses.missed(one, 0, late=False) == "cold"
     misses.fetched(one)
-    misses.asked(one.digest, 0, "store")
+    misses.asked(one.digest, 0, "origin")
     assert [(extent, miss.reason, miss.way) for extent, miss in misses.last(one.digest, 4)] == [
-        (0, "cold", ["store"])
+        (0, "cold", ["origin"])
     ]
     misses.gone(one.digest, 0, "evicted")
     assert misses.missed(one, 0, late=False) == "evicted"

@@ -49,7 +49,7 @@ class Daemon:
             self.happens.pop(0)()
         return json.loads(json.dumps({**STATUS, "metrics": self.metrics.as_dict(), **shown(self.metrics)}))
 
-    def wait(self, thread: int, seconds: float, on: str = "store", key: str = "train/1") -> None:
+    def wait(self, thread: int, seconds: float, on: str = "origin", key: str = "train/1") -> None:
         wait = self.metrics.ledger.waits.begin(thread, ObjectId("s3://b", key, "e", 1 << 20), 0)
         wait.now_for(on)
         self.now += seconds
@@ -129,7 +129,7 @@ def test_stall_says_what_share_of_the_time(daemon: Daemon) -> None:
     assert (first["pid"], first["blocked_share"], first["waited_s"]) == (
         7,
         0.375,
-        {"store": 0, "peer": 3, "disk": 0, "names": 0, "writes": 0},
+        {"origin": 0, "peer": 3, "disk": 0, "names": 0, "writes": 0},
     )
     assert (second["pid"], second["reads"], second["bytes"]) == (8, 1, 1000)
     since = waited(None, daemon.answer(), {7})
@@ -239,7 +239,7 @@ async def _no_status() -> dict[str, Any]:
 
 
 def test_many_extents_are_cut() -> None:
-    miss = {"at": 0.0, "reason": "changed", "asked": ["b:1: timeout", "store"]}
+    miss = {"at": 0.0, "reason": "changed", "asked": ["b:1: timeout", "origin"]}
     rows = [
         {"extent": n, "blocks": 16, "tiers": [], "on_its_way": n % 2, "owner": "b:1", "last_miss": miss}
         for n in range(200)
@@ -298,7 +298,9 @@ def test_nothing_that_doctor_says_has_a_secret(monkeypatch: pytest.MonkeyPatch, 
     assert done.exit_code == 1
     assert secret not in done.output
     assert "bad …" in done.output and "store sftp://…@h/: no answer, …" in done.output
-    [store] = [f for f in json.loads(run("doctor", "--no-speed", "--json").output) if "store" in f["subject"]]
+    [store] = [
+        f for f in json.loads(run("doctor", "--no-speed", "--json").output) if "origin" in f["subject"]
+    ]
     assert store["level"] == "problem" and "credentials" in store["todo"]
 
 
