@@ -1,9 +1,8 @@
 """What is remembered by name beside the counters: requests by dataset, waits by process, reasons of misses.
 
-It is noted where something waits anyway (a request to the origin, one of the kernel that could not be answered at once),
-so a warm read pays nothing, and requests that the kernel answers by itself are not seen. Every table is bounded: a row that
-falls out is added to the row `OTHERS`, or forgotten where only the latest counts.
-Only changed from the trio thread.
+It is noted where a request waits anyway (for the origin, for a disk, for an upload), so a warm read costs nothing more.
+Requests that the kernel answers by itself are not seen. Every table is bounded: a row that falls out is added to the row
+`OTHERS`, or forgotten where only the latest counts. Only the trio thread changes it.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ OTHERS = "…"
 """The row that adds up what has no row of its own."""
 
 DATASETS = 64
-"""Rows of datasets. Borrowed from the cache store's: a source with more first components has classes there, and not datasets."""
+"""Rows of datasets. Borrowed from the cache store: a source with more first components has classes there, no datasets."""
 
 PROCESSES = 512
-"""Rows of processes, about 1 KiB each. Guessed: those of a node's jobs, and their loaders'."""
-
-THREADS = 4096
-"""Threads whose process is known. Guessed."""
+"""Rows of processes. Guessed: a node's jobs and their loaders; half a MiB."""
 
 THREAD_S = 10.0
-"""How long a thread's number is taken for that process's. Guessed: numbers are reused after minutes at the earliest."""
+"""Seconds until the process of a thread is looked up again. Derived: the kernel gives a thread's number to another process
+after minutes at the earliest, and 0.1 ms in 10 s for each thread that waits is no load."""
 
 REMEMBERED = 16_384
-"""Extents whose last miss, or whose end, is remembered; versions that were fetched. About 3 MB each. Guessed."""
+"""Rows of each table of which only the latest count. Derived: 3 MB a table; extents of 256 GiB at the default block size."""
 
 SLOW_S, SLOWEST, SLOW_FOR_S = 0.01, 32, 900.0
-"""A wait from which on a read may be among the slowest, how many of those are kept, and for how long. Guessed."""
+"""Which reads the page and `--json` list as the slowest: those of at least 10 ms, so many, of the last quarter of an hour.
+Derived: one round trip to a near origin takes less than 10 ms; the page shows a dozen."""
 
 ORIGIN, PEER, DISK = "origin", "peer", "disk"
 READ_FROM = (ORIGIN, PEER, DISK)
@@ -86,34 +84,13 @@ Account = Counter[str]
 """Requests and bytes of one dataset or process, under the names of the counters (`origin_get`, `origin_bytes`, …)."""
 
 
-# -- requests --------------------------------------------------------------------------------------
-
-
-class Requests:
-    """Requests to the origin by dataset. A dataset is a first path component below the mounted prefix."""
-
-    def __init__(self) -> None:
-        self.datasets: dict[str, Account] = {}
-
-    def account(self, prefix: str, key: str) -> Account:
-        """The account of the dataset that a key (or the prefix of a listing) belongs to."""
-        first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
-        name = prefix + first if slash else prefix
-        found = self.datasets.get(name)
-        if found is None:
-            if len(self.datasets) >= DATASETS:
-                name = OTHERS
-            found = self.datasets.setdefault(name, Account())
-        return found
-
-
 # -- waits -----------------------------------------------------------------------------------------
 
 
 class Process:
-    """One process that waited. `waited` are seconds summed over its requests, `blocked_s` seconds in which at least one of
-    them waited; `calls` are those that were no reads. `account` is what was asked of the origin for it: GETs that its reads
-    waited for, and everything else that its requests gave rise to."""
+    """A process that waited. `waited` has the seconds that its requests waited, added up, by what for. `blocked_s` are
+    seconds in which at least one of them waited. `calls` are its requests that were no reads. `account` has the requests
+    to the origin that its reads waited for, and those that its other requests caused."""
 
     __slots__ = (
         "_blocked_since",
@@ -163,60 +140,52 @@ class Process:
 
 
 class Wait:
-    """One read that waits. `end` is called whatever becomes of it."""
+    """One request that waits. `request` is its name, `on` what it waits for now, `key` the object's ("": not known)."""
 
-    __slots__ = ("_clock", "_marked", "began", "object", "offset", "on", "process", "shares")
+    __slots__ = (
+        "_marked",
+        "_waits",
+        "began",
+        "key",
+        "offset",
+        "on",
+        "process",
+        "request",
+        "shares",
+        "thread",
+    )
 
     def __init__(
-        self, process: Process, object_id: ObjectId, offset: int, clock: Callable[[], float]
+        self, waits: Waits, thread: int, on: str, request: str, key: str = "", offset: int = 0
     ) -> None:
-        self._clock = clock
-        self.process = process
-        self.object = object_id
-        self.offset = offset
-        self.began = self._marked = clock()
-        self.on = DISK
-        self.shares = dict.fromkeys(READ_FROM, 0.0)
-
-    def now_for(self, what: str) -> None:
-        """From now on the read waits for `what`."""
-        now = self._clock()
-        self.shares[self.on] += now - self._marked
-        self._marked = now
-        self.on = what
-
-
-class Call:
-    """A request that is no read, and waits. `request` is its name; `end` may come more than once. As a context it is
-    the reason of what is asked of the origin meanwhile."""
-
-    __slots__ = ("_token", "_waits", "began", "key", "on", "process", "request", "thread")
-
-    def __init__(self, waits: Waits, thread: int, on: str, request: str, began: float) -> None:
         self._waits: Waits | None = waits
         self.thread = thread
         self.process = waits.process(thread)
-        self.on = on
         self.request = request
-        self.key = ""
-        self.began = began
+        self.key = key
+        self.offset = offset
+        self.on = on
+        self.shares: dict[str, float] = {}
+        self.began = self._marked = waits.clock()
 
-    def end(self) -> None:
-        """The request was answered, or given up."""
+    def now_for(self, what: str) -> None:
+        """From now on the request waits for `what`."""
         if self._waits is not None:
+            now = self._waits.clock()
+            self.shares[self.on] = self.shares.get(self.on, 0.0) + now - self._marked
+            self._marked = now
+            self.on = what
+
+    def end(self, count: int = 0) -> None:
+        """The request was answered (a read with `count` bytes), or given up. Further calls change nothing."""
+        if self._waits is not None:
+            self.now_for(self.on)
             waits, self._waits = self._waits, None
-            waits.ended(self)
-
-    def __enter__(self) -> None:
-        self._token = current_call.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        current_call.reset(self._token)
-        self.end()
+            waits.ended(self, count)
 
 
-current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
-"""What this task, or the one that began it, answers."""
+current_call: ContextVar[Wait | None] = ContextVar("current_call", default=None)
+"""The request that this task answers, or the task that began it; None for reads and for what no request caused."""
 
 
 def about(key: str) -> None:
@@ -229,7 +198,7 @@ def about(key: str) -> None:
 class SlowRead(NamedTuple):
     seconds: float
     number: int
-    """Tells those of equal length apart."""
+    """Orders reads of equal length."""
     at: float
     key: str
     offset: int
@@ -238,33 +207,28 @@ class SlowRead(NamedTuple):
 
 
 class Waits:
-    """Processes that waited, for how long and for what. Times are seconds of `clock`."""
+    """Processes that waited, for how long and for what. Times are seconds of `clock`; `look` finds a thread's process."""
 
     def __init__(self, clock: Callable[[], float], look: Callable[[int], Identity]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._look = look
         self._threads: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._processes: OrderedDict[tuple[int, int], Process] = OrderedDict()
         self._numbers = count()
         self._slow: list[SlowRead] = []
-        self.under_way: set[Wait] = set()
-        self._calls: set[Call] = set()
+        self._waiting: set[Wait] = set()
         self.everybody = Process(Identity(0, 0, 0, "all"), clock())
         self.read_seconds = Histogram()
         self.open_seconds = Histogram()
 
     def process(self, thread: int) -> Process:
         """The row of the process that a thread belongs to."""
-        now = self._clock()
+        now = self.clock()
         known = self._threads.get(thread)
         if known is not None and now < known[0]:
             return known[1]
-        identity = self._look(thread) if thread else UNSEEN
-        process = self._row(identity, now)
-        self._threads[thread] = now + THREAD_S, process
-        self._threads.move_to_end(thread)
-        if len(self._threads) > THREADS:
-            self._threads.popitem(last=False)
+        process = self._row(self._look(thread) if thread else UNSEEN, now)
+        _put(self._threads, thread, (now + THREAD_S, process))
         return process
 
     def _row(self, identity: Identity, now: float) -> Process:
@@ -290,76 +254,58 @@ class Waits:
 
     def begin(self, thread: int, object_id: ObjectId, offset: int) -> Wait:
         """Note that a read of that thread cannot be answered at once."""
-        wait = Wait(self.process(thread), object_id, offset, self._clock)
-        wait.process.began(wait.began)
-        self.everybody.began(wait.began)
-        self.under_way.add(wait)
+        return self._began(Wait(self, thread, DISK, "read", object_id.key, offset))
+
+    def call(self, thread: int, on: str, request: str) -> Wait:
+        """Note that a request of that thread, other than a read, cannot be answered at once."""
+        return self._began(Wait(self, thread, on, request))
+
+    def _began(self, wait: Wait) -> Wait:
+        for process in (wait.process, self.everybody):
+            process.began(wait.began)
+        self._waiting.add(wait)
         return wait
 
-    def end(self, wait: Wait, count: int) -> None:
-        """Note that a read was answered with `count` bytes, or failed."""
-        self.under_way.discard(wait)
-        wait.now_for(wait.on)
-        now = self._clock()
-        seconds = now - wait.began
+    def ended(self, wait: Wait, count: int) -> None:
+        """See `Wait.end`."""
+        self._waiting.discard(wait)
+        now = self.clock()
+        seconds, is_read = now - wait.began, wait.request == "read"
         for process in (wait.process, self.everybody):
             process.ended(now)
-            process.reads += 1
+            process.reads += is_read
+            process.calls += not is_read
             process.bytes += count
             for what, share in wait.shares.items():
                 process.waited[what] += share
-        self.read_seconds.add(seconds)
-        if seconds >= SLOW_S:
-            on = max(READ_FROM, key=wait.shares.__getitem__)
-            key, identity = wait.object.key, wait.process.identity
-            self._keep(SlowRead(seconds, next(self._numbers), now, key, wait.offset, on, identity))
-
-    def call(self, thread: int, on: str, request: str) -> Call:
-        """Note that a request of that thread, other than a read, cannot be answered at once."""
-        now = self._clock()
-        call = Call(self, thread, on, request, now)
-        call.process.began(now)
-        self.everybody.began(now)
-        self._calls.add(call)
-        return call
-
-    def ended(self, call: Call) -> None:
-        """See `Call.end`."""
-        self._calls.discard(call)
-        now = self._clock()
-        if call.request == "open":
-            self.open_seconds.add(now - call.began)
-        for process in (call.process, self.everybody):
-            process.ended(now)
-            process.calls += 1
-            process.waited[call.on] += now - call.began
-
-    def _keep(self, read: SlowRead) -> None:
-        if len(self._slow) >= SLOWEST:
-            self._slow = self._fresh(read.at)
-            heapq.heapify(self._slow)
-        if len(self._slow) < SLOWEST:
-            heapq.heappush(self._slow, read)
-        elif read > self._slow[0]:
-            heapq.heapreplace(self._slow, read)
+        if wait.request == "open":
+            self.open_seconds.add(seconds)
+        if is_read:
+            self.read_seconds.add(seconds)
+            if seconds >= SLOW_S:
+                on = max(READ_FROM, key=lambda what: wait.shares.get(what, 0.0))
+                read = SlowRead(
+                    seconds, next(self._numbers), now, wait.key, wait.offset, on, wait.process.identity
+                )
+                self._slow = heapq.nlargest(SLOWEST, [*self._fresh(now), read])
 
     def _fresh(self, now: float) -> list[SlowRead]:
         return [read for read in self._slow if now - read.at <= SLOW_FOR_S]
 
-    # What others see: plain values, times as seconds before now.
+    # For others: plain values, times as seconds before now.
 
     def processes(self) -> list[dict[str, Any]]:
         """Processes that have waited, the latest first."""
-        now = self._clock()
+        now = self.clock()
         return [_shown(process, now) for process in reversed(self._processes.values())]
 
     def totals(self) -> dict[str, Any]:
         """All processes together: `blocked_s` are seconds in which at least one of them waited."""
-        return _shown(self.everybody, self._clock())
+        return _shown(self.everybody, self.clock())
 
     def slowest(self) -> list[dict[str, Any]]:
         """The slowest reads of the last quarter of an hour, the slowest first."""
-        now = self._clock()
+        now = self.clock()
         return [
             {
                 "seconds": read.seconds,
@@ -370,26 +316,23 @@ class Waits:
                 "pid": read.process.pid,
                 "name": read.process.name,
             }
-            for read in sorted(self._fresh(now), reverse=True)
+            for read in self._fresh(now)
         ]
 
     def waiting(self) -> list[dict[str, Any]]:
-        """What waits now, the longest first. `key` is "" where it is not known."""
-        now = self._clock()
-        rows: list[tuple[str, str, int, Wait | Call]]
-        rows = [("read", wait.object.key, wait.offset, wait) for wait in self.under_way]
-        rows += [(call.request, call.key, 0, call) for call in self._calls]
+        """The requests that wait now, the longest first."""
+        now = self.clock()
         return [
             {
-                "request": request,
+                "request": wait.request,
                 "seconds": now - wait.began,
-                "key": key,
-                "offset": offset,
+                "key": wait.key,
+                "offset": wait.offset,
                 "on": wait.on,
                 "pid": wait.process.identity.pid,
                 "name": wait.process.identity.name,
             }
-            for request, key, offset, wait in sorted(rows, key=lambda row: row[3].began)
+            for wait in sorted(self._waiting, key=lambda wait: wait.began)
         ]
 
 
@@ -480,11 +423,20 @@ def _put(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
 
 
 class Ledger:
-    """Requests, waits and misses, and how long requests to the origin and uploads took."""
+    """Requests to the origin by dataset, waits and misses, and how long requests to the origin and uploads took. A dataset
+    is a first path component below the mounted prefix."""
 
     def __init__(self) -> None:
-        self.requests = Requests()
+        self.datasets: dict[str, Account] = {}
         self.waits = Waits(time.monotonic, identify)
         self.misses = Misses(time.time)
         self.origin_seconds = {kind: Histogram() for kind in ORIGIN_REQUESTS}
         self.upload_seconds = Histogram()
+
+    def account(self, prefix: str, key: str) -> Account:
+        """The account of the dataset that a key (or the prefix of a listing) belongs to."""
+        first, slash, _ = key[len(prefix) :].lstrip("/").partition("/")
+        name = prefix + first if slash else prefix
+        if name not in self.datasets and len(self.datasets) >= DATASETS:
+            name = OTHERS
+        return self.datasets.setdefault(name, Account())

@@ -210,15 +210,14 @@ class Fetcher:
 
     async def read(self, opened: OpenedObject, offset: int, size: int, pid: int) -> Buffer:
         """The bytes [offset, offset+size). Raises `ObjectChanged`, `PermissionDenied`, `OriginFailed`, ..."""
-        waits = self._metrics.ledger.waits
-        wait = waits.begin(pid, opened.id, offset)
+        wait = self._metrics.ledger.waits.begin(pid, opened.id, offset)
         count = 0
         try:
             data = await self._read(opened, offset, size, pid, wait)
             count = len(data)
             return data
         finally:
-            waits.end(wait, count)
+            wait.end(count)
 
     async def _read(self, opened: OpenedObject, offset: int, size: int, pid: int, wait: Wait) -> Buffer:
         obj = self._attached(opened)

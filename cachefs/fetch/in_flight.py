@@ -303,12 +303,11 @@ class Arrivals:
     async def wait(self, obj: CachedObject, pid: int) -> None:
         """Return when its fetches have ended, or after `OPEN_WAITS_S`. The ledger counts it as a read that waits."""
         in_flight: list[InFlightFetch] = list(dict.fromkeys(self._transfers.of(obj).values()))
-        ledger = self._metrics.ledger
         absent = [block for block in self._blocks(obj) if not self._store.has(obj, block)]
         why = self._transfers.miss_reasons(self._metrics, obj, absent)
         if (call := current_call.get()) is not None:
             call.end()
-        wait, landed = ledger.waits.begin(pid, obj.id, 0), 0
+        wait, landed = self._metrics.ledger.waits.begin(pid, obj.id, 0), 0
         try:
             with obj.held(), trio.move_on_after(OPEN_WAITS_S):
                 for fetch in in_flight:
@@ -320,7 +319,7 @@ class Arrivals:
                     landed = obj.id.size
                     count_misses(self._metrics, why)  # otherwise its reads will find them missing
         finally:
-            ledger.waits.end(wait, landed)
+            wait.end(landed)
 
     def _blocks(self, obj: CachedObject) -> range:
         return range(block_count(obj.id.size, self._store.block_size))

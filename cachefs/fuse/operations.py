@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 import trio
 
 from cachefs.base.errors import ObjectChanged
-from cachefs.base.ledger import NAMES, WRITES, Call, current_call
+from cachefs.base.ledger import NAMES, WRITES, Wait, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
@@ -215,7 +215,7 @@ class Operations:
         """Raises `Refused`."""
         return Waiting(pending, self)
 
-    def call(self, request: Request, thread: int) -> Call | None:
+    def call(self, request: Request, thread: int) -> Wait | None:
         if request.on is None:
             return None
         return self._metrics.ledger.waits.call(thread, request.on, request.shown or request.name)

@@ -33,7 +33,7 @@ PASSTHROUGH_SINCE = (6, 9)
 """The first kernel with FUSE passthrough."""
 
 FEW_FILES = 4096
-"""Open files below which a busy mount may run out. Guessed: a descriptor for each open file, and the origins' connections."""
+"""Open files below which a busy mount may run out. Guessed: a descriptor for each open file, and connections to origins."""
 
 MEASURED_BYTES = 64 << 20
 SLOW_DISK = 200 << 20

@@ -1,7 +1,7 @@
 """Why a file is read as it is: where its extents are, whose they are, and why they were missed the last time.
 
-Also what else a daemon is asked about itself: everything it knows for those who look at it live, how far its origins are, and
-how much it logs.
+Also what else a daemon is asked about itself: everything it knows for those who look at it live, how far its origins
+are, and how much it logs.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def _ledger(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
     ledger = metrics.ledger
     asked: list[Sample] = []
     moved: list[Sample] = []
-    for name, account in ledger.requests.datasets.items():
+    for name, account in ledger.datasets.items():
         for counter, count in account.items():
             if counter == "origin_bytes":
                 moved.append(((name, "in"), count))

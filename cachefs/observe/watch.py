@@ -180,7 +180,7 @@ def shown(metrics: Metrics) -> dict[str, Any]:
     """The ledger as plain values, for the page and for `cachefs top`."""
     waits = metrics.ledger.waits
     return {
-        "datasets": {name: dict(account) for name, account in metrics.ledger.requests.datasets.items()},
+        "datasets": {name: dict(account) for name, account in metrics.ledger.datasets.items()},
         "processes": waits.processes(),
         "reads": waits.totals(),
         "waiting": waits.waiting()[:32],

@@ -485,7 +485,7 @@ class Attempts:
     def _accounts(self, counter: str, key: str, turn: Ticket) -> list[Account]:
         """The accounts of the dataset, and of the process that waits for the request (prefetching has none)."""
         ledger = self.metrics.ledger
-        accounts = [ledger.requests.account(self.prefix, key)]
+        accounts = [ledger.account(self.prefix, key)]
         call = None if counter == "origin_get" else current_call.get()
         thread = turn.thread if call is None else call.thread
         if thread:

@@ -194,11 +194,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     metrics = Metrics()
     metrics.ram_hits, metrics.misses, metrics.misses_cold = 30, 10, 10
     ledger = metrics.ledger
-    ledger.requests.account("", f"{HOSTILE}/x")["origin_get"] += 12
+    ledger.account("", f"{HOSTILE}/x")["origin_get"] += 12
     wait = ledger.waits.begin(os.getpid(), ObjectId("s3://b", f"train/{HOSTILE}.jpg", "e", 9), 0)
     wait.now_for("origin")
     wait.began -= 1.5
-    ledger.waits.end(wait, 9)
+    wait.end(9)
     shown = {**STATUS, "metrics": metrics.as_dict()}
 
     async def with_metrics() -> dict[str, Any]:

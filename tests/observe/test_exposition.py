@@ -80,7 +80,7 @@ def counted() -> Metrics:
     metrics = Metrics()
     for number, row in enumerate(metrics.table()):
         setattr(metrics, row.name, number)
-    account = metrics.ledger.requests.account("", "train/1")
+    account = metrics.ledger.account("", "train/1")
     account.update({"origin_get": 3, "origin_list": 1, "origin_bytes": 500, "origin_bytes_sent": 6})
     return metrics
 
@@ -134,7 +134,7 @@ def test_a_mount_without_peers_prefetch_and_uploads() -> None:
 
 def test_names_that_are_no_text() -> None:
     metrics = Metrics()
-    metrics.ledger.requests.account("", 'a"\n\udce9/x')["origin_get"] += 1
+    metrics.ledger.account("", 'a"\n\udce9/x')["origin_get"] += 1
     [labels] = [
         dict(labels) for name, labels in samples(metrics, STATUS) if name == "cachefs_dataset_requests_total"
     ]
@@ -144,11 +144,11 @@ def test_names_that_are_no_text() -> None:
 def test_waits_are_a_histogram() -> None:
     metrics = Metrics()
     now = 0.0
-    metrics.ledger.waits._clock = lambda: now
+    metrics.ledger.waits.clock = lambda: now
     for seconds in (0.0005, 0.02, 0.02, 100):
         wait = metrics.ledger.waits.begin(0, ObjectId("s", "k", "e", 1), 0)
         now += seconds
-        metrics.ledger.waits.end(wait, 1)
+        wait.end(1)
     found = samples(metrics, STATUS)
 
     def bucket(le: str) -> float:
@@ -161,7 +161,7 @@ def test_waits_are_a_histogram() -> None:
 
 def test_durations_are_histograms() -> None:
     metrics, now = Metrics(), 0.0
-    metrics.ledger.waits._clock = lambda: now
+    metrics.ledger.waits.clock = lambda: now
     for request in ("open", "lookup"):
         call = metrics.ledger.waits.call(0, "names", request)
         now += 0.2

@@ -48,7 +48,7 @@ def check(metrics: Metrics, asked: int, origin_bytes: int) -> None:
     waits = metrics.ledger.waits
     rows, total = waits.processes(), waits.totals()
     assert sum(row["reads"] for row in rows) == total["reads"] == sum(waits.read_seconds.counts)
-    assert not waits.under_way
+    assert not waits.waiting()
     assert total["waiting"] == 0
 
 
@@ -204,7 +204,7 @@ async def test_accounts_of_datasets_and_processes_are_the_counters_by_name() -> 
     await origin.list_page("data/a/")
     with pytest.raises(CachefsError):
         await origin.head("data/b/2")
-    accounts = metrics.ledger.requests.datasets
+    accounts = metrics.ledger.datasets
     assert accounts["data/a"] == {"origin_get": 1, "origin_bytes": 100, "origin_list": 1}
     assert accounts["data/b"] == {"origin_get": 1, "origin_bytes": 50, "origin_head": 3}
     for name in ("origin_get", "origin_list", "origin_head", "origin_bytes"):

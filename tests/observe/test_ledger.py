@@ -14,13 +14,13 @@ from cachefs.base import ledger
 from cachefs.base.ledger import (
     DISK,
     NAMES,
+    ORIGIN,
     OTHERS,
     PEER,
-    ORIGIN,
     WRITES,
     Identity,
+    Ledger,
     Misses,
-    Requests,
     Waits,
     about,
     current_call,
@@ -55,9 +55,9 @@ def test_two_reads_of_one_process_at_once_block_it_once() -> None:
     second = table.begin(11, version(), 0)  # from the disk, beside the first
     clock.now += 1
     assert [wait["seconds"] for wait in table.waiting()] == [3, 1]
-    table.end(first, 100)
+    first.end(100)
     clock.now += 1
-    table.end(second, 10)
+    second.end(10)
     [row] = table.processes()
     assert (row["pid"], row["reads"], row["bytes"], row["waiting"]) == (1, 2, 110, 0)
     assert row["blocked_s"] == 4
@@ -74,7 +74,7 @@ def test_what_a_read_waits_for_may_change() -> None:
         wait.now_for(what)
         clock.now += seconds
     assert table.waiting()[0]["on"] == DISK
-    table.end(wait, 0)
+    wait.end(0)
     assert table.totals()["waited_s"] == {PEER: 2, ORIGIN: 5, DISK: 1, NAMES: 0, WRITES: 0}
     assert table.slowest()[0]["on"] == ORIGIN
 
@@ -84,13 +84,16 @@ def test_a_close_beside_a_read_blocks_its_process_once_and_says_of_which_file() 
     table = waits(clock)
     wait = table.begin(10, version(), 0)
     clock.now += 1
-    with table.call(11, WRITES, "close"):
-        about("ckpt")
-        clock.now += 1
-        table.end(wait, 5)
-        [row] = table.waiting()
-        assert (row["request"], row["on"], row["key"], row["pid"]) == ("close", WRITES, "ckpt", 1)
-        clock.now += 1
+    call = table.call(11, WRITES, "close")
+    token = current_call.set(call)
+    about("ckpt")
+    clock.now += 1
+    wait.end(5)
+    [row] = table.waiting()
+    assert (row["request"], row["on"], row["key"], row["pid"]) == ("close", WRITES, "ckpt", 1)
+    clock.now += 1
+    current_call.reset(token)
+    call.end()
     about("nobody's")  # nothing is answered here: forgotten
     assert current_call.get() is None and table.waiting() == []
     [row] = table.processes()
@@ -136,7 +139,7 @@ def test_rows_add_up_to_the_total_whatever_is_forgotten(
             wait.now_for(what)
             table.process(thread).account["origin_get"] += 1
             clock.now += seconds
-            table.end(wait, 5)
+            wait.end(5)
     rows, total = table.processes(), table.totals()
     assert len(rows) <= 5  # and the row of the others
     assert sum(row["reads"] for row in rows) == total["reads"] == sum(table.read_seconds.counts) == len(reads)
@@ -153,7 +156,7 @@ def test_only_the_slowest_of_the_last_quarter_of_an_hour() -> None:
     def read(seconds: float) -> None:
         wait = table.begin(10, version(f"{seconds:g}"), 0)
         clock.now += seconds
-        table.end(wait, 0)
+        wait.end(0)
 
     for number in range(1, 101):
         read(number / 10)
@@ -209,7 +212,7 @@ def test_misses_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_datasets_are_first_components_and_bounded() -> None:
-    requests = Requests()
+    requests = Ledger()
     for key in ("data/a/x/1", "data/a/2", "data/b/", "data/readme", "data/"):
         requests.account("data/", key)["origin_get"] += 1
     assert {name: account["origin_get"] for name, account in requests.datasets.items()} == {

@@ -39,7 +39,7 @@ class Daemon:
     def __init__(self) -> None:
         self.now = 100.0
         self.metrics = Metrics()
-        self.metrics.ledger.waits._clock = lambda: self.now
+        self.metrics.ledger.waits.clock = lambda: self.now
         self.metrics.ledger.waits.everybody.since = self.now
         self.metrics.ledger.waits._look = lambda thread: _identity(thread)
         self.happens: list[Any] = []
@@ -53,7 +53,7 @@ class Daemon:
         wait = self.metrics.ledger.waits.begin(thread, ObjectId("s3://b", key, "e", 1 << 20), 0)
         wait.now_for(on)
         self.now += seconds
-        self.metrics.ledger.waits.end(wait, 1000)
+        wait.end(1000)
 
 
 def _identity(thread: int) -> Any:
