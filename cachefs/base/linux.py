@@ -21,7 +21,7 @@ PROBE_DEADLINE_S = 5.0
 """How long a mount may take to answer one stat before it counts as hanging."""
 
 CAP_SYS_ADMIN = 21
-MNT_FORCE, MNT_DETACH = 1, 2
+MNT_DETACH = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
 

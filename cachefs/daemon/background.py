@@ -169,9 +169,7 @@ def _wait_for_mount(config: Config, before: int, until: float, log_path: Path) -
                 f"{config.mountpoint} is mounted but cannot be read: {answer.strerror}: see {log_path}"
             )
         if time.monotonic() >= until:
-            raise MountError(
-                f"{config.mountpoint} did not answer within {config.mount_timeout:g} s: see {log_path}"
-            )
+            raise MountError(_late(config, log_path))
         time.sleep(0.02)
 
 

@@ -16,14 +16,14 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import trio
 
 from cachefs.base import ownership
 from cachefs.base.client import MAX_REQUEST_BYTES, ControlError, NotRunning, connected
 from cachefs.base.errors import CachefsError
-
-if TYPE_CHECKING:
-    import trio
+from cachefs.base.tasks import containing
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,6 @@ VERB_DEADLINE_S = 60.0
 async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
     """Answer requests at `path` until cancelled; the socket is removed then. Raises `ControlError` when
     another daemon answers there or the socket cannot be made."""
-    import trio
-
-    from cachefs.base.tasks import containing
-
     listener = _listen(path)
     mine = os.stat(path).st_ino
     room = trio.Semaphore(MAX_CONNECTIONS)
@@ -78,8 +74,6 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
 
 
 async def _answer(stream: trio.SocketStream, verbs: Verbs) -> None:
-    import trio
-
     line: bytes | None = None
     with trio.move_on_after(TALK_DEADLINE_S):
         try:
@@ -102,8 +96,6 @@ async def _read_line(stream: trio.SocketStream) -> bytes:
 
 
 async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
-    import trio
-
     if len(line) > MAX_REQUEST_BYTES:
         return {"ok": False, "error": f"request longer than {MAX_REQUEST_BYTES} bytes"}
     try:
@@ -131,8 +123,6 @@ async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
 
 
 async def _send(stream: trio.SocketStream, reply: Mapping[str, Any]) -> None:
-    import trio
-
     with trio.move_on_after(TALK_DEADLINE_S):
         try:
             await stream.send_all(json.dumps(reply, default=str).encode() + b"\n")

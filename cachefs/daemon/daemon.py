@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -128,15 +128,10 @@ def run(
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What to tell the user when several tasks failed: an expected failure rather than an unexpected one."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        exc = pending.pop()
-        if isinstance(exc, BaseExceptionGroup):
-            pending.extend(exc.exceptions)
-        else:
-            leaves.append(exc)
-    return next((exc for exc in leaves if isinstance(exc, CachefsError)), leaves[-1])
+    exc: BaseException = group.subgroup(CachefsError) or group
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[-1]
+    return exc
 
 
 class Daemon:
@@ -515,7 +510,9 @@ class Daemon:
         log.info("mounted %s on %s", self._title(), self._config.mountpoint)
         self._watch.ready = True
         self._on_ready()
-        await self._notifier.attend(self._config.mountpoint, self._title())
+        await self._notifier.attend(
+            self._watch.illness, f"shows {self._title()} at {self._config.mountpoint}"
+        )
 
     async def _stop_on_signal(self, signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
         """End the mount, and cancel requests under way: their readers get an errno even if the origin hangs."""
@@ -581,13 +578,11 @@ class Daemon:
     # -- control verbs -----------------------------------------------------------------------------
 
     def _verbs(self) -> dict[str, Any]:
-        prefetcher = self._prefetcher
+        hints = ("hint_files", "hint_order", "hint_drop")
         return {
             "status": self._status,
             "refresh": self._refresh,
-            "hint_files": prefetcher.hint_files if prefetcher else _no_hints,
-            "hint_order": prefetcher.hint_order if prefetcher else _no_hints,
-            "hint_drop": prefetcher.hint_drop if prefetcher else _no_hints,
+            **{name: getattr(self._prefetcher, name, _no_hints) for name in hints},
             **self._jobs.verbs(),
             **self._recordings.verbs(),
             "locate": self._locator.locate,
@@ -600,7 +595,7 @@ class Daemon:
         return "looking again"
 
     async def _status(self) -> dict[str, Any]:
-        aside = await self._kept_aside()
+        await self._kept_aside()
         return {  # of one moment
             "version": cachefs.__version__,
             "pid": os.getpid(),
@@ -637,20 +632,25 @@ class Daemon:
             "uploads": None if self._uploading is None else self._uploading.status(),
             "unsent": len(self._unsent.sizes),
             "tuning": self._tuning,
-            "warnings": [
-                *self._opened.warnings,
-                *([self._store.index_error] if self._store.index_error else []),
-                *dict.fromkeys(o.complaint for o in self._origins if o.complaint),
-                *([self._endpoint.warning] if self._endpoint and self._endpoint.warning else []),
-                *(self._peers.warnings if self._peers is not None else []),
-                *([aside] if aside else []),
-            ],
+            "warnings": list(self._warnings()),
             "memory_bytes": resident_bytes(),
             "loop_pause_s": self._pauses.status(),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
             "endpoint": self._endpoint.address if self._endpoint else "",
             **self._fs.status(),
         }
+
+    def _warnings(self) -> Iterator[str]:
+        yield from self._opened.warnings
+        if self._store.index_error:
+            yield self._store.index_error
+        yield from dict.fromkeys(origin.complaint for origin in self._origins if origin.complaint)
+        if self._endpoint is not None and self._endpoint.warning:
+            yield self._endpoint.warning
+        if self._peers is not None:
+            yield from self._peers.warnings
+        if self._aside:
+            yield self._aside
 
     async def _kept_aside(self) -> str:
         """The warning of `orphans`; while the disk does not answer, the last one."""

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 
 from cachefs.base.errors import ConfigError
 from cachefs.base.names import ObjectId, block_count, block_length
 from cachefs.fetch import Fetcher
-from cachefs.origin import Origin
+from cachefs.fs.tree_queries import TreeQueries
 from cachefs.peers.cluster import Cluster
 from cachefs.peers.membership import Member
 from cachefs.peers.wire import MAX_HAVE_BLOCKS, PeerFailed
 
-FILES_AT_MOST = 10_000
-"""Of one question: each costs a request to every member. Guessed: about ten seconds."""
-
 AT_ONCE = 8
-"""Files asked about side by side. Guessed; half of what a client has connections for to one peer."""
+"""Files that peers are asked about at a time. Borrowed: half of the connections that a client has to one peer."""
 
 DEADLINE_S = 50.0
+"""Derived: the command waits 60 s for the answer."""
 
 HERE = "this node"
-
-
-class TreeQueries(Protocol):
-    def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]: ...
 
 
 class Locator:
@@ -68,13 +61,10 @@ class Locator:
                 async for _, _, version in found:
                     files += 1
                     size += version.size
-                    if files > FILES_AT_MOST:
-                        nursery.cancel_scope.cancel()
-                        break
                     held[here] += self._fetcher.cached_bytes(version)
                     async with room:  # no more tasks than can ask
                         nursery.start_soon(ask, version)
-        if scope.cancelled_caught or files > FILES_AT_MOST:
+        if scope.cancelled_caught:
             raise ConfigError(
                 f"{path or 'the mount'} has too many files to ask about: name a directory in it"
             )

@@ -36,9 +36,6 @@ LINES_AT_ONCE = 2_000
 RUNS_KEPT = 8
 """Runs of reads of one handle that may go on side by side. Guessed: the threads of one process."""
 
-RUN_BYTES = 64 << 20
-"""A longer run is told in parts, so that lines come while it lasts. Guessed."""
-
 DRAIN_DEADLINE_S = 60.0
 """A client that has not drained for so long has gone. Guessed: a client drains twice a second."""
 
@@ -103,10 +100,8 @@ class Recorder:
             run.start, run.stop = min(run.start, other.start, offset), max(run.stop, other.stop, end)
             runs.remove(other)
         runs.append(run)
-        if run.stop - run.start >= RUN_BYTES or len(runs) > RUNS_KEPT:
-            done = run if run.stop - run.start >= RUN_BYTES else runs[0]
-            runs.remove(done)
-            self._end(opened, done)
+        if len(runs) > RUNS_KEPT:
+            self._end(opened, runs.pop(0))
 
     def closed(self, opened: Any) -> None:
         for run in self._runs.pop(opened, ()):

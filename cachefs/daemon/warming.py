@@ -14,11 +14,11 @@ import json
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import trio
 
@@ -27,6 +27,7 @@ from cachefs.base.names import ObjectId
 from cachefs.base.tasks import contained
 from cachefs.base.units import about_bytes
 from cachefs.fetch import Fetcher
+from cachefs.fs.tree_queries import TreeQueries
 from cachefs.origin import Origin
 from cachefs.store import Store
 from cachefs.store.moves import SPILL_TO
@@ -60,10 +61,6 @@ SHOWN = 4
 """Of these, how many the status shows: it is the only place where a job in the background shows its end. Guessed."""
 
 FAILURES_LOGGED = 3
-
-
-class TreeQueries(Protocol):
-    def walk(self, path: str) -> AsyncGenerator[tuple[str, Origin, ObjectId], None]: ...
 
 
 class Wanted(NamedTuple):

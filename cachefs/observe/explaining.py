@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 
@@ -17,6 +17,7 @@ from cachefs.base import logs
 from cachefs.base.errors import CachefsError, ConfigError, NotFound
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count
+from cachefs.fs.tree_queries import TreeQueries
 from cachefs.observe.watch import shown
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
@@ -31,10 +32,6 @@ PROBES = 3
 """Requests that a round trip is the least of."""
 
 LEVELS = ("debug", "info", "warning", "error")
-
-
-class TreeQueries(Protocol):
-    async def resolve(self, path: str) -> tuple[Origin, ObjectId] | None: ...
 
 
 class Explainer:

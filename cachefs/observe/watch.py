@@ -8,13 +8,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from cachefs.base.ledger import WAITED_FOR
+from cachefs.base.linux import PROBE_DEADLINE_S
 from cachefs.base.metrics import Metrics
+from cachefs.base.tasks import in_thread
 from cachefs.observe.endpoint import Page, Reply, plain
 
 LOOK_EVERY_S = 0.1
@@ -63,9 +66,6 @@ class Pauses:
 SAMPLE_EVERY_S = 2.0
 SAMPLES = 450
 """A quarter of an hour. Guessed; a sample is two dozen numbers."""
-
-PROBE_S = 3.0
-"""How long the mount may take to answer its own daemon. Guessed: it needs no origin for it, so it takes under 1 ms."""
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -153,18 +153,18 @@ class Watch:
         return plain(reason, 503) if reason else plain("ready")
 
     async def illness(self) -> str:
-        """Why the mount does not answer; "" when it does. The kernel never answers statfs by itself, and the daemon needs no
-        origin for it."""
-        with trio.move_on_after(PROBE_S):
+        """Why the mount does not answer; "" when it does. It is asked for statfs, which the kernel never answers by itself, and
+        the daemon needs no origin for."""
+        with trio.move_on_after(PROBE_DEADLINE_S):
             try:
-                await trio.to_thread.run_sync(
-                    os.statvfs, self._mountpoint, limiter=self._asking, abandon_on_cancel=True
+                await in_thread(
+                    partial(os.statvfs, self._mountpoint), limiter=self._asking, abandon_on_cancel=True
                 )
             except OSError as exc:
                 return f"{self._mountpoint}: {exc.strerror}"
             else:
                 return ""
-        return f"{self._mountpoint} does not answer within {PROBE_S:g} s"
+        return f"{self._mountpoint} does not answer within {PROBE_DEADLINE_S:g} s"
 
     # -- what they show ----------------------------------------------------------------------------
 

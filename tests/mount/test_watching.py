@@ -133,7 +133,7 @@ def test_a_reader_that_hangs_is_named(mounted: Mounted, bucket: Bucket, lab: Lab
         [line] = [line for line in done.stdout.splitlines() if str(reader.pid) in line]
         share = re.search(r"(\d+) %", line)
         # All of the time; but what it is divided by is measured out here, where a busy machine keeps the clock waiting.
-        assert "store: read file (" in line and share and int(share[1]) > 50, line
+        assert "origin: read file (" in line and share and int(share[1]) > 50, line
     finally:
         lab.clear_faults()
         reader.wait(60)
@@ -231,7 +231,7 @@ def test_doctor_finds_the_store_and_tells_no_secret(mounted: Mounted, bucket: Bu
     done = mount.cli("doctor", "--no-speed", mount.path)
     lab.clear_faults()
     mount.allowed += ["403", "denied", "credentials"]
-    assert "PROBLEM  store" in done.stdout
+    assert "PROBLEM  origin" in done.stdout
 
 
 @ONE_BACKEND

@@ -214,7 +214,7 @@ async def test_why_tells_where_extents_are_and_why_they_were_missed(cache_dir: P
         assert re.search(r"extents 0-2 +not here$", text, re.MULTILINE)
         await lab.read(version, 0, EXTENT)
         text = "\n".join(await lines())
-        assert re.search(r"extent 0 +ssd; missed .* ago: cold, asked store", text)
+        assert re.search(r"extent 0 +ssd; missed .* ago: cold, asked origin", text)
         await lab.read(version, EXTENT)
         text = "\n".join(await lines())
         assert "whole and verified on ssd: the kernel reads it by itself" in text
@@ -224,7 +224,7 @@ async def test_why_tells_where_extents_are_and_why_they_were_missed(cache_dir: P
         assert "not here" in text
         await lab.read(version, 0, BLOCK)
         text = "\n".join(await lines())
-        assert re.search(r"extent 0 +ssd; missed .* ago: evicted, asked store", text)
+        assert re.search(r"extent 0 +ssd; missed .* ago: evicted, asked origin", text)
         assert "evicted: it was here and went" in text
         with pytest.raises(NotFound):
             await explainer.explain("nothing")
@@ -248,7 +248,7 @@ def test_many_extents_are_cut() -> None:
     lines = list(why.explain(known, 120.0))
     assert len(lines) == 1 + why.EXTENTS_LISTED + 1 + 1
     assert lines[1].endswith(
-        "not here; kept by b:1; missed 2 min ago: changed, asked b:1: timeout, then store"
+        "not here; kept by b:1; missed 2 min ago: changed, asked b:1: timeout, then origin"
     )
     assert lines[-2] == f"… and {200 - why.EXTENTS_LISTED + 7:,} more: --json has them"
 
@@ -277,8 +277,8 @@ def test_doctor_names_the_conditions_that_a_store_ignores(monkeypatch: pytest.Mo
     origins = {"s3://a": {"ignored_conditions": ignored}, "s3://b": {"ignored_conditions": []}}
     status = {"mountpoint": "/m", "sources": [{"url": url, "origin": o} for url, o in origins.items()]}
     monkeypatch.setattr(doctor.asking, "ask", lambda *_: [])
-    [found] = doctor.stores(status)
-    assert (found.level, found.subject) == ("note", "store s3://a")
+    [found] = doctor.origins(status)
+    assert (found.level, found.subject) == ("note", "origin s3://a")
     assert found.found == "does not honour If-Match on CompleteMultipartUpload"
     assert "--on-conflict fail" in found.todo
 
@@ -297,11 +297,11 @@ def test_nothing_that_doctor_says_has_a_secret(monkeypatch: pytest.MonkeyPatch, 
     done = run("doctor", "--no-speed")
     assert done.exit_code == 1
     assert secret not in done.output
-    assert "bad …" in done.output and "store sftp://…@h/: no answer, …" in done.output
-    [store] = [
+    assert "bad …" in done.output and "origin sftp://…@h/: no answer, …" in done.output
+    [origin] = [
         f for f in json.loads(run("doctor", "--no-speed", "--json").output) if "origin" in f["subject"]
     ]
-    assert store["level"] == "problem" and "credentials" in store["todo"]
+    assert origin["level"] == "problem" and "credentials" in origin["todo"]
 
 
 def test_kernels_and_limits() -> None:
