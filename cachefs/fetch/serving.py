@@ -160,7 +160,7 @@ def _raise_failure(fetch: InFlightFetch) -> None:
         raise Busy(str(error))
     if error is not None:
         said = str(error) if isinstance(error, CachefsError) else type(error).__name__
-        raise NotShared(f"the store does not give it: {said}")
+        raise NotShared(f"the origin does not give it: {said}")
 
 
 def _directory(prefix: str) -> str:

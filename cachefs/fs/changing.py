@@ -160,7 +160,7 @@ class Changing:
         self, directory: Directory, name: bytes, to: Directory, newname: bytes, flags: int
     ) -> None:
         if flags & ~NOREPLACE:
-            raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at a store")
+            raise Invalid(f"renaming with flags {flags:#x}: names cannot be exchanged at an origin")
         origin, check = writable(directory), writable(to)
         check_name(to, newname)
         if origin is not check:

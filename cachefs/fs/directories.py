@@ -155,7 +155,7 @@ class DirectoryReader:
         if directory.complete and directory.origin is not None and directory.origin.serves_stale:
             return directory.complete
         if directory.origin is None or not directory.origin.can_list:
-            raise Unsupported("this store cannot be listed: open its files by their full names")
+            raise Unsupported("this origin cannot be listed: open its files by their full names")
         return self._lister.demand(directory, horizon).generation
 
     async def _fill(self, handle: DirectoryHandle, after: bytes, rest: list[Entry]) -> bool:

@@ -288,7 +288,7 @@ class DirtyFiles:
             raise BadHandle("the file is not open for writing")
         if not node.held and not (node.removed and node.dirty_file is not None):
             if end > node.origin.limits.largest_object:
-                raise TooLarge(f"{node.key}: the store takes no object of {end} bytes")
+                raise TooLarge(f"{node.key}: the origin takes no object of {end} bytes")
             if claimed:
                 await self._begin(node, handle, upto)
             else:

@@ -277,7 +277,7 @@ class Lister:
         self._check_order(directory, listing, page, listed)
         done = listed.next_token is None
         if not done and listed.next_token == listing.token:
-            raise OriginFailed(f"listing {directory.prefix!r}: the store repeats the same page for ever")
+            raise OriginFailed(f"listing {directory.prefix!r}: the origin repeats the same page for ever")
         if not done and directory.listing is listing and listing.pages + 1 < listing.allowed:
             listing.asked = Asked(listed.next_token, self._clock(), self._tree.changes)
             nursery.start_soon(self._ask, listing.asked, origin, directory.prefix)
@@ -348,7 +348,7 @@ class Lister:
             log.warning(
                 "%s lists its keys out of order: listings wait for their end", directory.origin.source
             )
-            raise OriginFailed(f"listing {directory.prefix!r}: the store does not keep the order it claims")
+            raise OriginFailed(f"listing {directory.prefix!r}: the origin does not keep the order it claims")
 
     def _news(
         self, directory: Directory, page: Page, changes: int, *, first: bool

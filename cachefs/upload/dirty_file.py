@@ -359,7 +359,7 @@ class DirtyFile:
     def _within_limits(self, size: int) -> None:
         if size > self.origin.limits.largest_object:
             raise TooLarge(
-                f"{self.origin.name(self.key)}: the store takes {self.origin.limits.largest_object} bytes at most"
+                f"{self.origin.name(self.key)}: the origin takes {self.origin.limits.largest_object} bytes at most"
             )
 
     def within_limits(self) -> None:

@@ -57,8 +57,8 @@ def refuse_foreign(directory: Path) -> None:
     found, _ = read_mark(directory)
     if found not in ("", FORMAT):
         raise CacheUnusable(
-            f"what was written here and is not in the store yet is noted in {directory} in the format {found!r}, and this "
-            f"version reads {FORMAT!r}: start the version of cachefs that wrote it, until all is in the store"
+            f"what was written here and is not at the origin yet is noted in {directory} in the format {found!r}, and this "
+            f"version reads {FORMAT!r}: start the version of cachefs that wrote it, until all is at the origin"
         )
 
 
@@ -256,7 +256,7 @@ class Records:
         try:
             await self.journal.write(ORPHANS, name, row)
         except CachefsError as exc:
-            log.warning("%s; the upload of %s/%s may be left at the store", exc, source, key)
+            log.warning("%s; the upload of %s/%s may be left at the origin", exc, source, key)
 
     async def run(self) -> None:
         """Clear away what could not be cleared away at once, until cancelled."""

@@ -71,7 +71,7 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
     mount = mounted(
         bucket, read_only=False, writeback=True, upload_delay="1h", ram="0", flush_deadline="1s", start=False
     ).start()
-    mount.allowed += ["not (in the store|at the origin)", "of an earlier mount"]
+    mount.allowed += ["not at the origin", "of an earlier mount"]
     (mount.path / "old").read_bytes()
     (mount.path / "written").write_bytes(b"precious")
     mount.kill()
