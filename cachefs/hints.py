@@ -1,17 +1,16 @@
 """Telling the daemon what will be read next, from inside a training loop.
 
-Idea: a sampler knows the order of a whole epoch before its first batch is read. That order is all it takes to fetch
-every file before it is opened, so this module draws it, tells it, and hands it on unchanged:
+A sampler knows the order of a whole epoch before its first batch is read. With that order the daemon can fetch every file
+before it is opened. This module draws the order, sends it, and passes it on unchanged:
 
     loader = hinted(DataLoader(dataset, shuffle=True, ...), dataset.paths)
 
-Only the standard library is needed. Nothing here ever disturbs the training: what is told goes out in a thread of its
-own, and whatever fails (no mount, no daemon, a path that is elsewhere) is at most one warning. Paths are sent once,
-then an epoch is four bytes a sample.
+It needs the standard library only. It never disturbs the training: a thread of its own sends, and a failure (no mount, no
+daemon, a path that is elsewhere) is one warning at most. Paths are sent once; after that an epoch is four bytes a sample.
 
-A *plan* is a list of files and the orders told of it; each rank, each list and each sampler of a process has its own. Its
-name is made of host, rank and the list's digest: jobs that share a node do not get into one another's plans, and one that
-is started again finds its own. An order goes with the digest of the list it counts in, and is refused for any other.
+A *plan* is a list of files and the orders that were sent for it. Each rank, each list and each sampler of a process has its
+own. Its name is made of host, rank and the list's digest: jobs that share a node have different plans, and a job that is
+started again finds its own. An order is sent with the digest of its list, and the daemon refuses it for any other list.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ INDICES_AT_ONCE = 48 << 10
 """Of an order, in one request: 192 KiB, and 256 KiB as text. Derived from what a request may hold."""
 
 ASK_DEADLINE_S = 30.0
-"""For one request. The daemon answers in milliseconds; only a thread of ours waits. Guessed."""
+"""For one request. Guessed: the daemon answers in milliseconds, and only the sending thread waits."""
 
 EXIT_DEADLINE_S = 5.0
-"""How long a process that ends waits for what it has announced last. Guessed."""
+"""How long a process that ends waits until its last hints are sent. Guessed: they take milliseconds."""
 
 NEXT_AFTER = 8
-"""The next epoch is drawn and told after this part (an eighth) of the current one: the first batch is not delayed by it,
-and it is known long before its first file is wanted. Guessed."""
+"""The next epoch is drawn and sent after one part in so many of the current one. Guessed: the first batch is not delayed,
+and the daemon knows the order long before the first file is read."""
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
-"""What launchers (torchrun, srun, Open MPI, MPICH and Intel MPI) tell a process that it is. Given."""
+"""Variables in which launchers (torchrun, srun, Open MPI, MPICH, Intel MPI) tell a process its rank."""
 
 ELSEWHERE = 0xFFFFFFFF
 """Number of a path that does not lie below a mount."""
@@ -70,11 +69,11 @@ def announce(
 ) -> None:
     """Tell the daemons that these files will be read next, in this order.
 
-    Returns at once (or after at most `wait_s` seconds, when all is told). `plan` is this process's own by default, and is
-    replaced by its next announcement. Never raises for what the daemon does or the paths are."""
+    Returns at once, or with `wait_s` when all is sent, after so many seconds at most. The default `plan` is this process's
+    own, and its next announcement replaces it. Never raises because of the daemon or the paths."""
     listed = [os.fsdecode(path) for path in paths]
     order = array("I", range(len(listed)))
-    if _silent():
+    if _in_worker():
         return
     files = _Files(plan, listed, _rank, replaces=True)
     _sender.put(lambda: files.tell(epoch, order))
@@ -88,13 +87,13 @@ def wait(timeout_s: float = 60.0) -> bool:
 
 
 class HintedSampler:
-    """A sampler (or batch sampler) that tells what it is about to yield, and yields it unchanged.
+    """A sampler (or batch sampler) that sends the order it is about to yield, and yields it unchanged.
 
-    `paths` is the file of each sample, by index. Works with anything that has `__iter__` and `__len__`, like the samplers
-    of PyTorch; one that has `set_epoch`, itself or in the sampler it wraps, has its next epoch told as well, ahead of
-    time. Everything else that is asked of it is answered by the sampler inside.
+    `paths` is the file of each sample, by index. It wraps anything that has `__iter__` and `__len__`, like the samplers of
+    PyTorch. If that sampler, or one inside of it, has `set_epoch`, the order of the next epoch is sent ahead, too. Every
+    other attribute is the wrapped sampler's.
 
-    The whole order is drawn at the first sample. A sampler that can be saved (`state_dict`) is not: its copy is drawn."""
+    The whole order is drawn at the first sample. Of a sampler that can be saved (`state_dict`) a copy is drawn instead."""
 
     def __init__(
         self, sampler: Any, paths: Iterable[str | os.PathLike[str]], *, plan: str | None = None
@@ -103,7 +102,7 @@ class HintedSampler:
         self._files = _Files(plan, [os.fsdecode(path) for path in paths], partial(_rank, sampler))
         self._rounds = 0
         self._set: int | None = None
-        self._foretold: tuple[int, array[int]] | None = None
+        self._predicted: tuple[int, array[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -134,14 +133,14 @@ class HintedSampler:
         epoch = self._epoch()
         self._rounds += 1
         length = _length(self.sampler)
-        if length is None or _silent():
+        if length is None or _in_worker():
             if length is None:
                 _complain("a sampler without a length cannot be told ahead")
             yield from drawing
             return
         order: list[Any] = []
         if any(hasattr(one, "state_dict") for one in _chain(self.sampler)):
-            self._foretell(epoch, lambda: self._tell(epoch, list(islice(_clone(self.sampler), length))))
+            self._draw_ahead(epoch, lambda: self._tell(epoch, list(islice(_clone(self.sampler), length))))
         else:
             order = list(islice(drawing, length))
             self._tell(epoch, order)
@@ -157,9 +156,9 @@ class HintedSampler:
             self._tell(epoch + 1, list(islice(later, length)), ahead=True)
 
         if _holder(self.sampler) is not None:  # otherwise its next order is not decided yet
-            self._foretell(epoch + 1, draw)
+            self._draw_ahead(epoch + 1, draw)
 
-    def _foretell(self, epoch: int, draw: Callable[[], None]) -> None:
+    def _draw_ahead(self, epoch: int, draw: Callable[[], None]) -> None:
         """Draw an order ahead of time, with every random generator left as it was."""
         try:
             with _generators_kept(self.sampler):
@@ -173,7 +172,7 @@ class HintedSampler:
         except (TypeError, ValueError, OverflowError) as exc:
             _complain(f"these samples are not indices of files ({exc})")
             return
-        known, self._foretold = self._foretold, (epoch, order) if ahead else None
+        known, self._predicted = self._predicted, (epoch, order) if ahead else None
         if known != (epoch, order):
             files = self._files
             _sender.put(lambda: files.tell(epoch, order))
@@ -274,7 +273,7 @@ def _rank(sampler: Any = None) -> str:
     return next((rank for name in RANKS if (rank := os.environ.get(name))), "0")
 
 
-def _silent() -> bool:
+def _in_worker() -> bool:
     """Whether this is a worker of a loader: then its parent sends the hints."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
@@ -284,8 +283,8 @@ def _silent() -> bool:
 
 
 class _Files:
-    """The files of a plan. Used by the sending thread alone, after it is made. `rank` is asked when it is first needed;
-    `replaces`: of the plans that have no name of their own, the one before is dropped."""
+    """The files of a plan. After it is made, only the sending thread uses it. `rank` is called when it is first needed. With
+    `replaces`, the process's earlier plan without a name is dropped."""
 
     def __init__(
         self, plan: str | None, paths: list[str], rank: Callable[[], str], *, replaces: bool = False
@@ -424,7 +423,7 @@ def drop(mountpoint: Path, plan: str) -> bool:
 
 
 class _Sender:
-    """One thread, in which everything is sent in the order it was announced in."""
+    """One thread that sends everything, in the order of the announcements."""
 
     def __init__(self) -> None:
         self._tasks: deque[Callable[[], None]] = deque()
