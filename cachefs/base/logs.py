@@ -29,7 +29,7 @@ KEPT_FILES = 3
 HANDLER = "cachefs"
 
 REPEATED_EVERY_S = 60.0
-"""Guessed: a line a minute fills a log of 40 MiB in months."""
+"""Between equal lines. Derived: a line a minute fills the 40 MiB that are kept in months."""
 
 REPEATS_REMEMBERED = 256
 """Pairs of operation and error. Derived: there are fewer than that."""
@@ -114,7 +114,7 @@ class Repeats:
         self._seen: dict[Hashable, list[float]] = {}  # when it was logged last, how many were left out since
 
     def admit(self, what: Hashable) -> int | None:
-        """How many of the same were left out before this one, which is to be logged; None when it is left out, too."""
+        """How many equal lines were left out since the last one was logged; None: leave this one out, too."""
         now = self._clock()
         seen = self._seen.get(what)
         if seen is None:
@@ -148,7 +148,7 @@ def setup(level: str, format: str, file: Path | None = None) -> None:
 
 
 QUEUED_RECORDS, DRAINED_WITHIN_S = 10_000, 2.0
-"""Records that wait for a log that cannot be written, and how long the end waits for them. Guessed."""
+"""Records (about 5 MB) that may wait for a log that cannot be written, and how long the end waits for them. Guessed."""
 
 
 class _Queue(logging.handlers.QueueHandler):

@@ -63,25 +63,25 @@ SPILL_DEADLINE_S = 10.0
 """How long a stop may take to save RAM to SSD: at 1 GB/s, more than twice the default RAM tier. Derived."""
 
 NAMES_MAPPED_BYTES = 48 << 20
-"""Pages of the names database that may stay mapped: about 400,000 names' worth. Guessed; unmapping costs minor faults."""
+"""Bytes of the names database that may stay mapped. Guessed: 400,000 names; unmapping costs minor faults."""
 
 LOOKING_S = 1.0
-"""How long `status` waits for the disk to tell what is kept aside. Guessed."""
+"""How long `status` waits for the disk to list the files that are kept aside. Guessed."""
 
 KEEP_EVERY_S = 30
 """Seconds until failed housekeeping is tried again. Guessed."""
 
 AHEAD_SHARE = 2
-"""Prefetched and unused files may take one part in so many of the cache. Guessed: the rest holds used data."""
+"""Files that were prefetched and not opened yet may take one part in so many of the cache. Guessed."""
 
 TRIM_EVERY_S = 2.0
-"""How often that is looked at; the look is one line of /proc. Guessed."""
+"""How often `NAMES_MAPPED_BYTES` is compared with what is mapped. Guessed: it costs one line of /proc."""
 
 NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.ENOTCONN, errno.EBADF)
-"""Why the kernel may refuse a file now without a reason to refuse the whole tier."""
+"""Errors with which the kernel refuses one backing file for now; any other refuses the whole tier."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
-"""Objects between garbage collections: requests make few cycles, and each pass stops the loop. Guessed."""
+"""Of `gc.set_threshold`. Guessed: requests make few cycles, and each collection stops the loop."""
 
 
 LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")

@@ -1,13 +1,13 @@
 """Recording which files are opened and which parts of them are read, to be replayed (`warm --profile`) or simulated.
 
-Idea: during a recording every open is told, and a wrapper stands before the reader; otherwise neither is
-there, and nothing is paid for it. Lines are kept in memory, up to a bound, until the client drains them over the control
-socket. A client that drains too slowly loses lines, and is told how many; one that stops draining has gone, and the
+During a recording each open is noted, and a wrapper in front of the reader notes reads. Without one neither is there, so
+mounts that are not recorded pay nothing. Lines are kept in memory, up to a bound, until the client drains them over the
+control socket. A client that drains too slowly loses lines, and the answer says how many. If it stops draining, the
 recording ends.
 
-A line is an open: all of the file (``offset`` 0, ``length`` its size), because the daemon does not see which parts are
-read when the file is fetched in one piece or when the kernel reads it by itself. Of a file over `LARGE` that is read
-through the daemon the parts are told: its open has length 0, and a line for each run of reads follows when the run ends.
+The line of an open stands for all of the file (``offset`` 0, ``length`` its size): the daemon does not see which parts are
+read of a file that is fetched in one piece, or that the kernel reads by itself. A file over `LARGE` that is read through
+the daemon has an open of length 0, and a line for each run of reads when the run ends.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from cachefs.fs.reader import Buffer, Reader
 from cachefs.origin import Origin
 
 LINES_KEPT = 200_000
-"""Lines that wait to be drained, about 150 bytes each. Guessed: two seconds of opens as fast as they can be."""
+"""Lines that may wait to be drained, about 150 bytes each. Derived: two seconds of opens at the highest rate, 30 MB."""
 
 LINES_AT_ONCE = 2_000
 """Lines in one reply. Measured: writing them takes 6 ms of the daemon's loop."""
 
 RUNS_KEPT = 8
-"""Runs of reads of one handle that may go on side by side. Guessed: the threads of one process."""
+"""Runs of reads of one handle at a time; of more, the oldest ends. Guessed: the threads of one process."""
 
 DRAIN_DEADLINE_S = 60.0
-"""A client that has not drained for so long has gone. Guessed: a client drains twice a second."""
+"""A recording that is not drained for so long ends. Derived: a client drains twice a second, and waits 60 s for an answer."""
 
 
 MOST_BYTES = 1 << 62
-"""No object has so many."""
+"""Larger than any object."""
 
 FORMAT = 1
-"""Of a line, when it does not say another (`format`)."""
+"""Of a line that has no member `format`."""
 
 
 def parsed(text: str) -> tuple[str, int, int, int]:

@@ -29,10 +29,10 @@ STAGE_S = 20.0
 """What a stage may take beside `seconds`. Guessed: all of them together take well under a second."""
 
 LOOK_EVERY_S = 2.0
-"""How often the thread looks. Guessed."""
+"""How often the thread looks. Derived: a tenth of a stage."""
 
 SAYING_S = 1.0
-"""How long saying so may take: the log may lie on the disk that hangs."""
+"""How long writing the last line may take: the log may lie on the disk that hangs. Guessed."""
 
 EXIT_CODE = 70
 """EX_SOFTWARE: not what a service manager takes for a clean stop."""

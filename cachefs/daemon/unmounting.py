@@ -1,4 +1,4 @@
-"""Taking a mount away and seeing its daemon off.
+"""Unmounting, and waiting for the daemon to end.
 
 A clean unmount: written files are uploaded, the kernel has unmounted, and the daemon has saved its index and exited,
 so that the next mount of the same cache can start. A dead or hanging daemon does not prevent it, nor an origin
@@ -25,8 +25,8 @@ from cachefs.daemon.mounting import canonical, detach, holders
 Show = Callable[[Any], None]
 
 EXIT_DEADLINE_S = 30.0
-"""For the daemon to finish after its mount has gone. Guessed: closing the index takes well under a second a
-gigabyte."""
+"""For the daemon to end after its mount has gone. Derived: the last stage of a stop may take 30 s (`SPILL_DEADLINE_S` and
+`STAGE_S`)."""
 
 
 def unmount(path: Path, *, lazy: bool = False, flush: bool = False, show: Show = lambda left: None) -> str:

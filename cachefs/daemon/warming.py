@@ -79,9 +79,9 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Job:
-    """One job. `files` and `bytes` count what the walk has found so far, which is all once `walked` is set; the other numbers
-    count what became of it. `silent` are nodes that do not answer, whose successors fetch their share. `error` says why the
-    job gave up."""
+    """One job. `files` and `bytes` count what the walk has found so far (all, once `walked` is set); the other numbers count
+    what became of it. `silent` are nodes that do not answer, whose successors fetch their share. `error` says why the job
+    gave up."""
 
     id: int
     action: str

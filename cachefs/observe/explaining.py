@@ -26,7 +26,7 @@ from cachefs.store import Store
 log = logging.getLogger(__name__)
 
 EXTENTS_SHOWN = 4096
-"""64 GiB of a file at the default block size: a reply of 1 MiB. Guessed."""
+"""Extents in one answer. Derived: 64 GiB of a file at the default block size, in a reply of 1 MiB."""
 
 PROBES = 3
 """Requests that a round trip is the least of."""
