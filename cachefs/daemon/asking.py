@@ -21,7 +21,7 @@ from cachefs.daemon.mounting import canonical
 POLL_S = 0.25
 
 FLUSH_STEP_S = 1.0
-"""How long the daemon waits for uploads before it answers how much is left. Derived: the line on a terminal moves each second."""
+"""How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""
 
 
 def status_of(mountpoint: Path) -> dict[str, Any]:

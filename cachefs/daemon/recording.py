@@ -37,7 +37,7 @@ RUNS_KEPT = 8
 """Runs of reads of one handle at a time; of more, the oldest ends. Guessed: the threads of one process."""
 
 DRAIN_DEADLINE_S = 60.0
-"""A recording that is not drained for so long ends. Derived: a client drains twice a second, and waits 60 s for an answer."""
+"""A recording that is not drained for so long ends. Derived: its client drains twice a second."""
 
 
 MOST_BYTES = 1 << 62

@@ -153,8 +153,8 @@ class Watch:
         return plain(reason, 503) if reason else plain("ready")
 
     async def illness(self) -> str:
-        """Why the mount does not answer; "" when it does. It is asked for statfs, which the kernel never answers by itself, and
-        the daemon needs no origin for."""
+        """Why the mount does not answer; "" when it does. It is asked for statfs: the kernel never answers that itself, and
+        the daemon needs no origin for it."""
         with trio.move_on_after(PROBE_DEADLINE_S):
             try:
                 await in_thread(
