@@ -489,7 +489,8 @@ class _Environment:
         self.env = _open_env(path, len(names), fsync=fsync)
         self._fd = -1
         try:
-            self.tables = {name: self.env.open_db(name.encode()) for name in names}
+            with self.env.begin(write=True) as creating:  # one fsync for all tables of a new database
+                self.tables = {name: self.env.open_db(name.encode(), txn=creating) for name in names}
             self._fd = os.open(path / "data.mdb", os.O_RDONLY)
             os.fchmod(self._fd, durable.PRIVATE_FILE)
         except BaseException:

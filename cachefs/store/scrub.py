@@ -44,9 +44,9 @@ async def _rows_then_files(store: Store, tier: Tier) -> AsyncIterator[tuple[byte
         for digest, on_disk in await trio.to_thread.run_sync(_sizes, tier, digests):
             yield digest, on_disk
         digests, cursor = catalog.listed(tier.number, cursor)
-    for number in range(256):
-        folder = tier.path / "objects" / f"{number:02x}"
-        for digest, on_disk in await trio.to_thread.run_sync(_files, folder):
+    objects = tier.path / "objects"
+    for folder in await trio.to_thread.run_sync(_names, objects):
+        for digest, on_disk in await trio.to_thread.run_sync(_files, objects / folder):
             obj = catalog.idle(digest)
             if obj is not None and not catalog.has_copies(obj, tier.number):
                 yield digest, on_disk
@@ -62,13 +62,17 @@ def _sizes(tier: Tier, digests: list[bytes]) -> list[tuple[bytes, int]]:
     return sizes
 
 
-def _files(folder: Path) -> list[tuple[bytes, int]]:
-    found = []
+def _names(directory: Path) -> list[str]:
+    """The names in it; none where it is missing or cannot be read."""
     try:
-        names = os.listdir(folder)
+        return os.listdir(directory)
     except OSError:
         return []
-    for name in names:
+
+
+def _files(folder: Path) -> list[tuple[bytes, int]]:
+    found = []
+    for name in _names(folder):
         try:
             found.append((bytes.fromhex(folder.name + name), (folder / name).lstat().st_blocks * 512))
         except (ValueError, OSError):

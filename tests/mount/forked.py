@@ -266,8 +266,17 @@ def main() -> NoReturn:
     background.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
-    run_command()
-    sys.exit()
+    code = 0
+    try:
+        run_command()
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 0
+    # As the interpreter ends, but for taking itself apart: that touches all memory, which is shared until then.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

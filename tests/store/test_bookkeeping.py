@@ -242,3 +242,20 @@ async def test_a_scrub_opens_no_file_of_one_block_and_no_file_twice(
             await scrub(lab.store)
         assert sorted(opened) == sorted(object_id.digest for object_id in large[1:])
         assert all(lab.store.cached_bytes(object_id) == object_id.size for object_id in (*small, *large))
+
+
+@in_trio
+async def test_a_scrub_of_an_empty_cache_looks_into_no_folder(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["cachefs.store.scrub"]
+    looked: list[Path] = []
+    files = module._files
+    monkeypatch.setattr(module, "_files", lambda folder: looked.append(folder) or files(folder))
+    async with running(cache_dir) as lab:
+        await scrub(lab.store)
+        assert not looked
+        await lab.read(put(lab, 1, BLOCK)[0])
+        await lab.quiet()
+        await scrub(lab.store)
+        assert len(looked) == 1
