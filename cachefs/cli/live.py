@@ -9,6 +9,7 @@ import itertools
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -205,38 +206,20 @@ def _process_rows(before: Known, after: Known, passed: float, pids: set[int] | N
     for wait in after["waiting"]:
         what = " ".join(part for part in (wait["request"], wait["key"]) if part)
         waiting.setdefault(wait["pid"], f"{wait['on']}: {what} ({wait['seconds']:.1f} s)")
-    asked = {(row["pid"], row["name"]): row["requests"] for row in before["processes"]}
-    rows: list[tuple[str, ...]] = []
-    for row, now in zip(waited(before, after)["processes"], _by_blocked(before, after), strict=True):
-        if not (row["reads"] or row["calls"] or row["blocked_s"] > 0) or (pids and row["pid"] not in pids):
-            continue
-        grown = _grown(now["requests"], asked.get((row["pid"], row["name"]), {}))
-        rows.append(
-            (
-                row["name"],
-                str(row["pid"]) if row["pid"] > 0 else "",
-                share(row["blocked_s"], passed),
-                f"{row['reads'] / passed:,.0f}",
-                f"{row['calls'] / passed:,.0f}",
-                f"{grown.get('origin_get', 0) / passed:,.0f}",
-                rate(grown.get("origin_bytes", 0), passed),
-                waiting.get(row["pid"], ""),
-            )
+    return [
+        (
+            row["name"],
+            str(row["pid"]) if row["pid"] > 0 else "",
+            share(row["blocked_s"], passed),
+            f"{row['reads'] / passed:,.0f}",
+            f"{row['calls'] / passed:,.0f}",
+            f"{row['requests'].get('origin_get', 0) / passed:,.0f}",
+            rate(row["requests"].get("origin_bytes", 0), passed),
+            waiting.get(row["pid"], ""),
         )
-    return rows
-
-
-def _by_blocked(before: Known | None, after: Known) -> list[Known]:
-    """The rows of processes, the one that was blocked longest first."""
-    earlier = _earlier(before)
-    return sorted(
-        after["processes"],
-        key=lambda row: earlier.get((row["pid"], row["name"]), {}).get("blocked_s", 0.0) - row["blocked_s"],
-    )
-
-
-def _earlier(before: Known | None) -> dict[tuple[int, str], Known]:
-    return {(row["pid"], row["name"]): row for row in before["processes"]} if before else {}
+        for row in waited(before, after, pids)["processes"]
+        if row["reads"] or row["calls"] or row["blocked_s"] > 0
+    ]
 
 
 def _dataset_rows(before: Known, after: Known, passed: float) -> list[tuple[str, ...]]:
@@ -259,7 +242,7 @@ def _dataset_rows(before: Known, after: Known, passed: float) -> list[tuple[str,
 
 def waited(before: Known | None, after: Known, pids: set[int] | None = None) -> dict[str, Any]:
     """How long each process waited between two looks, or since it was first seen; the longest first."""
-    earlier = _earlier(before)
+    earlier = {(row["pid"], row["name"]): row for row in before["processes"]} if before else {}
     passed = after["reads"]["seen_s"] - before["reads"]["seen_s"] if before else None
 
     def row_of(row: Known, old: Known) -> dict[str, Any]:
@@ -274,17 +257,17 @@ def waited(before: Known | None, after: Known, pids: set[int] | None = None) -> 
             **{name: row[name] - old.get(name, 0) for name in ("reads", "bytes", "calls")},
         }
 
+    processes = []
+    for row in after["processes"]:
+        if pids is None or row["pid"] in pids:
+            old = earlier.get((row["pid"], row["name"]), {})
+            known = {name: row[name] for name in ("pid", "parent", "name", "waiting")}
+            requests = _grown(row["requests"], old.get("requests", {}))
+            processes.append({**known, **row_of(row, old), "requests": requests})
     return {
         "mountpoint": after["mountpoint"],
         **row_of(after["reads"], before["reads"] if before else {}),
-        "processes": [
-            {
-                **{name: row[name] for name in ("pid", "parent", "name", "waiting")},
-                **row_of(row, earlier.get((row["pid"], row["name"]), {})),
-            }
-            for row in _by_blocked(before, after)
-            if pids is None or row["pid"] in pids
-        ],
+        "processes": sorted(processes, key=lambda row: -row["blocked_s"]),
         "waiting": [wait for wait in after["waiting"] if pids is None or wait["pid"] in pids],
     }
 
@@ -361,13 +344,13 @@ def _entry(name: str, account: Mapping[str, int], price: Prices | None) -> dict[
     return entry
 
 
+@dataclass(frozen=True)
 class Prices:
-    """The cost of a thousand requests of each kind, and of 10⁹ bytes each way."""
+    """The cost of a thousand requests of each kind, and of 10⁹ bytes each way ("in", "out")."""
 
-    def __init__(self, currency: str, requests: Mapping[str, float], moved: Mapping[str, float]) -> None:
-        self.currency = currency
-        self._requests = requests
-        self._moved = moved
+    currency: str
+    requests: Mapping[str, float]
+    moved: Mapping[str, float]
 
     @classmethod
     def read(cls, path: Path) -> Prices:
@@ -390,8 +373,8 @@ class Prices:
         return cls(str(table.get("currency", "cost")), requests, moved)
 
     def cost(self, requests: Mapping[str, int], bytes_in: int, bytes_out: int) -> float:
-        asked = sum(self._requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
-        return asked + (self._moved.get("in", 0.0) * bytes_in + self._moved.get("out", 0.0) * bytes_out) / 1e9
+        asked = sum(self.requests.get(kind, 0.0) * count / 1000 for kind, count in requests.items())
+        return asked + (self.moved.get("in", 0.0) * bytes_in + self.moved.get("out", 0.0) * bytes_out) / 1e9
 
 
 COMMANDS = (stats, top, ledger)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -132,13 +133,14 @@ class Recorder:
             self._dropped += 1
 
 
+@dataclass(slots=True)
 class _Run:
     """Bytes [start, stop) of one handle, read by one process without a gap since `at`."""
 
-    __slots__ = ("at", "pid", "start", "stop")
-
-    def __init__(self, at: float, start: int, stop: int, pid: int) -> None:
-        self.at, self.start, self.stop, self.pid = at, start, stop, pid
+    at: float
+    start: int
+    stop: int
+    pid: int
 
 
 class RecordedReader:

@@ -98,7 +98,7 @@ def test_top_names_who_waits(daemon: Daemon) -> None:
 
     def work() -> None:
         daemon.wait(7, 1.5)
-        account = daemon.metrics.ledger.requests.account("", "train/1")
+        account = daemon.metrics.ledger.account("", "train/1")
         account["origin_get"] += 40
         daemon.metrics.ledger.waits.begin(9, ObjectId("s3://b", "val/[bold]9", "e", 1 << 20), 0).now_for(
             "peer"
@@ -153,8 +153,8 @@ def test_a_family_is_a_process_and_what_it_has_started() -> None:
 def test_the_ledger_adds_up_what_it_cost(daemon: Daemon, tmp_path: Path) -> None:
     metrics = daemon.metrics
     metrics.origin_get, metrics.origin_list, metrics.origin_bytes = 3000, 100, 5 * 10**9
-    metrics.ledger.requests.account("", "a/x").update({"origin_get": 2000, "origin_bytes": 5 * 10**9})
-    metrics.ledger.requests.account("", "b/x").update({"origin_get": 1000, "origin_list": 100})
+    metrics.ledger.account("", "a/x").update({"origin_get": 2000, "origin_bytes": 5 * 10**9})
+    metrics.ledger.account("", "b/x").update({"origin_get": 1000, "origin_list": 100})
     prices = tmp_path / "prices.toml"
     prices.write_text('currency = "EUR"\n[requests]\nget = 0.5\nlist = 10\n[bytes]\nin = 2\n')
     found = json.loads(run("ledger", "--json", "--prices", prices, "/").stdout)
