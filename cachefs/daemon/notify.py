@@ -54,7 +54,9 @@ class Notifier:
             # Half of the interval is for the answer, and half for being late.
             until = trio.current_time() + self.watchdog_s / 2
             with trio.move_on_at(until):
-                if not await illness():
+                if reason := await illness():
+                    log.warning("the service manager is not told that this daemon lives: %s", reason)
+                else:
                     self.say("WATCHDOG=1")
             await trio.sleep_until(until)
 
