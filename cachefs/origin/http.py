@@ -1219,10 +1219,10 @@ class Opened(Generic[T]):
 
 # Whole objects are compared with their etags, where these are MD5s.
 #
-# The etag of an object that S3 or Google was given in one request is the MD5 of its bytes, unless it is encrypted with a key.
-# TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the store itself has changed.
-# Hashing costs processor time, so beyond a share of one processor only some objects are compared. No reader gets bytes of such
-# an object before.
+# The etag of an object that S3 or Google was given in one request is the MD5 of its bytes, unless it is encrypted with a
+# key. TLS protects bytes on the wire only; the MD5 also finds what a proxy, a broken memory or the origin itself has
+# changed. Hashing costs processor time, so beyond a share of one processor only some objects are compared. No reader gets
+# bytes of such an object before.
 
 LARGEST_COMPARED, LARGEST_COMPARED_OF_ALL = 1 << 20, 4 << 20
 """Bytes of the largest object that is compared, usually and with `--verify full`: its first reader waits until all of it has
