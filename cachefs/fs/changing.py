@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,11 +59,9 @@ class Changing:
         self._tree = tree
         self._looker = looker
         self._lister = lister
-        self._files = files
         self._local_changes = local_changes
         self._kept = kept
-        self._shape = shape
-        self._moving = Moving(tree, lister, files, local_changes, kept, writer)
+        self._moving = Moving(tree, lister, files, local_changes, kept, writer, shape)
 
     async def recover(self, origins: Sequence[Origin], find: Find) -> None:
         """Finish the renames that a daemon died in."""
@@ -97,9 +94,7 @@ class Changing:
         await self._must_be_empty(origin, inside)
         await origin.delete(inside.prefix)
         async with self._local_changes.applying():
-            shown = replace(self._shape(self._files.own(found.ino), True, found.row), nlink=0)
-            self._local_changes.written(directory, name, False)
-            self._files.directory_removed(inside, shown)
+            self._moving.removed((directory, name), found)
         await self._lister.erase(found.ino)
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
@@ -192,4 +187,4 @@ class Changing:
             await self._must_be_empty(origin, self._tree.directory(there.ino))
         if to is not directory:
             await self._mark_last(origin, directory, name)
-        await self._moving.directory((directory, name), found, (to, newname), known=there is not None)
+        await self._moving.directory((directory, name), found, (to, newname), there)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -19,7 +20,6 @@ import trio
 from cachefs.base.errors import CachefsError, NotEmpty, NotFound
 from cachefs.fs.dirty_files import check_key
 from cachefs.fs.freshness import EVERY_NAME
-from cachefs.fs.inodes import LOW_MASK, join
 from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.local_changes import Node, is_below
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cachefs.base.names import ObjectId
+    from cachefs.fs.attributes import Attributes
     from cachefs.fs.files import OpenFiles
     from cachefs.fs.listing import Lister
     from cachefs.fs.local_changes import LocalChanges
     from cachefs.fs.overrides import Overrides
+    from cachefs.fs.rows import Row
     from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
@@ -63,8 +65,10 @@ class Moving:
         local_changes: LocalChanges,
         kept: Overrides,
         writer: Writer,
+        shape: Callable[[int, bool, Row], Attributes],
     ) -> None:
         self._tree = tree
+        self._shape = shape
         self._lister = lister
         self._files = files
         self._local_changes = local_changes
@@ -216,8 +220,15 @@ class Moving:
 
     # -- a directory -------------------------------------------------------------------------------
 
-    async def directory(self, place: Place, found: Found, to: Place, *, known: bool) -> None:
-        """`to` is no name, or, `known`, an empty directory.
+    def removed(self, place: Place, found: Found) -> None:
+        """The name of a directory is gone, while `applying`. Processes may be in it."""
+        inside = self._tree.directory(found.ino)
+        shown = replace(self._shape(self._files.own(found.ino), True, found.row), nlink=0)
+        self._local_changes.written(*place, False)
+        self._files.directory_removed(inside, shown)
+
+    async def directory(self, place: Place, found: Found, to: Place, replaced: Found | None) -> None:
+        """`to` is no name, or that of the empty directory that is `replaced`.
 
         It is one step for all processes on this node: the new name stays as it was until all is there, then both names
         change, and the old one is gone while its objects are deleted."""
@@ -226,12 +237,12 @@ class Moving:
         inside = self._tree.directory(found.ino)
         local = {node.key for node in self._local_changes.below(inside) if node.dirty_file is not None}
         objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
-        there = {new} if known else {info.key for info in await keys_below(origin, new)}
+        there = {new} if replaced else {info.key for info in await keys_below(origin, new)}
         if there - {new}:
             raise NotEmpty(f"{new} has something in it by now")
         longest = max((len(key.encode()) for key in (*local, *(info.key for info in objects))), default=0)
         check_key(origin, longest - len(prefix.encode()) + len(new.encode()))
-        hidden = (await self._local_changes.directory(*to), EVERY_NAME) if known else to
+        hidden = (await self._local_changes.directory(*to), EVERY_NAME) if replaced else to
         note = uuid4().hex
         await self._writer.note(note, {"source": origin.source, "from": prefix, "to": new})
         copies = _Copies(origin, prefix, new, self._writer.moved)
@@ -248,11 +259,15 @@ class Moving:
                     await copies.make(objects[-1:])
             below = await self._below(inside)
             async with self._local_changes.applying():
+                if replaced is not None:
+                    self.removed(to, replaced)
                 self._switch(place, (inside, *below), to, hidden, sent, copies)
                 switched = True
             moving.close()
             with trio.CancelScope(shield=True):
                 await self._lister.erase(found.ino)
+                if replaced is not None:
+                    await self._lister.erase(replaced.ino)
                 keys = [info.key for info in objects]
                 keys += [prefix + _key_of(node).removeprefix(new) for node, left in sent if left]
                 kept = await origin.delete_many(keys)
@@ -261,7 +276,7 @@ class Moving:
                 if not switched:
                     stays = await self._send_back(inside, sent, to)
                     await copies.undo(objects, there)
-                    if not known and not stays:
+                    if not replaced and not stays:
                         await self._local_changes.gone(*to)
                 await self._writer.note(note, None)
             raise
@@ -380,6 +395,15 @@ class Moving:
         times = self._local_changes.times
         for directory in directories:
             new = there[directory.number]
+            for ino, etag, row in self._kept.within(directory.number):
+                with suppress(NotFound):
+                    name = self._tree.locate(ino)[1]
+                    copied = copies.get(directory.prefix + name.decode())
+                    if copied is not None and copied[0].etag == etag:
+                        row = _of_copy(row, copied[0].mtime_ns, copied[1])
+                        # Its name is written down: the next rename finds it by its number.
+                        number = self._local_changes.written(new, name, copied[1])
+                        changes |= {ino: ("", {}), number: (copied[1].etag, row)}
             times.pop(new.ino, None)  # nothing in it has changed
             if (changed := times.pop(directory.ino, None)) is not None:
                 times[new.ino] = changed
@@ -387,14 +411,6 @@ class Moving:
             if directory is directories[0]:
                 kept["ctime_ns"] = self._local_changes.now_ns()
             changes |= {directory.ino: ("", {}), new.ino: ("", kept)}
-            for ino, etag, row in self._kept.within(directory.number):
-                with suppress(NotFound):
-                    name = self._tree.locate(ino)[1]
-                    copied = copies.get(directory.prefix + name.decode())
-                    if copied is not None and copied[0].etag == etag:
-                        row = _of_copy(row, copied[0].mtime_ns, copied[1])
-                        changes[join(new.number, ino & LOW_MASK)] = copied[1].etag, row
-                        changes[ino] = "", {}
         self._kept.put_many(changes)
 
     def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:

@@ -16,7 +16,7 @@ import os
 import random
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ import trio.testing
 
 from cachefs.base.errors import CachefsError, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
+from cachefs.fs import FileSystem
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.errno_table import errno_of
 from cachefs.fuse.walks import WALK_S, WalksAgain
+from cachefs.origin.protocol import ObjectInfo
 from tests.conftest import examples
 from tests.fs import linear
-from tests.fs.bucket import Bytes, WritableBucket, content_of
+from tests.fs.bucket import MTIME, Bytes, WritableBucket, content_of, etag_of
 from tests.fs.linear import FAILED, OK, State, Step
 from tests.fs.mount import ROOT
 from tests.fs.test_writing_model import World
@@ -54,6 +56,9 @@ class Chance:
         self.quick = self.rng.random() < 0.3
         self.writeback = self.rng.random() < 0.5
         self.locks = self.rng.random() < 0.5
+        self.cached = self.locks and self.rng.random() < 0.6
+        self.directories = self.locks and self.rng.random() < 0.5
+        self.same_etags = self.rng.random() < 0.5
 
     def pause_s(self) -> float:
         return 0.0 if self.quick else self.rng.choice(PAUSES_S)
@@ -66,6 +71,16 @@ class Origin(WritableBucket):
         self.chance = chance
         super().__init__()
         self.before = self.strike
+
+    def _made(self, key: str, data: bytes) -> Any:
+        """Most stores give the same content the same etag, under any key."""
+        if self.chance.same_etags:
+            self.version += 1
+            etag = etag_of(repr(data))
+            self.written[etag] = data
+            self.objects[key] = ObjectInfo(key, len(data), MTIME + self.version, etag)
+            return self.objects[key]
+        return super()._made(key, data)
 
     @property
     def delay(self) -> float:
@@ -132,12 +147,16 @@ class Shaken(World):
 
 class Inodes:
     """What Linux keeps of inodes: it locks a directory for each change of a name in it, and the directory that is removed.
-    What is found by a lookup is not locked. Without these locks, no directory comes or goes."""
+    What is found by a lookup is not locked. Without these locks, no directory comes or goes. `cached`: it also keeps names
+    for as long as it may, takes them along when it renames, and locks a directory while it asks for a name in it."""
 
-    def __init__(self, locked: bool) -> None:
-        self.locked = locked
+    def __init__(self, fs: FileSystem, locked: bool, cached: bool = False) -> None:
+        self.locked, self.cached = locked, cached
         self.locks: dict[int, trio.Lock] = {}
         self.kernels: list[Kernel] = []
+        self.names: dict[tuple[int, bytes], tuple[int, str, float]] = {}
+        """By directory and name: number, kind, and until when it is known."""
+        fs.on_invalidate = lambda ino, parent, name: self.names.pop((parent, name), None)
 
     @asynccontextmanager
     async def exclusive(self, *numbers: int) -> AsyncIterator[None]:
@@ -145,6 +164,27 @@ class Inodes:
             for number in sorted(set(numbers)) if self.locked else ():
                 await locks.enter_async_context(self.locks.setdefault(number, trio.Lock()))
             yield
+
+    def asking(self, number: int) -> AbstractAsyncContextManager[None]:
+        """Of a lookup."""
+        return self.exclusive(*[number] * self.cached)
+
+    def known(self, parent: int, name: bytes) -> tuple[int, str] | None:
+        found = self.names.get((parent, name))
+        return found[:2] if found is not None and found[2] > trio.current_time() else None
+
+    def keep(self, parent: int, name: bytes, found: Attributes | None, ttl: float) -> None:
+        self.names.pop((parent, name), None)
+        if self.cached:
+            number, kind = (0, "") if found is None else (found.ino, "directory" if found.is_dir else "file")
+            self.names[parent, name] = number, kind, trio.current_time() + ttl
+
+    def changed(self, what: str, *names: tuple[int, bytes]) -> None:
+        """A change of these names is done."""
+        kept = self.names.pop(names[0], None)
+        self.names.pop(names[-1], None)
+        if what == "rename" and kept is not None and kept[0]:
+            self.names[names[-1]] = kept
 
     def removed(self, number: int) -> None:
         """A process that has looked up this directory has a dead one."""
@@ -164,6 +204,8 @@ class Kernel:
         self.history, self.thread = history, thread
         self.handles: dict[int, int] = {}  # by the step that opened it
         self.inodes: dict[int, int] = {-1: ROOT}  # by the step that found it
+        self.where: dict[int, int] = {}  # the directory that the process is in
+        self.sure = False  # whether it walks once more, asking for each name
 
     def tick(self) -> int:
         CLOCK[0] += 1
@@ -188,13 +230,14 @@ class Kernel:
     async def call(self, work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """A system call."""
         for attempt in (1, 2):
+            self.sure = attempt == 2
             try:
                 return await work(*arguments)
             except ObjectChanged as exc:
                 if attempt == 2:
                     raise AssertionError(f"{work.__name__}{arguments}: ESTALE: {exc}") from exc
             finally:
-                self.inodes = {-1: ROOT}
+                self.inodes = {-1: ROOT, **self.where}
         raise AssertionError
 
     async def lookup(self, above: int, name: str) -> Step:
@@ -202,14 +245,24 @@ class Kernel:
             parent, wanted = self.inodes[above], name.encode()
             if above in self.dead:
                 return "ENOENT"
-            if self.walks.until and self.walks.again(self.thread):
-                found, _ = await self.walks.lookup(self.thread, parent, wanted)
-            else:
-                found, _ = self.fs.lookup_now(parent, wanted) or await self.fs.lookup(parent, wanted)
-            if found is None:
+            known = None if self.sure else self.shared.known(parent, wanted)
+            if known is None:
+                known = await ask(parent, wanted)
+            if not known[0]:
                 return "ENOENT"
-            self.inodes[step.number] = found.ino
-            return "directory" if found.is_dir else "file"
+            self.inodes[step.number] = known[0]
+            return known[1]
+
+        async def ask(parent: int, wanted: bytes) -> tuple[int, str]:
+            async with self.shared.asking(parent):
+                if above in self.dead:
+                    return 0, ""
+                if self.walks.until and self.walks.again(self.thread):
+                    found, ttl = await self.walks.lookup(self.thread, parent, wanted)
+                else:
+                    found, ttl = self.fs.lookup_now(parent, wanted) or await self.fs.lookup(parent, wanted)
+                self.shared.keep(parent, wanted, found, ttl)
+            return (0, "") if found is None else (found.ino, "directory" if found.is_dir else "file")
 
         found: Step = await self.step("walk", above, name, work=look)
         return found
@@ -219,6 +272,8 @@ class Kernel:
         above, _, name = path.rpartition("/")
         if not above:
             return -1, name
+        if above == ".":
+            return next(iter(self.where), -1), name
         found = await self.lookup(-1, above)
         if found.result == "file":
             await self.drop(found.number)
@@ -241,7 +296,7 @@ class Kernel:
             return OK
 
         for one in found:
-            if one >= 0:
+            if one >= 0 and one not in self.where:
                 await self.step("drop", one, work=nothing)
 
     # -- calls by name -----------------------------------------------------------------------------
@@ -283,7 +338,8 @@ class Kernel:
             async with self.shared.exclusive(self.inodes[above]):
                 if above in self.dead:
                     return "ENOENT"
-                _, _, opened = await self.fs.create(*where)
+                made, ttl, opened = await self.fs.create(*where)
+                self.shared.keep(*where[:2], made, ttl)
             self.handles[step.number] = opened[0]
             return OK
 
@@ -311,7 +367,12 @@ class Kernel:
                         victim, _ = await self.fs.lookup(*where[-1])
                     number = victim.ino if victim is not None and victim.is_dir else 0
                     async with self.shared.exclusive(*[number] * bool(number)):
-                        await getattr(self.fs, what)(*(part for place in where for part in place), *more)
+                        made = await getattr(self.fs, what)(
+                            *(part for place in where for part in place), *more
+                        )
+                        self.shared.changed(what, *where)
+                        if what == "mkdir":
+                            self.shared.keep(*where[0], *made)
                     if number:
                         self.shared.removed(number)
                 return OK
@@ -324,6 +385,19 @@ class Kernel:
         if (found := await self.find(path)) is not None:
             await self.look(found.number, self.inodes[found.number])
             await self.drop(found.number)
+
+    async def chdir(self, path: str) -> None:
+        """The process is in this directory from now on, also when that is removed."""
+        found = await self.lookup(-1, path)
+        if found.result == "file":
+            await self.drop(found.number)
+        elif found.result == "directory":
+            before, self.where = self.where, {found.number: self.inodes[found.number]}
+            await self.drop(*before)
+
+    async def stat_here(self) -> None:
+        for number, ino in self.where.items():
+            await self.look(number, ino)
 
     async def chmod(self, path: str, mode: int) -> None:
         await self._set(path, "chmod", mode, mode=mode)
@@ -444,8 +518,10 @@ class Program:
         self.open: list[tuple[int, bool]] = []
 
     def path(self) -> str:
-        if self.rng.random() < 0.7:
+        if self.rng.random() < (0.3 if self.chance.directories else 0.7):
             return self.rng.choice(FILES)
+        if self.kernel.where and self.rng.random() < 0.4:
+            return f"./{self.rng.choice(INSIDE)}"
         return f"{self.rng.choice(DIRECTORIES)}/{self.rng.choice(INSIDE)}"
 
     def data(self) -> bytes:
@@ -459,13 +535,17 @@ class Program:
                 await trio.sleep(self.chance.pause_s())
         while self.open:
             await self.use("close", self.open.pop()[0])
+        left, self.kernel.where = self.kernel.where, {}
+        await self.kernel.drop(*left)
 
     async def use(self, what: str, *arguments: Any) -> Any:
         return await self.kernel.call(getattr(self.kernel, what), *arguments)
 
     async def one(self) -> None:
         rng, kind = self.rng, self.rng.random()
-        if self.open and kind < 0.45:
+        if self.chance.directories and rng.random() < 0.25:
+            await self.with_directories()
+        elif self.open and kind < 0.45:
             await self.with_handle(*rng.choice(self.open))
         elif kind < 0.6 and len(self.open) < 3:
             flags = rng.choice(("r", "w", "wt", "wc", "wct", "wcx"))
@@ -494,6 +574,19 @@ class Program:
             await self.use("change", "rmdir", rng.choice(DIRECTORIES))
         elif not self.chance.failing:  # a half of it may have been done, then
             await self.use("change", "rename", *rng.sample(DIRECTORIES, 2))
+
+    async def with_directories(self) -> None:
+        rng, kind = self.rng, self.rng.random()
+        if kind < 0.3:
+            await self.use("change", "mkdir", rng.choice(DIRECTORIES))
+        elif kind < 0.5:
+            await self.use("change", "rmdir", rng.choice(DIRECTORIES))
+        elif kind < 0.75 and not self.chance.failing:
+            await self.use("change", "rename", *rng.sample(DIRECTORIES, 2))
+        elif kind < 0.9:
+            await self.use("chdir", rng.choice(DIRECTORIES))
+        else:
+            await self.use("stat_here")
 
     async def with_handle(self, opened: int, writes: bool) -> None:
         kind = self.rng.random()
@@ -542,7 +635,7 @@ async def play(seed: int, path: Path) -> list[Step]:
     async with trio.open_nursery() as nursery:
         world = Shaken(path, nursery, chance)
         await world.start()
-        walks, inodes = WalksAgain(world.mount.fs), Inodes(chance.locks)
+        walks, inodes = WalksAgain(world.mount.fs), Inodes(world.mount.fs, chance.locks, chance.cached)
         if not chance.locks:
             for name in DIRECTORIES:
                 await Kernel(world, walks, inodes, history, 99).change("mkdir", name)
@@ -566,7 +659,7 @@ async def play(seed: int, path: Path) -> list[Step]:
             stored = {key: world.bucket.content(key) for key in world.bucket.objects if key[-1] != "/"}
             assert stored == shown, "the origin holds something else than the mount"
         await world.start()
-        last = Kernel(world, WalksAgain(world.mount.fs), Inodes(True), history, 99)
+        last = Kernel(world, WalksAgain(world.mount.fs), Inodes(world.mount.fs, True), history, 99)
         assert await observe(last) == shown, "something else is there after a restart"
         await world.stop()
         nursery.cancel_scope.cancel()

@@ -184,3 +184,26 @@ async def test_what_was_set_below_goes_along_also_after_a_crash(left: int, tmp_p
             found = await mount.stat(top + path)
             assert found is not None and (stat.S_IMODE(found.mode), found.uid) == (mode, 7), path
             assert found.mtime_ns == 5 * 10**9, path
+
+
+async def test_what_was_set_below_goes_along_twice() -> None:
+    """Also when nothing looks at the directory between the two renames."""
+    async with mounted(filled(), writer=MemoryWriter(), **RW) as mount:
+        for path, mode in (("d/a", 0o600), ("d/in/b", 0o640)):
+            await mount.fs.setattr(await mount.ino(path), mode=mode)
+        await mount.rename("d", "e")
+        await mount.rename("e", "f")
+        for path, mode in (("f/a", 0o600), ("f/in/b", 0o640)):
+            found = await mount.stat(path)
+            assert found is not None and stat.S_IMODE(found.mode) == mode, path
+
+
+async def test_a_directory_that_is_replaced_is_shown_to_processes_in_it() -> None:
+    async with mounted(filled(), writer=MemoryWriter(), **RW) as mount:
+        number = await mount.mkdir("e")
+        await mount.rename("d", "e")
+        for path in ("e/a", "e/in/b"):
+            assert await mount.stat(path) is not None
+        assert (await mount.fs.getattr(number))[0].nlink == 0
+        with pytest.raises(NotFound):  # the C library takes that for the end
+            await mount.entries(number)

@@ -253,8 +253,15 @@ print(*seen())
 os.unlink(root + "/d/new")
 os.rmdir(root + "/d")
 print(*seen())
+os.mkdir(root + "/d")
+os.chdir(root + "/d")
+number = os.stat(".").st_ino
+os.mkdir(root + "/e")
+open(root + "/e/old", "w").close()
+os.rename(root + "/e", root + "/d")
+print(*seen())
 """
     (local := tmp_path / "local").mkdir()
     expected = in_python(code, local)
-    assert "(0, True, [])" in expected and "['new']" in expected
+    assert "(0, True, [])" in expected and "['new']" in expected and "['old']" in expected
     assert in_python(code, writable(mode).path) == expected
