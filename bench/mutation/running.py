@@ -49,7 +49,7 @@ COPIED = (
     "systemd",
     "docker",
 )
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
+CLONE_NEWNS, MS_REC, MS_PRIVATE, MNT_DETACH = 0x00020000, 0x4000, 1 << 18, 2
 
 SLOWER = 10
 """A test may take as many times of what it took, and `GRACE_S`, before it counts as hanging."""
@@ -97,6 +97,7 @@ def fork(tree: Path, log: Path, work: Callable[[], int], *, fresh: bool = True) 
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.unshare(CLONE_NEWNS) == 0:
                 libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+                _leave_mounts(libc)
         os.chdir(tree)
         for name in [
             name for name in sys.modules if fresh and name.split(".")[0] in ("bench", "cachefs", "tests")
@@ -113,6 +114,14 @@ def fork(tree: Path, log: Path, work: Callable[[], int], *, fresh: bool = True) 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _leave_mounts(libc: ctypes.CDLL) -> None:
+    """Unmount file systems of daemons, here only: what is unmounted elsewhere would live on as long as this process, and its
+    daemon with it."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if " - fuse." in line:
+            libc.umount2(line.split()[4].encode(), MNT_DETACH)
 
 
 def reap(pid: int) -> None:

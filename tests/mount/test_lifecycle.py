@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from bench.lab.client import LabStore
+from bench.mutation.running import fork
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
 from tests.mount.mounts import (
     COMMAND,
@@ -539,3 +540,17 @@ class TestWarmAfterRestart:
         shutil.rmtree(mount.cache)
         mount.start()
         assert (mount.path / "file").read_bytes() == data
+
+
+@ONE_BACKEND
+@pytest.mark.root
+def test_a_run_of_mutants_keeps_no_mount_alive(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
+    """Its process has a mount namespace of its own: what it holds there does not end when it is unmounted here."""
+    mount = mounted(bucket)
+
+    def holds() -> int:
+        return int(str(mount.path) in Path("/proc/self/mountinfo").read_text())
+
+    _, status = os.waitpid(fork(Path.cwd(), tmp_path / "log", holds, fresh=False), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.path.ismount(mount.path)
