@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import duckdb
 import lmdb
 import pytest
 
@@ -293,6 +294,51 @@ class TestDatabases:
             with reader.begin() as txn:
                 assert (txn.get(b"n"), txn.id()) == (b"30", 31)
         flushed(mount)
+
+    def test_duckdb_opened_twice(self, mount: Mount, bucket: Bucket, backend: str, tmp_path: Path) -> None:
+        """A second process is refused while one writes, and a writer while one reads, as on a local disk."""
+        local = tmp_path / "db"
+        with duckdb.connect(local) as made:
+            made.execute("create table t as select range as x from range(100000)")
+        bucket.put("db", local.read_bytes())
+        settle(mount, backend, "db")
+        expected = _duckdb_opened_twice(local)
+        assert expected[2].startswith("IO Error: Could not set lock on file") and expected[-1] == "100003"
+        assert _duckdb_opened_twice(mount.path / "db") == expected
+        flushed(mount)
+        (again := tmp_path / "again").write_bytes(stored(bucket, "db"))
+        with duckdb.connect(again, read_only=True) as db:
+            assert db.execute("select count(*) from t").fetchone() == (100003,)
+
+
+def _duckdb_opened_twice(path: Path) -> list[str]:
+    """What each of several programs saw of one database, beside a reader and beside a writer."""
+    code = """
+import duckdb, sys
+path, writes = sys.argv[1:]
+try:
+    with duckdb.connect(path, read_only=not writes) as db:
+        if writes: db.execute("insert into t select max(x) + 1 from t")
+        print(db.execute("select count(*) from t").fetchone()[0], end="")
+except duckdb.IOException as exc:
+    print(str(exc).split('"')[0], end="")
+"""
+    reader, writer = (path, ""), (path, "yes")
+    seen: list[str] = []
+
+    def beside(db: duckdb.DuckDBPyConnection) -> None:
+        seen.extend(in_python(code, *program) for program in (reader, reader, writer))
+        seen.append(str(db.execute("select count(*) from t").fetchone()))
+
+    with duckdb.connect(path, read_only=True) as db:
+        assert db.execute("select max(x) from t").fetchone() == (99999,)
+        beside(db)
+    seen.append(in_python(code, *writer))
+    with duckdb.connect(path) as db:
+        db.execute("insert into t select max(x) + 1 from t")
+        beside(db)
+    seen += [in_python(code, *writer), in_python(code, *reader)]
+    return seen
 
 
 def _sqlite(path: Path) -> bytes:
