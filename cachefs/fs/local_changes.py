@@ -317,6 +317,7 @@ class LocalChanges:
             node.moving = False
             if not node.removed:
                 self._settle(node)
+            self._forget(node)
 
     def _let_go(self, node: Node) -> None:
         node.held = False
@@ -328,6 +329,8 @@ class LocalChanges:
 
     def _forget(self, node: Node) -> None:
         """Drop it if it is not needed any more."""
+        if node.settled and not node.moving:
+            node.dirty_file = None  # a handle that reads the stored version may keep the node
         if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
             return
         if self._places.get((node.directory.number, node.name)) is node:

@@ -53,11 +53,13 @@ class Chance:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.failing = self.rng.choice((0.0, 0.0, 0.0, 0.05))
+        self.fails = self.failing > 0
         self.quick = self.rng.random() < 0.3
         self.writeback = self.rng.random() < 0.5
         self.locks = self.rng.random() < 0.5
         self.cached = self.locks and self.rng.random() < 0.6
         self.directories = self.locks and self.rng.random() < 0.5
+        self.takes, self.in_memory = self.rng.random() < 0.6, self.rng.random() < 0.5
         self.same_etags = self.rng.random() < 0.5
 
     def pause_s(self) -> float:
@@ -127,16 +129,48 @@ class Kept(Bytes):
         return obj.size
 
 
+class Cache:
+    """Takes what was written, or does not, and takes its time."""
+
+    hangs = False
+
+    def __init__(self, chance: Chance, path: Path) -> None:
+        self.chance, self.path = chance, path
+
+    async def adopt(self, version: ObjectId, path: Path) -> bool:
+        await trio.sleep(self.chance.pause_s())
+        if self.chance.rng.random() < 0.2:
+            return False
+        os.replace(path, self.path)
+        await trio.sleep(self.chance.pause_s())
+        return True
+
+    async def adopt_bytes(self, version: ObjectId, data: bytes) -> bool:
+        await trio.sleep(self.chance.pause_s())
+        return self.chance.rng.random() < 0.8
+
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
+        await trio.sleep(self.chance.pause_s())
+        return False
+
+    async def make_room(self, wanted: int) -> bool:
+        return False
+
+
 class Shaken(World):
-    """A world with such an origin."""
+    """A world with such an origin and such a cache."""
 
     def __init__(self, path: Path, nursery: trio.Nursery, chance: Chance) -> None:
         super().__init__(path, nursery, writeback=chance.writeback)
         self.bucket = Origin(chance)
+        self.store = Cache(chance, path / "taken") if chance.takes else None
+        self.in_memory = chance.in_memory
 
     async def start(self) -> None:
         await super().start()
         self.uploads._queue._rng = random.Random(1)
+        if not self.in_memory:
+            self.uploads._memory.left = 0
 
     async def _bring(
         self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
@@ -679,9 +713,13 @@ def check(seed: int) -> None:
         raise AssertionError(f"history {seed}: {_innermost(exc)!r}") from exc
     finally:
         _run._r.setstate(state)
+    failed = [step for step in history if step.result == FAILED and not CHANCE[0].fails]
     left, best = linear.linearized(history, State())
-    if left:
-        lines = [f"history {seed}: no order of its steps gives what was seen; {left} do not fit after {best}"]
+    if left or failed:
+        lines = [f"history {seed}: fails without a reason: {step}" for step in failed]
+        lines += [
+            f"history {seed}: no order of its steps gives what was seen; {left} do not fit after {best}"
+        ]
         lines += [str(step) for step in sorted(history, key=lambda step: step.began)]
         raise AssertionError("\n".join(lines))
 

@@ -636,3 +636,25 @@ async def test_while_the_store_is_out_what_is_believed_counts() -> None:
         fh = await mount.open("d/new", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         await mount.close_file(fh)
         assert "d/new" in bucket.objects
+
+
+async def test_a_file_that_was_opened_while_it_was_renamed_can_be_written_once_it_is_settled() -> None:
+    """Its reader has the stored version, and keeps what was known of the dirty file."""
+    bucket, writer = WritableBucket(), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        writer.settles = False
+        await mount.write("f", b"one")
+        rename, readers = writer.rename, []
+
+        async def rename_beside_a_reader(*what: Any, **how: Any) -> bool:
+            left = await rename(*what, **how)
+            readers.append(await mount.open("f"))
+            return left
+
+        writer.rename = rename_beside_a_reader  # type: ignore[method-assign]
+        await mount.rename("f", "g")
+        writer.settles = True
+        writer._settle(writer.dirty_files[0])
+        await mount.write("g", b"two")
+        assert bucket.content("g") == b"two" and bucket.objects.keys() == {"g"}
+        mount.fs.release(readers[0])

@@ -66,6 +66,7 @@ class World:
         self.open: list[tuple[int, File]] = []
         self.mount: Mount
         self.uploads: Uploads
+        self.store: Any = None
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
@@ -76,7 +77,7 @@ class World:
             self.path / "state",
             self.path / "staging",
             [self.bucket],  # type: ignore[list-item]
-            None,
+            self.store,
             Metrics(),
             nursery=nursery,
             bring=self._bring,

@@ -97,6 +97,7 @@ class MemoryWriter:
         self.passthrough = False
         self.takes = False
         self.taken: list[int] = []  # by how many users
+        self.settles = True  # False: the cache takes its time
         self.writeback = writeback
         self.failure: CachefsError | None = None
         self.dirty_files: list[MemoryDirtyFile] = []
@@ -140,7 +141,7 @@ class MemoryWriter:
         return dirty_file
 
     def open(self, dirty_file: MemoryDirtyFile) -> None:
-        assert not dirty_file.handles or dirty_file in self.dirty_files
+        assert dirty_file in self.dirty_files, "it was settled: its file is the cache's"
         dirty_file.handles += 1
 
     async def open_backing(self, dirty_file: MemoryDirtyFile) -> MemoryBacking | None:
@@ -163,7 +164,7 @@ class MemoryWriter:
         self._settle(dirty_file)
 
     def _settle(self, dirty_file: MemoryDirtyFile) -> None:
-        if not dirty_file.handles and (dirty_file.discarded or not dirty_file.dirty):
+        if self.settles and not dirty_file.handles and (dirty_file.discarded or not dirty_file.dirty):
             self.dirty_files.remove(dirty_file)
             self.on_settled(dirty_file)
 
