@@ -1236,8 +1236,11 @@ HASHED_AT_ONCE = 16 << 20
 """What may be hashed at once after a pause: 25 ms of one processor. Guessed."""
 
 UNLIKE = 3
-"""So many objects that come twice alike and unlike their etags, and none that is like its etag: this origin's etags are no
-MD5s. Guessed: each costs a request."""
+"""So many objects in a row that come twice alike and unlike their etags: this origin's etags are no MD5s. Guessed: each
+costs a request."""
+
+MOST_REFUSED, WARNED_EVERY_S = 1000, 60.0
+"""Objects that are remembered until they come again, and seconds between two warnings. Guessed."""
 
 MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
@@ -1262,27 +1265,28 @@ class Md5Etags:
         self._bytes_per_s: float = HASHED_PER_S
         self._left: float = HASHED_AT_ONCE
         self._since = time.monotonic()
-        self._alike = False
-        self._no_md5s = 0
+        self._no_md5s = 0  # in a row
+        self._warned_at = -math.inf
         self._refused: dict[str, str] = {}  # key → MD5 of what came, which was unlike its etag
 
     def verify(self, how: str) -> None:
         """As the option says: `full` compares every object, `none` no object."""
         self._largest = LARGEST_COMPARED_OF_ALL if how == "full" else LARGEST_COMPARED
         self._bytes_per_s = {"full": math.inf, "first": HASHED_PER_S, "none": 0}[how]
-        self._left = min(self._left, self._bytes_per_s)
+        self._left = min(HASHED_AT_ONCE, self._bytes_per_s)
 
     def choose(self, key: str, etag: str, size: int) -> str:
         """The MD5 that the bytes of this object are to have; "" if it is not compared."""
         found = MD5.fullmatch(etag)
-        if found is None or size > self._largest or (self._no_md5s >= UNLIKE and not self._alike):
+        if found is None or size > self._largest or self._no_md5s >= UNLIKE:
             return ""
-        now = time.monotonic()
-        self._left = min(HASHED_AT_ONCE, self._left + (now - self._since) * self._bytes_per_s)
-        self._since = now
-        if self._left <= 0 and key not in self._refused:
-            return ""
-        self._left -= size
+        if self._bytes_per_s < math.inf:
+            now = time.monotonic()
+            self._left = min(HASHED_AT_ONCE, self._left + (now - self._since) * self._bytes_per_s)
+            self._since = now
+            if self._left <= 0 and key not in self._refused:
+                return ""
+            self._left -= size
         return found[1]
 
     def compare(self, key: str, name: str, md5: str, data: bytes) -> None:
@@ -1292,22 +1296,20 @@ class Md5Etags:
         self.compared += 1
         before = self._refused.pop(key, "")
         if came == md5:
-            self._alike = True
+            self._no_md5s = 0
             return
         self.unlike += 1
         if came != before:
+            if len(self._refused) >= MOST_REFUSED:
+                self._refused.clear()
             self._refused[key] = came
             raise Transient(f"{name}: the bytes that came are not those of its etag, an MD5")
-        if self._alike:
-            log.warning(
-                "%s: the origin gave the same bytes twice, and not those of its etag: the object is damaged, or its etag is "
-                "no MD5",
-                name,
-            )
-            return
         self._no_md5s += 1
         if self._no_md5s == UNLIKE:
-            log.info("%s: etags of this origin are no MD5s, and say nothing of the bytes", name)
+            log.warning("%s: not compared with their etags any more: %d in a row were no MD5s", name, UNLIKE)
+        elif time.monotonic() - self._warned_at > WARNED_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning("%s: the origin has other bytes than its etag says, or the etag is no MD5", name)
 
 
 def encrypted(headers: Iterable[str]) -> bool:
