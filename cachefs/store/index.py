@@ -126,6 +126,7 @@ class Index:
         self.trusted = self._db.count("copies") == 0 or (
             self.was_clean and self._db.get("meta", b"trusted") == b"yes"
         )
+        self._unreadable = False
         self._told = True
         try:
             self._db.write([("meta", b"trusted", None)])
@@ -146,7 +147,9 @@ class Index:
         try:
             return self._db.scan(table, start, stop, limit)
         except CacheUnusable as exc:
-            log.warning("%s", exc)
+            if not self._unreadable:  # a full cache asks at each read
+                log.warning("%s: until the next start nothing is evicted, and what is not cached is not kept", exc)
+            self._unreadable = True
             return []
 
     def extents_of(self, tier: int, digest: bytes) -> Iterator[int]:

@@ -18,7 +18,7 @@ from cachefs.base.database import Database
 from cachefs.base.names import ObjectId
 from cachefs.store.ram import remove_ram
 from tests.conftest import LEVEL
-from tests.fetch.scripted import SOURCE, ScriptedOrigin, content
+from tests.fetch.scripted import SOURCE, ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, as_kill_leaves_it, in_child, running
 
 SIZES = [1, 4097, BLOCK, BLOCK + 1, EXTENT + 5, 3 * BLOCK - 1]
@@ -260,3 +260,22 @@ def test_the_trials_do_notice(warm: tuple[Path, Path], tmp_path: Path) -> None:
     assert trial(warm[0], tmp_path / "work", lambda index: None, "first") == ""
     assert "SIGSEGV" in in_child(lambda: os.kill(os.getpid(), signal.SIGSEGV), tmp_path / "report")
     assert "ZeroDivision" in in_child(lambda: sys.exit(1 // 0), tmp_path / "report")
+
+
+@in_trio
+async def test_an_index_that_is_cut_under_a_full_cache_costs_the_cache_and_fills_no_log(
+    cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(cache_dir, ssd=2 * EXTENT) as lab:
+        objects = [(lab.origin.put(str(n), content(n, EXTENT)), content(n, EXTENT)) for n in range(6)]
+        for object_id, data in objects:
+            assert await lab.read(object_id) == data
+        await lab.quiet()
+        os.truncate(cache_dir / "index/data.mdb", 8192)
+        for _ in range(3):
+            for object_id, data in objects:
+                assert await lab.read(object_id) == data
+        await lab.quiet()
+        lab.counts = False
+    told = [record for record in caplog.records if record.name == "cachefs.store.index"]
+    assert len(told) == 1 and "until the next start nothing is evicted" in told[0].getMessage()
