@@ -32,7 +32,7 @@ from cachefs.fuse.device import WANTED, Negotiated
 from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.protocol import Op
 from cachefs.store import open_store
-from cachefs.upload import Uploads, through
+from cachefs.upload import Uploads
 from tests.fetch.scripted import in_trio
 from tests.fuse.kernel import DEADLINE_S, ROOT, Kernel, Line, read_in, release_in, socket_pair
 from tests.fuse.test_writing import create_in, flush_in, write_in
@@ -126,7 +126,7 @@ async def mount(
             uploads = None
             if writes:
                 where = cache_dir / "state", cache_dir / "staging"
-                how: Any = {"nursery": nursery, "bring": through(fetcher)}
+                how: Any = {"nursery": nursery, "reader": fetcher}
                 uploads = Uploads(*where, [origin], cache.store, metrics, **how)
                 nursery.start_soon(uploads.run)
             options: Any = Options(uid=0, gid=0), metrics

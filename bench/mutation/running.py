@@ -416,8 +416,9 @@ def outermost(mutant: Mutant, source: bytes, file: Path) -> CodeType:
 
 
 def can_be_swapped(mutant: Mutant, source: bytes) -> bool:
-    """False outside of functions, and where the function would use other variables of those around it."""
+    """False outside of functions, where the function would use other variables of those around it, and where its code is the
+    same: then the mutant is of a default."""
     if not mutant.lines or any(not function for function, _ in mutant.lines):
         return False
     before, after = (outermost(mutant, text, Path(mutant.path)) for text in (source, mutant.apply(source)))
-    return before.co_freevars == after.co_freevars
+    return before.co_freevars == after.co_freevars and before != after

@@ -44,9 +44,6 @@ memory; a listing writes two a name."""
 HANGS_AFTER_S = 5.0
 """A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.disk`."""
 
-EXACT_ROWS = 1000
-"""`count` looks up as many waiting rows, in about a millisecond; it leaves out more."""
-
 RETRY_S = 1.0
 """How long after a failed commit the next is tried. Guessed."""
 
@@ -181,16 +178,8 @@ class WriteBehind:
         return found if limit is None else found[:limit]
 
     def count(self, table: str) -> int:
-        """Rows of a table; without those that wait when these are more than `EXACT_ROWS`."""
-        new, going = self._waiting
-        if not 0 < len(new.values) + len(going.values) <= EXACT_ROWS:
-            return self._database.count(table)
-        prefix = self._prefix[table]
-        own = {word: value for word, value in {**going.values, **new.values}.items() if word[:1] == prefix}
-        count, there = self._database.count_and_get(table, [word[1:] for word in own])
-        return count + sum(
-            (value is not None) - (was is not None) for value, was in zip(own.values(), there, strict=True)
-        )
+        """Rows of a table, as of the last commit."""
+        return self._database.count(table)
 
     # -- writing -----------------------------------------------------------------------------------
 

@@ -245,14 +245,10 @@ class Database:
         return self._read(take)
 
     def count(self, table: str) -> int:
-        return self.count_and_get(table, ())[0]
-
-    def count_and_get(self, table: str, keys: Iterable[bytes]) -> tuple[int, list[bytes | None]]:
-        """How many rows there are, and the values of some, from one snapshot."""
-
-        def take(opened: _Environment) -> tuple[int, list[bytes | None]]:
-            with opened.env.begin(db=opened.tables[table]) as txn:
-                return txn.stat(opened.tables[table])["entries"], [txn.get(key) for key in keys]
+        def take(opened: _Environment) -> int:
+            with opened.env.begin() as txn:
+                entries: int = txn.stat(opened.tables[table])["entries"]
+                return entries
 
         return self._read(take)
 
@@ -408,8 +404,6 @@ class Database:
                         txn.delete(key, db=tables[table])
                     else:
                         txn.put(key, value, db=tables[table])
-        except lmdb.MapFullError as exc:
-            raise NoRoom(f"the database in {self.path} is full") from exc
         except lmdb.Error as exc:
             if _is_disk_trouble(exc):
                 raise NoRoom(f"cannot write the database in {self.path}: {exc}") from exc
@@ -423,7 +417,7 @@ class Database:
         refuge, self._refuge = self._refuge, None
         try:
             self._check_length(self._opened)
-            refuge.mkdir(mode=0o700)
+            refuge.mkdir(durable.PRIVATE_DIRECTORY)
             self._opened.env.copy(str(refuge), compact=True)
             opened = _Environment(refuge, self.tables, fsync=False)
         except (lmdb.Error, OSError, CacheUnusable) as exc:
@@ -551,7 +545,7 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
 
 def _lock(path: Path) -> int:
     """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         os.fchmod(fd, durable.PRIVATE_FILE)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -660,9 +654,8 @@ def _copy_rows(path: Path, fresh: Path, tables: Sequence[str], *, fsync: bool) -
     old = _open_lmdb(path, len(tables), readonly=True, lock=False)
     size, page = (path / "data.mdb").stat().st_size, old.stat()["psize"]
     if size % page and size // page <= old.info()["last_pgno"]:
-        raise lmdb.CorruptedError(
-            "cut short"
-        )  # within a page; a page that is missing is a SIGBUS, if a row is there
+        # Within a page; a page that is missing is a SIGBUS, if a row is there.
+        raise lmdb.CorruptedError("cut short")
     sources = {name: old.open_db(name.encode(), create=False) for name in tables}
     new = _open_lmdb(fresh, len(tables), lock=False, sync=False)
     with old.begin() as reading:
@@ -674,7 +667,6 @@ def _copy_rows(path: Path, fresh: Path, tables: Sequence[str], *, fsync: bool) -
                     if cursor.putmulti(batch, append=True)[1] != len(batch):
                         raise lmdb.CorruptedError("keys out of order")
     new.sync(fsync)
-    new.close()
 
 
 def remove(path: Path) -> None:

@@ -22,7 +22,7 @@ from cachefs.config.config import Config
 from cachefs.fetch import Fetcher
 from cachefs.origin import Origin
 from cachefs.store import Store
-from cachefs.upload import DirtyFile, Uploads, through
+from cachefs.upload import DirtyFile, Uploads
 from cachefs.upload.journal import DIRTY_FILES, Journal, kept
 from cachefs.upload.queue import in_vain
 from cachefs.upload.staging import Lost
@@ -86,7 +86,7 @@ class Uploading:
             store,
             metrics,
             nursery=nursery,
-            bring=through(fetcher),
+            reader=fetcher,
             writeback=config.writeback,
             upload_delay_s=config.upload_delay,
             on_conflict=config.on_conflict,

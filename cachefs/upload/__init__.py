@@ -11,6 +11,6 @@ does not change meanwhile; a failed upload is told to every caller that commits,
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import refuse_foreign
 from cachefs.upload.room import Cache
-from cachefs.upload.uploads import Bring, OnConflict, Uploads, through
+from cachefs.upload.uploads import OnConflict, Uploads
 
-__all__ = ["Bring", "Cache", "DirtyFile", "OnConflict", "Uploads", "refuse_foreign", "through"]
+__all__ = ["Cache", "DirtyFile", "OnConflict", "Uploads", "refuse_foreign"]

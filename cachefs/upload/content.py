@@ -3,20 +3,21 @@ function for each transition.
 
 | state | its staging file | the origin has | transitions |
 |---|---|---|---|
-| `Dirty` | is ours | something else, or nothing | `begin` → `Committing` |
-| `Committing` | is ours, and as it is being sent | the same, or what is sent | `end` → `Clean`, `Dirty` |
-| `Clean` | is ours | what it holds | `changed` → `Dirty`, `settle` → `Settling` |
-| `Settling` | is being given to the cache | what it held then | `settled` → `Adopted`, `Clean`, `Dirty` |
-| `Adopted` | is the cache's | what it holds | `renewed`, with a copy → `Clean` |
-| `Removed` | is its handles' alone | whatever there is | `restored` → the state before |
+| `DIRTY` | is ours | something else, or nothing | `begin` → `COMMITTING` |
+| `COMMITTING` | is ours, and as it is being sent | the same, or what is sent | `end` → `CLEAN`, `DIRTY` |
+| `CLEAN` | is ours | what it holds | `changed` → `DIRTY`, `settle` → `SETTLING` |
+| `SETTLING` | is being given to the cache | what it held then | `settled` → `ADOPTED`, `CLEAN`, `DIRTY` |
+| `ADOPTED` | is the cache's | what it holds | `renewed`, with a copy → `CLEAN` |
 
-Beside it, `Row` is what the journal says. A dirty file is *acknowledged* when its row brings it back after a crash.
+Beside it, `removed` says that its name is gone, or goes: its file is its handles' alone. What was under way ends as if the
+name were there, because it comes back if the origin refuses its removal. `Row` is what the journal says. A dirty file is
+*acknowledged* when its row brings it back after a crash.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import trio
 
@@ -47,40 +48,8 @@ class Stored:
     overtaken: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dirty:
-    stored: Stored | None
-
-
-@dataclass(frozen=True, slots=True)
-class Committing:
-    stored: Stored | None
-    attempt: Attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Clean:
-    stored: Stored
-
-
-@dataclass(frozen=True, slots=True)
-class Settling:
-    stored: Stored
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    stored: Stored
-
-
-Named = Dirty | Committing | Clean | Settling | Adopted
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Its name is gone, or goes. What was under way ends in `before`."""
-
-    before: Named
+class State(enum.Enum):
+    DIRTY, COMMITTING, CLEAN, SETTLING, ADOPTED = range(5)
 
 
 class Row(enum.IntEnum):
@@ -92,106 +61,75 @@ class Row(enum.IntEnum):
 
 
 class Content:
-    """`generation` counts the changes; `synced` is the last one that is surely on the disk."""
+    """`generation` counts the changes; `synced` is the last one that is surely on the disk. `attempt` is the upload that is
+    under way: there is one in the state COMMITTING only."""
 
     def __init__(self) -> None:
-        self.state: Named | Removed = Dirty(None)
+        self.state = State.DIRTY
+        self.removed = False
         self.row = Row.NONE
+        self.stored: Stored | None = None
+        self.attempt: Attempt | None = None
         self.generation, self.synced = 0, -1
-
-    @property
-    def named(self) -> Named:
-        """The state, whether the name is there or not."""
-        return self.state.before if isinstance(self.state, Removed) else self.state
-
-    @property
-    def removed(self) -> bool:
-        return isinstance(self.state, Removed)
-
-    @property
-    def stored(self) -> Stored | None:
-        return self.named.stored
 
     @property
     def dirty(self) -> bool:
         """True if it holds something that the origin does not have."""
-        stored = self.named.stored
-        return stored is None or stored.generation != self.generation
-
-    @property
-    def attempt(self) -> Attempt | None:
-        """The upload that is under way."""
-        state = self.named
-        return state.attempt if isinstance(state, Committing) else None
+        return self.stored is None or self.stored.generation != self.generation
 
     @property
     def adopted(self) -> bool:
         """True if the cache has its file."""
-        return isinstance(self.named, Adopted)
+        return self.state is State.ADOPTED
 
     @property
     def is_ours(self) -> bool:
         """False while the cache is taking its file, and afterwards."""
-        return not isinstance(self.named, Settling | Adopted)
+        return self.state not in (State.SETTLING, State.ADOPTED)
 
     # Transitions.
 
     def changed(self) -> None:
         """It holds something else now."""
+        assert self.state is not State.ADOPTED
         self.generation += 1
-        if isinstance(self.named, Clean | Adopted):
-            self._rest()
+        if self.state is State.CLEAN:
+            self.state = State.DIRTY
 
     def begin(self, attempt: Attempt) -> None:
-        state = self.named
-        assert isinstance(state, Dirty)
-        self._go(Committing(state.stored, attempt))
+        assert self.state is State.DIRTY
+        self.state, self.attempt = State.COMMITTING, attempt
 
     def stored_as(self, stored: Stored) -> None:
         """The origin has it as it was at that generation."""
-        state = self.named
-        if isinstance(state, Dirty | Clean):
-            self._rest(stored)
-        else:
-            self._go(replace(state, stored=stored))
+        self.stored = stored
+        if self.state in (State.DIRTY, State.CLEAN):
+            self._rest()
 
     def end(self) -> None:
         """The attempt is over, however it went."""
-        assert isinstance(self.named, Committing)
+        assert self.state is State.COMMITTING
+        self.attempt = None
         self._rest()
 
     def settle(self) -> None:
         """The cache begins to take the file."""
-        state = self.named
-        assert isinstance(state, Clean)
-        self._go(Settling(state.stored))
+        assert self.state is State.CLEAN
+        self.state = State.SETTLING
 
     def settled(self, adopted: bool) -> None:
         """The cache has the file, or it is ours still."""
-        state = self.named
-        assert isinstance(state, Settling)
+        assert self.state is State.SETTLING
         if adopted:
-            self._go(Adopted(state.stored))
+            self.state = State.ADOPTED
         else:
             self._rest()
 
     def renewed(self) -> None:
         """It has a file of its own again, with the same content."""
-        state = self.named
-        assert isinstance(state, Adopted)
+        assert self.state is State.ADOPTED
         self._rest()
 
-    def remove(self) -> None:
-        self.state = Removed(self.named)
-
-    def restored(self) -> None:
-        """It has its name, after all."""
-        self.state = self.named
-
-    def _rest(self, stored: Stored | None = None) -> None:
+    def _rest(self) -> None:
         """Nothing is being done with it: what the origin has decides."""
-        stored = stored or self.named.stored
-        self._go(Clean(stored) if stored and stored.generation == self.generation else Dirty(stored))
-
-    def _go(self, state: Named) -> None:
-        self.state = Removed(state) if self.removed else state
+        self.state = State.DIRTY if self.dirty else State.CLEAN

@@ -11,18 +11,16 @@ import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoRoom, TooLarge
 from cachefs.origin import ObjectInfo, Origin, Upload
+from cachefs.store.backing import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
 from cachefs.upload.staging import Buffer, Shape, StagingFile
-
-if TYPE_CHECKING:
-    from cachefs.upload.passthrough import StagingBacking
 
 TOKENS = 8
 """Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
@@ -96,7 +94,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.way = Way.HERE
-        self.backing: StagingBacking | None = None
+        self.backing: BackingFile | None = None
         self.writers = 0
         self.shape: Shape | None = None
 
@@ -140,7 +138,7 @@ class DirtyFile:
         self.handles = 0
         self.file = file
         self.content, self.trying, self.record, self.kernel = Content(), Trying(), Record(), Kernel()
-        self.sender = Sender(origin, key, Parts(origin.limits, size), file, self)
+        self.sender = Sender(self, Parts(origin.limits, size))
         self.lock = trio.Lock()
         self._owner = owner
 
@@ -175,7 +173,7 @@ class DirtyFile:
         return self.trying.failure
 
     @property
-    def backing(self) -> StagingBacking | None:
+    def backing(self) -> BackingFile | None:
         return self.kernel.backing
 
     @property
@@ -226,7 +224,7 @@ class DirtyFile:
     def moved(self, origin: Origin, key: str, base: str | None) -> None:
         """It is on its way to another key. Nothing of it is under way, or sent."""
         self.origin, self.key, self.base = origin, key, base
-        self.sender = Sender(origin, key, self.parts, self.file, self)
+        self.sender = Sender(self, self.parts)
         self.record.upload, self.record.tokens = None, []
 
     def row(self) -> dict[str, Any]:
@@ -266,19 +264,31 @@ class DirtyFile:
         """Raises `NoRoom` when the disk stays full, `TooLarge` beyond what the store takes. Waits while too much is
         unsent. `data` must not change until this has returned."""
         async with self.lock:
-            await self._write(offset, data)
-
-    async def append(self, data: Buffer) -> int:
-        """The same at the end, wherever that is by then; returns the offset."""
-        async with self.lock:
-            offset = self.size
-            await self._write(offset, data)
-            return offset
+            count, before = len(data), self.size
+            if not count:
+                return
+            self.within_limits(offset + count)
+            if self.kernel.shared:
+                self.look()
+                before = self.size
+            await self._may_change(min(offset, before))
+            await self._owner.admit(self, count)
+            try:
+                await self._with_room(count, lambda: self.file.write(offset, data))
+            except CachefsError:
+                # How much of it was written is unknown.
+                await self.file.truncate(before)
+                if offset < before:
+                    self.parts.wrote(offset, min(count, before - offset))
+                    self._changed()
+                raise
+            self.parts.wrote(offset, count)
+            self._changed()
 
     async def truncate(self, size: int) -> None:
         """The content ends at `size`; what is new of it is zeros."""
         async with self.lock:
-            self._within_limits(size)
+            self.within_limits(size)
             self.look()
             if size == self.size:
                 return
@@ -291,7 +301,7 @@ class DirtyFile:
         """Room on the disk for [offset, offset + length); the content grows by zeros to its end."""
         async with self.lock:
             end = offset + length
-            self._within_limits(end)
+            self.within_limits(end)
             self.look()
             await self._may_change(self.size)
             await self._owner.admit(self, length)
@@ -299,28 +309,6 @@ class DirtyFile:
             if end > self.size:
                 self.parts.resized(end)
                 self._changed()
-
-    async def _write(self, offset: int, data: Buffer) -> None:
-        count, before = len(data), self.size
-        if not count:
-            return
-        self._within_limits(offset + count)
-        if self.kernel.shared:
-            self.look()
-            before = self.size
-        await self._may_change(min(offset, before))
-        await self._owner.admit(self, count)
-        try:
-            await self._with_room(count, lambda: self.file.write(offset, data))
-        except CachefsError:
-            # How much of it was written is unknown.
-            await self.file.truncate(before)
-            if offset < before:
-                self.parts.wrote(offset, min(count, before - offset))
-                self._changed()
-            raise
-        self.parts.wrote(offset, count)
-        self._changed()
 
     async def _with_room(self, count: int, change: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -347,7 +335,7 @@ class DirtyFile:
         if self.handles:
             file.take()
             self.file.give_back()
-        self.file = self.sender.file = file
+        self.file = file
         self.content.renewed()
 
     def _changed(self) -> None:
@@ -356,15 +344,12 @@ class DirtyFile:
         self.content.changed()
         self._owner.wrote(self)
 
-    def _within_limits(self, size: int) -> None:
+    def within_limits(self, size: int) -> None:
+        """Raises `TooLarge` where the store cannot take so many bytes."""
         if size > self.origin.limits.largest_object:
             raise TooLarge(
                 f"{self.origin.name(self.key)}: the origin takes {self.origin.limits.largest_object} bytes at most"
             )
-
-    def within_limits(self) -> None:
-        """Raises `TooLarge` where the store cannot take what others have written."""
-        self._within_limits(self.size)
 
     # -- written by others -------------------------------------------------------------------------
 

@@ -23,16 +23,9 @@ import trio
 from cachefs.base.errors import CachefsError
 from cachefs.store.backing import BackingFile
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.room import LOOK_S
-from cachefs.upload.staging import can_lease
+from cachefs.upload.staging import LOOK_S, can_lease
 
 log = logging.getLogger(__name__)
-
-
-class StagingBacking(BackingFile):
-    """A staging file."""
-
-    __slots__ = ()
 
 
 class Passthrough:
@@ -42,15 +35,15 @@ class Passthrough:
         self._staging = staging
         self._relieve = relieve
         self._possible = self._direct = False
-        self._tell: Callable[[StagingBacking], None] = _to_nobody
-        self._retire: Callable[[StagingBacking], None] = _to_nobody
+        self._tell: Callable[[BackingFile], None] = _to_nobody
+        self._retire: Callable[[BackingFile], None] = _to_nobody
         self._writers = 0
         self._begun = trio.Event()
 
     def to(
         self,
-        tell: Callable[[StagingBacking], None],
-        retire: Callable[[StagingBacking], None],
+        tell: Callable[[BackingFile], None],
+        retire: Callable[[BackingFile], None],
         *,
         direct: bool,
     ) -> None:
@@ -66,7 +59,7 @@ class Passthrough:
         """False if the backend or the staging directory's file system cannot do this."""
         return self._possible
 
-    async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
+    async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """See `Uploads.open_backing`."""
         if self._direct:
             dirty_file.kernel.writers += dirty_file.kernel.backing is not None
@@ -90,13 +83,13 @@ class Passthrough:
 
     def share(self, dirty_file: DirtyFile, backing_id: int) -> None:
         """The kernel has its file already, for readers."""
-        dirty_file.kernel.backing = StagingBacking(-1)
+        dirty_file.kernel.backing = BackingFile(-1)
         dirty_file.kernel.backing.id = backing_id
         if self._direct:
             dirty_file.share()
 
-    def _told(self, dirty_file: DirtyFile) -> StagingBacking | None:
-        backing = StagingBacking(dirty_file.file.reader())
+    def _told(self, dirty_file: DirtyFile) -> BackingFile | None:
+        backing = BackingFile(dirty_file.file.reader())
         try:
             self._tell(backing)
         except OSError as exc:
@@ -145,5 +138,5 @@ class Passthrough:
             self._begun = trio.Event()
 
 
-def _to_nobody(backing: StagingBacking) -> None:
+def _to_nobody(backing: BackingFile) -> None:
     pass

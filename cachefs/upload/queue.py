@@ -11,16 +11,19 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
-from cachefs.base.ledger import Histogram
+from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
-from cachefs.origin import ObjectInfo
-from cachefs.upload.content import Attempt, Stored
+from cachefs.origin import ObjectInfo, new_token
+from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.journal import Records
 from cachefs.upload.sending import Piece, Preconditions, expected
+from cachefs.upload.staging import LOOK_S
 
 log = logging.getLogger(__name__)
 
@@ -30,32 +33,31 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
 IN_BACKGROUND = 32
 """Attempts without a waiter, at a time. Guessed: small files need many at once, the gate bounds their requests."""
 
-STILL_WRITTEN_S = 0.25
-"""How often a file is checked for a process that still writes it through a mapping after its close. Guessed."""
-
 ABOUT_THE_STORE = (OriginFailed, Transient, NoSuchUpload)
 """What may pass by itself. Any other error stays until the user removes its cause."""
 
 
 class Queue:
-    """`stored` and `failed` are told of the outcome before the waiters; `settle` of dirty files that the store has.
-    `preconditions` says what a dirty file may replace; `took` gets the time of each upload that succeeded."""
+    """`committed` is told of each version before its waiters wake; `settle` is given dirty files that the store has.
+    `conditional`: an upload replaces no other client's object. A file is sent `delay_s` after its last change."""
 
     def __init__(
         self,
         nursery: trio.Nursery,
-        preconditions: Callable[[DirtyFile], Awaitable[Preconditions]],
-        stored: Callable[[DirtyFile, Stored], Awaitable[None]],
-        failed: Callable[[DirtyFile, CachefsError], Awaitable[None]],
+        records: Records,
+        metrics: Metrics,
+        committed: Callable[[DirtyFile, ObjectInfo], None],
         settle: Callable[[DirtyFile], Awaitable[None]],
+        *,
         delay_s: float,
-        took: Histogram,
+        conditional: bool,
     ) -> None:
         self.nursery = nursery
-        self._took = took
-        self._preconditions, self._stored, self._failed, self._settle = preconditions, stored, failed, settle
-        self._delay_s = delay_s
-        self._rng = random.Random()
+        self.delay_s = delay_s
+        self._records = records
+        self._metrics = metrics
+        self._committed, self._settle = committed, settle
+        self._conditional = conditional
         self._due: list[tuple[float, int, DirtyFile]] = []
         self._numbers = itertools.count()
         self._busy = 0
@@ -166,7 +168,7 @@ class Queue:
             raise
         dirty_file.trying.due = math.inf
         if not dirty_file.kernel.writers:
-            self.plan(dirty_file, STILL_WRITTEN_S)
+            self.plan(dirty_file, LOOK_S)
         return False
 
     async def _attempt(self, dirty_file: DirtyFile, attempt: Attempt) -> None:
@@ -192,7 +194,7 @@ class Queue:
                     attempt.begun.set()
                 began = trio.current_time()
                 info, overtaken = await self._finish(dirty_file, pieces, attempt.frozen)
-                self._took.add(trio.current_time() - began)
+                self._metrics.ledger.upload_seconds.add(trio.current_time() - began)
                 with trio.CancelScope(shield=True):
                     await self._stored(dirty_file, Stored(attempt.generation, info, overtaken))
         except Exception as exc:
@@ -209,7 +211,7 @@ class Queue:
             if (
                 dirty_file.waits and promised and not dirty_file.trying.overdue
             ):  # broken off, or written meanwhile
-                self.plan(dirty_file, self._delay_s)
+                self.plan(dirty_file, self.delay_s)
         if not dirty_file.dirty and not dirty_file.handles:
             await self._settle(dirty_file)
 
@@ -237,12 +239,45 @@ class Queue:
                 pass
         raise conflict
 
+    async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
+        """What the next attempt may replace."""
+        token = new_token()
+        dirty_file.has_token(token)
+        if not self._conditional:
+            return Preconditions(token=token)
+        if dirty_file.acknowledged:
+            await self._records.keep(dirty_file)  # before: a later run must know its own object
+        return Preconditions(dirty_file.base, dirty_file.base is None, token)
+
+    async def _stored(self, dirty_file: DirtyFile, stored: Stored) -> None:
+        info, trying = stored.info, dirty_file.trying
+        if not info.mtime_ns:  # asking for it would double the time that a small file takes
+            info = replace(info, mtime_ns=dirty_file.mtime_ns)
+        dirty_file.content.stored_as(replace(stored, info=info))
+        dirty_file.base = info.etag
+        trying.failure, trying.failures, trying.unsure, trying.told = None, 0, False, False
+        dirty_file.record.tokens, dirty_file.record.upload = [], None
+        self._metrics.uploaded_files += 1
+        self._committed(dirty_file, info)
+        if dirty_file.record.over is not None:
+            await self._records.forget_replaced(dirty_file)
+        if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:
+            await self._records.forget(dirty_file)
+
+    async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
+        dirty_file.trying.failure, dirty_file.trying.told = error, False
+        self._metrics.upload_failures += 1
+        try:
+            await self._records.acknowledge(dirty_file)
+        except CachefsError as exc:
+            log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+
     def _again(self, dirty_file: DirtyFile, error: CachefsError) -> None:
         dirty_file.trying.failures += 1
         wait_s = LONGEST_RETRY_S
         if not in_vain(error):
             wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.trying.failures - 1, 32))
-        wait_s *= self._rng.uniform(0.5, 1.0)
+        wait_s *= random.uniform(0.5, 1.0)
         log.warning("%s; trying again in %.1f s", error, wait_s)
         self.plan(dirty_file, wait_s)
 

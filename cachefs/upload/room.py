@@ -19,7 +19,7 @@ import trio
 from cachefs.base.errors import NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import translated
+from cachefs.upload.staging import LOOK_S, translated
 
 UNSENT = 512 << 20
 """Guessed: seconds of a fast store, and less than what a node has of page cache."""
@@ -30,14 +30,8 @@ WAIT_S = 30.0
 LEFT_TO_OTHERS = 10
 """This part of what is kept free is not written into. Guessed: of the usual 10 %, one of the disk."""
 
-LOOK_S = 0.25
-"""How often is looked whether there is room now. Guessed."""
-
-UNASKED = 1 << 30
-"""With less room than this, who writes has to ask. Guessed: what a fast disk takes while room is made (`LOOK_S`)."""
-
-LOOK_BYTES = 16 << 20
-"""The disk is asked again after as many bytes, or `LOOK_S`. Guessed: asking takes microseconds."""
+RELIEF = 16 << 20
+"""What the cache is asked for when a writer that does not ask has written too much. Guessed: any will do, it is repeated."""
 
 
 class Cache(Protocol):
@@ -77,22 +71,15 @@ class StagingRoom:
         self._keep_free = keep_free_bytes
         self._cache = cache
         self._hopeful = hopeful
-        self._free = 0
-        self._asked_at = float("-inf")
-        self._since = 0
         self._impatient_until = float("-inf")
 
     def free_bytes(self) -> int:
         """What may be written now. Raises `CacheUnusable`."""
-        now = trio.current_time()
-        if now - self._asked_at >= LOOK_S or self._since >= LOOK_BYTES:
-            try:
-                disk = os.statvfs(self._directory)
-            except OSError as exc:
-                raise translated(exc, self._directory) from exc
-            self._free = disk.f_bavail * disk.f_frsize - self._keep_free
-            self._asked_at, self._since = now, 0
-        return self._free - self._since
+        try:
+            disk = os.statvfs(self._directory)
+        except OSError as exc:
+            raise translated(exc, self._directory) from exc
+        return disk.f_bavail * disk.f_frsize - self._keep_free
 
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         """Return when `count` bytes may be written. Raises `NoRoom`."""
@@ -103,29 +90,24 @@ class StagingRoom:
             kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS
             if self.free_bytes() + kept < count:
                 raise NoRoom(f"the disk of {self._directory} has no room for what is written")
-        self._since += count
 
     async def relieve(self) -> None:
         """A passthrough writer, which does not ask for room, is writing: evict, and upload what waits."""
-        if self.free_bytes() < 0:
-            if self._cache is None or not await self._cache.make_room(LOOK_BYTES):
-                self._hopeful(None)
-            self._asked_at = float("-inf")
+        if self.free_bytes() < 0 and (self._cache is None or not await self._cache.make_room(RELIEF)):
+            self._hopeful(None)
 
     async def more(self, dirty_file: DirtyFile, count: int) -> bool:
         """Have the cache make room, then wait for uploads. Whether there is room now."""
         since = trio.current_time()
         while True:
             gives_way = self._cache is not None and await self._cache.make_room(count)
-            self._asked_at = float("-inf")
             if self.free_bytes() >= count:
                 return True
             now = trio.current_time()
             if now < self._impatient_until or not (gives_way or self._hopeful(dirty_file)):
                 return False
             if now >= since + WAIT_S:
-                self._impatient_until = (
-                    now + WAIT_S
-                )  # a writer that waited in vain does not wait again at each write
+                # A writer that waited in vain does not wait again at each write.
+                self._impatient_until = now + WAIT_S
                 return False
             await trio.sleep(LOOK_S)

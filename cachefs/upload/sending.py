@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 import trio
 
-from cachefs.base.errors import CachefsError, NoSuchUpload, NotFound, OriginFailed
+from cachefs.base.errors import CachefsError, NoSuchUpload, OriginFailed
 from cachefs.base.tasks import contained
 from cachefs.origin import Limits, ObjectInfo, Origin, Part, Ticket, Upload, each
 from cachefs.upload.staging import StagingFile
@@ -39,8 +39,8 @@ HASHED = 1 << 20
 """Read at once for a digest."""
 
 AT_ONCE = 16
-"""Parts of one dirty file in flight. Derived: 128 MiB hide a round trip of 100 ms at 1 GB/s; the gate bounds all dirty
-files."""
+"""Parts of one dirty file in flight while it is written, and as many at its commit. Derived: 128 MiB hide a round trip of
+100 ms at 1 GB/s; the gate bounds all dirty files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,12 @@ class Parts:
         return bisect_right(self._cuts, offset)
 
 
-class Keeper(Protocol):
-    """Who remembers over a crash that something is at the store."""
+class Sent(Protocol):
+    """What is sent, where to, and who remembers over a crash that something is there."""
+
+    origin: Origin
+    key: str
+    file: StagingFile
 
     async def begun(self, upload: Upload) -> None:
         """There is an upload, and no part of it yet."""
@@ -196,17 +200,16 @@ class Keeper(Protocol):
 class Sender:
     """`final` is True while the outcome of a commit is out of our hands; `failed` is why no part is sent early any more."""
 
-    def __init__(self, origin: Origin, key: str, parts: Parts, file: StagingFile, keeper: Keeper) -> None:
-        self.origin, self.key, self.parts, self.file = origin, key, parts, file
+    def __init__(self, what: Sent, parts: Parts) -> None:
+        self.parts = parts
         self.failed: CachefsError | None = None
         self.final = False
         self.background = True
         self.upload: Upload | None = None
-        self._keeper = keeper
-        self._finishing = self._stopped = self._resumed = False
+        self._what = what
+        self._quiet = False  # no part is sent early
         self._found: dict[int, Part] | None = {}  # of an earlier run; None: not looked at yet
         self._beginning = trio.Lock()
-        self._slots = trio.CapacityLimiter(AT_ONCE)
         self._early: dict[int, trio.CancelScope] = {}
         self._turns: set[Ticket] = set()
         self._landing = trio.lowlevel.ParkingLot()
@@ -215,12 +218,12 @@ class Sender:
 
     def push(self, nursery: trio.Nursery) -> None:
         """Send what is ready, as many parts as may be in flight. A failure ends this until the commit, which reports it."""
-        if self._finishing or self._stopped or self.failed is not None:
+        if self._quiet or self.failed is not None:
             return
         while len(self._early) < AT_ONCE and (piece := self.parts.ready()):
             self.parts.begin(piece)
             self._early[piece.number] = scope = trio.CancelScope()
-            contained(nursery, f"a part of {self.key}", self._send_early, piece, scope, nursery)
+            contained(nursery, f"a part of {self._what.key}", self._send_early, piece, scope, nursery)
 
     async def _send_early(self, piece: Piece, scope: trio.CancelScope, nursery: trio.Nursery) -> None:
         try:
@@ -228,7 +231,7 @@ class Sender:
                 await self._send(piece)
         except Exception as exc:
             # Else the file was cut, or rewritten under it; and a commit sends by itself what did not land.
-            if self.parts.is_current(piece) and not self._finishing:
+            if self.parts.is_current(piece) and not self._quiet:
                 self.failed = expected(exc)
                 log.info("%s; trying again at the commit", self.failed)
         finally:
@@ -242,7 +245,7 @@ class Sender:
 
     async def break_off(self) -> None:
         """Nothing is under way afterwards, nor sent early any more. Parts that have landed stay."""
-        self._stopped = True
+        self._quiet = True
         for scope in self._early.values():
             scope.cancel()
         while self.parts.under_way or self._early:
@@ -250,7 +253,7 @@ class Sender:
 
     def resume(self, upload: Upload) -> None:
         """Go on with what an earlier run has begun. Parts that hold what the file holds are not sent again."""
-        self.upload, self._found, self._resumed = upload, None, True
+        self.upload, self._found = upload, None
 
     # At the commit.
 
@@ -264,18 +267,18 @@ class Sender:
         """Make the object of the first `size` bytes, which are `pieces` and stay as they are until this has returned or
         raised; more may follow them. What is returned has no `mtime_ns` (0) where only a HEAD would tell it. Raises what
         `Origin.put` and `Upload` raise."""
-        self.failed, self._finishing = None, True
+        self.failed, self._quiet = None, True
         try:
             try:
                 return await self._finish(pieces, size, preconditions)
             except NoSuchUpload as exc:
-                await self._forget()
-                if self._resumed and (info := await self._made(pieces, size)) is not None:
-                    return info
+                await self.break_off()
+                self.upload, self._found = None, {}
+                self.parts.forget()
                 log.info("%s; beginning again", exc)
                 return await self._finish(pieces, size, preconditions)
         finally:
-            self._finishing = self.final = False
+            self._quiet = self.final = False
 
     async def abandon(self) -> None:
         """Nothing is in progress afterwards, and no unrecorded upload is left at the origin, also when this is cancelled."""
@@ -289,7 +292,7 @@ class Sender:
             except (
                 BaseException
             ) as exc:  # also of a caller that is cancelled: nothing else knows of it any more
-                await self._keeper.orphaned(upload)
+                await self._what.orphaned(upload)
                 if not isinstance(exc, CachefsError):
                     raise
                 log.info("%s; trying again later", exc)
@@ -298,13 +301,12 @@ class Sender:
         parts = self.parts
         if not pieces:
             await self.abandon()
-            self._stopped = False
-        small = size <= PUT_BYTES or not self.origin.limits.most_parts
+        small = size <= PUT_BYTES or not self._what.origin.limits.most_parts
         if small and self.upload is None and not parts.under_way:
             self.final = True
-            with self._turn() as turn, self.file.used():
-                return await self.origin.put(
-                    *(self.key, self.file.source(size), size),
+            with self._turn() as turn, self._what.file.used():
+                return await self._what.origin.put(
+                    *(self._what.key, self._what.file.source(size), size),
                     if_match=preconditions.if_match,
                     if_absent=preconditions.if_absent,
                     token=preconditions.token,
@@ -332,19 +334,6 @@ class Sender:
         parts.forget()
         return info
 
-    async def _made(self, pieces: list[Piece], size: int) -> ObjectInfo | None:
-        """The object, if an earlier run has completed it just so, and died before it could write that down. Its etag tells,
-        where it is made of the parts' as S3 does; elsewhere all is sent again."""
-        try:
-            info = await self.origin.head(self.key)
-        except NotFound:
-            return None
-        if info.size != size:
-            return None
-        with self.file.used():
-            wanted = await trio.to_thread.run_sync(_etag_of, self.file.fd, pieces)
-        return info if info.etag.strip('"').lower() == wanted else None
-
     async def _send_begun(self, piece: Piece) -> None:
         self.parts.begin(piece)
         await self._send(piece)
@@ -353,17 +342,14 @@ class Sender:
         """`piece` is under way, and is no more afterwards."""
         upload, landed = None, False
         try:
-            async with self._slots:
-                upload = await self._open_upload()
-                with self._turn() as turn, self.file.used():
-                    await self.file.land()
-                    fd, length = self.file.fd, piece.stop - piece.start
-                    found = self._found.pop(piece.number, None) if self._found else None
-                    if found is None or not await trio.to_thread.run_sync(
-                        same, found, fd, piece.start, length
-                    ):
-                        await upload.part(piece.number, fd, piece.start, length, turn=turn)
-                landed = upload is self.upload
+            upload = await self._open_upload()
+            with self._turn() as turn, self._what.file.used():
+                await self._what.file.land()
+                fd, length = self._what.file.fd, piece.stop - piece.start
+                found = self._found.pop(piece.number, None) if self._found else None
+                if found is None or not await trio.to_thread.run_sync(same, found, fd, piece.start, length):
+                    await upload.part(piece.number, fd, piece.start, length, turn=turn)
+            landed = upload is self.upload
         finally:
             self.parts.ended(piece, landed=landed)
             self._landing.unpark_all()
@@ -381,19 +367,13 @@ class Sender:
             return self.upload
 
     async def _begin(self) -> None:
-        upload = await self.origin.begin_upload(self.key)
+        upload = await self._what.origin.begin_upload(self._what.key)
         try:
-            await self._keeper.begun(upload)
+            await self._what.begun(upload)
         except CachefsError:
             await upload.abort()
             raise
         self.upload = upload
-
-    async def _forget(self) -> None:
-        await self.break_off()
-        self._stopped = False
-        self.upload, self._found = None, {}
-        self.parts.forget()
 
     @contextmanager
     def _turn(self) -> Iterator[Ticket]:
@@ -418,17 +398,7 @@ def same(part: Part, fd: int, start: int, length: int) -> bool:
     wanted = part.etag.strip('"').lower()
     if part.size != length or len(wanted) != 32:
         return False
-    return _md5(fd, start, start + length).hex() == wanted
-
-
-def _etag_of(fd: int, pieces: list[Piece]) -> str:
-    """Of an object that was made of these parts."""
-    digests = b"".join(_md5(fd, piece.start, piece.stop) for piece in pieces)
-    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(pieces)}"
-
-
-def _md5(fd: int, start: int, stop: int) -> bytes:
     digest = hashlib.md5(usedforsecurity=False)
-    for at in range(start, stop, HASHED):
-        digest.update(os.pread(fd, min(HASHED, stop - at), at))
-    return digest.digest()
+    for at in range(start, start + length, HASHED):
+        digest.update(os.pread(fd, min(HASHED, start + length - at), at))
+    return digest.hexdigest() == wanted

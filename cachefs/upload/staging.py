@@ -3,8 +3,8 @@
 Bytes are moved in worker threads, because the kernel makes who writes faster than the disk wait. A file is open as
 long as it is in use; thousands may wait for their upload with none open.
 
-A small one may lie in memory as long as no caller was promised that it is on the disk (`Memory`): written, sent and closed,
-it has cost no thread a turn. It *lands* on the disk when it grows, when it is to survive this process, and when the cache
+A small one may lie in memory as long as no caller was promised that it is on the disk: written, sent and closed, it has cost
+no thread a turn. It *lands* on the disk when it grows, when it is to survive this process, and when the cache
 takes it."""
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Buffer = bytes | bytearray | memoryview
 THREADS = 16
 """Reads and writes of staging files at a time; more only lengthen the disk's queue. Guessed."""
 
-COPIED = 64 << 20
-"""Bytes of one call when a file is copied. Guessed: short enough to be cancelled between two."""
+LOOK_S = 0.25
+"""How often is looked for what no event tells: room on the disk, a process that still writes a file through a mapping after
+its close, a name that still shows a file. Guessed."""
 
 HELD = 256 << 10
 """The largest file that stays in memory. Derived: its copies and digests take 0.2 ms altogether, as long as each turn of a
@@ -56,27 +57,6 @@ seconds, so that a time of now could be that of the next write, too."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Spoiled:
-    """What a failed fsync leaves of a file of `size` bytes. The kernel marks the pages that it could not write as clean, and
-    the next fsync answers 0; so the disk may hold other bytes than were written, anywhere in the file, and only writing them
-    again mends that. `_rewritten` is how far this was done, from the beginning."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._rewritten = 0
-
-    def wrote(self, offset: int, end: int) -> bool:
-        """True when nothing is left of what was there."""
-        if offset <= self._rewritten:
-            self._rewritten = max(self._rewritten, end)
-        return self._rewritten >= self._size
-
-    def truncated(self, size: int) -> bool:
-        """The same of a file that was cut."""
-        self._size = min(self._size, size)
-        return self._rewritten >= self._size
-
-
 class Shape(NamedTuple):
     """What tells a file that was written from one that was not."""
 
@@ -84,18 +64,19 @@ class Shape(NamedTuple):
     mtime_ns: int
 
 
-class Memory:
-    """What is left of it for small files."""
+class StagingDisk:
+    """The directory of the staging files, worker threads for calls on its disk, and what is left of the memory for small
+    files (`memory_left`). A disk that is frozen holds up any call that changes it, also the last close of a file that was
+    removed: none is made on the loop."""
 
-    def __init__(self, most: int = HELD_ALTOGETHER) -> None:
-        self.left = most
-
-
-class Threads:
-    """Worker threads for calls on the disk of the staging files. One that is frozen holds up any call that changes it, also
-    the last close of a file that was removed: none is made on the loop."""
-
-    def __init__(self) -> None:
+    def __init__(self, directory: Path, memory: int = HELD_ALTOGETHER) -> None:
+        """Makes the directory, readable by its owner alone. Raises `CacheUnusable`."""
+        try:
+            ownership.claim(directory, whole=True)
+        except OSError as exc:
+            raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
+        self.directory = directory
+        self.memory_left = memory
         self._limiter = trio.CapacityLimiter(THREADS)
         self._begun = 0
         self._new: dict[object, float] = {}  # when the files under way were begun to be made
@@ -153,25 +134,25 @@ class Lost(CacheUnusable):
 
 
 class StagingFile:
-    """One file: a new one, empty, if there is `memory` for it, else the one that lies there, of which `fd` is a descriptor
-    for reading only. Raises `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is
-    written by others, and open for reading only here: then `written` says whether they still are at it.
+    """One file: a `new` one, empty, else the one that lies there, of which `fd` is a descriptor for reading only. Raises
+    `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is written by others, and
+    open for reading only here: then `written` says whether they still are at it.
 
-    After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until all that it held then was written
-    again, or cut off. Writes of others (`in_passthrough`) are not seen, so these do not count."""
+    After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until it was emptied. The kernel marks the
+    pages that it could not write as clean, and the next fsync answers 0; so the disk may hold other bytes than were written,
+    anywhere in the file."""
 
-    def __init__(self, path: Path, threads: Threads, memory: Memory | None = None, fd: int = -1) -> None:
-        self.path = path
-        self._threads = threads
+    def __init__(self, disk: StagingDisk, name: str, *, new: bool = False, fd: int = -1) -> None:
+        self.path = disk.directory / name
+        self._disk = disk
         self.in_passthrough = False
         self._fd = fd
         self._writes = fd < 0  # what the descriptor is for
         self._users = 0
-        self._memory = memory or Memory(0)
-        self._held = None if memory is None else bytearray()  # all of it, until it lands
+        self._held = bytearray() if new else None  # all of it, until it lands
         self._landing = trio.Lock()
         self._removed = False
-        self._spoiled: Spoiled | None = None
+        self._spoiled = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -211,7 +192,7 @@ class StagingFile:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             if self._removed:
-                self._threads.later(partial(os.close, fd))
+                self._disk.later(partial(os.close, fd))
             else:
                 os.close(fd)
         elif self._removed:
@@ -239,7 +220,7 @@ class StagingFile:
             if self._held is None:
                 return
             with self._translated():
-                self._fd = await self._threads.make(self.path, bytes(self._held))
+                self._fd = await self._disk.make(self.path, bytes(self._held))
             self._let_go()
             if self._removed:  # meanwhile, or before
                 self._unlink()
@@ -247,7 +228,7 @@ class StagingFile:
     async def lands(self) -> bool:
         """Move what lies in memory to the disk; the caller is a user. False when the disk does not answer within
         `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
-        if self._held is None or self._threads.hangs:
+        if self._held is None or self._disk.hangs:
             return self._held is None
         ended, failed = trio.Event(), list[Exception]()
 
@@ -267,10 +248,10 @@ class StagingFile:
         return self._held is None
 
     def _unlink(self) -> None:
-        self._threads.later(partial(self.path.unlink, missing_ok=True))
+        self._disk.later(partial(self.path.unlink, missing_ok=True))
 
     def _let_go(self) -> None:
-        self._memory.left += len(self._held or b"")
+        self._disk.memory_left += len(self._held or b"")
         self._held = None
 
     def _keep(self, size: int) -> bytearray | None:
@@ -279,9 +260,9 @@ class StagingFile:
         if held is None or size > HELD or self._landing.locked():
             return None
         more = size - len(held)
-        if more > self._memory.left:
+        if more > self._disk.memory_left:
             return None
-        self._memory.left -= more
+        self._disk.memory_left -= more
         if more > 0:
             held.extend(bytes(more))
         else:
@@ -310,7 +291,7 @@ class StagingFile:
 
     async def open_backing(self) -> Shape:
         """Others write it from now on. Returns what it is like until one does."""
-        return await self._threads.run(self.shared)
+        return await self._disk.run(self.shared)
 
     def shared(self) -> Shape:
         """The same, blocking."""
@@ -360,7 +341,7 @@ class StagingFile:
         if self._held is not None:
             return bytes(self._held[offset : offset + size])
         with self.used(), self._translated():
-            return await self._in_thread(lambda: os.pread(self._fd, size, offset))
+            return await self._disk.run(lambda: os.pread(self._fd, size, offset))
 
     async def write(self, offset: int, data: Buffer) -> None:
         """All of it, or an error after any part of it."""
@@ -369,14 +350,11 @@ class StagingFile:
             held[offset:end] = data
             return
         await self._on_disk(lambda fd: _write(fd, offset, data))
-        if self._spoiled is not None and self._spoiled.wrote(offset, end):
-            self._spoiled = None
 
     async def truncate(self, size: int) -> None:
         if self._keep(size) is None:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))
-            if self._spoiled is not None and self._spoiled.truncated(size):
-                self._spoiled = None
+            self._spoiled &= size > 0
 
     async def allocate(self, offset: int, length: int) -> None:
         await self._on_disk(lambda fd: os.posix_fallocate(fd, offset, length))
@@ -387,16 +365,16 @@ class StagingFile:
         with self.used(), self._translated():
             await self.land()
             try:
-                await self._in_thread(lambda: os.fdatasync(self._fd))
+                await self._disk.run(lambda: os.fdatasync(self._fd))
             except OSError:
-                self._spoiled = Spoiled(os.fstat(self._fd).st_size)
+                self._spoiled = True
                 raise
 
     def check(self) -> None:
         """Raises `CacheUnusable` if the file may hold other bytes than were written."""
-        if self._spoiled is not None:
+        if self._spoiled:
             raise CacheUnusable(
-                f"the disk of {self.path.parent} failed to keep what was written: write the file again"
+                f"the disk of {self.path.parent} failed to keep what was written: empty the file, and write it again"
             )
 
     async def copy_to(self, other: StagingFile, size: int) -> None:
@@ -404,18 +382,13 @@ class StagingFile:
         with self.used(), other.used(), self._translated():
             await self.land()
             await other.land()
-            at = 0
-            while at < size:
-                at += await self._in_thread(partial(_copy, self._fd, other._fd, at, min(COPIED, size - at)))
+            await self._disk.run(partial(_copy, self._fd, other._fd, size))
 
     async def _on_disk(self, change: Callable[[int], object]) -> None:
         with self.used(), self._translated():
             await self.land()
             with self._written_to() as fd:
-                await self._in_thread(lambda: change(fd))
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await self._threads.run(call)
+                await self._disk.run(lambda: change(fd))
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -423,14 +396,6 @@ class StagingFile:
             yield
         except OSError as exc:
             raise translated(exc, self.path.parent) from exc
-
-
-def prepare(directory: Path) -> None:
-    """Make the directory, readable by its owner alone. Raises `CacheUnusable`."""
-    try:
-        ownership.claim(directory, whole=True)
-    except OSError as exc:
-        raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
 
 
 def sync_names(directory: Path) -> None:
@@ -506,8 +471,10 @@ def _write(fd: int, offset: int, data: Buffer) -> None:
         view, offset = view[count:], offset + count
 
 
-def _copy(source: int, sink: int, at: int, count: int) -> int:
-    done = os.copy_file_range(source, sink, count, at, at)
-    if not done:
-        raise OSError(errno.EIO, "a staging file is shorter than it was")
-    return done
+def _copy(source: int, sink: int, size: int) -> None:
+    at = 0
+    while at < size:
+        done = os.copy_file_range(source, sink, size - at, at, at)
+        if not done:
+            raise OSError(errno.EIO, "a staging file is shorter than it was")
+        at += done

@@ -14,13 +14,11 @@ sent under the new name before that goes; otherwise it is copied there. Another 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,16 +31,16 @@ from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import contained, run_contained
-from cachefs.origin import ObjectInfo, Origin, Upload, each, new_token
+from cachefs.origin import ObjectInfo, Origin, Upload, each
+from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import NOTES, Journal, Records, look
-from cachefs.upload.passthrough import Passthrough, StagingBacking
-from cachefs.upload.queue import STILL_WRITTEN_S, Queue, in_vain
-from cachefs.upload.room import UNASKED, Cache, StagingRoom
-from cachefs.upload.sending import Preconditions
-from cachefs.upload.staging import Buffer, Memory, StagingFile, Threads, prepare, sync_names, touch
+from cachefs.upload.passthrough import Passthrough
+from cachefs.upload.queue import Queue, in_vain
+from cachefs.upload.room import Cache, StagingRoom
+from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, sync_names, touch
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +49,6 @@ FLUSHED_AT_ONCE = 64
 
 FLUSH_RETRY_S = 5.0
 """How long at most `flush` leaves a failed dirty file alone. Guessed: a user waits."""
-
-UNMAPPED_S = 0.01
-"""How long after a close is looked again whether the file is still open for writing: the kernel tells of a close before it
-has closed the file that is behind it. Guessed."""
-
-SETTLE_AGAIN_S = 1.0
-"""How long a dirty file is kept that cannot be settled yet, before that is tried again. Guessed."""
 
 SHOWN = 20
 """Dirty files that are shown one by one. Guessed: a screen."""
@@ -68,15 +59,19 @@ GIVING_UP_S = 3.0
 PIECE = 1 << 20
 """Read at once: a block."""
 
-Take = Callable[[Buffer], Awaitable[None]]
-Bring = Callable[[Origin, ObjectId, int, Take], Awaitable[None]]
-"""(origin, version, count, take): hand the first `count` bytes of a version to `take`, in order."""
-
 OnConflict = Literal["overwrite", "fail"]
 
 
+class Reader(Protocol):
+    """What is used of `Fetcher`."""
+
+    def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
+    def close(self, opened: Any) -> None: ...
+    async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
+
+
 class Uploads:
-    """`bring` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
+    """`reader` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
     version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the
     store's would cost a request); `on_settling` is asked before a dirty file is settled, which
     waits while it says False; `on_settled` is told that a dirty file's content is the cache's or the store's alone, and the
@@ -94,7 +89,7 @@ class Uploads:
         metrics: Metrics,
         *,
         nursery: trio.Nursery,
-        bring: Bring,
+        reader: Reader,
         writeback: bool = False,
         upload_delay_s: float = 1.0,
         on_conflict: OnConflict = "overwrite",
@@ -105,29 +100,26 @@ class Uploads:
         self.on_settling: Callable[[DirtyFile], bool] = lambda dirty_file: True
         self.on_settled: Callable[[DirtyFile], None] = lambda dirty_file: None
         self.on_changed: Callable[[DirtyFile], None] = lambda dirty_file: None
-        self._staging = staging_dir
         self._store = store
-        self._metrics = metrics
-        self._bring = bring
+        self._reader = reader
         self._writeback = writeback
-        self._delay_s = upload_delay_s
-        self._conditional = on_conflict == "fail"
         self._now_ns = now_ns
-        self._threads = Threads()
-        self._memory = Memory()
-        prepare(staging_dir)
+        self._disk = StagingDisk(staging_dir)
         orphans.without_journal(staging_dir, state_dir / "journal")
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self.journal.hangs_elsewhere = self._hangs
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
-            *(nursery, self._preconditions, self._stored, self._failed, self._settle, upload_delay_s),
-            metrics.ledger.upload_seconds,
+            *(nursery, self._records, metrics, self._committed, self._settle),
+            delay_s=upload_delay_s,
+            conditional=on_conflict == "fail",
         )
         self._passthrough = Passthrough(staging_dir, self._room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
-        self._numbers = itertools.count()
+
+    def _committed(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
+        self.on_committed(dirty_file, info)
 
     # -- dirty files ------------------------------------------------------------------------------------
 
@@ -152,7 +144,7 @@ class Uploads:
             name,
             origin,
             key,
-            self._file(name),
+            StagingFile(self._disk, name, new=True),
             count,
             base=None if base is None else base.etag,
             mtime_ns=self._now_ns() if mtime_ns is None else mtime_ns,
@@ -175,7 +167,7 @@ class Uploads:
 
     async def disk_answers(self) -> None:
         """Return when the disk of the staging files has taken a change, as `take` makes one on the loop."""
-        await self._threads.run(partial(touch, self._staging))
+        await self._disk.run(partial(touch, self._disk.directory))
 
     def take(
         self, origin: Origin, base: ObjectInfo, backing: Any, users: int, attrs: Mapping[str, Any]
@@ -184,11 +176,11 @@ class Uploads:
         file of that version, which the kernel has as `backing` for as many `users`, all of them the caller's. None while
         others use that file."""
         name = uuid4().hex
-        path = self._staging / name
+        path = self._disk.directory / name
         fd = self._store.take_out(backing, users, path) if self._store is not None and self.takes else None
         if fd is None:
             return None
-        file = StagingFile(path, self._threads, fd=fd)
+        file = StagingFile(self._disk, name, fd=fd)
         dirty_file = DirtyFile(
             *(self, name, origin, base.key, file, base.size),
             base=base.etag,
@@ -229,17 +221,17 @@ class Uploads:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def enable_passthrough(
-        self, tell: Callable[[StagingBacking], None], retire: Callable[[StagingBacking], None]
+        self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]
     ) -> None:
         """From now on the kernel writes files by itself; see `Passthrough`. Not where parts are sent while they are
         written: there only what it has for readers."""
         self._passthrough.to(tell, retire, direct=not self._writeback)
 
-    async def open_backing(self, dirty_file: DirtyFile) -> StagingBacking | None:
+    async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
         the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
-        if dirty_file.backing is None and self._room.free_bytes() < UNASKED:
-            return None
+        if dirty_file.backing is None and self._room.free_bytes() < 0:
+            return None  # who writes has to ask for room
         return await self._passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
@@ -252,10 +244,8 @@ class Uploads:
 
     async def _until_unmapped(self, dirty_file: DirtyFile) -> None:
         """Upload what is written through mappings that outlive their close, until there are none."""
-        wait_s = UNMAPPED_S
         while dirty_file.kernel.mapped:
-            await trio.sleep(wait_s)
-            wait_s = STILL_WRITTEN_S
+            await trio.sleep(LOOK_S)
             if dirty_file.kernel.writers or dirty_file.discarded:
                 return  # the last of them begins again, if need be
             with suppress(CachefsError):
@@ -277,7 +267,7 @@ class Uploads:
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
                 log.warning("%s", exc)
-        self._queue.plan(dirty_file, self._delay_s if self._writeback else 0.0)
+        self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:
         """Durable: what it holds now is in the store. Writeback: on this disk, and will be in the store. Raises what failed:
@@ -289,7 +279,7 @@ class Uploads:
         if not self._writeback:
             await self._queue.upload(dirty_file)
             return
-        dirty_file.within_limits()
+        dirty_file.within_limits(dirty_file.size)
         await self._records.acknowledge(dirty_file)
         if dirty_file.trying.overdue and not dirty_file.kernel.writers:
             await self._queue.begin(dirty_file)
@@ -301,7 +291,7 @@ class Uploads:
 
     def _plan(self, dirty_file: DirtyFile) -> None:
         if dirty_file.waits:
-            self._queue.plan(dirty_file, self._delay_s)
+            self._queue.plan(dirty_file, self._queue.delay_s)
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
@@ -479,14 +469,14 @@ class Uploads:
         the name away, called when no upload is under way: until it has returned, the dirty file survives a crash, and when
         it raises, nothing has happened."""
         stored = dirty_file.stored
-        dirty_file.content.remove()
+        dirty_file.content.removed = True
         async with dirty_file.trying.turn:
             try:
                 await self._queue.halt(dirty_file)
                 if instead is not None:
                     await instead()
             except BaseException:
-                dirty_file.content.restored()
+                dirty_file.content.removed = False
                 if dirty_file.dirty and (dirty_file.acknowledged or not dirty_file.handles):
                     self._queue.plan(dirty_file, 0.0)
                 elif not dirty_file.handles:  # its last user has gone meanwhile
@@ -523,7 +513,7 @@ class Uploads:
             dirty_file.sender.push(self._queue.nursery)
 
     async def renew(self, dirty_file: DirtyFile) -> StagingFile:
-        file = self._file(f"{dirty_file.id}.{next(self._numbers)}")
+        file = StagingFile(self._disk, uuid4().hex, new=True)
         try:
             await dirty_file.file.copy_to(file, dirty_file.size)
         except BaseException:
@@ -549,40 +539,7 @@ class Uploads:
             found |= waits or other.attempt is not None
         return found
 
-    # -- what the queue tells ----------------------------------------------------------------------
-
-    async def _preconditions(self, dirty_file: DirtyFile) -> Preconditions:
-        """What the next attempt may replace."""
-        token = new_token()
-        dirty_file.has_token(token)
-        if not self._conditional:
-            return Preconditions(token=token)
-        if dirty_file.acknowledged:
-            await self._records.keep(dirty_file)  # before: a later run must know its own object
-        return Preconditions(dirty_file.base, dirty_file.base is None, token)
-
-    async def _stored(self, dirty_file: DirtyFile, stored: Stored) -> None:
-        info, trying = stored.info, dirty_file.trying
-        if not info.mtime_ns:  # asking for it would double the time that a small file takes
-            info = replace(info, mtime_ns=dirty_file.mtime_ns)
-        dirty_file.content.stored_as(replace(stored, info=info))
-        dirty_file.base = info.etag
-        trying.failure, trying.failures, trying.unsure, trying.told = None, 0, False, False
-        dirty_file.record.tokens, dirty_file.record.upload = [], None
-        self._metrics.uploaded_files += 1
-        self.on_committed(dirty_file, info)
-        if dirty_file.record.over is not None:
-            await self._records.forget_replaced(dirty_file)
-        if not dirty_file.dirty and dirty_file.content.row is not Row.NONE:
-            await self._records.forget(dirty_file)
-
-    async def _failed(self, dirty_file: DirtyFile, error: CachefsError) -> None:
-        dirty_file.trying.failure, dirty_file.trying.told = error, False
-        self._metrics.upload_failures += 1
-        try:
-            await self._records.acknowledge(dirty_file)
-        except CachefsError as exc:
-            log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+    # -- settling ------------------------------------------------------------------------------------
 
     async def _settle(self, dirty_file: DirtyFile) -> None:
         """It is not in use and the origin has it: the cache adopts the file."""
@@ -630,7 +587,7 @@ class Uploads:
         stored = dirty_file.content.stored
         if self._store is None or stored is None or stored.overtaken or not dirty_file.size:
             return False
-        if self._store.hangs or self._threads.hangs:
+        if self._store.hangs or self._disk.hangs:
             return False
         try:
             dirty_file.file.check()
@@ -650,7 +607,7 @@ class Uploads:
 
     def _settle_later(self, dirty_file: DirtyFile) -> None:
         async def settle() -> None:
-            await trio.sleep(SETTLE_AGAIN_S)
+            await trio.sleep(LOOK_S)
             await self._settle(dirty_file)
 
         contained(self._queue.nursery, f"settling {dirty_file.key}", settle)
@@ -659,7 +616,7 @@ class Uploads:
         """Whether the disk is known not to answer: each of those who wait for it with a deadline then saves the others
         theirs."""
         store = self._store is not None and self._store.hangs
-        return store or self.journal.hangs or self._threads.hangs
+        return store or self.journal.hangs or self._disk.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
 
@@ -703,14 +660,14 @@ class Uploads:
     async def recover(self) -> list[DirtyFile]:
         """What an earlier run has left: call once, before anything else. Acknowledged dirty files are pending again, and are
         returned; the rest is cleared away, where the store has a part of it in the background."""
-        found = await look(self._records, self._staging, self._revive)
+        found = await look(self._records, self._disk.directory, self._revive)
         for dirty_file in found:
             self._dirty_files[dirty_file.id] = dirty_file
-            self._queue.plan(dirty_file, self._delay_s)
+            self._queue.plan(dirty_file, self._queue.delay_s)
         return found
 
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
-        file = StagingFile(self._staging / row["file"], self._threads)
+        file = StagingFile(self._disk, row["file"])
         dirty_file = DirtyFile(
             *(self, name, origin, row["key"], file, file.path.stat().st_size),
             base=row["base"],
@@ -737,7 +694,7 @@ class Uploads:
                         await run_contained(f"giving up {dirty_file.key}", self._give_up, dirty_file)
                 self._queue.close()
                 with trio.move_on_after(GIVING_UP_S):
-                    await self._threads.quiet()
+                    await self._disk.quiet()
                 nursery.cancel_scope.cancel()
             await trio.to_thread.run_sync(self.journal.close)
         return left
@@ -764,23 +721,19 @@ class Uploads:
         """For `cachefs status`: plain values, of the longest pending dirty files first."""
         return {"writeback": self._writeback, **_status(self.pending(), self._now_ns())}
 
-    def _file(self, name: str) -> StagingFile:
-        """A new one."""
-        return StagingFile(self._staging / name, self._threads, self._memory)
-
     async def _fill(self, dirty_file: DirtyFile, base: ObjectId, count: int) -> None:
-        at = 0
-
-        async def take(data: Buffer) -> None:
-            nonlocal at
-            data = memoryview(data)[: count - at]
-            await self._room.admit(dirty_file, len(data))
-            await dirty_file.file.write(at, data)
-            at += len(data)
-
-        await self._bring(dirty_file.origin, base, count, take)
-        if at != count:
-            raise OriginFailed(f"{dirty_file.origin.name(base.key)}: only {at} of {count} bytes came")
+        """Write its first `count` bytes, read like a program from the beginning on, so that readahead works for it."""
+        opened = self._reader.open(dirty_file.origin, base)
+        try:
+            for at in range(0, count, PIECE):
+                size = min(PIECE, count - at)
+                data = await self._reader.read(opened, at, size, 0)
+                if len(data) != size:
+                    raise OriginFailed(f"{dirty_file.origin.name(base.key)} is shorter than it was")
+                await self._room.admit(dirty_file, size)
+                await dirty_file.file.write(at, data)
+        finally:
+            self._reader.close(opened)
 
 
 def _is_pending(dirty_file: DirtyFile) -> bool:
@@ -815,27 +768,3 @@ def _status(pending: Sequence[DirtyFile], now_ns: int) -> dict[str, Any]:
             for dirty_file in pending[:SHOWN]
         ],
     }
-
-
-class Reader(Protocol):
-    """What is used of `Fetcher`."""
-
-    def open(self, origin: Origin, object_id: ObjectId) -> Any: ...
-    def close(self, opened: Any) -> None: ...
-    async def read(self, opened: Any, offset: int, size: int, pid: int) -> Buffer: ...
-
-
-def through(reader: Reader) -> Callable[[Origin, ObjectId, int, Callable[[Buffer], Awaitable[None]]], Any]:
-    """A `Bring` that reads like a program from the beginning on, so that readahead works for it."""
-
-    async def bring(
-        origin: Origin, base: ObjectId, count: int, take: Callable[[Buffer], Awaitable[None]]
-    ) -> None:
-        opened = reader.open(origin, base)
-        try:
-            for at in range(0, count, PIECE):
-                await take(await reader.read(opened, at, min(PIECE, count - at), 0))
-        finally:
-            reader.close(opened)
-
-    return bring

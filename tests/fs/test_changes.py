@@ -53,6 +53,7 @@ async def test_listing_again_keeps_inodes_shows_changes_and_removes_what_is_gone
         gone = before[b"f010"].attributes
         with pytest.raises(NotFound):
             await mount.fs.getattr(gone.ino)
+        mount.database.sync()
         assert mount.database.count("names") == mount.database.count("inodes") == 30
 
 
@@ -76,6 +77,7 @@ async def test_a_directory_that_is_gone_takes_all_below_with_it() -> None:
         await trio.sleep(61)
         assert await mount.walk() == {b"keep": 10}
         await trio.sleep(1)
+        mount.database.sync()
         for table in ("names", "inodes", "directories"):
             assert mount.database.count(table) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,22 @@ from tests.fs.bucket import WritableBucket
 from tests.fs.mount import ROOT, Clock, Mount, mounted
 
 WRITERS = ("durable", "writeback")
+
+
+class Reader:
+    """Reads the versions that a bucket has."""
+
+    def open(self, origin: Any, object_id: ObjectId) -> bytes:
+        if origin.objects.get(object_id.key) is None or origin.objects[object_id.key].etag != object_id.etag:
+            raise ObjectChanged(object_id.key)
+        data: bytes = origin.content(object_id.key)
+        return data
+
+    def close(self, opened: bytes) -> None:
+        pass
+
+    async def read(self, opened: bytes, offset: int, size: int, pid: int) -> bytes:
+        return opened[offset : offset + size]
 
 
 class File:
@@ -80,7 +95,7 @@ class World:
             self.store,
             Metrics(),
             nursery=nursery,
-            bring=self._bring,
+            reader=Reader(),
             writeback=self.writeback,
         )
         await self.uploads.recover()
@@ -103,13 +118,6 @@ class World:
         left = await self.uploads.aclose(deadline_s)
         assert not left or deadline_s == 0
         await self._stack.aclose()
-
-    async def _bring(
-        self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
-    ) -> None:
-        if origin.objects.get(base.key) is None or origin.objects[base.key].etag != base.etag:
-            raise ObjectChanged(base.key)
-        await take(origin.content(base.key)[:count])
 
     # -- the model ---------------------------------------------------------------------------------
 

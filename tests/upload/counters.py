@@ -11,7 +11,7 @@ from cachefs.upload import DirtyFile, Uploads, staging
 
 def check_unused(uploads: Uploads) -> None:
     assert uploads._queue._busy == 0, f"{uploads._queue._busy} uploads are counted, and none is under way"
-    assert uploads._threads.busy == 0
+    assert uploads._disk.busy == 0
     assert not uploads.journal._working, "the journal is being written"
     dirty_files = uploads._dirty_files.values()
     assert uploads._passthrough._writers == sum(dirty_file.kernel.writers for dirty_file in dirty_files), (
@@ -20,7 +20,7 @@ def check_unused(uploads: Uploads) -> None:
     for dirty_file in dirty_files:
         check_dirty_file(dirty_file)
     held = sum(len(dirty_file.file._held or b"") for dirty_file in dirty_files)
-    left = uploads._memory.left
+    left = uploads._disk.memory_left
     assert left + held == staging.HELD_ALTOGETHER, f"{held} bytes are held in memory, {left} are left"
 
 
@@ -43,8 +43,8 @@ def check_dirty_file(dirty_file: DirtyFile) -> None:
     locks = {"content": dirty_file.lock, "name": dirty_file.trying.turn, "row": dirty_file.record.turn}
     assert not [what for what, lock in locks.items() if lock.locked()], f"{name}: a lock is held"
     assert not parts.under_way and not parts._bytes_under_way, f"{name}: parts are counted as under way"
-    assert not sender._early and not sender._turns and not sender._slots.borrowed_tokens, f"{name}: it sends"
-    assert not sender.final and not sender._finishing, f"{name}: a commit is left"
+    assert not sender._early and not sender._turns, f"{name}: it sends"
+    assert not sender.final, f"{name}: a commit is left"
     assert not sender._landing.statistics().tasks_waiting, f"{name}: a part is waited for"
     assert dirty_file.handles == 0
     assert file._users == 0, f"{name}: its file has {file._users} users"

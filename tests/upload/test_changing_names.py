@@ -13,7 +13,7 @@ from cachefs.base.errors import Conflict, OriginFailed
 from cachefs.base.names import ObjectId
 from cachefs.upload import DirtyFile
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, Desk, Room, ScriptedStore, desk, in_trio
+from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
 
 
 @in_trio
@@ -118,7 +118,7 @@ async def test_once_it_has_another_name_its_outcome_is_known(tmp_path: Path, hal
         with pytest.raises(OriginFailed):
             await d.uploads.commit(dirty_file)
         if half_changed:  # what the store has is copied then, and not sent again
-            await dirty_file.append(b" and more")
+            await add(dirty_file, b" and more")
         await d.rename(dirty_file, "b")
         assert d.store.counts["copy"] == half_changed
         assert d.store.content("b") == b"data"
@@ -145,7 +145,7 @@ async def test_renaming_what_was_committed_and_changed_since(tmp_path: Path) -> 
     async with desk(tmp_path) as d:
         dirty_file = await d.create("a", b"one")
         await d.uploads.commit(dirty_file)
-        await dirty_file.append(b" two")
+        await add(dirty_file, b" two")
         d.store.fail("copy", lambda: OriginFailed("no"))
         with pytest.raises(OriginFailed):
             await d.rename(dirty_file, "b")
@@ -283,7 +283,7 @@ async def test_a_removed_file_is_not_uploaded_and_its_users_keep_it(tmp_path: Pa
         dirty_file = await d.create("k", b"data")
         await d.uploads.discard(dirty_file)
         assert await d.files() == [] and d.uploads.pending() == []
-        await dirty_file.append(b" more")
+        await add(dirty_file, b" more")
         assert bytes(await dirty_file.read(0, 100)) == b"data more"
         await d.close(dirty_file)
         await trio.sleep(100)

@@ -16,7 +16,7 @@ import trio
 from cachefs.base.errors import CachefsError
 from cachefs.upload import DirtyFile, staging
 from tests.fetch.scripted import content
-from tests.upload.scripted import Desk, desk, in_trio
+from tests.upload.scripted import Desk, add, desk, in_trio
 
 CALLS = ("open", "fstat", "pread", "pwrite", "ftruncate", "posix_fallocate", "fdatasync", "copy_file_range")
 
@@ -54,7 +54,7 @@ async def writes(d: Desk, dirty_file: DirtyFile) -> bytes:
     """Changes of all kinds; what the file should hold then."""
     plain = bytearray()
     for number, size in enumerate((10, 70_000, 3)):
-        if await works(dirty_file.append(content(number, size))):
+        if await works(add(dirty_file, content(number, size))):
             plain += content(number, size)
         assert dirty_file.size == len(plain)
     if await works(dirty_file.allocate(0, 100_000)):
@@ -64,7 +64,7 @@ async def writes(d: Desk, dirty_file: DirtyFile) -> bytes:
     assert dirty_file.size == len(plain)
     with suppress(CachefsError):
         assert await dirty_file.read(0, 200_000) == bytes(plain)
-    if await works(dirty_file.append(b"end")):
+    if await works(add(dirty_file, b"end")):
         plain += b"end"
     return bytes(plain)
 

@@ -15,13 +15,14 @@ import trio
 from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import ObjectInfo
 from cachefs.upload import journal, orphans, room, sending, staging
-from cachefs.upload.content import Row, Settling, Stored
+from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import TOKENS, DirtyFile, Way
 from cachefs.upload.journal import AGAIN_S
-from cachefs.upload.room import LOOK_BYTES, LOOK_S, WAIT_S, StagingRoom
+from cachefs.upload.room import RELIEF, WAIT_S, StagingRoom
+from cachefs.upload.staging import LOOK_S
 from cachefs.upload.uploads import SHOWN
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, Room, desk, in_trio
+from tests.upload.scripted import PART, Room, ScriptedReader, add, desk, in_trio
 from tests.upload.test_passthrough import Kernel, in_passthrough, open_backing, taken
 from tests.upload.test_series import Pwrite
 
@@ -350,7 +351,7 @@ async def test_a_disk_that_is_full_has_room_for_nothing(tmp_path: Path) -> None:
         for call in (
             lambda: dirty_file.allocate(0, 10),
             lambda: dirty_file.write(0, b"1"),
-            lambda: dirty_file.append(b"1"),
+            lambda: add(dirty_file, b"1"),
         ):
             with pytest.raises(NoRoom):
                 await call()
@@ -425,21 +426,18 @@ async def test_what_was_broken_off_for_nothing_is_sent_after_all(
 async def test_what_begins_with_less_than_was_promised_does_not_begin(tmp_path: Path, short: int) -> None:
     data = content(1, 20_001)
 
-    async def bring(origin: Any, base: Any, count: int, take: Any) -> None:
-        for at in range(0, count - short, 1000):
-            await take(data[at : min(count - short, at + 1000)])
-
-    async with desk(tmp_path, bring=bring) as d:
+    reader = ScriptedReader(short)
+    async with desk(tmp_path, reader=reader) as d:
         d.store.show("k", data)
         if short:
-            with pytest.raises(OriginFailed, match=f"only {20_001 - short} of 20001 bytes"):
+            with pytest.raises(OriginFailed, match="shorter than it was"):
                 await d.create("k", base=d.store.version("k"))
         else:
             dirty_file = await d.create("k", base=d.store.version("k"), upto=15_000)
             assert bytes(await dirty_file.read(0, 30_000)) == data[:15_000]
             await d.close(dirty_file)
             await d.quiet()
-        assert d.uploads._dirty_files == {} and (await d.files()) == []
+        assert d.uploads._dirty_files == {} and (await d.files()) == [] and reader.users == 0
 
 
 @in_trio
@@ -605,7 +603,7 @@ async def test_what_the_cache_is_taking_is_not_removed_under_it(
             go_on.set()
         await d.quiet()
         assert list(d.cache.adopted.values()) == [b"data"] and "failed to take" not in caplog.text
-        assert (await d.files()) == [] and not isinstance(dirty_file.content.named, Settling)
+        assert (await d.files()) == [] and dirty_file.content.state is not State.SETTLING
 
 
 @in_trio
@@ -624,12 +622,12 @@ def test_all_in_the_staging_directory_is_ours_and_it_is_no_link(tmp_path: Path) 
     (tmp_path / "staging").mkdir()
     (tmp_path / "staging" / "any name").write_bytes(b"")
     (tmp_path / "staging" / "any name").chmod(0o644)
-    staging.prepare(tmp_path / "staging")
+    staging.StagingDisk(tmp_path / "staging")
     assert stat.S_IMODE((tmp_path / "staging" / "any name").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "staging").stat().st_mode) == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "staging")
     with pytest.raises(CacheUnusable):
-        staging.prepare(tmp_path / "link")
+        staging.StagingDisk(tmp_path / "link")
 
 
 @in_trio
@@ -692,26 +690,6 @@ NOTHING_SENT: Any = SimpleNamespace(
 )
 
 
-@in_trio
-async def test_the_disk_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch, 1000 + 3 * LOOK_BYTES)
-    free = StagingRoom(Path("/"), 1000, None, lambda _: False)
-    assert free.free_bytes() == 3 * LOOK_BYTES and free.free_bytes() == 3 * LOOK_BYTES
-    assert asked.count == 1
-    await free.admit(NOTHING_SENT, 100)
-    assert free.free_bytes() == 3 * LOOK_BYTES - 100 and asked.count == 1
-    await trio.sleep(LOOK_S - 0.01)
-    assert free.free_bytes() == 3 * LOOK_BYTES - 100 and asked.count == 1
-    await trio.sleep(0.01)
-    assert free.free_bytes() == 3 * LOOK_BYTES and asked.count == 2, (
-        "what was written is counted by the disk now"
-    )
-    await free.admit(NOTHING_SENT, LOOK_BYTES)
-    assert asked.count == 2
-    await free.admit(NOTHING_SENT, 5)
-    assert asked.count == 3
-
-
 @pytest.mark.parametrize(
     ("free", "count", "gives", "hopeful", "admitted", "waited"),
     [
@@ -772,10 +750,7 @@ async def test_who_does_not_ask_is_given_room_where_it_is_short(
         await place.relieve()
         assert hoped == ([None] if short and not cache else [])
         if gives is not None:
-            assert gives.asked == ([LOOK_BYTES] if short else [])
-        count = asked.count
-        place.free_bytes()
-        assert asked.count == count + short, "it is looked at again"
+            assert gives.asked == ([RELIEF] if short else [])
 
 
 @in_trio
@@ -790,7 +765,7 @@ async def test_who_is_ahead_of_the_wire_waits_for_it(tmp_path: Path, monkeypatch
         async def write() -> None:
             nonlocal written
             for _ in range(8):
-                await dirty_file.append(bytes(PART))
+                await add(dirty_file, bytes(PART))
                 written += 1
 
         async with trio.open_nursery() as nursery:
@@ -821,7 +796,7 @@ async def test_who_waits_for_the_parts_of_a_commit_goes_on_when_they_have_landed
         appended = trio.Event()
 
         async def append() -> None:
-            await dirty_file.append(b"more")
+            await add(dirty_file, b"more")
             appended.set()
 
         async with trio.open_nursery() as nursery:

@@ -12,7 +12,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, OriginFailed
 from cachefs.upload import DirtyFile, sending
-from tests.upload.scripted import PART, Desk, Room, ScriptedStore, desk, in_trio
+from tests.upload.scripted import PART, Desk, Room, ScriptedStore, add, desk, in_trio
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -75,7 +75,7 @@ class World:
                 data.extend(piece)
                 file.changed()
                 self.note(name, file)
-                await dirty_file.append(piece)
+                await add(dirty_file, piece)
             case "cut":
                 length = rng.randrange(len(data) + PART)
                 del data[length:]

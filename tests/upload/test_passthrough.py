@@ -17,9 +17,9 @@ import trio.testing
 
 from cachefs.base.errors import TooLarge
 from cachefs.origin import ObjectInfo
+from cachefs.store.backing import BackingFile
 from cachefs.upload import passthrough, staging
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.passthrough import StagingBacking
 from tests.conftest import ROOT
 from tests.fetch.scripted import content
 from tests.upload.scripted import LIMITS, PART, Desk, Room, ScriptedStore, desk, in_trio
@@ -29,19 +29,19 @@ class Kernel:
     """Takes loans, and gives them numbers."""
 
     def __init__(self, d: Desk) -> None:
-        self.backings: list[StagingBacking] = []
+        self.backings: list[BackingFile] = []
         self.refuses = 0
         self.desk = d
         d.uploads.enable_passthrough(self.tell, self.retire)
 
-    def tell(self, backing: StagingBacking) -> None:
+    def tell(self, backing: BackingFile) -> None:
         if self.refuses:
             raise OSError(self.refuses, os.strerror(self.refuses))
         assert os.get_inheritable(backing.fd) is False
         backing.registered(len(self.backings) + 1)
         self.backings.append(backing)
 
-    def retire(self, backing: StagingBacking) -> None:
+    def retire(self, backing: BackingFile) -> None:
         self.backings.remove(backing)
 
 

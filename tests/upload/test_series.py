@@ -16,14 +16,15 @@ import trio
 
 from cachefs.base import database
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed
+from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.upload import refuse_foreign, room, through
+from cachefs.upload import refuse_foreign, room
 from cachefs.upload.journal import DIRTY_FILES, Journal
 from cachefs.upload.queue import IN_BACKGROUND
 from cachefs.upload.staging import HELD
 from tests.fetch.scripted import content
 from tests.upload import counters
-from tests.upload.scripted import LIMITS, MIB, PART, Desk, ScriptedStore, desk, in_trio
+from tests.upload.scripted import LIMITS, MIB, PART, Desk, ScriptedReader, ScriptedStore, add, desk, in_trio
 
 FILES = 2 * IN_BACKGROUND + 5
 
@@ -182,7 +183,7 @@ async def test_what_nobody_has_closed_or_synced_is_not_sent_by_itself(tmp_path: 
         await dirty_file.write(0, b"F")
         await trio.sleep(1000)
         before = dict(d.store.counts)
-        await dirty_file.append(b"!")
+        await add(dirty_file, b"!")
         await trio.sleep(1000)
         assert d.store.counts == before
         await d.close(dirty_file)
@@ -197,7 +198,7 @@ async def test_one_that_is_removed_while_it_is_promised(
     async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
         dirty_file = await d.save("k", b"first")
         d.uploads.open(dirty_file)
-        await dirty_file.append(b", second")
+        await add(dirty_file, b", second")
         await trio.sleep(5)
         assert dirty_file.trying.overdue and not d.store.objects
         syncing, go_on = threading.Event(), threading.Event()
@@ -294,7 +295,7 @@ async def test_a_store_without_parts_does_not_hold_the_writer_of_a_large_file(
     async with desk(tmp_path, ScriptedStore(replace(LIMITS, most_parts=0))) as d:
         dirty_file = await d.create("k")
         for _ in range(8):
-            await dirty_file.append(b"x" * PART)
+            await add(dirty_file, b"x" * PART)
         await d.close(dirty_file)
         assert d.store.counts == {"put": 1} and len(d.store.content("k")) == 8 * PART
 
@@ -312,38 +313,29 @@ async def test_what_can_be_read_without_waiting_is_all_or_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_dirty_file_begins_with_is_read_in_order_and_closed(fails: bool) -> None:
-    class Reader:
-        opened = closed = 0
+@in_trio
+async def test_what_a_dirty_file_begins_with_is_read_in_order_and_closed(tmp_path: Path, fails: bool) -> None:
+    data, read = content(1, 3 * MIB + 5), list[tuple[int, int]]()
 
-        def open(self, origin: Any, object_id: ObjectId) -> ObjectId:
-            self.opened += 1
-            return object_id
-
-        def close(self, opened: ObjectId) -> None:
-            self.closed += 1
-
-        async def read(self, opened: ObjectId, offset: int, size: int, pid: int) -> bytes:
+    class Reader(ScriptedReader):
+        async def read(self, opened: bytes, offset: int, size: int, pid: int) -> bytes:
             if fails and offset:
                 raise OriginFailed("trouble")
-            return data[offset : offset + size]
+            read.append((offset, size))
+            return await super().read(opened, offset, size, pid)
 
-    data, reader, got = content(1, 3 * MIB + 5), Reader(), bytearray()
-
-    async def take(piece: Any) -> None:
-        assert 0 < len(piece) <= MIB
-        got.extend(piece)
-
-    bring = through(reader)
-    base = ObjectId("s", "k", "e", len(data))
-    count = 2 * MIB + 7
-    if fails:
-        with pytest.raises(OriginFailed):
-            trio.run(bring, None, base, count, take)
-    else:
-        trio.run(bring, None, base, count, take)
-        assert got == data[:count]
-    assert reader.opened == reader.closed == 1
+    reader = Reader()
+    async with desk(tmp_path, reader=reader) as d:
+        d.store.show("k", data)
+        if fails:
+            with pytest.raises(OriginFailed):
+                await d.create("k", base=d.store.version("k"), upto=2 * MIB + 7)
+        else:
+            dirty_file = await d.create("k", base=d.store.version("k"), upto=2 * MIB + 7)
+            assert read == [(0, MIB), (MIB, MIB), (2 * MIB, 7)]
+            assert bytes(await dirty_file.read(0, 3 * MIB)) == data[: 2 * MIB + 7]
+            await d.close(dirty_file)
+        assert reader.users == 0
 
 
 # -- the guards themselves ----------------------------------------------------------------------------
@@ -354,7 +346,7 @@ def _busy(d: Desk) -> None:
 
 
 def _memory(d: Desk) -> None:
-    d.uploads._memory.left -= 1
+    d.uploads._disk.memory_left -= 1
 
 
 def _writers(d: Desk) -> None:
@@ -398,7 +390,7 @@ async def test_what_was_written_during_an_upload_follows_by_itself(tmp_path: Pat
                 await trio.sleep(2)
             await hold.reached.wait()
             d.uploads.open(dirty_file)
-            await dirty_file.append(b", second")
+            await add(dirty_file, b", second")
             if writeback:
                 await d.uploads.commit(dirty_file)
             d.uploads.release(dirty_file)
@@ -416,7 +408,7 @@ async def test_waits_after_failures_double_from_half_a_second_to_a_minute(tmp_pa
     async with desk(tmp_path, writeback=True) as d:
         d.store.fail("put", lambda: OriginFailed("trouble"), times=1000)
         at: list[float] = []
-        d.uploads._metrics = _Noting(at)  # type: ignore[assignment]
+        d.uploads._queue._metrics = _Noting(at)  # type: ignore[assignment]
         await d.save("k", b"data")
         await trio.sleep(1000)
         waits = [later - earlier for earlier, later in itertools.pairwise(at)]
@@ -435,6 +427,7 @@ class _Noting:
     def __init__(self, at: list[float]) -> None:
         self._at = at
         self.uploaded_files = 0
+        self.ledger = Metrics().ledger
 
     @property
     def upload_failures(self) -> int:

@@ -19,15 +19,14 @@ from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
 from cachefs.origin import Origin, Upload
 from cachefs.store import open_store, ram
-from cachefs.upload import Uploads, through
-from cachefs.upload.journal import Records
+from cachefs.upload import Uploads
 from tests.conftest import LEVEL
 from tests.origin.pending import abort, pending
 from tests.origin.reading import content as object_content
 from tests.origin.servers import Lab, Server
 from tests.origin.test_faults import credentials_file
 from tests.origin.test_writing_faults import forget_peak, peak
-from tests.upload.scripted import Desk, Room, let_go
+from tests.upload.scripted import Desk, Room, add, let_go
 
 MIB = 1 << 20
 LARGE = 18 * MIB + 5
@@ -47,7 +46,7 @@ async def daemon(server: Server, path: Path, **how: Any) -> AsyncIterator[tuple[
         uploads = Uploads(
             *(path / "state", path / "cache" / "staging", [origin], opened.store, metrics),
             nursery=nursery,
-            bring=through(fetcher),
+            reader=fetcher,
             **how,
         )
         desk = Desk(uploads, origin, Room(), metrics, path)
@@ -249,7 +248,7 @@ def test_credentials_that_expire_and_come_back(
             with pytest.raises(PermissionDenied):
                 await d.uploads.commit(dirty_file)
             credentials_file(path, "key1")
-            await dirty_file.append(BODY[LARGE // 2 :])
+            await add(dirty_file, BODY[LARGE // 2 :])
             await d.close(dirty_file)
             assert await at_the_store(d.store, "k") == BODY
 
@@ -318,32 +317,3 @@ def test_memory_stays_flat(lab: Lab, tmp_path: Path, writeback: bool) -> None:
 
     run(use)
     lab.store.delete("bucket", "big")
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_one_that_was_completed_before_a_death_is_not_sent_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
-) -> None:
-    """Unless somebody has written it since."""
-
-    async def dies(records: Records, dirty_file: Any) -> None:
-        pass
-
-    async def use() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Records, "forget", dies)
-            async with daemon(server, tmp_path, writeback=True, upload_delay_s=0) as (d, _, _):
-                in_parts = d.store.limits.most_parts > 0
-                dirty_file = await d.save("k", BODY)
-                await until(lambda: bool(d.settled))
-                body = (b"new" if changed else b"") + BODY[3 if changed else 0 :]
-                (d.staging / dirty_file.id).write_bytes(body)
-        async with daemon(server, tmp_path, writeback=True, upload_delay_s=0) as (d, _, _):
-            assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
-            assert await d.uploads.flush() == []
-            assert await at_the_store(d.store, "k") == body
-            if in_parts and isinstance(server, Lab):
-                assert d.metrics.origin_bytes_sent == (LARGE if changed else 0)
-            await d.store.delete("k")
-
-    run(use)

@@ -13,7 +13,7 @@ import trio
 from cachefs.base.errors import NoRoom, OriginFailed
 from cachefs.upload import staging
 from cachefs.upload.staging import HELD
-from tests.upload.scripted import ScriptedStore, desk, in_trio
+from tests.upload.scripted import ScriptedStore, add, desk, in_trio
 
 
 class Turns:
@@ -44,7 +44,7 @@ async def test_a_small_file_is_saved_without_the_disk_and_kept_after_that(
         d.uploads.release(dirty_file)
         await d.quiet()
         assert turns.count == 1 and list(d.cache.adopted.values()) == [b"1" * 10_000]
-        assert await d.files() == [] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+        assert await d.files() == [] and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
 
 
 @in_trio
@@ -54,10 +54,10 @@ async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) ->
         await dirty_file.truncate(HELD // 2)
         await dirty_file.write(HELD - 1, b"2")
         assert await d.files() == []
-        await dirty_file.append(b"3")
-        assert await d.files() == [dirty_file.id] and d.uploads._memory.left == staging.HELD_ALTOGETHER
+        await add(dirty_file, b"3")
+        assert await d.files() == [dirty_file.id] and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
         await dirty_file.truncate(10)
-        await dirty_file.append(b"4")
+        await add(dirty_file, b"4")
         assert await dirty_file.read(0, 100) == b"1" * 10 + b"4"
         await d.close(dirty_file)
         assert d.store.content("k") == b"1" * 10 + b"4"
@@ -68,20 +68,20 @@ async def test_all_together_take_no_more_memory_than_they_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with desk(tmp_path) as d:
-        d.uploads._memory.left = 2500
+        d.uploads._disk.memory_left = 2500
         dirty_files = [await d.create(str(n), b"1" * 1000) for n in range(4)]
         assert (
             await d.files() == sorted([dirty_files[2].id, dirty_files[3].id])
-            and d.uploads._memory.left == 500
+            and d.uploads._disk.memory_left == 500
         )
         await dirty_files[0].truncate(0)
-        await dirty_files[1].append(b"2" * 1500)
-        assert len(await d.files()) == 2 and d.uploads._memory.left == 0
+        await add(dirty_files[1], b"2" * 1500)
+        assert len(await d.files()) == 2 and d.uploads._disk.memory_left == 0
         for dirty_file in dirty_files:
             await d.close(dirty_file)
         await d.quiet()
-        assert d.uploads._memory.left == 2500 and await d.files() == []
-        d.uploads._memory.left = staging.HELD_ALTOGETHER
+        assert d.uploads._disk.memory_left == 2500 and await d.files() == []
+        d.uploads._disk.memory_left = staging.HELD_ALTOGETHER
         assert d.store.content("1") == b"1" * 1000 + b"2" * 1500
 
 
@@ -91,14 +91,14 @@ async def test_one_that_was_removed_leaves_no_file_however_it_grows(tmp_path: Pa
         dirty_file = await d.create("k", b"1" * 10)
         await d.uploads.discard(dirty_file)
         assert await dirty_file.read(0, 10) == b"1" * 10
-        await dirty_file.append(b"2" * HELD)
+        await add(dirty_file, b"2" * HELD)
         assert await dirty_file.read(0, 2 * HELD) == b"1" * 10 + b"2" * HELD
         assert await d.files() == []
         d.uploads.release(dirty_file)
         other = await d.create("l", b"1" * 10)
         await d.uploads.discard(other)
         d.uploads.release(other)
-        assert d.uploads._memory.left == staging.HELD_ALTOGETHER and d.store.objects == {}
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER and d.store.objects == {}
 
 
 @in_trio
@@ -141,7 +141,7 @@ async def test_a_disk_without_room_for_it_keeps_it_from_the_cache_and_from_nothi
             patch.setattr(staging, "_written_file", full)
             dirty_file = await d.create("k", b"1" * 1000)
             with pytest.raises(NoRoom):
-                await dirty_file.append(b"2" * HELD)
+                await add(dirty_file, b"2" * HELD)
             assert dirty_file.size == 1000
             await d.close(dirty_file)
             await d.quiet()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.upload import staging
-from cachefs.upload.staging import Memory, Shape, StagingFile, Threads
+from cachefs.upload.staging import Shape, StagingDisk, StagingFile
 from tests.conftest import examples
 from tests.upload.scripted import in_trio
 
@@ -38,18 +38,20 @@ def test_it_holds_what_was_written(
     """Whatever memory is left, though the disk takes a few bytes of each write and copies a few at a time."""
     place = tmp_path_factory.mktemp("staging")
     with pytest.MonkeyPatch.context() as patch:
-        pwrite, before = os.pwrite, len(os.listdir("/proc/self/fd"))
+        pwrite, copy, before = os.pwrite, os.copy_file_range, len(os.listdir("/proc/self/fd"))
         patch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: 8 * at_once], at))
+        patch.setattr(
+            os, "copy_file_range", lambda fd, to, count, *at: copy(fd, to, min(count, at_once), *at)
+        )
         patch.setattr(staging, "HELD", 64)
-        patch.setattr(staging, "COPIED", at_once)
         trio.run(_hold, place, steps, left)
         assert len(os.listdir("/proc/self/fd")) == before
     assert not list(place.iterdir())
 
 
 async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> None:
-    memory, threads = Memory(left), Threads()
-    file, plain, users = StagingFile(place / "f", threads, memory), bytearray(), 0
+    disk = StagingDisk(place, left)
+    file, plain, users = StagingFile(disk, "f", new=True), bytearray(), 0
     file.take()
     for number, (what, at, length) in enumerate(steps):
         match what:
@@ -72,11 +74,11 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> No
                 await file.land()
                 assert file._held is None and (place / "f").read_bytes() == plain
             case "copy":
-                copy = StagingFile(place / "copy", threads, memory)
+                copy = StagingFile(disk, "copy", new=True)
                 await file.copy_to(copy, len(plain))
                 assert await copy.read(0, 1000) == plain
                 copy.remove()
-                await threads.quiet()
+                await disk.quiet()
             case "passthrough":
                 await file.land()
                 shape = await file.open_backing()
@@ -95,18 +97,18 @@ async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> No
         assert now is None or now == plain
         assert bytes(file.source(len(plain)).read(0, len(plain))) == plain
         held = len(file._held) if file._held is not None else 0
-        assert memory.left + held == left and held <= 64 and memory.left >= 0
+        assert disk.memory_left + held == left and held <= 64 and disk.memory_left >= 0
         assert (file._fd >= 0) is (file._held is None)
     while users:
         file.give_back()
         users -= 1
     file.remove()
-    await threads.quiet()
+    await disk.quiet()
     assert not (place / "f").exists()
     assert await file.read(0, 1000) == plain, "its user has it"
     file.give_back()
-    await threads.quiet()
-    assert memory.left == left and file._fd == -1
+    await disk.quiet()
+    assert disk.memory_left == left and file._fd == -1
 
 
 @pytest.mark.parametrize(
@@ -117,8 +119,8 @@ async def test_a_disk_that_fails_leaves_no_half_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
 ) -> None:
     """One in memory stays there, with all that it held."""
-    memory, before = Memory(100), len(os.listdir("/proc/self/fd"))
-    file = StagingFile(tmp_path / "f", Threads(), memory)
+    disk, before = StagingDisk(tmp_path, 100), len(os.listdir("/proc/self/fd"))
+    file = StagingFile(disk, "f", new=True)
     pwrite, calls = os.pwrite, [0]
 
     def failing(fd: int, data: Any, at: int) -> int:
@@ -132,11 +134,11 @@ async def test_a_disk_that_fails_leaves_no_half_file(
         monkeypatch.setattr(os, "pwrite", failing)
         with pytest.raises(error, match=str(tmp_path)):
             await file.land()
-        assert not list(tmp_path.iterdir()) and memory.left == 91  # noqa: ASYNC240
+        assert not list(tmp_path.iterdir()) and disk.memory_left == 91  # noqa: ASYNC240
         assert await file.read(0, 100) == b"all of it"
         monkeypatch.undo()
         await file.land()
-        assert (tmp_path / "f").read_bytes() == b"all of it" and memory.left == 100
+        assert (tmp_path / "f").read_bytes() == b"all of it" and disk.memory_left == 100
     assert len(os.listdir("/proc/self/fd")) == before
     file.remove()
 
@@ -161,7 +163,7 @@ def test_one_of_a_descriptor_is_only_read_through_it(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "f", os.O_RDONLY)
 
     async def use() -> None:
-        file = StagingFile(tmp_path / "f", Threads(), fd=fd)
+        file = StagingFile(StagingDisk(tmp_path), "f", fd=fd)
         with file.used():
             await file.write(5, b"is")
             assert await file.read(0, 100) == b"what iss there" and file.fd == fd

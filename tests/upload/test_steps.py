@@ -12,7 +12,7 @@ import trio
 
 from cachefs.upload import orphans, sending
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, Desk, ScriptedStore, desk, in_trio
+from tests.upload.scripted import PART, Desk, ScriptedStore, add, desk, in_trio
 
 OLDER, OLD, NEW = b"an older one", content(1, 5 * PART), content(2, 3 * PART)
 
@@ -99,7 +99,7 @@ async def test_a_file_that_is_overwritten_keeps_its_name(
             steps.take()
         await dirty_file.write(0, NEW[:PART])
         steps.take()
-        await dirty_file.append(NEW[PART:])
+        await add(dirty_file, NEW[PART:])
         steps.take()
         await d.close(dirty_file)
         closed = steps.count
@@ -132,7 +132,7 @@ async def test_what_was_replaced_does_not_come_back(
         dirty_file = await d.save("tmp", NEW, base=None if how == "new" else store.version("tmp"), upto=0)
         if how == "is-being-changed":
             d.uploads.open(dirty_file)
-            await dirty_file.append(b"!")
+            await add(dirty_file, b"!")
         steps = Steps(tmp_path, store)
         abort = store.hold("abort")
 

@@ -13,7 +13,7 @@ import trio.testing
 from cachefs.base.errors import CacheUnusable, NoRoom, OriginFailed, PermissionDenied
 from cachefs.upload.journal import Journal, Records
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, SOURCE, ScriptedStore, desk, in_trio
+from tests.upload.scripted import PART, SOURCE, ScriptedStore, add, desk, in_trio
 
 
 @in_trio
@@ -48,7 +48,7 @@ async def test_an_acknowledged_file_is_on_the_disk_before_its_row(
         assert done == ["fdatasync", "fsync", "write"], "bytes, then the name, then the row"
         await d.uploads.commit(dirty_file)
         assert len(done) == 3, "nothing changed"
-        await dirty_file.append(b"more")
+        await add(dirty_file, b"more")
         await d.uploads.commit(dirty_file)
         assert done[3:] == ["fdatasync"], "the row says the same"
 
@@ -75,15 +75,15 @@ async def test_what_is_being_written_again_is_not_uploaded_by_halves(tmp_path: P
         await trio.sleep(5)
         d.uploads.open(dirty_file)
         await dirty_file.truncate(0)
-        await dirty_file.append(b"sec")
+        await add(dirty_file, b"sec")
         await trio.sleep(100)
         assert await d.uploads.flush() == []
         assert d.store.counts == {}
-        await dirty_file.append(b"ond")
+        await add(dirty_file, b"ond")
         await d.uploads.commit(dirty_file)
         await trio.sleep(11)
         assert d.store.content("k") == b"second", "synced is as good as closed"
-        await dirty_file.append(b", third")
+        await add(dirty_file, b", third")
         await trio.sleep(100)
         assert d.store.content("k") == b"second"
         await d.close(dirty_file)
@@ -111,7 +111,7 @@ async def test_a_file_that_stays_open_is_uploaded_from_time_to_time(tmp_path: Pa
     async with desk(tmp_path, writeback=True, upload_delay_s=10) as d:
         log = await d.create("log")
         for number in range(100):
-            await log.append(b"%d\n" % number)
+            await add(log, b"%d\n" % number)
             await d.uploads.commit(log)
             await trio.sleep(1)
         assert 5 <= d.store.counts["put"] <= 10
@@ -169,7 +169,7 @@ async def test_who_appends_does_not_wait(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(d.uploads.commit, dirty_file)
             await held.reached.wait()
-            await dirty_file.append(b"more")
+            await add(dirty_file, b"more")
             held.release.set()
         assert d.store.content("k") == data and dirty_file.dirty
         await d.close(dirty_file)
@@ -237,7 +237,7 @@ async def test_what_was_acknowledged_is_found_again(tmp_path: Path, size: int) -
         assert (again.id, again.size, again.attrs) == (dirty_file.id, size, {"mode": 0o600}) and again.dirty
         d.uploads.open(again)
         assert bytes(await again.read(0, size)) == data
-        await again.append(b"!")
+        await add(again, b"!")
         await d.close(again)
         assert await d.uploads.flush() == []
         assert store.content("k") == data + b"!" and store.objects.keys() == {"k", "to"}
