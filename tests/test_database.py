@@ -1288,7 +1288,7 @@ def copied(path: Path) -> list[dict[bytes, bytes]]:
     fresh = path.with_name("fresh copy")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
-    database._copy_rows(path, fresh, TABLES, fsync=False)
+    database._copy_rows(path, fresh, TABLES)
     env = lmdb.open(str(fresh), readonly=True, lock=False, max_dbs=3)
     try:
         found = []
@@ -1334,7 +1334,7 @@ def test_a_file_with_keys_out_of_order_or_without_a_table_is_damaged(tmp_path: P
     data.write_bytes(raw)
     assert len(copied(tmp_path / "db")[0]) == 40
     with pytest.raises(lmdb.NotFoundError):
-        database._copy_rows(tmp_path / "db", tmp_path / "fresh copy", [*TABLES, "c"], fsync=False)
+        database._copy_rows(tmp_path / "db", tmp_path / "fresh copy", [*TABLES, "c"])
 
 
 def test_the_lock_file_is_in_memory_and_all_there_before_it_is_mapped(

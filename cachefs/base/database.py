@@ -182,7 +182,7 @@ class Database:
             return None
         if not self._fsync and state != f"open {_boot_id()}":
             return "the machine stopped before it was written out"
-        return _rewrite(self.path, self.tables, fsync=self._fsync)
+        return _rewrite(self.path, self.tables)
 
     def _drop(self, reason: str) -> None:
         if self._precious:
@@ -481,14 +481,13 @@ class _Environment:
 
     def __init__(self, path: Path, names: Sequence[str], *, fsync: bool) -> None:
         self.env = _open_env(path, len(names), fsync=fsync)
-        self._fd = -1
         try:
             with self.env.begin(write=True) as creating:  # one fsync for all tables of a new database
                 self.tables = {name: self.env.open_db(name.encode(), txn=creating) for name in names}
+            os.chmod(path / "data.mdb", durable.PRIVATE_FILE)
             self._fd = os.open(path / "data.mdb", os.O_RDONLY)
-            os.fchmod(self._fd, durable.PRIVATE_FILE)
         except BaseException:
-            self.close()
+            self.env.close()
             raise
         self.committed = self.length()
         """Of the file, after the last commit. It never shrinks."""
@@ -499,9 +498,7 @@ class _Environment:
 
     def close(self) -> None:
         self.env.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.close(self._fd)
 
 
 def _file_pages() -> int:
@@ -607,21 +604,13 @@ def _chunks(file: Any) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-def _rewrite(path: Path, tables: Sequence[str], *, fsync: bool) -> str | None:
+def _rewrite(path: Path, tables: Sequence[str]) -> str | None:
     """Write every row of a database that was not closed into a fresh one, and put that in its place; or why that failed.
     Another process reads it: see `_main`. Blocking, for `REWRITE_S` at most."""
     fresh = path / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
     durable.make_directory(fresh)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "cachefs.base.database",
-        str(os.getpid()),
-        str(path),
-        str(int(fsync)),
-    ]
+    command = [sys.executable, "-P", "-m", "cachefs.base.database", str(os.getpid()), str(path)]
     nothing = subprocess.DEVNULL
     reader = subprocess.Popen([*command, *tables], stdin=nothing, stdout=nothing, stderr=nothing)
     try:
@@ -638,19 +627,20 @@ def _rewrite(path: Path, tables: Sequence[str], *, fsync: bool) -> str | None:
     return reasons.get(status, "it is truncated or damaged")
 
 
-def _main(parent: str, path: str, fsync: str, *tables: str) -> None:
+def _main(parent: str, path: str, *tables: str) -> None:
     """The process of `_rewrite`. Its exit status says how it went; it ends with its parent."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit(1)
     try:
-        _copy_rows(Path(path), Path(path, "fresh"), tables, fsync=fsync == "1")
+        _copy_rows(Path(path), Path(path, "fresh"), tables)
     except Exception as exc:
         sys.exit(_NO_ROOM if _is_disk_trouble(exc) else 1)
 
 
-def _copy_rows(path: Path, fresh: Path, tables: Sequence[str], *, fsync: bool) -> None:
-    """Raises what a damaged database makes LMDB raise: also for a missing table, and for keys out of order."""
+def _copy_rows(path: Path, fresh: Path, tables: Sequence[str]) -> None:
+    """Raises what a damaged database makes LMDB raise: also for a missing table, and for keys out of order. What is written
+    is not synced."""
     old = _open_lmdb(path, len(tables), readonly=True, lock=False)
     size, page = (path / "data.mdb").stat().st_size, old.stat()["psize"]
     if size % page and size // page <= old.info()["last_pgno"]:
@@ -666,7 +656,6 @@ def _copy_rows(path: Path, fresh: Path, tables: Sequence[str], *, fsync: bool) -
                 with new.begin(write=True) as writing, writing.cursor(db=into) as cursor:
                     if cursor.putmulti(batch, append=True)[1] != len(batch):
                         raise lmdb.CorruptedError("keys out of order")
-    new.sync(fsync)
 
 
 def remove(path: Path) -> None:

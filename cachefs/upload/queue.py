@@ -207,10 +207,7 @@ class Queue:
             dirty_file.content.end()
             attempt.begun.set()
             attempt.done.set()
-            promised = dirty_file.acknowledged or not dirty_file.handles
-            if (
-                dirty_file.waits and promised and not dirty_file.trying.overdue
-            ):  # broken off, or written meanwhile
+            if dirty_file.waits:  # broken off, or written meanwhile
                 self.plan(dirty_file, self.delay_s)
         if not dirty_file.dirty and not dirty_file.handles:
             await self._settle(dirty_file)

@@ -83,9 +83,8 @@ class StagingRoom:
 
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         """Return when `count` bytes may be written. Raises `NoRoom`."""
-        parts, sender = dirty_file.parts, dirty_file.sender
-        while parts.under_way and parts.waiting_bytes > UNSENT and sender.failed is None:
-            await sender.landed()
+        while dirty_file.parts.under_way and dirty_file.parts.waiting_bytes > UNSENT:
+            await dirty_file.sender.landed()
         if self.free_bytes() < count and not await self.more(dirty_file, count):
             kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS
             if self.free_bytes() + kept < count:

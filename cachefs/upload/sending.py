@@ -248,7 +248,7 @@ class Sender:
         self._quiet = True
         for scope in self._early.values():
             scope.cancel()
-        while self.parts.under_way or self._early:
+        while self._early:
             await self._landing.park()
 
     def resume(self, upload: Upload) -> None:
@@ -359,9 +359,7 @@ class Sender:
             if self.upload is None:
                 if self.failed is not None:
                     raise self.failed  # just now, and who else sends early does not ask again
-                with trio.CancelScope(
-                    shield=True
-                ):  # it ends within the origin's deadline, and nothing else records it
+                with trio.CancelScope(shield=True):  # within the origin's deadline: nothing else records it
                     await self._begin()
             assert self.upload is not None
             return self.upload

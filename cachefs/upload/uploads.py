@@ -531,7 +531,7 @@ class Uploads:
         """Whether others are on their way, which begin now if they only wait for their time."""
         found = False
         for other in self._dirty_files.values():
-            if other is dirty_file or not other.dirty or other.discarded:
+            if other is dirty_file:
                 continue
             waits = other.attempt is None and other.failure is None and other.trying.due < math.inf
             if waits and other.trying.due > trio.current_time():
@@ -558,9 +558,8 @@ class Uploads:
             if not self.on_settling(dirty_file):
                 self._settle_later(dirty_file)
                 return
-            if (
-                dirty_file.sender.upload is not None
-            ):  # for example of a completion that another client's newer object hides
+            if dirty_file.sender.upload is not None:
+                # For example of a completion that another client's newer object hides.
                 await dirty_file.sender.abandon()
             if not dirty_file.content.adopted:
                 dirty_file.content.settle()
