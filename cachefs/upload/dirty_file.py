@@ -236,7 +236,6 @@ class DirtyFile:
             "file": self.file.path.name,
             "acknowledged": self.acknowledged,
             "base": self.base,
-            "size": self.size,
             "mtime_ns": self.mtime_ns,
             "attrs": self.attrs,
             "tokens": self.record.tokens,

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 OBJECT, ACKNOWLEDGED = "user.cachefs.object", "user.cachefs.acknowledged"
 
 _OURS = re.compile(r"[0-9a-f]{32}(\.[0-9]+)?")
-_DESCRIBED = ("source", "key", "mtime_ns", "attrs")
+_DESCRIBED = ("source", "key", "mtime_ns")
 
 
 class Orphan(NamedTuple):

@@ -181,7 +181,7 @@ def cache(tmp_path: Path) -> Path:
         path.write_bytes(b"%d" % number)
         os.utime(path, ns=(number * 10**9, number * 10**9))
         if key:
-            orphans.describe(path, {"source": "s3://b", "key": key, "mtime_ns": number * 10**9, "attrs": {}})
+            orphans.describe(path, {"source": "s3://b", "key": key, "mtime_ns": number * 10**9})
     return home
 
 
@@ -210,7 +210,7 @@ def test_files_are_copied_and_nothing_is_replaced(cache: Path, tmp_path: Path) -
 
 def test_a_name_that_leads_elsewhere_is_refused(cache: Path, tmp_path: Path) -> None:
     path = cache / "staging" / f"{3:032x}"
-    orphans.describe(path, {"source": "s3://b", "key": "../../evil", "mtime_ns": 1, "attrs": {}})
+    orphans.describe(path, {"source": "s3://b", "key": "../../evil", "mtime_ns": 1})
     (to := tmp_path / "to").mkdir()
     done = CliRunner().invoke(recover, [str(cache), "--to", str(to)])
     assert "leads elsewhere" in done.output and not (tmp_path / "evil").exists()
