@@ -97,7 +97,6 @@ class Journal:
         self._before = before
         self._next = _Batch()
         self.hangs_elsewhere: Callable[[], bool] = lambda: False
-        self._working = False
         self._since = math.inf  # when the transaction under way began
 
     @property
@@ -127,8 +126,8 @@ class Journal:
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
         batch.rows[table, key.encode()] = None if row is None else json.dumps(row).encode()
-        if not self._working:
-            self._working = True
+        if self._since == math.inf:
+            self._since = trio.current_time()
             trio.lowlevel.spawn_system_task(self._work)
         with trio.CancelScope(shield=True):  # a cancelled caller's row is written whole, or not at all
             known = within_s < math.inf and self.hangs_elsewhere()
@@ -153,7 +152,7 @@ class Journal:
             except Exception as exc:
                 batch.error = exc
             batch.ended.set()
-        self._working, self._since = False, math.inf
+        self._since = math.inf
 
     def _write(
         self, puts: list[Put], first: list[Callable[[], None]], then: list[Callable[[], None]]

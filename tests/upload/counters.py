@@ -3,6 +3,7 @@ counted as busy, held, under way or locked. Held after every test that runs them
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from cachefs.upload import DirtyFile, Uploads, staging
 def check_unused(uploads: Uploads) -> None:
     assert uploads._queue._busy == 0, f"{uploads._queue._busy} uploads are counted, and none is under way"
     assert uploads._disk.busy == 0
-    assert not uploads.journal._working, "the journal is being written"
+    assert uploads.journal._since == math.inf, "the journal is being written"
     dirty_files = uploads._dirty_files.values()
     assert uploads._passthrough._writers == sum(dirty_file.kernel.writers for dirty_file in dirty_files), (
         "writers are miscounted"
