@@ -332,7 +332,7 @@ def test_a_refused_owner_leaks_no_descriptor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "failing", ["durable.put", "durable.write", "durable.remove", "os.fchmod", "fcntl.flock", "lmdb.open"]
+    "failing", ["durable.put", "durable.write", "os.chmod", "os.fchmod", "fcntl.flock", "lmdb.open"]
 )
 @pytest.mark.parametrize("there", [False, True])
 def test_an_opening_that_fails_leaves_nothing_open_and_nothing_half_made(

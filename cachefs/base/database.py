@@ -72,9 +72,7 @@ WAIT_S = 30.0
 """How long another thread's transaction is waited for. Guessed: far longer than one takes on a disk that answers."""
 
 MARK = "version"
-"""Its name. A mark of an older cachefs has no state."""
-
-_MARK = re.compile(r"([ -~]+)(?:\n(open|closed) ([!-~]+)\n)?")
+_MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
 
 _PR_SET_PDEATHSIG = 1
 _NO_ROOM = 2  # the exit status of a rewrite
@@ -132,7 +130,6 @@ class Database:
                 self._drop(reason)
             # From here on, what is left at any moment is not closed.
             self._mark(f"open {_boot_id()}")
-            durable.remove(path / "clean", path / "dirty")  # the marks of older versions
             if not self._data.exists():
                 self._create()
             try:
@@ -580,7 +577,7 @@ def read_mark(path: Path) -> tuple[str, str]:
         found = _MARK.fullmatch((path / MARK).read_text(errors="replace"))
     except OSError:
         return "", ""
-    return (found[1], f"{found[2]} {found[3]}" if found[2] else "") if found else ("", "")
+    return (found[1], found[2]) if found else ("", "")
 
 
 def _boot_id() -> str:
