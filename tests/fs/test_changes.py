@@ -645,6 +645,7 @@ async def test_attributes_by_name() -> None:
             for name in names:
                 await mount.fs.getxattr(inode, name)
         assert mount.fs.statfs().files == 2
+        mount.database.sync()
         assert mount.fs.status()["names"] == 2
 
 

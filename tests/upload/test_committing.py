@@ -100,7 +100,7 @@ async def test_an_upload_that_cannot_be_written_down_is_not_used(
 async def test_appending_truncating_and_gaps(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         dirty_file = await d.create("k", b"hello")
-        assert await add(dirty_file, b" world") == 5
+        await add(dirty_file, b" world")
         await dirty_file.truncate(8)
         await dirty_file.truncate(12)
         await dirty_file.write(20, b"end")

@@ -247,7 +247,7 @@ def test_a_journal_of_another_format_is_refused_and_ours_is_not(tmp_path: Path) 
     refuse_foreign(directory)
     Journal(directory).close()
     refuse_foreign(directory)
-    (directory / "version").write_text("journal-0")
+    (directory / "version").write_text("journal-0\nopen BOOT\n")
     with pytest.raises(CacheUnusable, match="journal-0"):
         refuse_foreign(directory)
 

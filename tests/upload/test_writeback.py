@@ -453,7 +453,7 @@ def test_a_damaged_journal_is_refused_and_left_as_it_is(tmp_path: Path, how: str
     if how == "cut":
         data.write_bytes(whole[: len(whole) // 2])
     elif how == "version":
-        (path / "version").write_text("journal-99")
+        (path / "version").write_text("journal-99\nopen BOOT\n")
     elif how == "zeros":
         data.write_bytes(bytes(len(whole)))
     else:
