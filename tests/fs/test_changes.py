@@ -644,6 +644,7 @@ async def test_attributes_by_name() -> None:
         for inode, names in ((ino, OF_FILES), (d, OF_DIRECTORIES), (ROOT, OF_DIRECTORIES)):
             for name in names:
                 await mount.fs.getxattr(inode, name)
+        mount.database.sync()
         assert mount.fs.statfs().files == 2
         mount.database.sync()
         assert mount.fs.status()["names"] == 2
