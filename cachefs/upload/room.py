@@ -30,6 +30,9 @@ WAIT_S = 30.0
 LEFT_TO_OTHERS = 10
 """This part of what is kept free is not written into. Guessed: of the usual 10 %, one of the disk."""
 
+UNASKED = 1 << 30
+"""With less room than this, who writes has to ask. Guessed: what a fast disk takes while room is made (`LOOK_S`)."""
+
 RELIEF = 16 << 20
 """What the cache is asked for when a writer that does not ask has written too much. Guessed: any will do, it is repeated."""
 

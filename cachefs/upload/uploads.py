@@ -39,7 +39,7 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import NOTES, Journal, Records, look
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import Queue, in_vain
-from cachefs.upload.room import Cache, StagingRoom
+from cachefs.upload.room import UNASKED, Cache, StagingRoom
 from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, sync_names, touch
 
 log = logging.getLogger(__name__)
@@ -230,8 +230,8 @@ class Uploads:
     async def open_backing(self, dirty_file: DirtyFile) -> BackingFile | None:
         """Its backing file for one passthrough writer, until `returned`; None: no passthrough. The same one until
         the last user has gone. Nothing of it is sent meanwhile; an upload that a caller waits for is waited for."""
-        if dirty_file.backing is None and self._room.free_bytes() < 0:
-            return None  # who writes has to ask for room
+        if dirty_file.backing is None and self._room.free_bytes() < UNASKED:
+            return None
         return await self._passthrough.open_backing(dirty_file)
 
     def returned(self, dirty_file: DirtyFile) -> None:
