@@ -84,8 +84,8 @@ class Profile:
             stack, _, count = row.rpartition(" ")
             head, *frames = stack.split(";")
             found = re.match(r"thread \((\d+)\)", head)
-            if found is None or not frames:
-                continue
+            if found is None or not frames or not count.isdigit():
+                continue  # a torn sample
             thread = int(found[1])
             kind = _kind(pid, thread, now.get(thread, ("thread that ended", 0.0))[0])
             frames = [_short(frame) for frame in frames]

@@ -142,7 +142,6 @@ class Fetcher:
         few = min(BRINGING, self._ahead_limit // (self._part_blocks * store.block_size))
         self._bringing = trio.CapacityLimiter(max(PARTS_AT_ONCE, few))
         self._heap_slots = trio.CapacityLimiter(max(4, HEAP_BYTES // store.block_size))
-        self.in_flight_fetches = 0
         self._flying: set[InFlightFetch] = set()
         self._without_task: set[InFlightFetch] = set()
         self._none_without = trio.Event()
@@ -189,7 +188,7 @@ class Fetcher:
         obj = self._store.look(object_id)
         if obj.backing is not None:
             return False
-        return (self.in_flight_fetches > 0 and self._arrivals.soon(obj)) or self._store.must_seal(obj)
+        return (bool(self._flying) and self._arrivals.soon(obj)) or self._store.must_seal(obj)
 
     async def arrival(self, object_id: ObjectId, pid: int) -> None:
         obj = self._store.object(object_id)
@@ -509,13 +508,14 @@ class Fetcher:
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
         self._flying.add(fetch)
-        self.in_flight_fetches += 1
-        what = f"a transfer of {obj.id.key}"
+
+        def in_task() -> None:
+            contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch, origin, policy, done)
 
         def over(repeat: bool) -> None:
             self._without_task.discard(fetch)
             if repeat:
-                contained(self._nursery, what, self._fly, fetch, origin, policy, done)
+                in_task()
             else:
                 self._landed(fetch, origin, policy, done)
             if not self._without_task:
@@ -527,7 +527,7 @@ class Fetcher:
                 contained(self._nursery, "transfers without a task", self._attend, self._none_without)
             self._without_task.add(fetch)
         else:
-            contained(self._nursery, what, self._fly, fetch, origin, policy, done)
+            in_task()
         return fetch
 
     async def _attend(self, none_left: trio.Event) -> None:
@@ -540,6 +540,10 @@ class Fetcher:
             with trio.CancelScope(shield=True):
                 await none_left.wait()
             raise
+
+    @property
+    def in_flight_fetches(self) -> int:
+        return len(self._flying)
 
     @property
     def heap_bytes(self) -> int:
@@ -569,7 +573,6 @@ class Fetcher:
         """It is in flight no more."""
         fill = fetch.fill
         self._flying.discard(fetch)
-        self.in_flight_fetches -= 1
         if fetch.ahead:
             self._ahead_bytes -= fill.stop - fill.start
         if policy is not None:

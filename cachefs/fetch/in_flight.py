@@ -90,8 +90,7 @@ class InFlightFetch:
         self.waits: list[Wait] = []  # of reads that wait for it
         self._began = trio.current_time()
         self._ticket = Ticket(background=ahead)
-        self._scope = trio.CancelScope()
-        self._end_early: Callable[[], None] | None = None  # of an attempt without a task
+        self._end_early: Callable[[], None] | None = None  # of what transfers now
         self._given_up = False
         self._failed: tuple[CachefsError, float] | None = None  # how and since when that attempt failed
         self._joined: set[int] = set()
@@ -125,11 +124,10 @@ class InFlightFetch:
     def give_up(self) -> None:
         """End it, unless a reader waits for it."""
         if self._ticket.background and not self._waiters:
-            self._given_up = True
             self._cancel()
 
     def _cancel(self) -> None:
-        self._scope.cancel()
+        self._given_up = True
         if self._end_early is not None:
             self._end_early()
 
@@ -139,7 +137,6 @@ class InFlightFetch:
         self.error = error
         self._leave()
         self._wake_all()
-        self._given_up = True
         self._cancel()
 
     def _leave(self) -> None:
@@ -239,7 +236,10 @@ class InFlightFetch:
         cancellation; `error` says how it ended."""
         fill, object_id = self.fill, self.object.id
         try:
-            with self._scope:
+            with trio.CancelScope() as scope:
+                self._end_early = scope.cancel
+                if self._given_up:
+                    scope.cancel()
                 async with slots or nullcontext():
                     if ask_peers is not None:
                         await ask_peers(fill, self._ticket)
@@ -261,6 +261,9 @@ class InFlightFetch:
 
     def _end(self) -> None:
         self._leave()
+        self._end_early = self.fill.on_landed = (
+            None  # both lead back here: memory of a circle is given back late
+        )
         try:
             self._store.end_fill(self.object, self.fill)
         finally:

@@ -33,7 +33,9 @@ class Reader(Protocol):
 
     passthrough: bool
     written: bool
-    in_flight_fetches: int
+
+    @property
+    def in_flight_fetches(self) -> int: ...
 
     def open(self, origin: Origin, obj: ObjectId) -> Any:
         """Begin reading one version. Cheap, no I/O."""

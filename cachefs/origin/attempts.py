@@ -216,7 +216,9 @@ class Attempts:
     def begin(
         self, key: str, etag: str, size: int, sink: Sink, turn: Ticket, ended: Ended
     ) -> Callable[[], None] | None:
-        """As `Origin.begin`: one attempt without a task, where nothing has to be waited for before it or within it."""
+        """Begin one attempt to read a whole object, without a task: `ended` is called on the trio thread with its error, and
+        `sink` not any more then. None, and nothing is begun, where the attempt would have to wait: for a place, for a disk,
+        for a limit, for credentials, or for an origin that is out. Returns what ends it early, with an error."""
         transfer = Receiving(0, size, sink, self.deadline_s, self._download_limit, turn, self._progressed)
         cancel: Callable[[], None] | None = None
         if self._begin is None or transfer.waits or self.breaker.is_out or not self.gate.enters(turn):
@@ -242,10 +244,10 @@ class Attempts:
             self.gate.leave(turn)
             return None
         self._counted("origin_get", key, turn, transfer)
-        self.breaker.asked(cancel)
+        self.breaker.asked(cancel, since)
         return cancel
 
-    async def receive(
+    async def read(
         self,
         key: str,
         etag: str,
@@ -253,12 +255,17 @@ class Attempts:
         stop: int,
         sink: Sink,
         *,
-        whole: bool,
-        turn: Ticket,
+        whole: bool = False,
+        turn: Ticket | None = None,
         failed: Failed | None = None,
     ) -> None:
-        """As `Origin.read`."""
+        """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker thread.
+        `whole`: the range is the whole object. `turn` is the request's priority ticket, which may be promoted meanwhile;
+        default: a reader waits. `failed`: how an attempt ended that `begin` began, which this repeats.
 
+        Once this has returned or raised, `sink` is not and will not be called. An exception of the sink is raised unchanged.
+        The deadline counts from the last byte that arrived, so a slow store may take its time and a silent one may not."""
+        turn = turn or Ticket()
         fetch, read = self._fetch, self._read
 
         async def attempt() -> None:
@@ -468,11 +475,11 @@ class Attempts:
         """An attempt that had a slot is over: tell the limiter and the breaker, and release the slot."""
         gate, now = self.gate, trio.current_time()
         if isinstance(error, Throttled):
-            self.breaker.heard()
+            self.breaker.heard(now)
             self.metrics.origin_throttled += 1
             gate.concurrency.throttled(sent_at, now)
         elif error is None or isinstance(error, REFUSALS):
-            self.breaker.heard()
+            self.breaker.heard(now)
             gate.concurrency.succeeded()  # this request may have been refused, not the number of requests
         if transfer is not None:
             if error is None:
@@ -518,7 +525,7 @@ class Attempts:
 
     def _progressed(self, transfer: Transfer) -> None:
         """Called about once a second while bytes of a transfer arrive or leave."""
-        self.breaker.heard()
+        self.breaker.heard(trio.current_time())
         self._count(transfer)
 
 
@@ -896,9 +903,9 @@ class Breaker:
         """True while the origin is out and cached metadata of any age is served."""
         return self.how.stale and self.is_out
 
-    def heard(self) -> None:
+    def heard(self, now: float) -> None:
         """A reply came, or bytes of one."""
-        outage_s = self._outage.heard(trio.current_time())
+        outage_s = self._outage.heard(now)
         if outage_s is not None:
             log.warning("%s answers again, after %.0f s", self._name, outage_s)
             self._back.set()
@@ -913,15 +920,15 @@ class Breaker:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Around an attempt that a healthy store answers at once: its silence is suspicious."""
-        self.asked(None)
+        self.asked(None, trio.current_time())
         try:
             yield
         finally:
             self.ended(None)
 
-    def asked(self, end: Callable[[], None] | None) -> None:
+    def asked(self, end: Callable[[], None] | None, now: float) -> None:
         """Such an attempt begins; `end` is called if the origin is found to be out."""
-        self._outage.asked(trio.current_time())
+        self._outage.asked(now)
         self._watch()
         if end is not None:
             self._hanging.add(end)
@@ -996,7 +1003,7 @@ class Breaker:
         self._metrics.origin_list += 1
         replies = self._outage.replies
         if await self._answers():
-            self.heard()
+            self.heard(trio.current_time())
         elif self._outage.probed_in_vain(quiet_since, replies):
             self._metrics.origin_outages += 1
             log.warning("%s; %s", self.complaint(), _MEANS[self.how.mode])

@@ -38,6 +38,8 @@ from cachefs.origin.http import (
     ANY_TYPE,
     HttpClient,
     Request,
+    Sign,
+    Signed,
     SignedHttp,
     Transport,
     child,
@@ -256,14 +258,14 @@ class Container:
         sas = self.credentials.current().sas
         return f"{self.url()}/{quote(key)}" + (f"?{sas}" if sas else "")
 
-    def sign(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
-    ) -> tuple[str, Mapping[str, str]]:
+    def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         return self.credentials.sign(method, url, headers, self.credentials.current())
 
-    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
+    def signer(self) -> Sign | None:
         proof = self.credentials.at_hand()
-        return None if proof is None else self.credentials.sign("GET", url, headers, proof)
+        if proof is None:
+            return None
+        return lambda method, url, headers, _: self.credentials.sign(method, url, headers, proof)
 
 
 def container_of(authority: str, endpoint_url: str | None, anonymous: bool) -> Container:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachefs.base.errors import CachefsError, PermissionDenied
-from cachefs.origin.http import HttpClient, SignedHttp, Transport, one_line
+from cachefs.origin.http import HttpClient, Sign, Signed, SignedHttp, Transport, one_line
 from cachefs.origin.protocol import GIB, HONOURED, MIB, TIB, Body, Limits
 from cachefs.origin.s3 import Dialect, S3Objects
 
@@ -127,16 +127,16 @@ class Bucket:
     def url(self) -> str:
         return f"{self.endpoint}/{self.name}"
 
-    def sign(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
-    ) -> tuple[str, Mapping[str, str]]:
+    def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         """As `Place.sign`. Listing the parts of an upload belongs to writing."""
         reads = method in ("GET", "HEAD") and "uploadId=" not in url
         return url, _authorised(headers, self.credentials.current(READ_ONLY if reads else READ_WRITE))
 
-    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
+    def signer(self) -> Sign | None:
         token = self.credentials.at_hand()
-        return (url, _authorised(headers, token)) if token or self.credentials.anonymous else None
+        if not (token or self.credentials.anonymous):
+            return None
+        return lambda method, url, headers, body: (url, _authorised(headers, token))
 
 
 def _authorised(headers: Mapping[str, str], token: str | None) -> Mapping[str, str]:

@@ -80,6 +80,13 @@ class Request:
     about: str | None = None
 
 
+Signed = tuple[str, Mapping[str, str]]
+"""URL and headers of an authorised request."""
+
+Sign = Callable[[str, str, Mapping[str, str], "Body | bytes"], Signed]
+"""(method, URL, headers, body) → signed."""
+
+
 class Place(Protocol):
     """A bucket or container: where its objects are, and how requests to it are signed."""
 
@@ -93,13 +100,12 @@ class Place(Protocol):
     def url(self) -> str:
         """The URL that a key is appended to after a slash. S3 may learn another region from a reply, so it may change."""
 
-    def sign(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
-    ) -> tuple[str, Mapping[str, str]]:
-        """URL and headers of the authorised request. May wait for credentials."""
+    def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
+        """Authorise a request. May wait for credentials."""
 
-    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
-        """The same for a GET, without waiting: None when the credentials are not at hand."""
+    def signer(self) -> Sign | None:
+        """What `sign` does, in any thread and without waiting, with the credentials that reading takes; None when they are
+        not at hand."""
 
 
 class SignedHttp:
@@ -130,18 +136,15 @@ class SignedHttp:
             patience=PATIENCE if request.slow else 1,
         )
 
-    async def ask_now(
-        self,
-        request: Request,
-        sign: Callable[[str, Mapping[str, str], Body], Mapping[str, str] | None],
-    ) -> Reply | None:
-        """As `ask`, on the trio thread, for a PUT of a small body that lies in memory. None: `sign` would have to wait."""
+    async def ask_now(self, request: Request) -> Reply | None:
+        """As `ask`, on the trio thread, for a PUT of a small body that lies in memory. None: signing it would have to
+        wait."""
         given, body, size = _described(request)
         assert not isinstance(body, bytes)
-        url = self._url(request)
-        headers = sign(url, given, body)
-        if headers is None:
+        sign = self.place.signer()
+        if sign is None:
             return None
+        url, headers = sign(request.method, self._url(request), given, body)
         exchange = Exchange(request.method, url, headers, size=size)
         exchange.pieces.extend(body.chunks())
         await self.transport.run(exchange)
@@ -163,13 +166,11 @@ class SignedHttp:
 
     async def fetch(self, key: str, etag: str, start: int, stop: int, whole: bool, taker: Taker) -> None:
         """As `Fetching.fetch`."""
-        url, given = self._get(key, etag, start, stop, whole)
-        signed = self.place.sign_at_once(url, given)
-        if signed is None:
-            signed = await trio.to_thread.run_sync(
-                self.place.sign, "GET", url, given, b"", abandon_on_cancel=True
-            )
-        reading = _Reading(self, signed, key, etag, start, stop, whole, taker)
+        sign = self.place.signer()
+        reading = _Reading(self, sign or self.place.sign, key, etag, start, stop, whole, taker)
+        if sign is None:
+            signed = await trio.to_thread.run_sync(reading.signed, abandon_on_cancel=True)
+            reading.exchange.prepare = lambda: signed
         await self.transport.run(reading.exchange)
         if (error := reading.error) is not None:
             raise error
@@ -178,18 +179,11 @@ class SignedHttp:
         self, key: str, etag: str, size: int, taker: Taker, ended: Callable[[Exception | None], None]
     ) -> Callable[[], None] | None:
         """As `Fetching.begin`."""
-        signed = self.place.sign_at_once(*self._get(key, etag, 0, size, True))
-        if signed is None:
+        sign = self.place.signer()
+        if sign is None:
             return None
-        reading = _Reading(self, signed, key, etag, 0, size, True, taker)
+        reading = _Reading(self, sign, key, etag, 0, size, True, taker)
         return self.transport.begin(reading.exchange, lambda: ended(reading.error))
-
-    def _get(self, key: str, etag: str, start: int, stop: int, whole: bool) -> tuple[str, dict[str, str]]:
-        """URL and headers of a conditional GET."""
-        given = {} if etag.startswith(("mtime-", "W/")) else {"If-Match": etag}
-        if not whole:
-            given["Range"] = f"bytes={start}-{stop - 1}"
-        return self._url(Request("GET", key)), given
 
     def delete(self, key: str) -> None:
         """The key has no object afterwards."""
@@ -210,11 +204,14 @@ class SignedHttp:
     def _what(self, request: Request) -> str:
         return self.name(request.key if request.about is None else request.about)
 
-    def _url(self, request: Request) -> str:
-        key = request.key
+    def url(self, key: str) -> str:
+        """Of an object; of the bucket itself for ""."""
         if any(segment in (".", "..") for segment in key.split("/")):
-            raise Unsupported(f"{self._what(request)}: HTTP drops the segments . and .. of a path")
-        url = f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
+            raise Unsupported(f"{self.name(key)}: HTTP drops the segments . and .. of a path")
+        return f"{self.place.url()}/{quote(key, errors='surrogateescape')}" if key else self.place.url()
+
+    def _url(self, request: Request) -> str:
+        url = self.url(request.key)
         if request.parameters:
             url += f"?{query(request.parameters)}"
         return url
@@ -237,7 +234,7 @@ class _Reading:
     def __init__(
         self,
         http: SignedHttp,
-        signed: tuple[str, Mapping[str, str]],
+        sign: Sign,
         key: str,
         etag: str,
         start: int,
@@ -246,17 +243,25 @@ class _Reading:
         taker: Taker,
     ) -> None:
         self.what = http.name(key)
-        self._http = http
+        self._http, self._sign = http, sign
         self._refused = False
         size = stop - start
         self._md5 = http.md5.choose(key, etag, size) if whole else ""
         self.waits = taker.waits or (self._md5 != "" and size > AT_ONCE)
         least = size if self._md5 or size <= AT_ONCE else 4 * CHUNK if taker.waits else CHUNK
-        self.exchange = Exchange("GET", *signed, receiver=self, least=least)
+        self.exchange = Exchange("GET", http.place.url(), {}, receiver=self, least=least)
+        self.exchange.prepare = self.signed
         self._key, self._etag, self._start, self._stop, self._whole = key, etag, start, stop, whole
         self._taker = taker
         self._at = start
         self._cut = False
+
+    def signed(self) -> Signed:
+        """The conditional GET."""
+        given = {} if self._etag.startswith(("mtime-", "W/")) else {"If-Match": self._etag}
+        if not self._whole:
+            given["Range"] = f"bytes={self._start}-{self._stop - 1}"
+        return self._sign("GET", self._http.url(self._key), given, b"")
 
     @property
     def error(self) -> Exception | None:
@@ -277,9 +282,10 @@ class _Reading:
                 f"{self.what}: asked for bytes {self._start} to {self._stop}, the origin sent {told or 'no range'}"
             )
         try:
-            if not headers.get("etag"):
-                size = size or headers["content-length"]
-            same = _shown(self._key, int(size or 0), headers).etag == self._etag
+            found = quoted(headers.get("etag", ""))
+            if not found:
+                found = _shown(self._key, int(size or headers["content-length"]), headers).etag
+            same = found == self._etag
         except (KeyError, ValueError):
             same = False
         if not same:
@@ -465,8 +471,9 @@ class Receiver(Protocol):
 
 class Exchange:
     """One request and its reply. It belongs to the loop thread until `ended`; `error` is set when there is no whole reply.
-    `size` is the length of the request's body, which `pieces` holds or will hold. `least` is the length from which on pieces
-    of the reply's body are handed over. `patience`: that many times the usual silence is allowed."""
+    `prepare` makes URL and headers there; `url` tells the host before. `size` is the length of the request's body, which
+    `pieces` holds or will hold. `least` is the length from which on pieces of the reply's body are handed over. `patience`:
+    that many times the usual silence is allowed."""
 
     def __init__(
         self,
@@ -481,6 +488,7 @@ class Exchange:
     ) -> None:
         self.method, self.url, self.headers = method, url, headers
         self.patience, self.size = patience, size
+        self.prepare: Callable[[], Signed] | None = None
         self.proxy = ""
         self.trusted = ""  # a path, "" where nothing is encrypted
         self.error: Exception | None = None
@@ -504,8 +512,8 @@ class Exchange:
         self.complete = False  # libcurl is done with it
         self.delivering = False  # in a worker thread
         self.refused = False  # the receiver wants no more bytes
-        self.deliver_in_thread: Callable[[Callable[[], bool]], None]
-        self._receiver, self._least = receiver, least
+        self.deliver_in_thread: Callable[[Exchange, Callable[[], bool]], None]
+        self.receiver, self._least = receiver, least
         self._receives: bool | None = (
             None  # whether the body goes to the receiver; None before its first byte
         )
@@ -554,7 +562,7 @@ class Exchange:
         if self.error is not None or self.refused:
             return 0
         if not self._receives:
-            if self._receiver is None or self._held < LONGEST_REFUSAL:
+            if self.receiver is None or self._held < LONGEST_REFUSAL:
                 self._data.append(data)
                 self._held += len(data)
             return None
@@ -582,26 +590,26 @@ class Exchange:
                 name, colon, value = line.partition(b":")
                 if colon:
                     self.told[name.decode("latin-1").lower()] = value.strip().decode("utf-8", "replace")
-        if self._receiver is not None:
+        if self.receiver is not None:
             try:
-                self._receives = self._receiver.begin(self.status, self.told)
+                self._receives = self.receiver.begin(self.status, self.told)
             except Exception as exc:
                 self.error = exc
 
     def report(self) -> None:
         """Bytes of the reply may have come since the last call."""
-        if self._receives and self._held and self._receiver is not None:
-            self._receiver.coming()
+        if self._receives and self._held and self.receiver is not None:
+            self.receiver.coming()
 
     def deliver(self) -> None:
         """Hand over what is held."""
-        receiver, data = self._receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
+        receiver, data = self.receiver, self._data[0] if len(self._data) == 1 else b"".join(self._data)
         assert receiver is not None
         self._data, self._held = [], 0
         if receiver.waits:
             self.delivering = True
             try:
-                self.deliver_in_thread(lambda: receiver.take(data))
+                self.deliver_in_thread(self, lambda: receiver.take(data))
             except RuntimeError as exc:
                 self.delivering, self.refused = False, True
                 self.error = Transient(f"{self.host}: {exc}")  # no thread can be started
@@ -795,13 +803,14 @@ class _Loop:
     def begin(self, exchange: Exchange) -> None:
         handle = self._idle.pop() if self._idle else pycurl.Curl()
         exchange.handle = handle
-        exchange.deliver_in_thread = lambda take: self._deliver_in_thread(exchange, take)
+        exchange.deliver_in_thread = self._deliver_in_thread
         try:
             self._configure(handle, exchange)
             self._multi.add_handle(handle)
         except Exception as exc:
             exchange.handle = None
-            self._end(exchange, OriginFailed(one_line(f"{exchange.host}: {exc}")))
+            failed = OriginFailed(one_line(f"{exchange.host}: {exc}"))
+            self._end(exchange, exc if isinstance(exc, CachefsError) else failed)
         else:
             self._live[handle] = exchange
 
@@ -835,6 +844,9 @@ class _Loop:
         self.resume(exchange)
 
     def _configure(self, handle: pycurl.Curl, exchange: Exchange) -> None:
+        if exchange.prepare is not None:
+            exchange.url, exchange.headers = exchange.prepare()
+            exchange.prepare = None
         say = handle.setopt
         say(pycurl.URL, exchange.url)
         say(pycurl.PATH_AS_IS, 1)
@@ -960,6 +972,7 @@ class _Loop:
             handle.reset()
             self._idle.append(handle)
         exchange.error, exchange.ended = error, True
+        exchange.receiver = None  # which leads back to the exchange: memory of a circle is given back late
         if exchange.room is not None:
             exchange.room.release()
         self._ended.append(exchange)

@@ -20,7 +20,7 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.attempts import Attempts, Ended, Failed
+from cachefs.origin.attempts import Attempts
 from cachefs.origin.gate import Ticket
 from cachefs.origin.outcomes import Outcomes
 from cachefs.origin.protocol import (
@@ -32,7 +32,6 @@ from cachefs.origin.protocol import (
     ObjectInfo,
     Part,
     Preconditions,
-    Sink,
     Source,
     Writer,
     Written,
@@ -57,7 +56,7 @@ class Origin:
         self._client = attempts.client
         self._attempts = attempts
         self._outcomes = Outcomes(attempts)
-        self.limit = attempts.limit
+        self.limit, self.read, self.begin = attempts.limit, attempts.read, attempts.begin
         self.read_only = False  # what is written below it is refused
 
     @property
@@ -146,35 +145,6 @@ class Origin:
     async def head(self, key: str) -> ObjectInfo:
         """Size, mtime and etag of the current object."""
         return await self._outcomes.head(key)
-
-    async def read(
-        self,
-        key: str,
-        etag: str,
-        start: int,
-        stop: int,
-        sink: Sink,
-        *,
-        whole: bool = False,
-        turn: Ticket | None = None,
-        failed: Failed | None = None,
-    ) -> None:
-        """Deliver exactly bytes [start, stop) of the version `etag` to `sink.write`, in order, from a worker thread.
-        `whole`: the range is the whole object. `turn` is the request's priority ticket, which may be promoted meanwhile;
-        default: a reader waits. `failed`: how an attempt ended that `begin` began, which this repeats.
-
-        Once this has returned or raised, `sink` is not and will not be called. An exception of the sink is raised unchanged.
-        The deadline counts from the last byte that arrived, so a slow store may take its time and a silent one may not."""
-        turn = turn or Ticket()
-        await self._attempts.receive(key, etag, start, stop, sink, whole=whole, turn=turn, failed=failed)
-
-    def begin(
-        self, key: str, etag: str, size: int, sink: Sink, turn: Ticket, ended: Ended
-    ) -> Callable[[], None] | None:
-        """Begin one attempt to read a whole object, without a task: `ended` is called on the trio thread with its error, and
-        `sink` not any more then. None, and nothing is begun, where the attempt would have to wait: for a place, for a disk,
-        for a limit, for credentials, or for an origin that is out. Returns what ends it early, with an error."""
-        return self._attempts.begin(key, etag, size, sink, turn, ended)
 
     # Writing.
 

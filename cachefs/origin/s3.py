@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, unquote_plus
 from xml.etree.ElementTree import Element
@@ -41,6 +41,8 @@ from cachefs.origin.http import (
     HttpClient,
     Reply,
     Request,
+    Sign,
+    Signed,
     SignedHttp,
     Transport,
     child,
@@ -246,23 +248,20 @@ class Bucket:
         self.region = region
         return True
 
-    def sign(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
-    ) -> tuple[str, Mapping[str, str]]:
+    def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         """As `Place.sign`. A file is read for a digest, which the origin compares, only without TLS: TLS protects the bytes
         already."""
-        return self._signed(method, url, headers, body, self.credentials.current())
+        return self._signed(self.credentials.current(), method, url, headers, body)
 
-    def sign_put_at_once(self, url: str, headers: Mapping[str, str], body: Body) -> Mapping[str, str] | None:
-        """The headers of an authorised PUT, without waiting: None when the credentials are not at hand."""
+    def signer(self) -> Sign | None:
         credentials = self.credentials.at_hand()
         if credentials is None and not self.credentials.anonymous:
             return None
-        return self._signed("PUT", url, headers, body, credentials)[1]
+        return partial(self._signed, credentials)
 
     def _signed(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes, credentials: Any
-    ) -> tuple[str, Mapping[str, str]]:
+        self, credentials: Any, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
+    ) -> Signed:
         # S3 takes the headers of encryption where an object begins, and refuses them for parts and completions.
         query = url.partition("?")[2]
         begins = (method == "PUT" and "uploadId" not in query) or (
@@ -272,7 +271,7 @@ class Bucket:
         if credentials is None:
             return url, headers
         if isinstance(body, bytes):
-            payload = hashlib.sha256(body).hexdigest()
+            payload = hashlib.sha256(body).hexdigest() if body else NO_BODY
         elif url.startswith("https:"):
             payload = "UNSIGNED-PAYLOAD"
         else:
@@ -281,15 +280,6 @@ class Bucket:
                 digest.update(piece)
             payload = digest.hexdigest()
         return url, signed_v4(method, url, headers, payload, credentials, self.region)
-
-    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]] | None:
-        headers = {**headers, **self._always}
-        if self.credentials.anonymous:
-            return url, headers
-        credentials = self.credentials.at_hand()
-        if credentials is None:
-            return None
-        return url, signed_v4("GET", url, headers, NO_BODY, credentials, self.region)
 
 
 def signed_v4(
@@ -392,7 +382,7 @@ class S3Objects(Writer):
         with conflicts(preconditions):
             headers = {**self._kept(preconditions), **self._conditions(key, preconditions)}
             request = Request("PUT", key, headers=headers, body=body)
-            reply = await self._http.ask_now(request, place.sign_put_at_once)
+            reply = await self._http.ask_now(request)
             return None if reply is None else written(reply)
 
     def copy(self, key: str, to: str, etag: str | None) -> Written:

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from cachefs.base.errors import ConfigError, Unsupported
-from cachefs.origin.http import HttpClient, NoCredentials, SignedHttp, Transport, refusal
+from cachefs.origin.http import HttpClient, NoCredentials, Sign, Signed, SignedHttp, Transport, refusal
 from cachefs.origin.protocol import Body, ListPage, ObjectInfo
 
 
@@ -25,13 +25,11 @@ class Host:
     def url(self) -> str:
         return self.label
 
-    def sign(
-        self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes
-    ) -> tuple[str, Mapping[str, str]]:
+    def sign(self, method: str, url: str, headers: Mapping[str, str], body: Body | bytes) -> Signed:
         return url, headers
 
-    def sign_at_once(self, url: str, headers: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
-        return url, headers
+    def signer(self) -> Sign:
+        return self.sign
 
 
 class IndexLister:

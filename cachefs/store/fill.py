@@ -104,8 +104,8 @@ class Fill:
 
     def _disturb(self) -> None:
         """Wake the readers that wait for what has landed."""
-        if self.landed >= self.wake_at and self.on_landed is not None:
-            self.on_landed()
+        if self.landed >= self.wake_at and (wake := self.on_landed) is not None:
+            wake()
 
     @property
     def wanted(self) -> bool:
