@@ -582,14 +582,14 @@ class Exchange:
     def begin(self) -> None:
         """Read the head of the reply: the last one, after redirects and 100-continue."""
         self._receives = False
-        for line in self.lines:
-            if line[:5] == b"HTTP/":
+        for line in b"".join(self.lines).decode("utf-8", "replace").split("\n"):
+            if line[:5] == "HTTP/":
                 self.status = int(line[9:12])
                 self.told = {}
             else:
-                name, colon, value = line.partition(b":")
+                name, colon, value = line.partition(":")
                 if colon:
-                    self.told[name.decode("latin-1").lower()] = value.strip().decode("utf-8", "replace")
+                    self.told[name.lower()] = value.strip()
         if self.receiver is not None:
             try:
                 self._receives = self.receiver.begin(self.status, self.told)

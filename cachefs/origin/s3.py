@@ -306,9 +306,9 @@ def signed_v4(
     }
     if credentials.token:
         given["X-Amz-Security-Token"] = credentials.token
-    shown = sorted((name.lower(), " ".join(value.split())) for name, value in given.items())
-    names = ";".join(name for name, _ in shown)
-    lines = "".join(f"{name}:{value}\n" for name, value in shown)
+    shown = sorted([(name.lower(), " ".join(value.split())) for name, value in given.items()])
+    names = ";".join([name for name, _ in shown])
+    lines = "".join([f"{name}:{value}\n" for name, value in shown])
     request = f"{method}\n/{path}\n{parameters}\n{lines}\n{names}\n{payload}"
     scope = f"{time_of_day[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{time_of_day}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"

@@ -166,7 +166,6 @@ class Prefetcher:
         self.awaited = Awaited()
         self._nursery: trio.Nursery | None = None
         self._in_flight = 0  # transfers
-        self._started = 0
         self._stirred = False
         self._news = trio.Event()
         self._sweep_soon = trio.Event()
@@ -269,11 +268,8 @@ class Prefetcher:
             try:
                 while True:
                     self._stirred = False
-                    if self._may_start() and (candidate := await self._next()) is not None:
-                        self._start(nursery, candidate)
-                        self._started += 1
-                        if self._started % AT_ONCE == 0:
-                            await trio.lowlevel.checkpoint()
+                    if await self._start_some(nursery):
+                        await trio.lowlevel.checkpoint()
                     elif not self._stirred:
                         self._news = trio.Event()
                         with trio.move_on_at(self._resume_at if self._paused() else float("inf")):
@@ -289,11 +285,20 @@ class Prefetcher:
     def _paused(self) -> bool:
         return trio.current_time() < self._resume_at
 
-    def _may_start(self) -> bool:
-        return self._in_flight < self._slots and not self._enough() and not self._paused()
+    async def _start_some(self, nursery: trio.Nursery) -> bool:
+        """Begin transfers. True if others may follow, False if there is nothing to begin now."""
+        budget = self._budget()
+        for _ in range(AT_ONCE):
+            if self._in_flight >= self._slots or self._enough(budget) or self._paused():
+                return False
+            candidate = await self._next()
+            if candidate is None:
+                return False
+            self._start(nursery, candidate, budget)
+        return True
 
-    def _enough(self) -> bool:
-        return self.awaited.bytes >= self._budget() or len(self.awaited.files) >= MOST_AWAITED
+    def _enough(self, budget: int) -> bool:
+        return self.awaited.bytes >= budget or len(self.awaited.files) >= MOST_AWAITED
 
     async def _next(self) -> Candidate | None:
         return await self._plans.next() or await self._shards.next() or await self._directories.next()
@@ -305,13 +310,13 @@ class Prefetcher:
         """For predictions: a file that was read in this epoch may be gone, and will not be read again soon."""
         return self._wanted(obj) and not self._fetcher.course.had(obj)
 
-    def _start(self, nursery: trio.Nursery, candidate: Candidate) -> None:
+    def _start(self, nursery: trio.Nursery, candidate: Candidate, budget: int) -> None:
         if candidate.found is None:
             self._in_flight += 1
             contained(nursery, "prefetch", self._look_up, nursery, candidate)
             return
         origin, obj = candidate.found
-        size = min(obj.size, self._budget() // LARGEST_SHARE)
+        size = min(obj.size, budget // LARGEST_SHARE)
         if obj.digest in self.awaited.files:
             return  # of two plans, or prefetched during the lookup
         ahead = _Ahead(candidate, obj, size, trio.current_time())
@@ -342,7 +347,7 @@ class Prefetcher:
         if candidate.found is None:
             self._unknown += 1
         elif self._wanted(candidate.found[1]):
-            self._start(nursery, candidate)
+            self._start(nursery, candidate, self._budget())
 
     async def _bring(self, origin: Origin, ahead: _Ahead, transfers: int) -> None:
         fetched = 0
@@ -421,7 +426,7 @@ class Prefetcher:
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values. `paused` is why nothing is fetched, else ""."""
-        full = "enough lies unused" if self._enough() else ""
+        full = "enough lies unused" if self._enough(self._budget()) else ""
         return {
             "directories": self._directories.status(SHOWN),
             "shards": len(self._shards.shards),

@@ -4,6 +4,8 @@ them, in results, in requests and in what stays behind. The lab store, the real 
 from __future__ import annotations
 
 import errno
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,6 +98,26 @@ def test_faults_that_pass(
             assert it.metrics.origin_throttled == (arguments["count"] if action in ("503", "429") else 0)
             assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
             it.over()
+
+    in_trio(play)()
+
+
+def test_what_has_come_is_no_circle_of_objects(store: Lab, cache_dir: Path) -> None:
+    async def play() -> None:
+        async with reading(store, cache_dir) as it:
+            object_id = await it.object()
+            brought: list[tuple[int, CachefsError | None]] = []
+            gc.collect()
+            gc.disable()
+            try:
+                assert it.fetcher.bring_small(it.origin, object_id, lambda *told: brought.append(told))
+                (fetch,) = it.fetcher._without_task
+                left = weakref.ref(fetch), weakref.ref(fetch.fill)
+                del fetch
+                await until(lambda: bool(brought), 30)
+                await until(lambda: not any(reference() for reference in left), 5)
+            finally:
+                gc.enable()
 
     in_trio(play)()
 
