@@ -49,14 +49,17 @@ COPIED_PART = 1 << 30
 
 class Origin:
     """One origin. All methods raise only `cachefs.base.errors`. `source` is its identity (a URL), `prefix` the mounted key
-    prefix, "" or ending in "/". Methods that write raise `Unsupported` where nothing can be written."""
+    prefix, "" or ending in "/". Methods that write raise `Unsupported` where nothing can be written. `read` and `begin` are
+    described in `attempts.py`; `head`, `look` and `ours` in `outcomes.py`."""
 
     def __init__(self, attempts: Attempts) -> None:
         self.source, self.prefix = attempts.source, attempts.prefix
         self._client = attempts.client
         self._attempts = attempts
         self._outcomes = Outcomes(attempts)
-        self.limit, self.read, self.begin = attempts.limit, attempts.read, attempts.begin
+        self.limit, self.name = attempts.limit, attempts.name
+        self.read, self.begin = attempts.read, attempts.begin
+        self.head, self.look, self.ours = self._outcomes.head, self._outcomes.look, self._outcomes.ours
         self.read_only = False  # what is written below it is refused
 
     @property
@@ -95,10 +98,6 @@ class Origin:
     def complaint(self) -> str:
         """One line while the origin is out, else ""."""
         return self._attempts.breaker.complaint()
-
-    def name(self, key: str) -> str:
-        """A key as messages name it."""
-        return self._attempts.name(key)
 
     def status(self) -> dict[str, Any]:
         """For `cachefs status`: plain values."""
@@ -142,10 +141,6 @@ class Origin:
             prefix,
         )
 
-    async def head(self, key: str) -> ObjectInfo:
-        """Size, mtime and etag of the current object."""
-        return await self._outcomes.head(key)
-
     # Writing.
 
     async def put(
@@ -188,15 +183,6 @@ class Origin:
         except Conflict as exc:
             return await outcomes.ours(key, token, size, exc)
         return await outcomes.settled(key, size, written, untimed=not settle)
-
-    async def look(self, key: str) -> tuple[ObjectInfo, str]:
-        """The current object and its idempotency token ("": none)."""
-        return await self._outcomes.look(key)
-
-    async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
-        """The object if it shows the idempotency token: an earlier attempt wrote it, and only its reply was lost. Else
-        raises `error`. `size` None: of any size."""
-        return await self._outcomes.ours(key, token, size, error)
 
     async def begin_upload(self, key: str, *, content_type: str | None = None) -> Upload:
         """Begin to write an object in parts. The key shows its old version until `Upload.complete`.

@@ -33,14 +33,14 @@ class Outcomes:
         self.probes = Probes(attempts)
 
     async def head(self, key: str) -> ObjectInfo:
-        """As `Origin.head`."""
+        """Size, mtime and etag of the current object."""
         attempts = self._attempts
         return await attempts.call(
             lambda: attempts.client.head(key), f"looking up {attempts.name(key)}", "origin_head", key
         )
 
     async def look(self, key: str) -> tuple[ObjectInfo, str]:
-        """As `Origin.look`."""
+        """The current object and its idempotency token ("": none)."""
         attempts, writer = self._attempts, self._attempts.writer
         return await attempts.call(
             lambda: writer.look(key), f"looking up {attempts.name(key)}", "origin_head", key
@@ -83,7 +83,8 @@ class Outcomes:
         return info
 
     async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
-        """As `Origin.ours`."""
+        """The object if it shows the idempotency token: an earlier attempt wrote it, and only its reply was lost. Else
+        raises `error`. `size` None: of any size."""
         try:
             info, shown = await self.look(key)
         except NotFound:
