@@ -261,9 +261,8 @@ class OpenFiles:
         others = self._by_ino.get(ino)
         return others is None or (others[0].object.etag, others[0].object.size) == (etag, size)
 
-    def moved(self, stable: int, to: int) -> int | None:
-        """The file (or directory) of one path is at another now, and keeps its number. Returns a number that was kept until
-        now and is not any more: the kernel has to forget it."""
+    def moved(self, stable: int, to: int) -> None:
+        """The file (or directory) of one path is at another now, and keeps its number."""
         own = self._owns.pop(stable, stable)
         self.removed(to)
         self._moved.pop(own, None)
@@ -274,17 +273,23 @@ class OpenFiles:
                 self._aliases[handle.ino] = (to, *self._aliases[handle.ino][1:])
         if aside:
             self._under_alias.setdefault(to, []).extend(aside)
-        if own == to:
-            return None
-        self._moved[own], self._owns[to] = to, own
-        if len(self._moved) <= NUMBERS_KEPT:
-            return None
-        oldest = next(iter(self._moved))
-        self.gone.pop(oldest, None)
-        if self._owns.pop(self._moved.pop(oldest), None) is None:
-            return None
-        self.note_change(oldest)
-        return oldest
+        if own != to:
+            self._moved[own], self._owns[to] = to, own
+            self._forget_numbers()
+
+    def directory_moved(self, stable: int, to: int) -> None:
+        """The same of a directory. No other one gets the number of the old path: the numbers of files in it come from that,
+        and the kernel may have pages under them."""
+        self.moved(stable, to)
+        self._moved.setdefault(stable, NOWHERE)
+        self._forget_numbers()
+
+    def _forget_numbers(self) -> None:
+        while len(self._moved) > NUMBERS_KEPT:
+            oldest = next(iter(self._moved))
+            self.gone.pop(oldest, None)
+            if self._owns.pop(self._moved.pop(oldest), None) is not None:
+                self.note_change(oldest)
 
     def removed(self, stable: int) -> None:
         """Nothing is at this path any more: whatever comes there has another number than the kernel knew."""
@@ -325,8 +330,8 @@ class OpenFiles:
         return ino in self.parted and not self.parted[ino].nlink
 
     def paths(self) -> set[int]:
-        """The numbers of the paths of all open files."""
-        return {handle.stable for handle in self._handles.values()}
+        """The numbers of the paths of all files that are open, or that keep a number."""
+        return {*self._owns, *(handle.stable for handle in self._handles.values())}
 
     def under(self, ino: int) -> list[FileHandle]:
         """The handles that are open under this number."""

@@ -120,7 +120,6 @@ class LocalChanges:
         self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
         self.on_stored: Callable[[Node, ObjectInfo], None] = lambda node, info: None
         self.on_change: Callable[[], None] = lambda: None
-        self.on_lost: Callable[[int], None] = lambda ino: None  # the kernel must not use this number any more
         self._held_in: Counter[Directory] = Counter()
         freshness.held, freshness.held_in = self.held, self._held_in
 
@@ -390,13 +389,7 @@ class LocalChanges:
             node.directory, node.name = to
             self.add(node)
             node.stable = ino
-        self.renumbered(stable, ino)
-
-    def renumbered(self, stable: int, ino: int) -> None:
-        """The path `ino` is shown under the number of the path `stable` from now on."""
-        lost = self._files.moved(stable, ino)
-        if lost is not None:
-            self.on_lost(lost)
+        self._files.moved(stable, ino)
 
     def now_ns(self) -> int:
         """The time that a change of attributes shows."""

@@ -20,8 +20,9 @@ import trio
 from cachefs.base.errors import CachefsError, NotEmpty, NotFound
 from cachefs.fs.dirty_files import check_key
 from cachefs.fs.freshness import EVERY_NAME
+from cachefs.fs.inodes import LOW_BITS
 from cachefs.fs.keys import mark_of_directory, name_in
-from cachefs.fs.local_changes import Node, is_below
+from cachefs.fs.local_changes import Node
 from cachefs.fs.tree import Directory, Found, Tree, inode_of
 from cachefs.fs.tree_queries import object_of
 from cachefs.origin import each
@@ -263,13 +264,13 @@ class Moving:
                     self.removed(to, replaced)
                 self._switch(place, (inside, *below), to, hidden, sent, copies)
                 switched = True
+            keys = [info.key for info in objects]
+            keys += [prefix + _key_of(node).removeprefix(new) for node, left in sent if left]
             moving.close()
             with trio.CancelScope(shield=True):
                 await self._lister.erase(found.ino)
                 if replaced is not None:
                     await self._lister.erase(replaced.ino)
-                keys = [info.key for info in objects]
-                keys += [prefix + _key_of(node).removeprefix(new) for node, left in sent if left]
                 kept = await origin.delete_many(keys)
         except BaseException:
             with trio.CancelScope(shield=True):
@@ -345,13 +346,14 @@ class Moving:
             if not self._read_on(at, self._there(node.directory, inside, moved), copies.made):
                 node.removed = True
         for stable in self._files.paths():
-            with suppress(NotFound):
-                at = self._tree.locate(stable)
-                if is_below(at[0], inside) and local_changes.at(*at) is None:
-                    self._read_on(at, self._there(at[0], inside, moved), copies.made)
+            if stable >> LOW_BITS in there:
+                with suppress(NotFound):
+                    at = self._tree.locate(stable)
+                    if local_changes.at(*at) is None:
+                        self._read_on(at, there[at[0].number], copies.made)
         self._keep(directories, there, copies.made)
         for directory in directories:
-            local_changes.renumbered(directory.ino, there[directory.number].ino)
+            self._files.directory_moved(directory.ino, there[directory.number].ino)
         local_changes.written(*place, False, moved=True)
         local_changes.hide(*place)
         for directory in directories:

@@ -15,8 +15,9 @@ import errno
 import os
 import random
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ class Shaken(World):
 class Inodes:
     """What Linux keeps of inodes: it locks a directory for each change of a name in it, and the directory that is removed.
     What is found by a lookup is not locked. Without these locks, no directory comes or goes. `cached`: it also keeps names
-    for as long as it may, takes them along when it renames, and locks a directory while it asks for a name in it."""
+    for as long as it may, takes them along when it renames, locks a directory while it asks for a name in it, and keeps what
+    was read of a file until an open tells it not to."""
 
     def __init__(self, fs: FileSystem, locked: bool, cached: bool = False) -> None:
         self.locked, self.cached = locked, cached
@@ -190,7 +192,17 @@ class Inodes:
         self.kernels: list[Kernel] = []
         self.names: dict[tuple[int, bytes], tuple[int, str, float]] = {}
         """By directory and name: number, kind, and until when it is known."""
-        fs.on_invalidate = lambda ino, parent, name: self.names.pop((parent, name), None)
+        self.pages: dict[int, bytes] = {}  # what was read, by number
+        self.dropped: Counter[int] = Counter()
+        fs.on_invalidate = self.invalidate
+
+    def invalidate(self, ino: int, parent: int, name: bytes) -> None:
+        self.names.pop((parent, name), None)
+        self.drop_pages(ino)
+
+    def drop_pages(self, ino: int) -> None:
+        self.pages.pop(ino, None)
+        self.dropped[ino] += 1  # nor keep what is being read
 
     @asynccontextmanager
     async def exclusive(self, *numbers: int) -> AsyncIterator[None]:
@@ -198,6 +210,15 @@ class Inodes:
             for number in sorted(set(numbers)) if self.locked else ():
                 await locks.enter_async_context(self.locks.setdefault(number, trio.Lock()))
             yield
+
+    @contextmanager
+    def changing(self, ino: int) -> Iterator[None]:
+        """Of the content of a file."""
+        self.drop_pages(ino)
+        try:
+            yield
+        finally:
+            self.drop_pages(ino)
 
     def asking(self, number: int) -> AbstractAsyncContextManager[None]:
         """Of a lookup."""
@@ -359,6 +380,8 @@ class Kernel:
                 opened = self.fs.open_now(ino, bits, self.thread)
                 opened = opened or await self.fs.open(ino, bits, self.thread)
                 self.handles[step.number] = opened[0]
+                if not opened[1] or bits & os.O_TRUNC:
+                    self.shared.drop_pages(ino)
                 return OK
 
             opened: Step = await self.step("open", found.number, flags, work=open_it)
@@ -375,6 +398,7 @@ class Kernel:
                 made, ttl, opened = await self.fs.create(*where)
                 self.shared.keep(*where[:2], made, ttl)
             self.handles[step.number] = opened[0]
+            self.shared.drop_pages(made.ino)
             return OK
 
         step: Step = await self.step("create", above, name, flags, 0o640, work=create)
@@ -447,7 +471,8 @@ class Kernel:
             if found.result == "file":
 
                 async def change(step: Step) -> str:
-                    await self.fs.setattr(self.inodes[found.number], **news)
+                    with self.shared.changing(self.inodes[found.number]):
+                        await self.fs.setattr(self.inodes[found.number], **news)
                     return OK
 
                 await self.step(what, found.number, value, work=change)
@@ -492,17 +517,28 @@ class Kernel:
         await self.step("stat", number, work=look)
 
     async def fstat(self, opened: int) -> None:
-        await self.look(opened, self.fs._files.get(self.handles[opened]).ino)
+        await self.look(opened, self.ino_of(opened))
+
+    def ino_of(self, opened: int) -> int:
+        return self.fs._files.get(self.handles[opened]).ino
 
     async def read(self, opened: int) -> None:
         async def read(step: Step) -> bytes:
-            return await self.world.mount.pread(self.handles[opened])
+            pages, ino = self.shared.pages, self.ino_of(opened)
+            if (kept := pages.get(ino)) is not None:
+                return kept
+            dropped = self.shared.dropped[ino]
+            data = await self.world.mount.pread(self.handles[opened])
+            if self.shared.cached and dropped == self.shared.dropped[ino]:
+                pages[ino] = data
+            return data
 
         await self.step("read", opened, work=read)
 
     async def write(self, opened: int, offset: int, data: bytes) -> None:
         async def write(step: Step) -> str:
-            assert await self.fs.write(self.handles[opened], offset, data) == len(data)
+            with self.shared.changing(self.ino_of(opened)):
+                assert await self.fs.write(self.handles[opened], offset, data) == len(data)
             return OK
 
         await self.step("write", opened, offset, data, work=write)
@@ -515,8 +551,8 @@ class Kernel:
 
     async def _fset(self, opened: int, what: str, value: int, **news: int) -> None:
         async def change(step: Step) -> str:
-            fh = self.handles[opened]
-            await self.fs.setattr(self.fs._files.get(fh).ino, **news, fh=fh)
+            with self.shared.changing(self.ino_of(opened)):
+                await self.fs.setattr(self.ino_of(opened), **news, fh=self.handles[opened])
             return OK
 
         await self.step(what, opened, value, work=change)
@@ -653,8 +689,8 @@ async def observe(kernel: Kernel) -> dict[str, bytes]:
             await kernel.call(kernel.stat, path)
             opened = await kernel.call(kernel.open, path, "r")
             if opened is not None:
-                found[path] = await kernel.world.mount.pread(kernel.handles[opened])
                 await kernel.call(kernel.read, opened)
+                found[path] = kernel.history[-1].result
                 await kernel.call(kernel.close, opened)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -207,3 +208,43 @@ async def test_a_directory_that_is_replaced_is_shown_to_processes_in_it() -> Non
         assert (await mount.fs.getattr(number))[0].nlink == 0
         with pytest.raises(NotFound):  # the C library takes that for the end
             await mount.entries(number)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_the_pages_of_a_file_are_of_no_other_one_after_its_directory_came_back(moved: bool) -> None:
+    async with mounted(filled(), writer=MemoryWriter(), **RW) as mount:
+        await mount.rename("d", "e")
+        if moved:
+            await mount.write("n", b"first")
+            await mount.rename("n", "e/f")
+        else:
+            await mount.write("e/f", b"first")
+        number = await mount.ino("e/f")
+        assert await mount.read("e/f") == b"first"
+        await mount.rename("e", "d")
+        await mount.unlink("d/f")
+        await mount.write("d/f", b"other")
+        await mount.rename("d", "e")
+        again = await mount.ino("e/f")
+        fh, keep, _ = await mount.fs.open(again, os.O_RDONLY, 1)
+        assert again != number or not keep, "the kernel reads the first one"
+        mount.fs.release(fh)
+
+
+async def test_a_file_that_is_settled_while_its_directory_is_renamed() -> None:
+    bucket, writer = filled(), MemoryWriter()
+    async with mounted(bucket, writer=writer, **RW) as mount:
+        writer.settles = False
+        await mount.write("d/f", b"data")
+        rename = writer.rename
+
+        async def rename_and_settle(*what: Any, **how: Any) -> bool:
+            left = await rename(*what, **how)
+            writer.settles = True
+            writer._settle(writer.dirty_files[0])
+            return left
+
+        writer.rename = rename_and_settle  # type: ignore[method-assign]
+        await mount.rename("d", "e")
+        assert await mount.read("e/f") == b"data"
+        assert [key for key in bucket.objects if key.endswith("/f")] == ["e/f"]

@@ -265,3 +265,20 @@ print(*seen())
     expected = in_python(code, local)
     assert "(0, True, [])" in expected and "['new']" in expected and "['old']" in expected
     assert in_python(code, writable(mode).path) == expected
+
+
+@both_modes
+def test_what_is_read_in_a_directory_that_is_renamed_to_and_fro(
+    writable: Callable[..., Mount], mode: str
+) -> None:
+    """The kernel keeps pages of what was read there before."""
+    root = writable(mode).path
+    (root / "d").mkdir()
+    (root / "d").rename(root / "e")
+    (root / "e" / "f").write_bytes(b"first")
+    assert (root / "e" / "f").read_bytes() == b"first"
+    (root / "e").rename(root / "d")
+    (root / "d" / "f").unlink()
+    (root / "d" / "f").write_bytes(b"other")
+    (root / "d").rename(root / "e")
+    assert (root / "e" / "f").read_bytes() == b"other"
