@@ -171,7 +171,7 @@ class Shaken(World):
         await super().start()
         self.uploads._queue._rng = random.Random(1)
         if not self.in_memory:
-            self.uploads._memory.left = 0
+            self.uploads._disk.memory_left = 0
 
     async def _bring(
         self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
