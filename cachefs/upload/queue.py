@@ -58,6 +58,7 @@ class Queue:
         self._metrics = metrics
         self._committed, self._settle = committed, settle
         self._conditional = conditional
+        self._rng = random.Random()
         self._due: list[tuple[float, int, DirtyFile]] = []
         self._numbers = itertools.count()
         self._busy = 0
@@ -274,7 +275,7 @@ class Queue:
         wait_s = LONGEST_RETRY_S
         if not in_vain(error):
             wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.trying.failures - 1, 32))
-        wait_s *= random.uniform(0.5, 1.0)
+        wait_s *= self._rng.uniform(0.5, 1.0)
         log.warning("%s; trying again in %.1f s", error, wait_s)
         self.plan(dirty_file, wait_s)
 

@@ -37,7 +37,7 @@ from tests.fs import linear
 from tests.fs.bucket import MTIME, Bytes, WritableBucket, content_of, etag_of
 from tests.fs.linear import FAILED, OK, State, Step
 from tests.fs.mount import ROOT
-from tests.fs.test_writing_model import World
+from tests.fs.test_writing_model import Reader, World
 
 HISTORIES = int(os.environ.get("CACHEFS_HISTORIES", "0")) or examples(300)
 IN_A_TEST = 100
@@ -166,6 +166,7 @@ class Shaken(World):
         self.bucket = Origin(chance)
         self.store = Cache(chance, path / "taken") if chance.takes else None
         self.in_memory = chance.in_memory
+        self.reader = SlowReader(chance)
 
     async def start(self) -> None:
         await super().start()
@@ -173,11 +174,17 @@ class Shaken(World):
         if not self.in_memory:
             self.uploads._disk.memory_left = 0
 
-    async def _bring(
-        self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
-    ) -> None:
-        await trio.sleep(origin.chance.pause_s())
-        await take(content_of(origin, base)[:count])
+
+class SlowReader(Reader):
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+
+    def open(self, origin: Any, object_id: ObjectId) -> tuple[Any, ObjectId]:
+        return origin, object_id
+
+    async def read(self, opened: tuple[Any, ObjectId], offset: int, size: int, pid: int) -> bytes:
+        await trio.sleep(self._chance.pause_s())
+        return content_of(*opened)[offset : offset + size]
 
 
 class Inodes:

@@ -83,6 +83,7 @@ class World:
         self.uploads: Uploads
         self.store: Any = None
         self._stack = AsyncExitStack()
+        self.reader = Reader()
 
     async def start(self) -> None:
         self._stack = AsyncExitStack()
@@ -95,7 +96,7 @@ class World:
             self.store,
             Metrics(),
             nursery=nursery,
-            reader=Reader(),
+            reader=self.reader,
             writeback=self.writeback,
         )
         await self.uploads.recover()
