@@ -650,7 +650,11 @@ class Client:
 
         async def receive(connection: Connection, head: Reply, macs: Macs | None) -> None:
             await self._receiver.blocks(
-                *(connection, head, request, macs, delivery),
+                connection,
+                head,
+                request,
+                macs,
+                delivery,
                 silence_s=max(SILENCE_S, deadline_s),
                 sink_waits=sink_waits,
                 pace=pace,

@@ -165,7 +165,9 @@ class Cluster:
         await self._judged(
             asked.member,
             lambda address: self._client.read(
-                *(address, request, sink),
+                address,
+                request,
+                sink,
                 deadline_s=deadline_s,
                 working_s=self.patience_s,
                 sink_waits=sink_waits,

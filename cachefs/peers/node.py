@@ -76,8 +76,10 @@ class PeerNode:
         rng = self._rng = random.Random()
         self._handshake = Handshake(
             # A node that serves no blocks has no share to come back to.
-            node_id(state_dir) if listen is not None else uuid.uuid4().hex,
-            *(VERSION, config.cache_group, fingerprint(sources, config.block_size)),
+            node=node_id(state_dir) if listen is not None else uuid.uuid4().hex,
+            version=VERSION,
+            group=config.cache_group,
+            sources=fingerprint(sources, config.block_size),
             weight=config.group_weight if listen is not None else 0.0,
             life=uuid.uuid4().hex,
             block_size=config.block_size,
@@ -88,7 +90,10 @@ class PeerNode:
         self._client = Client(signer=signer, tls=chosen.client_tls, stats=stats, metrics=metrics)
         self._membership = Membership(self._source(), self._handshake)
         self.cluster = Cluster(
-            *(self._membership, self._client, stats, rng),
+            self._membership,
+            self._client,
+            stats,
+            rng,
             block_size=config.block_size,
             replicas=config.replicas,
             serves=listen is not None,
@@ -101,7 +106,11 @@ class PeerNode:
             return await self._client.handshake(Address(host, port))
 
         return open_source(
-            *(self._chosen.peers, self._handshake, self._listen, identify, self._rng),
+            self._chosen.peers,
+            self._handshake,
+            self._listen,
+            identify,
+            self._rng,
             tls=self._chosen.etcd_tls,
             user=os.environ.get("CACHEFS_ETCD_USER", ""),
             password=os.environ.get("CACHEFS_ETCD_PASSWORD", ""),

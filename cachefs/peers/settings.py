@@ -18,16 +18,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cachefs.base.errors import ConfigError
-from cachefs.config.config import Config
+from cachefs.config.config import ROWS, Config
 from cachefs.peers.auth import Key, check_fresh, check_listen, client_tls, distrust, read_key, server_tls
 from cachefs.peers.wire import MAX_RANK, Address
 
 READABLE_BY_ALL = 0o004
 
-NEED_PEERS = (
-    *("peer_listen", "peer_key_file", "peer_cert", "peer_cert_key", "peer_ca", "etcd_ca"),
-    *("cache_group", "group_weight", "replicas", "sharing"),
-)
+NEED_PEERS = [name for name, row in ROWS.items() if row.group == "Peers" and name != "peers"]
 """Options that mean nothing without `--peers`."""
 
 DEFAULT_PREFIX = "/cachefs"
