@@ -48,10 +48,9 @@ def list_cached(path: Path, cached: bool, as_json: bool) -> None:
         show.data(files)
         return
     for size, held, entry in rows:
-        if entry.is_dir():
-            say(f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/")
-        else:
-            say(_row(size, held, entry.name))
+        say(
+            f"{'-':>10} {'-':>10} {'-':>7}  {entry.name}/" if entry.is_dir() else _row(size, held, entry.name)
+        )
 
 
 @click.command("du", short_help="Add up how much of a directory is cached.")
@@ -75,10 +74,8 @@ def add_up(path: Path, cached: bool, max_depth: int | None, summarize: bool, as_
                 more = visit(entry, depth + 1) if entry.is_dir() else (1, *_held(entry))
                 files, size, held = files + more[0], size + more[1], held + more[2]
         if deepest is None or depth <= deepest:
-            row = {"path": directory.path, "files": files, "size": size, "cached": held}
-            if as_json:
-                found.append(row)
-            else:
+            found.append({"path": directory.path, "files": files, "size": size, "cached": held})
+            if not as_json:
                 say(_row(size, held, directory.path))
         return files, size, held
 

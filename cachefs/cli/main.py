@@ -129,9 +129,7 @@ class TableOption(click.Option):
         flag = "--" + name.replace("_", "-")
         switch = not row.metavar
         self.row = row
-        self.shown = ", ".join(
-            [*(f for f in row.flags if f[:2] != "--"), flag, *(f for f in row.flags if f[:2] == "--")]
-        )
+        self.shown = ", ".join(sorted([flag, *row.flags], key=lambda f: f[:2] == "--"))
         negative = f"/--no-{flag[2:]}" if switch and not row.flag_only else ""
         super().__init__(
             [name, flag + negative, *row.flags],
@@ -159,21 +157,14 @@ class MountCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for group in GROUPS.values():
-            records = [
-                p.get_help_record(ctx)
-                for p in self.params
-                if isinstance(p, TableOption) and p.row.group == group
-            ]
+        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in (*GROUPS.values(), "Other")}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record and not isinstance(param, click.Argument):
+                groups[param.row.group if isinstance(param, TableOption) else "Other"].append(record)
+        for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
-        rest = [
-            p.get_help_record(ctx)
-            for p in self.get_params(ctx)
-            if not isinstance(p, TableOption | click.Argument)
-        ]
-        with formatter.section("Other"):
-            formatter.write_dl([record for record in rest if record])
 
 
 @click.group(cls=OneLine, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -65,7 +65,9 @@ def refresh(path: Path) -> None:
     """
     from cachefs.daemon import asking
 
-    note(asking.refresh(path))
+    mountpoint, relative = asking.mount_of(path)
+    asking.ask(mountpoint, "refresh", 60.0, path=relative)
+    note(f"{canonical(path)}: looking again")
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

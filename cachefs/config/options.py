@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -159,26 +160,25 @@ def _parse_url(text: str) -> str:
     return check_url(_parse_text(text))
 
 
-def _parse_user(text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        return int(text)
+def _user(name: str) -> int:
     import pwd
 
-    try:
-        return pwd.getpwnam(text.strip()).pw_uid
-    except KeyError:
-        raise ValueError("not a user of this machine: write a number or a user name") from None
+    return pwd.getpwnam(name).pw_uid
 
 
-def _parse_group(text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        return int(text)
+def _group(name: str) -> int:
     import grp
 
+    return grp.getgrnam(name).gr_gid
+
+
+def _parse_id(kind: str, find: Callable[[str], int], text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        return int(text)
     try:
-        return grp.getgrnam(text.strip()).gr_gid
+        return find(text.strip())
     except KeyError:
-        raise ValueError("not a group of this machine: write a number or a group name") from None
+        raise ValueError(f"not a {kind} of this machine: write a number or a {kind} name") from None
 
 
 def _parse_listen(text: str) -> str:
@@ -225,8 +225,8 @@ TEXT = _kind("TEXT", _parse_text)
 URL = _kind("URL", _parse_url)
 LISTEN = _kind("HOST:PORT", _parse_listen)
 PATH = _kind("PATH", _parse_path, str)
-USER = _kind("USER", _parse_user)
-GROUP = _kind("GROUP", _parse_group)
+USER = _kind("USER", partial(_parse_id, "user", _user))
+GROUP = _kind("GROUP", partial(_parse_id, "group", _group))
 SWITCH = _kind("", parse_bool)
 OUTAGE = _kind("serve-stale|eio|wait=TIME", _parse_outage, str)
 

@@ -75,13 +75,6 @@ def mount_of(path: Path) -> tuple[Path, str]:
     return mountpoint, "" if relative == "." else relative
 
 
-def refresh(path: Path) -> str:
-    """Tell the daemon to look again at `path`; one line about it."""
-    mountpoint, relative = mount_of(path)
-    ask(mountpoint, "refresh", 60.0, path=relative)
-    return f"{canonical(path)}: looking again"
-
-
 def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:
     """Wait until what was written at and below a path (relative to its mount) is at the origin; what is not, once the
     deadline is over or all the rest was refused. `show` is given what is left, now and then."""

@@ -111,8 +111,13 @@ def check_rights(allow_other: bool = False) -> None:
     _check_fuse()
     if os.getuid() == 0:
         _check_capability()
-    else:
-        _check_user(allow_other)
+        return
+    if shutil.which("fusermount3") is None:
+        raise MountError("fusermount3 is missing: apt-get install fuse3")
+    if allow_other and not _user_allow_other():
+        raise MountError(
+            f"--allow-other needs the line user_allow_other in {FUSE_CONF}: add it, or mount as root"
+        )
 
 
 def clear(config: Config) -> list[str]:
@@ -222,15 +227,6 @@ def _check_fuse() -> None:
 def _check_capability() -> None:
     if not linux.may(linux.CAP_SYS_ADMIN):
         raise MountError("this root may not mount: give the container --cap-add SYS_ADMIN --device /dev/fuse")
-
-
-def _check_user(allow_other: bool) -> None:
-    if shutil.which("fusermount3") is None:
-        raise MountError("fusermount3 is missing: apt-get install fuse3")
-    if allow_other and not _user_allow_other():
-        raise MountError(
-            f"--allow-other needs the line user_allow_other in {FUSE_CONF}: add it, or mount as root"
-        )
 
 
 def _user_allow_other() -> bool:
