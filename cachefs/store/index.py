@@ -148,7 +148,9 @@ class Index:
             return self._db.scan(table, start, stop, limit)
         except CacheUnusable as exc:
             if not self._unreadable:  # a full cache asks at each read
-                log.warning("%s: until the next start nothing is evicted, and what is not cached is not kept", exc)
+                log.warning(
+                    "%s: until the next start nothing is evicted, and what is not cached is not kept", exc
+                )
             self._unreadable = True
             return []
 

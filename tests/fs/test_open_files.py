@@ -18,7 +18,7 @@ from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
 from tests.fs.test_writing_beside import Passthrough
-from tests.fs.test_writing_model import WRITERS, World
+from tests.fs.test_writing_model import WRITERS, Reader, World
 from tests.fs.writers import MemoryDirtyFile, MemoryWriter
 
 RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
@@ -341,14 +341,15 @@ async def test_what_a_second_walk_finds_can_be_opened(stat: bool) -> None:
         assert len(mount.fs._files) == 0
 
 
-class Cached(World):
+class Cached(Reader):
     """The cache has what the origin had under "old"."""
 
-    async def _bring(
-        self, origin: Any, base: ObjectId, count: int, take: Callable[..., Awaitable[None]]
-    ) -> None:
-        assert base.key == "old" and base.size == len(self.tree["old"].data)  # type: ignore[union-attr]
-        await take(bytes(self.file("old").data[:count]))
+    def __init__(self, old: bytes) -> None:
+        self._old = old
+
+    def open(self, origin: Any, object_id: ObjectId) -> bytes:
+        assert object_id.key == "old" and object_id.size == len(self._old)
+        return self._old
 
 
 @pytest.mark.parametrize("change", ["unlink", "replace"])
@@ -357,7 +358,8 @@ class Cached(World):
 async def test_a_first_write_after_the_name_is_gone(mode: str, how: str, change: str, tmp_path: Path) -> None:
     """As on a local disk: it goes to the file without a name, and to no other."""
     async with trio.open_nursery() as nursery:
-        world = Cached(tmp_path, nursery, writeback=mode == "writeback")
+        world = World(tmp_path, nursery, writeback=mode == "writeback")
+        world.reader = Cached(bytes(world.file("old").data))
         await world.start()
         mount, old = world.mount, world.bucket.content("old")
         fh, other = await mount.open("old", os.O_RDWR), await mount.open("old")
