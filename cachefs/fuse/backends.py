@@ -1,4 +1,4 @@
-"""The choice of the backend that serves a mount: native where the kernel takes backing files, pyfuse3 everywhere else."""
+"""The choice of the backend that serves a mount: native where this process may speak to the kernel itself, else pyfuse3."""
 
 from __future__ import annotations
 
@@ -141,10 +141,7 @@ def _native(
     if held is not None and held.taking_over:
         device, agreed, refused = adopt(held, config.mountpoint, places)
     elif config.descriptor is None:
-        must_passthrough = config.fuse == "auto" and not config.zero_open
-        device, agreed, refused = connect(
-            title, config.allow_other, places, must_passthrough=must_passthrough, writable=writable
-        )
+        device, agreed, refused = connect(title, config.allow_other, places, writable=writable)
     else:
         device, agreed, refused = take(config.descriptor, places, writable=writable)
     backend = NativeBackend(
@@ -167,11 +164,8 @@ def _native(
     return Chosen(backend, why, refused, passthrough)
 
 
-def connect(
-    name: str, allow_other: bool, places: Sequence[Path], *, must_passthrough: bool, writable: bool = False
-) -> Connected:
-    """A new, detached mount. Raises `NotHere`; with `must_passthrough`, also when the kernel takes files from none of the
-    `places`."""
+def connect(name: str, allow_other: bool, places: Sequence[Path], *, writable: bool = False) -> Connected:
+    """A new, detached mount. Raises `NotHere`."""
     if os.geteuid() != 0:
         raise NotHere("only root may speak to the kernel without help")
     # A backing file may itself lie on a stacked filesystem (overlayfs, as in a container without a volume). A mount that
@@ -187,12 +181,6 @@ def connect(
         if depth == 2 or STACKED not in refused.values():
             break
         device.close()
-    if must_passthrough and not agreed.passthrough:
-        device.close()
-        raise NotHere(_too_old(agreed))
-    if must_passthrough and places and refused.keys() == set(places):
-        device.close()
-        raise NotHere(f"the kernel takes no file of the cache: {next(iter(refused.values()))}")
     return Connected(device, agreed, refused)
 
 
@@ -214,15 +202,12 @@ def adopt(held: Held, mountpoint: Path, places: Sequence[Path]) -> Connected:
     return Connected(device, agreed, _try_passthrough(device, agreed, places))
 
 
-def _too_old(agreed: Negotiated) -> str:
-    return f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
-
-
 def _try_passthrough(device: Device, agreed: Negotiated, places: Sequence[Path]) -> dict[Path, str]:
     """Why the kernel takes no files of tiers' directories, for those where it takes none. Tried with the tier's file `tag`,
     since a full disk takes no new file."""
     if not agreed.passthrough:
-        return dict.fromkeys(places, _too_old(agreed))
+        old = f"this kernel cannot read files by itself (Linux 6.9 can; FUSE 7.{agreed.minor})"
+        return dict.fromkeys(places, old)
     refused: dict[Path, str] = {}
     for place in places:
         try:

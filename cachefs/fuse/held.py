@@ -29,10 +29,8 @@ _TABLE_AT = 2 * mmap.PAGESIZE
 
 MOST_HANDLES = 65_536
 """Handles with a record, 2 KiB of address space each; only those that were ever in use at once take memory. Others answer
-ESTALE after the daemon died. Guessed: more than the open files of any job."""
-
-MOST_BACKINGS = 65_536
-"""Backing ids that are known, 4 bytes each. A further one keeps its file until the connection ends. Guessed."""
+ESTALE after the daemon died. As many backing ids are known, 4 bytes each; a further one keeps its file until the connection
+ends. Guessed: more than the open files of any job."""
 
 RECORD_BYTES = 2048
 _USED = struct.Struct("=QQ")
@@ -43,7 +41,7 @@ _FILE = struct.Struct("=QQQqIHH")
 """ino, stable, size, mtime_ns, backing id, volume, bytes of the text, which follows: the key, a zero and the etag."""
 _NO_FH = bytes(8)
 _BACKING = struct.Struct("=I")  # 0: none
-_RECORDS_AT = RECORD_BYTES * -(-(_USED.size + MOST_BACKINGS * _BACKING.size) // RECORD_BYTES)
+_RECORDS_AT = RECORD_BYTES * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // RECORD_BYTES)
 _LENGTH = _RECORDS_AT + MOST_HANDLES * RECORD_BYTES
 
 
@@ -236,7 +234,7 @@ class HandleTable:
 
     def registered(self, backing_id: int) -> None:
         if not self._backing_free:
-            if self._backings_used == MOST_BACKINGS:
+            if self._backings_used == MOST_HANDLES:
                 return
             self._backing_free.append(_USED.size + self._backings_used * _BACKING.size)
             self._backings_used += 1

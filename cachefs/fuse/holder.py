@@ -34,9 +34,6 @@ MOUNTPOINT_AT, MOUNTPOINT_BYTES = 128, 4096
 LONG_S, MOST_SHORT = 10.0, 10
 """So many daemons, one after the other, that each lived for less than the first are a crash loop. Guessed."""
 
-AT_ONCE, FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 3, 0.1, 2.0
-"""After so many short lives the next daemon has to wait, twice as long each time. Guessed."""
-
 STAND_BY_S = 2.0
 """How long a daemon has the machine to itself before the next one is loaded. Guessed: it opens its cache then."""
 
@@ -70,25 +67,18 @@ class Holder:
             self._take()
             if self._fuse < 0 or code == 0 or self._aborting or self._is_over():
                 return code
-            if not self._stopping:
-                self._short = self._short + 1 if died - began < LONG_S else 0
-                if self._short >= MOST_SHORT:
-                    _say(
-                        f"the daemon has died {MOST_SHORT} times within {LONG_S:g} s: it is not started again, and its "
-                        "mount stays dead"
-                    )
-                    return code
-                self._restarts += 1
-                os.pwrite(self._state, DEATHS.pack(self._restarts, died), 0)
-                wait = 0.0
-                if self._short > AT_ONCE:
-                    wait = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (self._short - AT_ONCE - 1))
-                _say(
-                    f"the daemon has died ({_how(code)}): starting it again{f' in {wait:g} s' if wait else ''}"
-                )
-                self._sleep(wait)
             if self._stopping:
                 return self._take_away(code)
+            self._short = self._short + 1 if died - began < LONG_S else 0
+            if self._short >= MOST_SHORT:
+                _say(
+                    f"the daemon has died {MOST_SHORT} times within {LONG_S:g} s: it is not started again, and its "
+                    "mount stays dead"
+                )
+                return code
+            self._restarts += 1
+            os.pwrite(self._state, DEATHS.pack(self._restarts, died), 0)
+            _say(f"the daemon has died ({_how(code)}): starting it again")
             self._socket.close()
             (self._child, self._socket), self._standby = self._standby or self._load(), None
 
@@ -150,13 +140,6 @@ class Holder:
             os.kill(self._standby[0], signal.SIGKILL)  # it has read the configuration as it was
         if self._child and found.si_code != _FROM_TERMINAL:
             os.kill(self._child, found.si_signo)
-
-    def _sleep(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._stopping and (left := until - time.monotonic()) > 0:
-            found = signal.sigtimedwait(_WAITED_FOR, left)
-            if found is not None:
-                self._heed(found)
 
     def end(self) -> None:
         """Nothing is started any more."""

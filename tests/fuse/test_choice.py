@@ -16,7 +16,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.config import layers
 from cachefs.config.config import Config
 from cachefs.fuse import backends, pyfuse3_backend
-from cachefs.fuse.backends import NotHere, choose, connect, keeps_listings
+from cachefs.fuse.backends import choose, connect, keeps_listings
 from cachefs.fuse.device import WANTED, Device, Negotiated
 from cachefs.fuse.protocol import Init
 
@@ -181,15 +181,14 @@ def test_no_handshake(machine: Machine, places: list[Path]) -> None:
 
 def test_no_passthrough(machine: Machine, places: list[Path]) -> None:
     machine.says = WITHOUT
-    found = chosen(places)
-    assert (found.backend.name, machine.open) == ("pyfuse3", [])
-    assert "7.39" in found.why
-    assert one_line(found.why)
-    found = chosen(places, fuse="native")  # it is good for something without
-    assert (found.backend.name, found.passthrough) == ("native", False)
-    assert set(found.refused) == set(places)
-    assert all(one_line(no) for no in found.refused.values())
-    assert len(machine.open) == 1
+    for number, backend in enumerate(("auto", "native"), 1):  # it is good for something without
+        found = chosen(places, fuse=backend)
+        assert (found.backend.name, found.passthrough) == ("native", False)
+        assert "7.39" in found.why
+        assert one_line(found.why)
+        assert set(found.refused) == set(places)
+        assert all(one_line(no) for no in found.refused.values())
+        assert len(machine.open) == number
 
 
 def test_a_cache_on_stacked_filesystems(machine: Machine, places: list[Path]) -> None:
@@ -203,7 +202,7 @@ def test_a_cache_on_stacked_filesystems(machine: Machine, places: list[Path]) ->
 def test_too_many_stacked_filesystems(machine: Machine, places: list[Path]) -> None:
     machine.takes = lambda depth, place: errno.ELOOP
     found = chosen(places)
-    assert (found.backend.name, machine.open) == ("pyfuse3", [])
+    assert (found.backend.name, found.passthrough, set(found.refused)) == ("native", False, set(places))
     assert "stacked" in found.why
     assert one_line(found.why)
     assert machine.depths == [1, 2]
@@ -217,12 +216,12 @@ def test_the_second_connection_fails(machine: Machine, places: list[Path]) -> No
 
 def test_all_are_refused(machine: Machine, places: list[Path]) -> None:
     machine.takes = lambda depth, place: errno.EOPNOTSUPP
-    found = chosen(places)
-    assert (found.backend.name, machine.open, machine.depths) == ("pyfuse3", [], [1])
-    assert os.strerror(errno.EOPNOTSUPP) in found.why
-    assert one_line(found.why)
-    found = chosen(places, fuse="native")
-    assert (found.backend.name, found.passthrough, set(found.refused)) == ("native", False, set(places))
+    for backend in ("auto", "native"):
+        found = chosen(places, fuse=backend)
+        assert os.strerror(errno.EOPNOTSUPP) in found.why
+        assert one_line(found.why)
+        assert (found.backend.name, found.passthrough, set(found.refused)) == ("native", False, set(places))
+    assert machine.depths == [1, 1]
 
 
 @pytest.mark.parametrize("number", [errno.ELOOP, errno.EOPNOTSUPP])
@@ -286,10 +285,7 @@ def test_zero_open_uses_passthrough_nothing(
     assert len(machine.open) == 1
 
 
-@pytest.mark.parametrize("must_passthrough", [False, True])
-def test_connecting_leaves_one_device_or_none(
-    machine: Machine, places: list[Path], must_passthrough: bool
-) -> None:
+def test_connecting_leaves_one_device(machine: Machine, places: list[Path]) -> None:
     """Whatever each of the two depths says of each of the two places."""
     answers = [0, errno.ELOOP, errno.EPERM]
     for first in [(a, b) for a in answers for b in answers]:
@@ -297,14 +293,7 @@ def test_connecting_leaves_one_device_or_none(
             said = {1: dict(zip(places, first, strict=True)), 2: dict(zip(places, second, strict=True))}
             machine.takes = lambda depth, place, said=said: said[depth][place]  # type: ignore[misc]
             machine.depths.clear()
-            try:
-                device, _, refused = connect("x", False, places, must_passthrough=must_passthrough)
-            except NotHere as exc:
-                assert must_passthrough
-                assert one_line(str(exc))
-                assert all(said[machine.depths[-1]].values())
-                assert machine.open == []
-                continue
+            device, _, refused = connect("x", False, places)
             assert machine.open == [device]
             assert refused.keys() == {place for place, no in said[machine.depths[-1]].items() if no}
             assert machine.depths == ([1, 2] if errno.ELOOP in first else [1])
