@@ -16,7 +16,7 @@ from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Database
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.tasks import contained, containing, in_thread
-from cachefs.upload.staging import Memory, StagingFile, Threads
+from cachefs.upload.staging import StagingDisk, StagingFile
 
 PACKAGE = Path(cachefs.__file__).parent
 
@@ -159,14 +159,14 @@ def test_rows_written_behind_wait_for_a_thread(tmp_path: Path, monkeypatch: pyte
 def test_a_staging_file_goes_once_a_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr("cachefs.base.tasks.RETRY_S", 0.01)
-        threads, path = Threads(), tmp_path / "one"
+        disk, path = StagingDisk(tmp_path), tmp_path / "one"
         path.touch()
         fails_to_start(monkeypatch, 3)
-        threads.later(path.unlink)
+        disk.later(path.unlink)
         with trio.fail_after(10):
-            await threads.quiet()
+            await disk.quiet()
         assert not path.exists()
-        held = StagingFile(path, threads, Memory(1 << 20))
+        held = StagingFile(disk, "one", new=True)
         await held.write(0, b"hello")
         fails_to_start(monkeypatch, 1)
         with pytest.raises(CacheUnusable, match="no thread"):
