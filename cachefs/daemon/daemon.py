@@ -459,7 +459,7 @@ class Daemon:
                 if tier.path in self._backend.refused:
                     self._store.refuse(tier, self._backend.refused[tier.path])
             self._fs.enable_passthrough(self._register_backing)
-            self._store.on_retired = backend.retire
+            self._store.backing_files.on_retired = backend.retire
             if self._uploading is not None:
                 uploads = self._uploading.uploads
                 uploads.enable_passthrough(backend.register, backend.retire)

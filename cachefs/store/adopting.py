@@ -13,7 +13,6 @@ A crash before the index has heard of it leaves a file without rows, which the s
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import stat
@@ -25,13 +24,12 @@ from pathlib import Path
 import trio
 import xxhash
 
-from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
-from cachefs.store.catalog import CachedObject, Catalog
-from cachefs.store.eviction import ANY, Eviction
+from cachefs.store.catalog import CachedObject
+from cachefs.store.eviction import ANY
 from cachefs.store.index import Copy
 from cachefs.store.space import VICTIMS_AT_ONCE, Space
-from cachefs.store.tier import SSD, Tier, allocated
+from cachefs.store.tier import SSD, Tier, allocated, checksums
 
 log = logging.getLogger(__name__)
 
@@ -48,29 +46,16 @@ ZEROS = bytes(1 << 20)
 
 
 class Adopting:
-    """Into the SSD tier of `tiers`, if there is one."""
+    """Into the SSD tier, if there is one."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        eviction: Eviction,
-        space: Space,
-        tiers: list[Tier],
-        block_size: int,
-        metrics: Metrics,
-    ) -> None:
-        self._catalog = catalog
-        self._eviction = eviction
+    def __init__(self, space: Space) -> None:
+        self._catalog = space.catalog
+        self._eviction = space.eviction
         self._space = space
-        self._tier = next((tier for tier in tiers if tier.number == SSD), None)
-        self._block_size = block_size
-        self._metrics = metrics
+        self._tier = next((tier for tier in space.tiers if tier.number == SSD), None)
+        self._block_size = space.block_size
+        self._metrics = space.metrics
         self._threads = trio.CapacityLimiter(HASHED_AT_ONCE)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the disk of the tier is known not to answer."""
-        return self._tier is not None and self._tier.disk.down
 
     # -- adopting ----------------------------------------------------------------------------------
 
@@ -108,21 +93,60 @@ class Adopting:
                 return False
 
     async def _adopt_bytes(self, obj: CachedObject, tier: Tier, data: bytes) -> bool:
-        blocks = range(block_count(len(data), self._block_size))
-        lengths = [block_length(block, len(data), self._block_size) for block in blocks]
-        need = sum(map(allocated, lengths))
-        if not await self._fits(tier, need, 0):
+        async def hashed() -> list[int]:
+            starts = range(0, len(data), self._block_size)
+            return [xxhash.xxh3_64_intdigest(data[start : start + self._block_size]) for start in starts]
+
+        return await self._become(obj, tier, 0, hashed, partial(tier.put, obj.id.digest, data))
+
+    async def _adopt(self, obj: CachedObject, tier: Tier, path: Path) -> bool:
+        size, status = obj.id.size, os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             return False
-        tier.reserve(need)
+        if status.st_dev != os.stat(tier.path).st_dev:
+            return False
+        if not size:
+            await tier.disk.run(partial(os.unlink, path), _nothing_left)  # there is nothing to keep
+            return True
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+
+        async def hashed() -> list[int] | None:
+            await self._fill_holes(fd, size)
+            before = os.fstat(fd)
+            found = await self._checksums(fd, size)
+            after = os.fstat(fd)
+            written = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
+            return None if written or after.st_size != size else found
+
         try:
-            if self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
+            here, place = status.st_blocks * 512, partial(tier.take, path, obj.id.digest)
+            return await self._become(obj, tier, here, hashed, place)
+        finally:
+            os.close(fd)
+
+    async def _become(
+        self,
+        obj: CachedObject,
+        tier: Tier,
+        here: int,
+        hashed: Callable[[], Awaitable[list[int] | None]],
+        place: Callable[[], bool],
+    ) -> bool:
+        """Make room for a version of which the disk has `here` bytes already, have a thread `place` its file, and write its
+        rows. False if there is no room, no checksums (`hashed`), or the file is not placed."""
+        need = allocated(obj.id.size)
+        if not await self._space.fit(tier, need, here=here):
+            return False
+        tier.reserve(need, here)
+        try:
+            found = await hashed()
+            if found is None or self._in_the_way(obj, tier) or not await self._cleared(obj, tier):
                 return False
-            taken = await self._placed(obj, tier, partial(tier.put, obj.id.digest, data))
+            taken = await self._placed(obj, tier, place)
         finally:
             tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
         if taken:
-            parts = zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)
-            self._put(obj, tier, [xxhash.xxh3_64_intdigest(data[start : start + n]) for start, n in parts])
+            self._put(obj, tier, found)
         self._free_place(obj, tier)
         return taken
 
@@ -135,43 +159,6 @@ class Adopting:
             return True
         verified = sum(copy.verified.bit_count() for copy in copies)
         return 0 < verified == block_count(obj.id.size, self._block_size)
-
-    async def _adopt(self, obj: CachedObject, tier: Tier, path: Path) -> bool:
-        size, status = obj.id.size, os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            return False
-        if status.st_dev != os.stat(tier.path).st_dev:
-            return False
-        if not size:
-            await tier.disk.run(partial(os.unlink, path), _nothing_left)  # there is nothing to keep
-            return True
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            blocks = range(block_count(size, self._block_size))
-            lengths = [block_length(block, size, self._block_size) for block in blocks]
-            need, here = sum(map(allocated, lengths)), status.st_blocks * 512
-            if not await self._fits(tier, need, here):
-                return False
-            tier.takes_over(need, here)
-            try:
-                await self._fill_holes(fd, size)
-                before = os.fstat(fd)
-                checksums = await self._checksums(fd, lengths)
-                after = os.fstat(fd)
-                written = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
-                if written or after.st_size != size or self._in_the_way(obj, tier):
-                    return False
-                if not await self._cleared(obj, tier):
-                    return False
-                taken = await self._placed(obj, tier, partial(tier.take, path, obj.id.digest))
-            finally:
-                tier.freed(need)  # or taken again, as the copies it makes: nothing comes between
-            if taken:
-                self._put(obj, tier, checksums)
-            self._free_place(obj, tier)
-            return taken
-        finally:
-            os.close(fd)
 
     async def _cleared(self, obj: CachedObject, tier: Tier) -> bool:
         """Drop the blocks that the tier has, and wait until their file has gone: it has the name of the new one."""
@@ -245,8 +232,7 @@ class Adopting:
             return False
         if self._catalog.copies(obj, tier.number) or tier.disposal.pending(new.digest):
             return False
-        blocks = range(block_count(size, self._block_size))
-        need = sum(allocated(block_length(block, size, self._block_size)) for block in blocks)
+        need = allocated(size)
         with was.held(), obj.held():
             try:
                 await self._placed(obj, tier, partial(tier.link, old.digest, new.digest))
@@ -274,16 +260,6 @@ class Adopting:
         whole = verified == block_count(obj.id.size, self._block_size)
         return copies if whole and tier.immutable(obj.id.digest) else None
 
-    async def _fits(self, tier: Tier, need: int, here: int) -> bool:
-        """Make room for `need` bytes, of which the disk has `here` already, some victims at a time."""
-        while True:
-            used = tier.used_bytes
-            if self._space.evict_for(tier, need, ANY, here=here):
-                return True
-            if tier.used_bytes >= used:
-                return False
-            await trio.lowlevel.checkpoint()
-
     async def _fill_holes(self, fd: int, size: int) -> None:
         """A hole counts nothing on the disk, and to the scrub it is a block that is gone: so zeros are written there."""
         at = 0
@@ -293,16 +269,19 @@ class Adopting:
             await trio.to_thread.run_sync(_write_zeros, fd, at, stop, limiter=self._threads)
             at = stop
 
-    async def _checksums(self, fd: int, lengths: list[int]) -> list[int]:
+    async def _checksums(self, fd: int, size: int) -> list[int]:
         """xxh3_64 of all blocks, an extent at a time: between them it can be cancelled, and other tasks run."""
-        if len(lengths) == 1 and lengths[0] <= HASHED_NOW:
+        blocks = [
+            (b * self._block_size, block_length(b, size, self._block_size))
+            for b in range(block_count(size, self._block_size))
+        ]
+        if size <= HASHED_NOW:
             with suppress(OSError):  # then it waits for the disk, or fails again
-                return _hash(fd, 0, lengths, os.RWF_NOWAIT)
+                return checksums(fd, blocks, os.RWF_NOWAIT)
         found: list[int] = []
-        while len(found) < len(lengths):
-            some = lengths[len(found) : len(found) + BLOCKS_PER_EXTENT]
-            start = len(found) * self._block_size
-            found += await trio.to_thread.run_sync(_hash, fd, start, some, limiter=self._threads)
+        while len(found) < len(blocks):
+            some = blocks[len(found) : len(found) + BLOCKS_PER_EXTENT]
+            found += await trio.to_thread.run_sync(checksums, fd, some, limiter=self._threads)
         return found
 
     # -- room for what is being written ------------------------------------------------------------
@@ -346,15 +325,3 @@ def _write_zeros(fd: int, start: int, stop: int) -> None:
             start += os.pwrite(fd, ZEROS[: end - start], start)
         if start < stop:
             start = os.lseek(fd, start, os.SEEK_HOLE)
-
-
-def _hash(fd: int, start: int, lengths: list[int], how: int = 0) -> list[int]:
-    """xxh3_64 of blocks that lie one behind another, read as `how` (RWF_*) says. OSError when the file ends before."""
-    buffer = memoryview(bytearray(max(lengths)))
-    found = []
-    for length in lengths:
-        if os.preadv(fd, [buffer[:length]], start, how) != length:
-            raise OSError(errno.EIO, "short read")
-        found.append(xxhash.xxh3_64_intdigest(buffer[:length]))
-        start += length
-    return found

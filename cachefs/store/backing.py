@@ -17,20 +17,17 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
-import xxhash
 
-from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, extent_bits
-from cachefs.store.catalog import CachedObject, Catalog
-from cachefs.store.eviction import LOWEST, Eviction
+from cachefs.base.names import ObjectId
+from cachefs.store.catalog import CachedObject
+from cachefs.store.eviction import LOWEST
 from cachefs.store.index import Copy
 from cachefs.store.moves import Moves
-from cachefs.store.space import Range, Space
+from cachefs.store.space import Space
 from cachefs.store.tier import Tier, allocated
 
 log = logging.getLogger(__name__)
@@ -93,25 +90,22 @@ class Backing(BackingFile):
 
 class Passthrough:
     """Which files the kernel has, and making versions ready for it. `tiers` is empty when there is no passthrough.
-    `on_retired` is told of a file that the kernel may forget."""
+    `verify` checks what is not verified of a copy. `on_retired` is told of a file that the kernel may forget."""
 
     def __init__(
         self,
-        catalog: Catalog,
-        eviction: Eviction,
         space: Space,
         tiers: list[Tier],
         moves: Moves | None,
-        block_size: int,
-        metrics: Metrics,
+        verify: Callable[[CachedObject, Copy], Awaitable[bool]],
     ) -> None:
-        self._catalog = catalog
-        self._eviction = eviction
+        self._catalog = space.catalog
+        self._eviction = space.eviction
         self._space = space
         self._tiers = tiers
         self._moves = moves
-        self._block_size = block_size
-        self._metrics = metrics
+        self._verify = verify
+        self._metrics = space.metrics
         self.on_retired: Callable[[Backing], None] = lambda backing: None
         self._idle: OrderedDict[Backing, None] = OrderedDict()
         self._queue: OrderedDict[bytes, ObjectId] = OrderedDict()
@@ -128,25 +122,20 @@ class Passthrough:
     def open(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
         """The version's file, if it is whole and verified on one tier (`on_disk`: on that which `take_out` serves). The
         caller gives it to `release`."""
-        backing = obj.backing
-        if backing is None:
-            backing = self._make(obj, on_disk)
-            if backing is None:
-                return None
-        elif on_disk and not backing.tier.blocking:
+        backing = obj.backing or self._make(obj, on_disk)
+        if backing is None or backing.tier.disk.down or (on_disk and not backing.tier.blocking):
             return None
-        elif backing.users:
-            if backing.tier.number in obj.leaving or backing.tier.disk.down:
-                return None
-            backing.users += 1
-            return backing
-        elif backing.tier.disk.down:
-            return None
-        else:
-            del self._idle[backing]
-        backing.users = 1
+        if backing.users:
+            return None if backing.tier.number in obj.leaving else self.reopen(backing)
+        self._idle.pop(backing, None)
         self._space.pin(*backing.copies)
         self.note_use(backing)
+        return self.reopen(backing)
+
+    def reopen(self, backing: Backing) -> Backing:
+        """One more user of a backing file in use, even if its blocks are forgotten by now: all opens share one."""
+        backing.users += 1
+        self._metrics.passthrough_blocks += backing.blocks
         return backing
 
     def reuse(self, backing: Backing) -> bool:
@@ -305,10 +294,8 @@ class Passthrough:
 
     def _whole(self, obj: CachedObject, tier: Tier, *, verified: bool) -> list[Copy] | None:
         """The version's copies on the tier, if they have all its blocks."""
-        blocks = block_count(obj.id.size, self._block_size)
         copies = []
-        for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
-            bits = extent_bits(blocks, extent)
+        for extent, bits in self._catalog.extents(obj):
             copy = self._catalog.copy(obj, tier.number, extent)
             if copy is None or copy.bitmap != bits or copy.arriving or (verified and copy.verified != bits):
                 return None
@@ -353,7 +340,7 @@ class Passthrough:
             whole = [self._tiers[-1]]
         for tier in whole:
             if tier.passthrough:
-                return await self._verify(obj, tier)
+                return await self._check(obj, tier)
         return False
 
     async def _gather(self, obj: CachedObject) -> bool:
@@ -361,18 +348,17 @@ class Passthrough:
         if self._moves is None:
             return False
         ram, ssd = self._tiers
-        blocks = block_count(obj.id.size, self._block_size)
         if not ssd.passthrough or not ssd.writable() or allocated(obj.id.size) > ssd.limit_bytes():
             return False
         if obj.is_immutable(ssd):
             return False  # a crash cost it some of its rows; what is left of it can still be read
         parts: list[list[Copy]] = []
-        for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
-            copies = [c for t in (ram, ssd) if (c := self._catalog.copy(obj, t.number, extent)) is not None]
+        for extent, bits in self._catalog.extents(obj):
+            copies = self._catalog.on_any_tier(obj, extent)
             held = 0
             for copy in copies:
                 held |= copy.bitmap
-            if held != extent_bits(blocks, extent) or any(c.arriving for c in copies):
+            if held != bits or any(c.arriving for c in copies):
                 return False
             parts.append(copies)
         down = [c for copies in parts for c in copies if c.tier == ram.number]
@@ -391,47 +377,9 @@ class Passthrough:
                 self._space.drop(obj, copy, copy.bitmap)
         return True
 
-    async def _verify(self, obj: CachedObject, tier: Tier) -> bool:
+    async def _check(self, obj: CachedObject, tier: Tier) -> bool:
         """Check the blocks that no reader has verified yet."""
         for copy in self._whole(obj, tier, verified=False) or ():
-            bits = copy.bitmap & ~copy.verified
-            if not bits:
-                continue
-            ranges = list(self._catalog.ranges(copy, bits))
-            positions = [p for p in range(BLOCKS_PER_EXTENT) if bits >> p & 1]
-            wanted = [copy.checksums[p] for p in positions]
-
-            def finish(_: object, copy: Copy = copy) -> None:
-                self._space.unpin(obj, copy)
-                obj.release()
-
-            obj.hold()
-            self._space.pin(copy)
-            try:
-                with self._space.pinned(obj, copy):  # until the answer is used, too
-                    found = await tier.disk.run(partial(_checksums, tier, obj.id.digest, ranges), finish)
-            except TimeoutError:
-                return False  # the disk does not answer
-            except OSError as exc:
-                self._space.lost(obj, copy, exc)
-                return False
-            good = sum(1 << p for p, a, b in zip(positions, wanted, found, strict=True) if a == b)
-            copy.verified |= good & copy.bitmap
-            if good != bits:
-                self._space.corrupt(obj, copy, bits & ~good)
+            if not await self._verify(obj, copy):
                 return False
         return self._whole(obj, tier, verified=True) is not None
-
-
-def _checksums(tier: Tier, digest: bytes, ranges: list[Range]) -> list[int]:
-    """xxh3_64 of each range, in a worker thread; where the file is too short, of what there is."""
-    buffer = memoryview(bytearray(max(length for _, length in ranges)))
-    found = []
-    fd = tier.open_file(digest, create=False)
-    try:
-        for start, length in ranges:
-            count = os.preadv(fd, [buffer[:length]], start)
-            found.append(xxhash.xxh3_64_intdigest(buffer[:count]))
-    finally:
-        os.close(fd)
-    return found

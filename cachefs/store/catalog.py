@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import trio
 
 from cachefs.base.errors import CacheUnusable, NoRoom
-from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length, extent_bits
 from cachefs.store.epochs import unit_hash
 from cachefs.store.index import Copy, CopyKey, Index, Saved, pack_copy
 from cachefs.store.tier import Tier
@@ -38,10 +38,6 @@ COPIES_IN_MEMORY = 32_768
 LOOKED_AT = 1024
 """Versions that are only looked at, above which they are forgotten, about 500 bytes each. Guessed: files of a few
 directories that prefetch is about to fetch."""
-
-CHECKED_EXTENTS = 16
-"""Extents of a version whose verified copies are remembered as such when it is forgotten: those of a larger one would push
-out those of thousands of small files. Guessed."""
 
 CHECKED_COPIES = 131_072
 """Copies of each of two generations in `Checked`, about 70 bytes each (measured), so 18 MiB in all. A bound of memory."""
@@ -112,7 +108,7 @@ class CachedObject:
         """A descriptor of its file on the tier, kept open while the object is in use. OSError if it is not there."""
         fd = self.fds.get(tier.number)
         if fd is None:
-            fd = self.fds[tier.number] = tier.open_file(self.id.digest, create=False)
+            fd = self.fds[tier.number] = tier.open_file(self.id.digest)
         return fd
 
     def close_file(self, tier: int) -> None:
@@ -286,7 +282,7 @@ class Catalog:
             if obj.backing is not None:
                 obj.backing.retire()  # it has no users: those pin copies
             self._loaded -= len(copies)
-            for copy in copies if len(copies) <= CHECKED_EXTENTS else ():
+            for copy in copies:
                 if copy.bitmap and copy.verified == copy.bitmap:
                     self._checked.add(copy.key)
             obj.close_files()
@@ -324,6 +320,16 @@ class Catalog:
         if obj.id.size > BLOCKS_PER_EXTENT * self._block_size:  # most are not, and need no search
             extents.update(self._index.extents_of(tier, obj.id.digest))
         return [c for e in sorted(extents) if (c := self.copy(obj, tier, e)) is not None]
+
+    def extents(self, obj: CachedObject) -> Iterator[tuple[int, int]]:
+        """(extent, a bit for each of its blocks) of all of a version."""
+        blocks = block_count(obj.id.size, self._block_size)
+        for extent in range(block_count(blocks, BLOCKS_PER_EXTENT)):
+            yield extent, extent_bits(blocks, extent)
+
+    def on_any_tier(self, obj: CachedObject, extent: int) -> list[Copy]:
+        """The copies of an extent, the fastest tier's first."""
+        return [c for tier in self._tiers if (c := self.copy(obj, tier.number, extent)) is not None]
 
     def all_copies(self, obj: CachedObject) -> list[Copy]:
         """All copies of the version, tier by tier."""

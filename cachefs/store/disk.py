@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import trio
 from outcome import Outcome
@@ -58,17 +58,6 @@ IDLE_S = 1.0
 """How long the thread waits for more before it ends. Guessed."""
 
 PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FLPUNCH_HOLE
-
-
-class _Call(Generic[T]):
-    """One call in a thread. `finish` is given its result on the trio thread, also when its reader has gone."""
-
-    def __init__(self, call: Callable[[], T], finish: Callable[[T | None], None]) -> None:
-        self.call = call
-        self.finish = finish
-        self.ended = trio.Event()
-        self.result: T | None = None
-        self.failure: Exception | None = None
 
 
 class Disk:
@@ -103,33 +92,37 @@ class Disk:
         if self.down:
             finish(None)
             raise self._hangs()
-        work = _Call(call, finish)
-        trio.lowlevel.spawn_system_task(self._carry_out, work)
-        with trio.CancelScope() as scope:
-            self._readers.add(scope)
-            try:
-                await work.ended.wait()
-            finally:
-                self._readers.discard(scope)
-        if not work.ended.is_set():
-            raise self._hangs()
-        if work.failure is not None:
-            raise work.failure
-        return work.result  # type: ignore[return-value]
+        ended = trio.Event()
+        result: T | None = None
+        failure: Exception | None = None
 
-    async def _carry_out(self, work: _Call[T]) -> None:
-        def noted() -> T | None:
+        def noted() -> T:
             if self.down:
                 raise self._hangs()  # it waited for a thread until now
             with self.busy():
-                return work.call()
+                return call()
 
-        try:
-            work.result = await in_thread(noted, abandon_on_cancel=True, limiter=self._threads)
-        except Exception as exc:
-            work.failure = exc
-        work.finish(work.result)
-        work.ended.set()
+        async def carry_out() -> None:
+            nonlocal result, failure
+            try:
+                result = await in_thread(noted, abandon_on_cancel=True, limiter=self._threads)
+            except Exception as exc:
+                failure = exc
+            finish(result)
+            ended.set()
+
+        trio.lowlevel.spawn_system_task(carry_out)
+        with trio.CancelScope() as scope:
+            self._readers.add(scope)
+            try:
+                await ended.wait()
+            finally:
+                self._readers.discard(scope)
+        if not ended.is_set():
+            raise self._hangs()
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
 
     def _hangs(self) -> OSError:
         return TimeoutError(errno.ETIMEDOUT, f"the disk of {self._path} does not answer")
@@ -221,13 +214,15 @@ class Disposal:
         self._changed = threading.Condition()
         self._running = False
 
-    def unlink(self, digest: bytes, path: str, count: int) -> None:
-        """The version's file goes, with the `count` bytes that it takes."""
-        self._add(_Job(digest, path, (), count))
-
-    def punch(self, digest: bytes, path: str, ranges: Sequence[tuple[int, int]], count: int) -> None:
-        """Ranges of it go."""
-        self._add(_Job(digest, path, ranges, count))
+    def remove(self, digest: bytes, path: str, ranges: Sequence[tuple[int, int]], count: int) -> None:
+        """Ranges of the version's file go, or all of it if there are none, with the `count` bytes that they take."""
+        with self._changed:
+            self.going_bytes += count
+            self.going_files += not ranges
+            self._jobs.append(_Job(digest, path, ranges, count))
+            self._pending[digest] += 1
+            self._run()
+            self._changed.notify_all()
 
     def pending(self, digest: bytes) -> bool:
         """True if anything of the version is still to go."""
@@ -247,15 +242,6 @@ class Disposal:
             return self._changed.wait_for(lambda: not self._pending, seconds)
 
     # -- the thread --------------------------------------------------------------------------------
-
-    def _add(self, job: _Job) -> None:
-        with self._changed:
-            self.going_bytes += job.count
-            self.going_files += not job.ranges
-            self._jobs.append(job)
-            self._pending[job.digest] += 1
-            self._run()
-            self._changed.notify_all()
 
     def _run(self) -> None:
         """Have the thread. Where none can be started, the next job or a caller that waits tries again."""

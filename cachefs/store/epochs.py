@@ -438,21 +438,14 @@ class Epochs:
         if shared is None and requester:
             shared = self._shared[dataset] = SharedDataset(clock)
         if shared is not None:
-            begun_shared = shared.used(unit, self._slot(requester), clock, length, hit)
+            slot = self._slots.setdefault(requester, min(len(self._slots), SLOTS - 1))
+            begun_shared = shared.used(unit, slot, clock, length, hit)
             decides = self._decides(dataset)
             begun = decides is not before or (begun_shared if decides is shared.pairs else begun)
         if begun:
             self._datasets.move_to_end(dataset)
             self.version += 1
         return begun
-
-    def _slot(self, requester: str) -> int:
-        slot = self._slots.get(requester)
-        if slot is None:
-            slot = min(len(self._slots), SLOTS - 1)
-            if slot < SLOTS - 1:
-                self._slots[requester] = slot
-        return slot
 
     def _decides(self, dataset: int) -> Dataset | None:
         """The detection that decides: that of the units, or that of the pairs where only these have epochs."""

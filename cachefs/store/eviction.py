@@ -38,10 +38,6 @@ spent."""
 LOOKED_AT = 64
 """Remote-owned copies that one search passes over because they are in use; they come last in the next one. Guessed."""
 
-LARGE_PASSED = 16
-"""Copies of immutable files of several extents, which go whole, that are passed over when only protected copies are left.
-Guessed."""
-
 KEPT_AT_ONCE = 1024
 """Protected rows passed over in one search, about 1 ms. Derived: after an epoch began, a million rows cost a thousand
 demands the right victim, a thousandth of them."""
@@ -80,12 +76,8 @@ OURS: Classes = (Class.EVICTABLE, Class.PROTECTED)
 Victim = tuple[CachedObject, Copy]
 
 
-class Verdict(enum.Enum):
-    """What is known of a row's copy: it can go; not now; it is no longer there, or another row speaks of it."""
-
-    GOES = enum.auto()
-    HELD = enum.auto()
-    GONE = enum.auto()
+Verdict = bool | None
+"""What is known of a row's copy: it can go (True), or not now; None: it is no longer there, or another row speaks of it."""
 
 
 class Walk:
@@ -118,9 +110,9 @@ class Walk:
                 kept += 1
             else:
                 verdict = judge(key, clock)
-                if verdict is Verdict.GOES:
+                if verdict:
                     return key
-                if verdict is Verdict.HELD:
+                if verdict is not None:
                     self._held.append((b"", key, clock, dataset))
             self._rows.popleft()
             if row[0]:
@@ -346,10 +338,7 @@ class Eviction:
             elif one is Class.EVICTABLE:
                 found = self._first(self._evictable[tier], tier, True, older_than, moving)
             else:
-                found = self._first(self._any[tier], tier, False, older_than, moving, LARGE_PASSED)
-                if found is None:
-                    self._any[tier].restart()
-                    found = self._first(self._any[tier], tier, False, older_than, moving)
+                found = self._first(self._any[tier], tier, False, older_than, moving)
             if found is not None:
                 return found
         return None
@@ -369,29 +358,22 @@ class Eviction:
         return None
 
     def _first(
-        self, walk: Walk, tier: int, evictable: bool, older_than: int | None, moving: bool, passing: int = 0
+        self, walk: Walk, tier: int, evictable: bool, older_than: int | None, moving: bool
     ) -> Victim | None:
-        """The first copy of this node's own; only `evictable` ones, or any. `passing` is how many copies of large immutable
-        files it passes over."""
+        """The first copy of this node's own; only `evictable` ones, or any."""
         catalog = self._catalog
 
         def judge(key: CopyKey, clock: int) -> Verdict:
-            nonlocal passing
             if catalog.unlisted(key):
-                return Verdict.GONE
+                return None
             obj = catalog.by_digest(key[1])
             copy = catalog.copy(obj, key[0], key[2])
             if copy is None:
                 catalog.damaged(key, clock)
-                return Verdict.GONE
+                return None
             if copy.clock != clock:
-                return Verdict.GONE
-            # By its size: of a version that is only met here, no other copy is loaded.
-            large = catalog.extent_bytes(copy) < copy.object_size
-            if passing and large and obj.is_immutable(self._tier[tier]):
-                passing -= 1
-                return Verdict.HELD
-            return Verdict.GOES if self._can_go(obj, copy, moving) else Verdict.HELD
+                return None
+            return self._can_go(obj, copy, moving)
 
         # Rows first: a copy that was touched since the last flush is younger than every row that is up to date.
         key = walk.first(judge, older_than)

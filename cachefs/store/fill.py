@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from cachefs.base.errors import NoRoom
-from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, block_count, block_length
-from cachefs.store.catalog import CachedObject, Catalog
-from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED, Classes, Eviction
+from cachefs.base.names import BLOCKS_PER_EXTENT, block_length
+from cachefs.store.catalog import CachedObject
+from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED, Classes
 from cachefs.store.index import Copy
 from cachefs.store.moves import SPILL_ABOVE, Moves
 from cachefs.store.space import READERS_SHARE, Space
@@ -81,7 +80,7 @@ class Fill:
                     self._completed.append((block, self._hash.intdigest()))
                     self._hash = xxhash.xxh3_64()
             self.landed = position
-        self._disturb()
+        self._wake_readers(len(data))
 
     def write_block(self, data: memoryview, checksum: int) -> None:
         """The same for a whole block whose checksum the sender's reply carried and the client verified: no byte is hashed
@@ -93,7 +92,7 @@ class Fill:
             self._place(data)
             self._completed.append((block, checksum))
             self.landed += len(data)
-        self._disturb()
+        self._wake_readers(len(data))
 
     def _place(self, view: memoryview) -> None:
         if self._closed:
@@ -102,9 +101,10 @@ class Fill:
             raise ValueError("more bytes than the range has")
         self._put(view, self.landed)
 
-    def _disturb(self) -> None:
-        """Wake the readers that wait for what has landed."""
-        if self.landed >= self.wake_at and (wake := self.on_landed) is not None:
+    def _wake_readers(self, count: int) -> None:
+        """`count` bytes more have landed. If that is all there is, the transfer ends now, which wakes its readers: once."""
+        wake = self.on_landed if count < self.stop - self.start else None
+        if self.landed >= self.wake_at and wake is not None:
             wake()
 
     @property
@@ -122,10 +122,10 @@ class Fill:
         """No bytes are taken from here on. Waits for a `write` under way."""
         with self._lock:
             self._closed = True
-            self._release()
 
     def read(self, offset: int, size: int) -> bytes:
         """Bytes that have landed (offset + size <= landed), for a reader."""
+        self.ahead = False
         return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
@@ -135,91 +135,48 @@ class Fill:
     def _put(self, view: memoryview, offset: int) -> None:
         raise NotImplementedError
 
-    def _release(self) -> None:
-        raise NotImplementedError
-
 
 class TierFill(Fill):
-    """Into a tier's file."""
+    """Into a tier's file. `fd` is its descriptor, -1 before the first write opens it: on a disk that may take long, and a
+    small file's system calls belong in the transfer's thread. `Fills.end` takes it."""
 
     def __init__(
         self,
         tier: Tier,
         copy: Copy,
-        file: int | Callable[[], int],
+        open_file: Callable[[], int],
         size: int,
         block_size: int,
         start: int,
         stop: int,
     ) -> None:
-        """`file` is a descriptor, or a function that opens one at the first write: on a disk that may take long, and a small
-        file's three system calls belong in the transfer's thread."""
         super().__init__(size, block_size, start, stop)
         self.tier = tier
         self.waits = tier.blocking
         self.copy = copy
-        # Its own: the object's may be closed while a transfer is still being abandoned.
-        self._fd = os.dup(file) if isinstance(file, int) else -1
-        self._open = file if callable(file) else None
+        self.fd = -1
         self.not_opened: OSError | None = None
         self.failure: OSError | None = None
-        self._came_at_once = False
+        self._open = open_file
 
     def _put(self, view: memoryview, offset: int) -> None:
-        # A disk's file stays open, for its readers: opening it again may have to wait.
-        at_once = len(view) == self.stop - self.start and self._fd < 0 and not self.waits
         try:
-            if self._fd < 0:
-                self._open_file()
+            if self.fd < 0:
+                self.fd = self._open()
             with self.tier.disk.busy():
                 while len(view):
-                    count = os.pwrite(self._fd, view, offset)
+                    count = os.pwrite(self.fd, view, offset)
                     offset += count
                     view = view[count:]
-                if at_once:  # nothing has landed, so no reader has this descriptor
-                    fd, self._fd = self._fd, -1
-                    os.close(fd)
         except OSError as exc:
-            if exc is not self.not_opened:
+            if self.fd < 0:
+                self.not_opened = exc
+            else:
                 self.failure = exc
             raise NoRoom(f"{self.tier.name} tier: {exc.strerror}") from exc
-        self._came_at_once = at_once
-
-    def _disturb(self) -> None:
-        # The transfer ends now, and that wakes its readers: once.
-        if not self._came_at_once:
-            super()._disturb()
-
-    def _open_file(self) -> None:
-        assert self._open is not None
-        try:
-            self._fd = self._open()
-        except OSError as exc:
-            self.not_opened = exc
-            raise
-
-    def read(self, offset: int, size: int) -> bytes:
-        self.ahead = False
-        return self.look(offset, size)
 
     def look(self, offset: int, size: int) -> bytes:
-        if self._fd >= 0:
-            return os.pread(self._fd, size, offset)
-        # It came all at once.
-        fd = self.tier.open_file(self.copy.digest, create=False)
-        try:
-            return os.pread(fd, size, offset)
-        finally:
-            os.close(fd)
-
-    def _release(self) -> None:
-        if self._fd >= 0 and self._open is None:  # else `take_file` gives it to the object
-            os.close(self._fd)
-
-    def take_file(self) -> int:
-        """The descriptor that a closed fill has opened by itself, now the caller's; -1 if there is none."""
-        fd, self._fd = self._fd if self._open is not None else -1, -1
-        return fd
+        return os.pread(self.fd, size, offset)
 
 
 class HeapFill(Fill):
@@ -240,9 +197,6 @@ class HeapFill(Fill):
     def look(self, offset: int, size: int) -> bytes:
         at = offset - self.start
         return bytes(memoryview(self._buffer)[at : at + size])
-
-    def _release(self) -> None:
-        pass
 
 
 class Heap:
@@ -272,27 +226,17 @@ class Heap:
 
 
 class Fills:
-    """Into `tiers`, from fastest to slowest, or the heap when none has room."""
+    """Into the tiers, or the heap when none has room."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        eviction: Eviction,
-        space: Space,
-        moves: Moves | None,
-        heap: Heap,
-        tiers: list[Tier],
-        block_size: int,
-        metrics: Metrics,
-    ) -> None:
-        self._catalog = catalog
-        self._eviction = eviction
+    def __init__(self, space: Space, moves: Moves | None, heap: Heap) -> None:
+        self._catalog = space.catalog
+        self._eviction = space.eviction
         self._space = space
         self._moves = moves
         self._heap = heap
-        self._tiers = tiers
-        self._block_size = block_size
-        self._metrics = metrics
+        self._tiers = space.tiers
+        self._block_size = space.block_size
+        self._metrics = space.metrics
 
     def begin(
         self, obj: CachedObject, start: int, stop: int, *, ahead: bool = False, remote_owned: bool = False
@@ -303,11 +247,7 @@ class Fills:
         for tier, evict in self._places(ahead, remote_owned):
             # Held while room is made: making it may evict this very object's other blocks, and with them its file.
             with obj.held():
-                try:
-                    fill = self._fill_in(obj, tier, start, stop, evict, ahead, remote_owned)
-                except OSError as exc:
-                    self._space.failed(tier, exc)
-                    continue
+                fill = self._fill_in(obj, tier, start, stop, evict, ahead, remote_owned)
                 if fill is None:
                     continue
                 fill.ahead = ahead
@@ -351,21 +291,20 @@ class Fills:
         ahead: bool,
         remote_owned: bool,
     ) -> TierFill | None:
-        need = sum(allocated(block_length(b, obj.id.size, self._block_size)) for b in range(start, stop))
+        need = allocated(min(obj.id.size, stop * self._block_size) - start * self._block_size)
         left = self._space.left_to_readers(tier, need) if ahead and evict == LOWEST else 0
         if remote_owned and ahead:
             left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._space.evict_for(tier, need + left, evict):
             return None
-        whole = start == 0 and stop == block_count(obj.id.size, self._block_size)
-        file = self._space.file_to_write(obj, tier, whole=whole)
-        if file is None:
+        open_file = self._space.file_to_write(obj, tier)
+        if open_file is None:
             return None
         dataset = self._eviction.datasets(obj.id)
         copy = self._catalog.create(obj, tier.number, start // BLOCKS_PER_EXTENT, obj.id.size, dataset)
         if copy.arriving & _bits(start, stop):
             return None  # a move is writing them: two writers would not know of each other
-        return TierFill(tier, copy, file, obj.id.size, self._block_size, start, stop)
+        return TierFill(tier, copy, open_file, obj.id.size, self._block_size, start, stop)
 
     def bypass(self, obj: CachedObject, block: int) -> Fill:
         """One block into memory, for a reader that waits for it and that no tier can serve. So the readers that wait bound
@@ -414,9 +353,8 @@ class Fills:
         if not isinstance(fill, TierFill):
             return
         copy, tier = fill.copy, fill.tier
-        opened = fill.take_file()
-        if opened >= 0 and obj.fds.setdefault(tier.number, opened) != opened:
-            os.close(opened)
+        if fill.fd >= 0 and obj.fds.setdefault(tier.number, fill.fd) != fill.fd:
+            os.close(fill.fd)  # another fill has opened it, too
         if fill.wanted and not fill.counted and copy.bitmap:
             self._count_miss(obj, fill)  # read while it came
         missing = _bits(fill.start_block + fill.settled, fill.stop_block)

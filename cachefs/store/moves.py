@@ -15,9 +15,8 @@ from functools import partial
 
 import trio
 
-from cachefs.base.metrics import Metrics
-from cachefs.store.catalog import CachedObject, Catalog
-from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, OURS, Classes, Eviction
+from cachefs.store.catalog import CachedObject
+from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, OURS, Classes
 from cachefs.store.index import Copy, CopyKey
 from cachefs.store.space import Range, Space
 from cachefs.store.tier import Tier, allocated
@@ -39,22 +38,13 @@ REUSE_AFTER_S = 5.0
 class Moves:
     """Between `ram` and `ssd`."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        eviction: Eviction,
-        space: Space,
-        ram: Tier,
-        ssd: Tier,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._catalog = catalog
-        self._eviction = eviction
+    def __init__(self, space: Space, ram: Tier, ssd: Tier, clock: Callable[[], float]) -> None:
+        self._catalog = space.catalog
+        self._eviction = space.eviction
         self._space = space
         self._ram = ram
         self._ssd = ssd
-        self._metrics = metrics
+        self._metrics = space.metrics
         self._now = clock
         self._wake = trio.Event()
         self._promotions: OrderedDict[CopyKey, None] = OrderedDict()
@@ -184,11 +174,7 @@ class Moves:
     ) -> bool:
         if source.disk.down or to.disk.down:  # a thread would wait for it, and a stop for the thread
             return False
-        try:
-            sink = self._space.file_to_write(obj, to)
-        except OSError as exc:
-            self._space.failed(to, exc)
-            return False
+        sink = self._space.file_to_write(obj, to)
         if sink is None:
             return False
         target = self._catalog.create(obj, to.number, copy.extent, copy.object_size, copy.dataset)
@@ -197,7 +183,8 @@ class Moves:
         moved = 0
         try:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(_copy_ranges, partial(_open_source, source, obj), sink, ranges)
+                open_source = partial(source.open_file, obj.id.digest)
+                await trio.to_thread.run_sync(_copy_ranges, open_source, sink, ranges)
             moved = (
                 wanted & copy.bitmap
             )  # a block that the source has dropped meanwhile is doubtful here, too
@@ -229,20 +216,14 @@ class _NotOpened(Exception):
         self.failure = failure
 
 
-def _open_source(tier: Tier, obj: CachedObject) -> int:
-    """A descriptor that the caller closes."""
-    opened = obj.fds.get(tier.number)
+def _copy_ranges(open_source: Callable[[], int], open_sink: Callable[[], int], ranges: list[Range]) -> None:
+    """Copy byte ranges between files inside the kernel, in a worker thread."""
     try:
-        return os.dup(opened) if opened is not None else tier.open_file(obj.id.digest, create=False)
+        source = open_source()
     except OSError as exc:
         raise _SourceFailed(exc.errno, exc.strerror) from exc
-
-
-def _copy_ranges(open_source: Callable[[], int], to: int | Callable[[], int], ranges: list[Range]) -> None:
-    """Copy byte ranges between files inside the kernel, in a worker thread."""
-    source = open_source()
     try:
-        sink = os.dup(to) if isinstance(to, int) else to()
+        sink = open_sink()
     except OSError as exc:
         os.close(source)
         raise _NotOpened(exc) from exc

@@ -60,71 +60,53 @@ def open_store(
     eviction: Policy = "auto",
 ) -> Opened:
     """Raises `CacheInUse` when another daemon has the directory, `CacheUnusable` when nothing at all can be written."""
-    with ExitStack() as undo:
-        opened = _open(
-            *(cache_dir, cache_bytes, ram_bytes, keep_free_bytes, block_size, verify, metrics, eviction), undo
-        )
-        undo.pop_all()
-    return opened
-
-
-def _open(
-    cache_dir: Path,
-    cache_bytes: int,
-    ram_bytes: int,
-    keep_free_bytes: int,
-    block_size: int,
-    verify: str,
-    metrics: Metrics,
-    eviction: Policy,
-    undo: ExitStack,
-) -> Opened:
-    """`open_store`; `undo` takes away what was made, if it fails later."""
-    warnings: list[str] = []
-    temporary: list[Path] = []
-    claims: list[int] = []
-    undo.callback(_remove_all, temporary)
-    undo.callback(_close_all, claims)
-    own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
-    index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
-    undo.callback(index.close, whole=False)
-    places = [path for path in (cache_dir, own, shared) if _ours(path)]
-    if index.dropped:
-        warnings.append("the cache index was damaged or of another format: the cache starts empty")
+    with ExitStack() as undo:  # of what was made, if it fails later
+        warnings: list[str] = []
+        temporary: list[Path] = []
+        claims: list[int] = []
+        undo.callback(_remove_all, temporary)
+        undo.callback(_close_all, claims)
+        own, shared = ram.own_directory(cache_dir), ram.shared_directory(cache_dir)
+        index, state_dir = _open_index(cache_dir, shared, block_size, warnings, temporary)
+        undo.callback(index.close, whole=False)
+        places = [path for path in (cache_dir, own, shared) if _ours(path)]
+        if index.dropped:
+            warnings.append("the cache index was damaged or of another format: the cache starts empty")
+            for path in places:
+                _discard(path / "objects")
         for path in places:
-            _discard(path / "objects")
-    for path in places:
-        for rubbish in path.glob("trash-*"):
-            _delete_in_background(rubbish)
-    tiers: list[Tier] = []
-    for number, name, cap in ((RAM, "ram", ram_bytes), (SSD, "ssd", cache_bytes)):
-        if cap < block_size:
-            if number == RAM:
-                ram.forget(own, shared)  # left by a killed daemon: no daemon counts this memory
-            continue
-        try:
-            place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
-            if number == RAM:
-                undo.callback(ram.take_away, place.path)
-                claims.append(ram.claim(place.path, cache_dir))
-            tier = Tier(
-                number,
-                name,
-                place.path,
-                cap,
-                blocking=number == SSD,
-                keep_free_bytes=place.keep_free_bytes,
-                clock=time.monotonic,
-            )
-            _check_tag(index, tier)
-            tiers.append(tier)
-        except (CacheUnusable, NoRoom, OSError) as exc:
-            warnings.append(f"no {name} tier: {exc}")
-            if number == RAM:
-                ram.forget(own, shared)
-    if not tiers:
-        warnings.append("no tier at all: nothing is cached but what the kernel keeps")
-    store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
+            for rubbish in path.glob("trash-*"):
+                _delete_in_background(rubbish)
+        tiers: list[Tier] = []
+        for number, name, cap in ((RAM, "ram", ram_bytes), (SSD, "ssd", cache_bytes)):
+            if cap < block_size:
+                if number == RAM:
+                    ram.forget(own, shared)  # left by a killed daemon: no daemon counts this memory
+                continue
+            try:
+                place = ram.provide(cache_dir, cap) if number == RAM else _on_disk(cache_dir, keep_free_bytes)
+                if number == RAM:
+                    undo.callback(ram.take_away, place.path)
+                    claims.append(ram.claim(place.path, cache_dir))
+                tier = Tier(
+                    number,
+                    name,
+                    place.path,
+                    cap,
+                    blocking=number == SSD,
+                    keep_free_bytes=place.keep_free_bytes,
+                    clock=time.monotonic,
+                )
+                _check_tag(index, tier)
+                tiers.append(tier)
+            except (CacheUnusable, NoRoom, OSError) as exc:
+                warnings.append(f"no {name} tier: {exc}")
+                if number == RAM:
+                    ram.forget(own, shared)
+        if not tiers:
+            warnings.append("no tier at all: nothing is cached but what the kernel keeps")
+        store = Store(index, tiers, block_size, verify, metrics, time.monotonic, eviction)
+        undo.pop_all()
     return Opened(store, state_dir, warnings, temporary, claims)
 
 

@@ -120,7 +120,7 @@ def _inspect(tier: Tier, digest: bytes, block_size: int, known: dict[int, int]) 
     """(offsets of blocks in the file that are not `known`, offsets of known ones that it lacks, wholly or in part), in a
     worker thread."""
     try:
-        fd = tier.open_file(digest, create=False)
+        fd = tier.open_file(digest)
     except OSError:
         return [], set(known)
     try:

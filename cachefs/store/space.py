@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import trio
+
 from cachefs.base.errors import NoRoom
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, block_count, block_length, extent_bits
+from cachefs.base.names import BLOCKS_PER_EXTENT, block_count, extent_bits
 from cachefs.base.units import Size, format_bytes
 from cachefs.store.catalog import CachedObject, Catalog
-from cachefs.store.eviction import NOTHING, Classes, Eviction
+from cachefs.store.eviction import ANY, NOTHING, Classes, Eviction
 from cachefs.store.index import Copy
-from cachefs.store.tier import Tier, allocated, is_immutable
+from cachefs.store.tier import Tier, allocated
 
 log = logging.getLogger(__name__)
 
@@ -41,21 +43,19 @@ Range = tuple[int, int]
 
 
 class Space:
-    """Accounting for all tiers: the only writer of copies' block states, of pins, and of the tiers' counters."""
+    """Accounting for all tiers: the only writer of copies' block states, of pins, and of the tiers' counters.
+
+    `tiers` are from fastest to slowest. The store's other parts find the catalog and the order of eviction here."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        eviction: Eviction,
-        tiers: dict[int, Tier],
-        block_size: int,
-        metrics: Metrics,
+        self, catalog: Catalog, eviction: Eviction, tiers: list[Tier], block_size: int, metrics: Metrics
     ) -> None:
-        self._catalog = catalog
-        self._eviction = eviction
-        self._tiers = tiers
-        self._block_size = block_size
-        self._metrics = metrics
+        self.catalog = catalog
+        self.eviction = eviction
+        self.tiers = tiers
+        self.block_size = block_size
+        self.metrics = metrics
+        self._tiers = {tier.number: tier for tier in tiers}
 
     def evict_for(
         self, tier: Tier, need: int, classes: Classes, *, older_than: int | None = None, here: int = 0
@@ -72,21 +72,31 @@ class Space:
                 return False
             if not fits and tier.used_bytes + need <= limit:
                 return False  # what it takes is on its way out
-            victim = self._eviction.victim(tier.number, classes, older_than=older_than)
+            victim = self.eviction.victim(tier.number, classes, older_than=older_than)
             if victim is None:
                 return False
             obj, copy = victim
-            if fits and not any(c.pins or c.pinned for c in self._catalog.copies(obj, tier.number)):
+            if fits and not any(c.pins or c.pinned for c in self.catalog.copies(obj, tier.number)):
                 # Only an inode is missing, and it is free when the whole file goes.
-                self._metrics.evicted_blocks += self.drop_file(obj, tier)
+                self.metrics.evicted_blocks += self.drop_file(obj, tier)
             else:
-                self._metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
+                self.metrics.evicted_blocks += self.drop(obj, copy, copy.bitmap)
         return False
+
+    async def fit(self, tier: Tier, need: int, *, here: int = 0) -> bool:
+        """`evict_for` anything, some victims at a time: readers go on meanwhile."""
+        while True:
+            used = tier.used_bytes
+            if self.evict_for(tier, need, ANY, here=here):
+                return True
+            if tier.used_bytes >= used:
+                return False
+            await trio.lowlevel.checkpoint()
 
     def left_to_readers(self, tier: Tier, need: int) -> int:
         """Bytes that stay free beside what is prefetched, in whole `need`s: prefetch takes the place of the lowest
         classes, and then a reader would find nothing to evict but protected copies."""
-        need = min(need, self._block_size)
+        need = min(need, self.block_size)
         return tier.limit_bytes() // READERS_SHARE // need * need if need else 0
 
     # -- users of a copy's bytes -------------------------------------------------------------------
@@ -124,29 +134,29 @@ class Space:
         if copy.pinned != pinned:
             copy.pinned = pinned
             self.own(copy)
-            held = self._bytes(copy, copy.bitmap)
+            held = self.bytes(copy, copy.bitmap)
             self._tiers[copy.tier].pinned_bytes += held if pinned else -held
-            self._eviction.touch(copy)
+            self.eviction.touch(copy)
 
     def own(self, copy: Copy) -> None:
         """This node keeps it from now on."""
-        if self._eviction.own(copy):
-            held = self._bytes(copy, copy.bitmap | copy.arriving | copy.forgotten)
+        if self.eviction.own(copy):
+            held = self.bytes(copy, copy.bitmap | copy.arriving | copy.forgotten)
             self._tiers[copy.tier].remote_owned_bytes -= held
 
     def remote_owned(self, copy: Copy) -> None:
         """Another node owns a copy that is about to get its first blocks."""
         if not (copy.bitmap or copy.arriving or copy.pinned):
-            self._eviction.remote_owned.add(copy.key)
+            self.eviction.remote_owned.add(copy.key)
 
     # -- the life of a block's bytes: reserve, land, forget, free ----------------------------------
 
     def reserve(self, copy: Copy, bits: int) -> None:
         """Blocks are about to be written into a (pinned) copy, by one writer. Bytes they left behind are theirs again."""
         copy.arriving |= bits
-        new = self._bytes(copy, bits & ~copy.forgotten)
+        new = self.bytes(copy, bits & ~copy.forgotten)
         self._tiers[copy.tier].reserve(new)
-        if copy.key in self._eviction.remote_owned:
+        if copy.key in self.eviction.remote_owned:
             self._tiers[copy.tier].remote_owned_bytes += new
         copy.forgotten &= ~bits
 
@@ -156,10 +166,10 @@ class Space:
         copy.bitmap |= bits
         copy.verified |= verified & bits
         tier = self._tiers[copy.tier]
-        tier.landed(self._bytes(copy, bits))
-        tier.pinned_bytes += self._bytes(copy, bits) if copy.pinned else 0
+        tier.landed(self.bytes(copy, bits))
+        tier.pinned_bytes += self.bytes(copy, bits) if copy.pinned else 0
         tier.blocks += bits.bit_count()
-        self._catalog.changed(copy)
+        self.catalog.changed(copy)
 
     def abandon(self, copy: Copy, bits: int) -> None:
         """Reserved blocks did not come."""
@@ -185,27 +195,27 @@ class Space:
         if backing is not None and backing.tier is tier and not backing.users:
             backing.retire()
         obj.leaving.add(tier.number)
-        count = sum(self._forget(copy, copy.bitmap, why) for copy in self._catalog.copies(obj, tier.number))
+        count = sum(self._forget(copy, copy.bitmap, why) for copy in self.catalog.copies(obj, tier.number))
         self._free_file(obj, tier)
         return count
 
     def goes_with(self, obj: CachedObject, copy: Copy) -> list[Copy]:
         """The copies that are dropped when this one is."""
         tier = self._tiers[copy.tier]
-        return self._catalog.copies(obj, tier.number) if obj.is_immutable(tier) else [copy]
+        return self.catalog.copies(obj, tier.number) if obj.is_immutable(tier) else [copy]
 
     def _forget(self, copy: Copy, bits: int, why: str) -> int:
         bits &= copy.bitmap
         if bits:
-            self._metrics.ledger.misses.gone(copy.digest, copy.extent, why)
+            self.metrics.ledger.misses.gone(copy.digest, copy.extent, why)
         tier = self._tiers[copy.tier]
         copy.bitmap &= ~bits
         copy.verified &= ~bits
         copy.forgotten |= bits
         tier.blocks -= bits.bit_count()
-        tier.forgot(self._bytes(copy, bits))
-        tier.pinned_bytes -= self._bytes(copy, bits) if copy.pinned else 0
-        self._catalog.changed(copy)
+        tier.forgot(self.bytes(copy, bits))
+        tier.pinned_bytes -= self.bytes(copy, bits) if copy.pinned else 0
+        self.catalog.changed(copy)
         return bits.bit_count()
 
     def _free(self, obj: CachedObject, copy: Copy) -> None:
@@ -213,18 +223,18 @@ class Space:
         freed = self._freed(tier, copy)
         if not copy.bitmap:
             self._remove(obj, copy)
-            if not self._catalog.has_copies(obj, tier.number):
+            if not self.catalog.has_copies(obj, tier.number):
                 self.unlink(obj, tier, freed)
                 return
         if freed:
             # All that is no block of ours: of a huge page with one block the kernel has made the other half, too.
-            bits = extent_bits(block_count(copy.object_size, self._block_size), copy.extent) & ~copy.bitmap
-            self.punch(obj, tier, list(self._catalog.ranges(copy, bits)), freed)
+            bits = extent_bits(block_count(copy.object_size, self.block_size), copy.extent) & ~copy.bitmap
+            self.punch(obj, tier, list(self.catalog.ranges(copy, bits)), freed)
 
     def _freed(self, tier: Tier, copy: Copy) -> int:
-        freed = self._bytes(copy, copy.forgotten)
+        freed = self.bytes(copy, copy.forgotten)
         tier.freed(freed)
-        tier.remote_owned_bytes -= freed if copy.key in self._eviction.remote_owned else 0
+        tier.remote_owned_bytes -= freed if copy.key in self.eviction.remote_owned else 0
         copy.forgotten = 0
         return freed
 
@@ -240,11 +250,12 @@ class Space:
         self.unlink(obj, tier, freed)
 
     def _remove(self, obj: CachedObject, copy: Copy) -> None:
-        self._catalog.remove(obj, copy)
-        self._eviction.removed(copy)
+        self.catalog.remove(obj, copy)
+        self.eviction.removed(copy)
 
-    def _bytes(self, copy: Copy, bits: int) -> int:
-        return sum(allocated(length) for _, length in self._catalog.ranges(copy, bits)) if bits else 0
+    def bytes(self, copy: Copy, bits: int) -> int:
+        """What these blocks take on a disk."""
+        return sum(allocated(length) for _, length in self.catalog.ranges(copy, bits)) if bits else 0
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -271,7 +282,7 @@ class Space:
             return
         opened = obj.fds.get(tier.number)
         try:
-            fd = opened if opened is not None else tier.open_file(obj.id.digest, create=False)
+            fd = opened if opened is not None else tier.open_file(obj.id.digest)
             try:
                 for start, length in runs:
                     tier.punch(fd, start, length)
@@ -281,48 +292,22 @@ class Space:
         except OSError as exc:
             tier.failed(exc)
 
-    def file_to_write(
-        self, obj: CachedObject, tier: Tier, *, whole: bool = False
-    ) -> int | Callable[[], int] | None:
-        """A descriptor of the version's file; or a function that opens it, for a thread: of one on a disk that is not open
-        yet, or has parts that are still to be punched out. None while an immutable one is on its way out. If that fails:
-        `not_opened`. `whole`: one writer writes all of it, so none of the others need the descriptor."""
-        going = tier.disposal.pending(obj.id.digest)  # what is written now would go, too
-        if not going and (tier.number in obj.fds or not (tier.blocking or whole)):
-            return self._file_for_write(obj, tier)
+    def file_to_write(self, obj: CachedObject, tier: Tier) -> Callable[[], int] | None:
+        """A function that opens the version's file, for a thread; None while an immutable one is on its way out. If it
+        fails: `not_opened`."""
         if tier.number in obj.leaving:
             return None
-        known = any(copy.bitmap for copy in self._catalog.copies(obj, tier.number))
+        # What a vanished file held is forgotten before there is a new one: there it would read as zeros.
+        known = tier.number in obj.fds or any(copy.bitmap for copy in self.catalog.copies(obj, tier.number))
         return partial(tier.open_to_fill, obj.id.digest, obj.id.size, known=known)
-
-    def _file_for_write(self, obj: CachedObject, tier: Tier) -> int | None:
-        """The version's file, made if there is none; None while an immutable one is on its way out. Blocks that an earlier,
-        vanished file held are forgotten first: in the new one they would read as zeros."""
-        if tier.number not in obj.fds and not self._catalog.copies(obj, tier.number):
-            new = tier.new_file(obj.id.digest, obj.id.size)  # as nearly always
-            if new is not None:
-                obj.fds[tier.number] = new
-                return new
-        try:
-            fd = obj.file(tier)
-            if not is_immutable(os.fstat(fd)):
-                return fd
-            # A crash cost it some of its rows: it could only be completed by writing.
-            self.drop_file(obj, tier)
-        except FileNotFoundError:
-            self._vanished(obj, tier)
-        if tier.number in obj.leaving:
-            return None
-        fd = obj.fds[tier.number] = tier.open_file(obj.id.digest, create=True)
-        tier.shape(fd, obj.id.size)
-        return fd
 
     def not_opened(self, obj: CachedObject, tier: Tier, exc: OSError) -> None:
         """A version's file could not be opened to be written: it has vanished, is immutable, or the tier fails."""
         if exc.errno == errno.ENOENT:
             self._vanished(obj, tier)
         elif exc.errno == errno.EROFS and tier.immutable(obj.id.digest):
-            self.drop_file(obj, tier)  # as in `_file_for_write`
+            # A crash cost it some of its rows: it could only be completed by writing.
+            self.drop_file(obj, tier)
         elif exc.errno != errno.ETIMEDOUT:
             self.failed(tier, exc)
 
@@ -330,11 +315,11 @@ class Space:
 
     def failed(self, tier: Tier, exc: OSError) -> None:
         """An I/O error: it is counted, and the tier is watched."""
-        self._metrics.tier_errors += 1
+        self.metrics.tier_errors += 1
         tier.failed(exc)
 
     def _vanished(self, obj: CachedObject, tier: Tier) -> None:
-        for copy in self._catalog.copies(obj, tier.number):
+        for copy in self.catalog.copies(obj, tier.number):
             if copy.bitmap:
                 self.lost(obj, copy, OSError(errno.ENOENT, "its file vanished"))
 
@@ -346,7 +331,7 @@ class Space:
     def corrupt(self, obj: CachedObject, copy: Copy, bits: int) -> None:
         """Blocks are not what their checksums say: they are dropped, and fetched again."""
         bits &= copy.bitmap
-        self._metrics.checksum_failures += bits.bit_count()
+        self.metrics.checksum_failures += bits.bit_count()
         for position in range(BLOCKS_PER_EXTENT):
             if bits >> position & 1:
                 log.warning(
@@ -366,11 +351,10 @@ class Pins:
     A pin is a flag of each copy, in its row: it holds over restarts, follows the copy between tiers, and is given to copies
     that come later while the version is known. So pinning reserves nothing: the caller fetches first."""
 
-    def __init__(self, catalog: Catalog, space: Space, tiers: list[Tier], block_size: int) -> None:
-        self._catalog = catalog
+    def __init__(self, space: Space) -> None:
+        self._catalog = space.catalog
         self._space = space
-        self._tiers = tiers
-        self._block_size = block_size
+        self._tiers = space.tiers
         self.budget = Size(percent=50.0)
 
     @property
@@ -386,10 +370,8 @@ class Pins:
         """Raises `NoRoom` if pinning the whole version would exceed the budget."""
         copies = self._catalog.all_copies(obj)
         budget = self.budget_bytes
-        held = sum(
-            allocated(length) for c in copies if c.pinned for _, length in self._catalog.ranges(c, c.bitmap)
-        )
-        if self.bytes - held + self._whole_bytes(obj) > budget:
+        held = sum(self._space.bytes(copy, copy.bitmap) for copy in copies if copy.pinned)
+        if self.bytes - held + allocated(obj.id.size) > budget:
             raise NoRoom(
                 f"{obj.id.key} cannot be pinned: {format_bytes(self.bytes)} of {format_bytes(budget)} are in use"
             )
@@ -419,27 +401,18 @@ class Pins:
             copies = self._catalog.copies(obj, tier.number)
             if obj.is_immutable(tier) and any(copy.pinned for copy in copies):
                 continue  # an immutable file goes whole or not at all
-            for copy in copies:
-                if copy.bitmap and not copy.pinned:
-                    freed += sum(allocated(length) for _, length in self._catalog.ranges(copy, copy.bitmap))
-            for copy in copies:
-                if copy.bitmap and not copy.pinned:
-                    self._space.drop(obj, copy, copy.bitmap)
+            loose = [copy for copy in copies if not copy.pinned]
+            freed += sum(self._space.bytes(copy, copy.bitmap) for copy in loose)
+            for copy in loose:
+                self._space.drop(obj, copy, copy.bitmap)
         return freed
 
     def whole(self, obj: CachedObject) -> bool:
         """True if all its blocks lie on some tier."""
-        blocks = block_count(obj.id.size, self._block_size)
-        for extent in range(-(-blocks // BLOCKS_PER_EXTENT)):
+        for extent, bits in self._catalog.extents(obj):
             held = 0
-            for tier in self._tiers:
-                copy = self._catalog.copy(obj, tier.number, extent)
-                held |= copy.bitmap if copy is not None else 0
-            if held != extent_bits(blocks, extent):
+            for copy in self._catalog.on_any_tier(obj, extent):
+                held |= copy.bitmap
+            if held != bits:
                 return False
         return True
-
-    def _whole_bytes(self, obj: CachedObject) -> int:
-        blocks = block_count(obj.id.size, self._block_size)
-        last = allocated(block_length(blocks - 1, obj.id.size, self._block_size)) if blocks else 0
-        return max(0, blocks - 1) * allocated(self._block_size) + last

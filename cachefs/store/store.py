@@ -17,13 +17,13 @@ import trio
 import xxhash
 
 from cachefs.base.metrics import Metrics
-from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.adopting import Adopting
-from cachefs.store.backing import Backing, Passthrough
+from cachefs.store.backing import Passthrough
 from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.disk import LOOK_EVERY_S, READ_THREADS
 from cachefs.store.epochs import Datasets, Policy
-from cachefs.store.eviction import ANY, Eviction
+from cachefs.store.eviction import Eviction
 from cachefs.store.fill import Fills, Heap
 from cachefs.store.index import Copy, Index
 from cachefs.store.moves import Moves
@@ -90,14 +90,13 @@ class Store:
         # After a crash the files may lag behind the index: then every block is checked, whatever was asked for.
         self.catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.trusted)
         self.eviction = Eviction(self.catalog, index, tiers, policy, clock)
-        self.space = Space(self.catalog, self.eviction, self._tier, block_size, metrics)
-        parts = (self.catalog, self.eviction, self.space)
-        self._moves = Moves(*parts, tiers[0], tiers[1], metrics, clock) if len(tiers) == 2 else None
-        self.pins = Pins(self.catalog, self.space, tiers, block_size)
-        fills = Fills(*parts, self._moves, self._heap, tiers, block_size, metrics)
+        self.space = Space(self.catalog, self.eviction, tiers, block_size, metrics)
+        self._moves = Moves(self.space, tiers[0], tiers[1], clock) if len(tiers) == 2 else None
+        self.pins = Pins(self.space)
+        fills = Fills(self.space, self._moves, self._heap)
         files = tiers if not self._check_always else []
-        self._passthrough = Passthrough(*parts, files, self._moves, block_size, metrics)
-        adopting = Adopting(*parts, tiers, block_size, metrics)
+        self.backing_files = Passthrough(self.space, files, self._moves, self._verify)
+        adopting = Adopting(self.space)
 
         self.object, self.look = self.catalog.object, self.catalog.look
         self.look_soon = self.catalog.look_soon
@@ -106,14 +105,14 @@ class Store:
         self.pin, self.unpin, self.whole = self.pins.pin, self.pins.unpin, self.pins.whole
         self.begin_fill, self.begin_bypass = fills.begin, fills.bypass
         self.settle, self.end_fill = fills.settle, fills.end
-        self._adopting = adopting
         self.adopt_bytes = adopting.adopt_bytes
         self.adopt, self.recast, self.make_room = adopting.adopt, adopting.recast, adopting.make_room
-        self.release_backing = self._passthrough.release
-        self.note_use = self._passthrough.note_use
-        self.take_out = self._passthrough.take_out
-        self.make_immutable, self.refuse = self._passthrough.make_immutable, self._passthrough.refuse
-        self.prepare_later = self._passthrough.prepare_later
+        self.open_backing, self.reopen_backing = self.backing_files.open, self.backing_files.reopen
+        self.release_backing, self.restore_backing = self.backing_files.release, self.backing_files.restore
+        self.note_use = self.backing_files.note_use
+        self.take_out = self.backing_files.take_out
+        self.make_immutable, self.refuse = self.backing_files.make_immutable, self.backing_files.refuse
+        self.prepare_later = self.backing_files.prepare_later
 
     @property
     def index_error(self) -> str:
@@ -307,6 +306,15 @@ class Store:
         except TimeoutError:
             return None
 
+    async def _verify(self, obj: CachedObject, copy: Copy) -> bool:
+        """Check the blocks of a copy that are not verified yet. False if one is bad, which is dropped, or cannot be read."""
+        for start, length in list(self.catalog.ranges(copy, copy.bitmap & ~copy.verified)):
+            step = Step(copy, start // self.block_size, start, length, check=True)
+            results = await self._take(obj, [step])
+            if results is None or not self._judge(obj, step, results[0]):
+                return False
+        return True
+
     async def _read_pieces(self, obj: CachedObject, offset: int, size: int, count: bool) -> Buffer | None:
         """Block by block, for a range of which the heap holds a part."""
         parts = []
@@ -394,43 +402,17 @@ class Store:
     @property
     def passthrough(self) -> bool:
         """False if `open_backing` can never succeed: each read must be checked, or the kernel takes no tier's files."""
-        return self._passthrough.possible
-
-    @property
-    def on_retired(self) -> Callable[[Backing], None]:
-        """Is told of a backing file that the kernel may forget."""
-        return self._passthrough.on_retired
-
-    @on_retired.setter
-    def on_retired(self, hook: Callable[[Backing], None]) -> None:
-        self._passthrough.on_retired = hook
+        return self.backing_files.possible
 
     @property
     def hangs(self) -> bool:
         """Whether the disk of the SSD tier is known not to answer."""
-        return self._adopting.hangs
-
-    def open_backing(self, obj: CachedObject, *, on_disk: bool = False) -> Backing | None:
-        """The version's file, if it is whole and verified on one tier; `on_disk`, if that is one that `take_out` can take.
-        The caller gives it back with `release_backing`."""
-        backing = self._passthrough.open(obj, on_disk=on_disk)
-        if backing is not None:
-            self._metrics.passthrough_blocks += block_count(obj.id.size, self.block_size)
-        return backing
+        return any(tier.disk.down for tier in self.tiers)
 
     def must_seal(self, obj: CachedObject) -> bool:
         """True if `open_backing` will succeed, but may have to wait for a disk unless `make_immutable` was awaited
         before."""
-        return self._passthrough.to_seal(obj) is not None
-
-    def restore_backing(self, obj: CachedObject, backing_id: int) -> Backing:
-        """The backing file that an earlier daemon has registered as `backing_id`, with one more user."""
-        return self._passthrough.restore(obj, backing_id)
-
-    def reopen_backing(self, backing: Backing) -> None:
-        """One more user of a backing file in use, even if its blocks are forgotten by now: all opens share one."""
-        backing.users += 1
-        self._metrics.passthrough_blocks += block_count(backing.object.id.size, self.block_size)
+        return self.backing_files.to_seal(obj) is not None
 
     # -- in the background -------------------------------------------------------------------------
 
@@ -439,16 +421,12 @@ class Store:
         async with trio.open_nursery() as nursery:
             if self._moves is not None:
                 nursery.start_soon(self._moves.run)
-            nursery.start_soon(self._passthrough.run)
+            nursery.start_soon(self.backing_files.run)
             nursery.start_soon(self._watch_disks)
             while True:
                 await trio.sleep(FLUSH_EVERY_S)
-                # The limit of the last tier may have sunk; some victims at a time, for readers wait.
-                while self.tiers and not self.space.evict_for(self.tiers[-1], 0, ANY):
-                    before = self.tiers[-1].used_bytes
-                    await trio.lowlevel.checkpoint()
-                    if self.tiers[-1].used_bytes >= before:
-                        break
+                for tier in self.tiers[-1:]:
+                    await self.space.fit(tier, 0)  # its limit may have sunk
                 await self.flush()
 
     async def _watch_disks(self) -> None:
@@ -460,7 +438,7 @@ class Store:
     async def aclose(self, spill_deadline_s: float) -> None:
         """Save what RAM holds to the next tier (as far as the deadline allows), give the memory back, then close the index
         cleanly."""
-        self._passthrough.close()
+        self.backing_files.close()
         if self._moves is not None:
             with trio.move_on_after(spill_deadline_s, shield=True):
                 await self._moves.save_all()
@@ -504,7 +482,7 @@ def _take_steps(
         try:
             fd = files[step.copy.tier]
             if fd < 0:
-                fd = files[step.copy.tier] = tiers[step.copy.tier].open_file(digest, create=False)
+                fd = files[step.copy.tier] = tiers[step.copy.tier].open_file(digest)
             if not step.check:
                 data = os.pread(fd, step.length, step.at)
                 results.append(data if len(data) == step.length else OSError(errno.EIO, "short read"))

@@ -20,9 +20,11 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+import xxhash
 
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import cached_lstat, libc
@@ -83,6 +85,17 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def is_immutable(status: os.stat_result) -> bool:
     return stat.S_IMODE(status.st_mode) & 0o222 == 0
+
+
+def checksums(fd: int, ranges: Sequence[tuple[int, int]], how: int = 0) -> list[int]:
+    """xxh3_64 of each range (offset, length) of a file, read as `how` (RWF_*) says. OSError when the file ends before."""
+    buffer = memoryview(bytearray(max(length for _, length in ranges)))
+    found = []
+    for start, length in ranges:
+        if os.preadv(fd, [buffer[:length]], start, how) != length:
+            raise OSError(errno.EIO, "short read")
+        found.append(xxhash.xxh3_64_intdigest(buffer[:length]))
+    return found
 
 
 class Tier:
@@ -236,14 +249,10 @@ class Tier:
 
     # -- accounting --------------------------------------------------------------------------------
 
-    def reserve(self, count: int) -> None:
-        """Bytes will come."""
+    def reserve(self, count: int, here: int = 0) -> None:
+        """Bytes will come. The disk has `here` of them already: these come out of no free space."""
         self.used_bytes += count
         self.unlisted_bytes += count
-
-    def takes_over(self, count: int, here: int) -> None:
-        """The same for bytes of which the disk has `here` already: these come out of no free space."""
-        self.reserve(count)
         self._used_at_reading += here
 
     def landed(self, count: int) -> None:
@@ -270,22 +279,17 @@ class Tier:
         name = digest.hex()
         return f"{self._objects}/{name[:2]}/{name[2:]}"
 
-    def open_file(self, digest: bytes, *, create: bool) -> int:
-        """A descriptor of the version's file, for reading only if it is immutable and we are not root. OSError(ENOENT)
-        without `create` when it is not there."""
+    def open_file(self, digest: bytes) -> int:
+        """A descriptor of the version's file, for reading only if it is immutable and we are not root. OSError(ENOENT) when
+        it is not there."""
         path = self._file(digest)
         try:
-            return os.open(path, _WRITING | (os.O_CREAT if create else 0), 0o600)
-        except FileNotFoundError:
-            if not create:
-                raise
-        except OSError:
-            if create:
+            return os.open(path, _WRITING)
+        except OSError as exc:
+            if exc.errno not in (errno.EACCES, errno.EROFS):
                 raise
             # It is immutable, or its file system was remounted read-only after an error.
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        self._make_folder(path)
-        return os.open(path, _WRITING | os.O_CREAT, 0o600)
 
     def new_file(self, digest: bytes, size: int) -> int | None:
         """A descriptor of the version's file, made here, for `size` bytes; None when there is one already."""
@@ -299,7 +303,10 @@ class Tier:
         except FileExistsError:
             return None
         self._free_files -= 1
-        self.shape(fd, size)
+        if not self.blocking and size > HUGE_PAGE:
+            # A tmpfs has huge pages only below the end of the file. Measured: writing 16 MiB in their order then takes
+            # 0.05 s a GiB, without it 0.4 to 2.5.
+            os.ftruncate(fd, size)
         return fd
 
     def open_to_fill(self, digest: bytes, size: int, *, known: bool) -> int:
@@ -311,17 +318,11 @@ class Tier:
             fd = None if known else self.new_file(digest, size)
             if fd is not None:
                 return fd
-            fd = self.open_file(digest, create=False)
+            fd = self.open_file(digest)
             if is_immutable(os.fstat(fd)):
                 os.close(fd)
                 raise OSError(errno.EROFS, "immutable")
             return fd
-
-    def shape(self, fd: int, size: int) -> None:
-        """Give a new file its size, where that decides how its pages are made: a tmpfs has huge ones only below the end of
-        the file. Measured: writing 16 MiB in their order then takes 0.05 s a GiB, without it 0.4 to 2.5."""
-        if not self.blocking and size > HUGE_PAGE:
-            os.ftruncate(fd, size)
 
     def _make_folder(self, path: str) -> None:
         """For a file that is to come."""
@@ -424,7 +425,7 @@ class Tier:
     def unlink(self, digest: bytes, count: int = 0) -> None:
         """Its file goes, with the bytes that it takes: at once from memory, soon from a disk."""
         if self.blocking:
-            self.disposal.unlink(digest, self._file(digest), count)
+            self.disposal.remove(digest, self._file(digest), (), count)
             self._free_files += 1
             return
         try:
@@ -437,7 +438,7 @@ class Tier:
 
     def dispose_of(self, digest: bytes, ranges: list[tuple[int, int]], count: int) -> None:
         """Byte ranges of its file go soon, with so many bytes."""
-        self.disposal.punch(digest, self._file(digest), ranges, count)
+        self.disposal.remove(digest, self._file(digest), ranges, count)
 
     def remove(self) -> None:
         """Give up the whole tier: its files go, and its directory if nothing else lies there. Blocking."""

@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from cachefs.base.names import ObjectId
-from cachefs.store import adopting, backing, scrub
+from cachefs.store import adopting, scrub
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import (
@@ -81,7 +81,7 @@ async def test_what_was_adopted_is_passthrough_and_read_at_once(
         inode = path.stat().st_ino
         assert await lab.store.adopt(object_id, path)
         assert not path.exists()
-        monkeypatch.setattr(backing, "_checksums", None)  # nobody looks at the bytes once more
+        monkeypatch.setattr(lab.store.backing_files, "_verify", None)  # nobody looks at the bytes once more
         backend = Backend(lab)
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None and passthrough.tier.number == SSD
@@ -247,16 +247,16 @@ async def test_a_file_that_is_written_meanwhile_is_not_adopted(
         data = content(1, 2 * EXTENT)
         object_id = lab.origin.put("k", data)
         path = dirty_file(lab, data)
-        hashing = adopting._hash
+        hashing = adopting.checksums
 
-        def write_then_hash(fd: int, start: int, lengths: list[int]) -> list[int]:
-            if start:
+        def write_then_hash(fd: int, ranges: list[tuple[int, int]]) -> list[int]:
+            if ranges[0][0]:
                 time.sleep(0.02)  # as coarse as a file system's clock may be
                 with path.open("r+b") as file:
                     file.write(b"changed")
-            return hashing(fd, start, lengths)
+            return hashing(fd, ranges)
 
-        monkeypatch.setattr(adopting, "_hash", write_then_hash)
+        monkeypatch.setattr(adopting, "checksums", write_then_hash)
         assert not await lab.store.adopt(object_id, path)
         assert path.exists() and lab.used() == 0 and lab.metrics.tier_errors == 0
         assert await lab.read(object_id) == data

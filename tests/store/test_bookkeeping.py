@@ -13,7 +13,7 @@ from cachefs.base.names import ObjectId
 from cachefs.store import catalog, scrub
 from cachefs.store.catalog import Checked
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, Lab, flip_bit, running
+from tests.store.lab import BLOCK, EXTENT, Lab, flip_bit, running
 
 SMALL = 4096
 
@@ -154,19 +154,6 @@ async def test_a_block_that_comes_again_is_judged_anew(cache_dir: Path) -> None:
         flip_bit(lab.store.tiers[-1].file_path(object_id.digest), random.Random(1), BLOCK + 1)
         assert await lab.read(object_id) == content(0, 2 * BLOCK)
         assert lab.metrics.checksum_failures == 1
-
-
-@in_trio
-async def test_large_versions_are_not_remembered(cache_dir: Path) -> None:
-    async with running(cache_dir, ssd=128 * MIB, block=4096) as lab:
-        size = (catalog.CHECKED_EXTENTS + 1) * 16 * 4096
-        large, fits = (lab.origin.put(str(n), content(n, n)) for n in (size, size - 16 * 4096))
-        for object_id in (large, fits):
-            await lab.read(object_id)
-            await lab.quiet()  # the last block exists for all once its transfer has ended
-            assert passthrough(lab, object_id)
-        await forget_all(lab)
-        assert [passthrough(lab, large), passthrough(lab, fits)] == [False, True]
 
 
 def test_copies_are_remembered_in_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from cachefs.store.eviction import (
 from cachefs.store.index import Copy, CopyKey, Row
 from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
-from tests.fetch.scripted import ScriptedOrigin, content, in_trio
+from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, Lab, running
 from tests.store.test_shared_epochs import put
 
@@ -58,7 +58,7 @@ def walk_over(rows: Rows, kept: set[int]) -> Walk:
 
 
 def always(key: CopyKey, clock: int) -> Verdict:
-    return Verdict.GOES
+    return True
 
 
 def test_kept_rows_are_read_once_however_many_are_evicted() -> None:
@@ -69,7 +69,7 @@ def test_kept_rows_are_read_once_however_many_are_evicted() -> None:
         searches += 1
         assert searches <= 40_000 // KEPT_AT_ONCE + 1, "each search passes over so many, and the next goes on"
     for gone in range(40_000, 45_000):
-        found = walk.first(lambda key, clock, now=gone: Verdict.GOES if clock >= now else Verdict.GONE, None)
+        found = walk.first(lambda key, clock, now=gone: clock >= now or None, None)
         assert found == key_of(gone)
         if gone % 100 == 0:
             for clock in range(40_000, gone):
@@ -84,7 +84,7 @@ def test_what_was_in_use_is_found_after_the_next_flush() -> None:
     busy = {2, 3}
 
     def judge(key: CopyKey, clock: int) -> Verdict:
-        return Verdict.HELD if clock in busy else Verdict.GOES
+        return clock not in busy
 
     assert walk.first(judge, None) == key_of(4)
     busy.clear()
@@ -92,7 +92,7 @@ def test_what_was_in_use_is_found_after_the_next_flush() -> None:
     walk.flushed()
     assert walk.first(judge, None) == key_of(2)
     del rows.rows[2]
-    assert walk.first(lambda key, clock: Verdict.GONE if clock == 2 else Verdict.GOES, None) == key_of(3)
+    assert walk.first(lambda key, clock: clock != 2 or None, None) == key_of(3)
 
 
 def test_a_row_that_comes_in_below_is_found() -> None:
@@ -110,7 +110,7 @@ def test_a_row_that_comes_in_below_is_found() -> None:
 def test_too_many_held_rows_begin_the_walk_again() -> None:
     rows = Rows(dict.fromkeys(range(HELD + 10), 1))
     walk = walk_over(rows, set())
-    assert walk.first(lambda key, clock: Verdict.HELD, None) is None
+    assert walk.first(lambda key, clock: False, None) is None
     walk.flushed()
     assert walk.first(always, None) == key_of(0)
 
@@ -131,8 +131,8 @@ def test_the_search_is_that_of_a_plain_one(kept: set[int], busy: list[set[int]],
 
             def judge(key: CopyKey, clock: int, used: set[int] = used) -> Verdict:
                 if clock not in rows.rows:
-                    return Verdict.GONE
-                return Verdict.HELD if clock in used else Verdict.GOES
+                    return None
+                return clock not in used
 
             older = None if limit > 60 else limit
             can = [c for c in sorted(rows.rows) if c not in kept | used and (older is None or c < older)]
@@ -241,42 +241,6 @@ async def test_what_goes_next_is_the_copy_with_the_lowest_key(cache_dir: Path) -
             copies = [other for other in copies if other is not copy]
             lab.store.space.drop(obj, copy, copy.bitmap)
         assert not copies and len(gone) == 18
-
-
-@pytest.mark.parametrize(
-    "extents, immutable, first",
-    [
-        ([1, 1, 1], [True, True, False], 0),  # a small immutable file goes in its turn
-        ([2, 1, 1], [True, True, False], 1),  # a large one goes whole, so what is younger goes before it
-        ([2, 1, 1], [False, True, False], 0),  # block by block: no need to pass over it
-        ([2, 3, 1], [True, True, False], 1),  # four copies are passed over, and the fifth is not
-        ([3, 1, 1], [True, False, False], 1),
-    ],
-)
-@in_trio
-async def test_large_immutable_files_are_passed_over_when_protected_copies_go(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, extents: list[int], immutable: list[bool], first: int
-) -> None:
-    """In the daemon that has just read them, and in the next, which has loaded nothing of them yet."""
-    monkeypatch.setattr(eviction, "LARGE_PASSED", 4)
-    origin = ScriptedOrigin()
-    data = [content(n, (count - 1) * EXTENT + BLOCK) for n, count in enumerate(extents)]
-    ids = [origin.put(f"k{n}", d) for n, d in enumerate(data)]
-    async with running(cache_dir, origin) as lab:
-        for object_id, never_changes in zip(ids, immutable, strict=True):
-            await lab.read(object_id)
-            await lab.quiet()
-            await lab.store.flush()
-            if never_changes:
-                backing = lab.store.open_backing(lab.store.object(object_id))
-                assert backing is not None
-                lab.store.release_backing(backing)
-        await lab.store.flush()
-        victim = lab.store.eviction.victim(SSD, (Class.PROTECTED,))
-        assert victim is not None and victim[0].id.digest == ids[first].digest
-    async with running(cache_dir, origin) as lab:
-        victim = lab.store.eviction.victim(SSD, (Class.PROTECTED,))
-        assert victim is not None and victim[0].id.digest == ids[first].digest
 
 
 # -- against plain rules -----------------------------------------------------------------------------

@@ -90,7 +90,7 @@ async def test_what_is_there_already_only_gets_its_age(cache_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", ["down", "its disk is down", "closed", "leaving", "full", "unreadable", "unwritable", "short"]
+    "trouble", ["down", "its disk is down", "leaving", "full", "unreadable", "unwritable", "short"]
 )
 @in_trio
 async def test_what_cannot_be_moved_says_so_and_changes_nothing(
@@ -107,8 +107,6 @@ async def test_what_cannot_be_moved_says_so_and_changes_nothing(
                 ram.disk.down = True
             case "its disk is down":
                 ssd.disk.down = True
-            case "closed":
-                monkeypatch.setattr(lab.store.space, "file_to_write", self_raises(errno.EIO))
             case "leaving":
                 obj.leaving.add(SSD)
             case "full":
@@ -126,7 +124,7 @@ async def test_what_cannot_be_moved_says_so_and_changes_nothing(
         assert copy.bitmap == (0 if lost else 0b11)
         there = lab.store.catalog.copy(obj, SSD, 0)
         assert there is None and not copy.pins
-        errors = {"closed": ssd, "unwritable": ssd, "short": ram}
+        errors = {"unwritable": ssd, "short": ram}
         assert [tier for tier in (ram, ssd) if tier.errors_in_a_row] == (
             [errors[trouble]] if trouble in errors else []
         )

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import NoRoom
 from cachefs.base.names import ObjectId
-from cachefs.store import Backing, backing, catalog, scrub
+from cachefs.store import Backing, backing, catalog, scrub, store
 from cachefs.store.ram import remove_ram
 from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
@@ -44,7 +44,7 @@ class Backend:
         self.all: list[Backing] = []
         self.retired: list[Backing] = []
         self.maps: list[tuple[mmap.mmap, bytes]] = []
-        lab.store.on_retired = self.on_retired
+        lab.store.backing_files.on_retired = self.on_retired
 
     def on_retired(self, passthrough: Backing) -> None:
         assert passthrough.users == 0
@@ -227,7 +227,7 @@ async def test_a_refused_tier_leaves_the_other(cache_dir: Path, caplog: pytest.L
         object_id = lab.origin.put("k", content(1, 6 * BLOCK))
         await fill(lab, object_id)
         retired: list[Backing] = []
-        lab.store.on_retired = retired.append
+        lab.store.backing_files.on_retired = retired.append
         obj = lab.store.object(object_id)
         passthrough = lab.store.open_backing(obj)
         assert passthrough is not None
@@ -564,7 +564,7 @@ async def test_a_stop_with_users_leaves_no_file_without_rows(cache_dir: Path) ->
         lab.store.space.corrupt(passthrough.object, passthrough.copies[0], 1)
         await lab.aclose()
         assert cache_files(cache_dir) == []
-        lab.store.on_retired = backend.retired.append
+        lab.store.backing_files.on_retired = backend.retired.append
         lab.store.release_backing(passthrough)
         assert backend.retired == [passthrough]
         backend.check()
@@ -809,15 +809,16 @@ async def test_a_block_that_is_dropped_while_it_is_verified_is_not_verified(
     async with running(cache_dir, origin) as lab:
         await fill(lab, object_id)
     async with running(cache_dir, origin) as lab:
-        obj, real = lab.store.object(object_id), backing._checksums
+        obj, real = lab.store.object(object_id), store._take_steps
 
-        def checksums(*args: Any) -> list[int]:
-            found = real(*args)
-            trio.from_thread.run_sync(drop, lab, object_id, SSD, 0, 0b10)
+        def take_and_drop(steps: list[store.Step], *args: Any) -> Any:
+            found = real(steps, *args)
+            if steps[0].block == 1:
+                trio.from_thread.run_sync(drop, lab, object_id, SSD, 0, 0b10)
             return found
 
-        monkeypatch.setattr(backing, "_checksums", checksums)
-        assert not await lab.store._passthrough._prepare(obj)
+        monkeypatch.setattr(store, "_take_steps", take_and_drop)
+        assert not await lab.store.backing_files._prepare(obj)
         (copy,) = lab.store.catalog.copies(obj, SSD)
         assert (copy.bitmap, copy.verified) == (0b101, 0b101)
         obj.rest()
@@ -836,18 +837,18 @@ async def test_what_is_not_whole_is_left_alone_and_trouble_does_not_end_the_work
         os.unlink(lab.store.tiers[0].file_path(vanished.digest))
     fetched = origin.delivered
     async with running(cache_dir, origin, background=True) as lab:
-        real = lab.store._passthrough._prepare
+        real = lab.store.backing_files._prepare
 
         async def prepare(obj: Any) -> bool:
             if obj.id is odd:
                 raise RuntimeError("unforeseen")
             return await real(obj)
 
-        monkeypatch.setattr(lab.store._passthrough, "_prepare", prepare)
+        monkeypatch.setattr(lab.store.backing_files, "_prepare", prepare)
         for object_id in (partial, vanished, odd, good):
             for _ in range(3):
                 lab.store.prepare_later(lab.store.object(object_id))
-        assert len(lab.store._passthrough._queue) == 4
+        assert len(lab.store.backing_files._queue) == 4
         await until(lambda: lab.metrics.prepared_versions == 1)
         assert lab.metrics.prepared_versions == 1
         backend = Backend(lab)
@@ -864,10 +865,10 @@ async def test_the_queue_is_bounded_and_the_oldest_is_dropped(cache_dir: Path) -
         ids = [lab.origin.put(f"k{i}", b"x") for i in range(backing.TO_PREPARE + 5)]
         for i in ids:
             lab.store.prepare_later(lab.store.object(i))
-        assert list(lab.store._passthrough._queue) == [i.digest for i in ids[5:]]
+        assert list(lab.store.backing_files._queue) == [i.digest for i in ids[5:]]
     async with running(cache_dir, verify="full") as lab:
         lab.store.prepare_later(lab.store.object(ids[0]))
-        assert not lab.store._passthrough._queue
+        assert not lab.store.backing_files._queue
 
 
 # -- everything at once --------------------------------------------------------------------------------
@@ -965,7 +966,7 @@ async def life(
                 if await store._moves.move(obj, copy, store.tiers[1], evict=True):
                     drop(lab, ids[i], SSD, extent, 0b101)
         elif name == "prepare":
-            if await store._passthrough._prepare(obj):
+            if await store.backing_files._prepare(obj):
                 passthrough = backend.open_backing(ids[i], data[i])
                 assert passthrough is not None
                 store.release_backing(passthrough)

@@ -530,9 +530,7 @@ def huge_share(path: Path) -> float:
 
 
 @in_trio
-async def test_a_file_that_came_at_once_is_closed_and_can_be_read_before_its_transfer_ends(
-    cache_dir: Path,
-) -> None:
+async def test_a_file_that_came_at_once_can_be_read_before_its_transfer_ends(cache_dir: Path) -> None:
     async with running(cache_dir, ram=4 * MIB) as lab:
         data = content(1, BLOCK // 2)
         obj = lab.store.object(lab.origin.put("k", data))
@@ -542,9 +540,7 @@ async def test_a_file_that_came_at_once_is_closed_and_can_be_read_before_its_tra
             assert fill is not None
             fill.on_landed = lambda: woken.append(1)
             fill.wake_at = 1
-            before = len(os.listdir("/proc/self/fd"))
             fill.write(data)
-            assert len(os.listdir("/proc/self/fd")) == before
             assert fill.read(5, 100) == data[5:105]
             lab.store.end_fill(obj, fill)
             assert lab.store.read_now(obj, 0, len(data)) == data
@@ -559,7 +555,7 @@ async def test_a_file_in_the_way_of_a_small_version_goes(cache_dir: Path) -> Non
         data = content(1, BLOCK // 2)
         object_id = lab.origin.put("k", data)
         (tier,) = (tier for tier in lab.store.tiers if not tier.blocking)
-        os.close(tier.open_file(object_id.digest, create=True))
+        os.close(tier.open_to_fill(object_id.digest, 0, known=False))
         os.close(tier.make_immutable(object_id.digest, 0))
         assert await lab.read(object_id) == data
         assert await lab.read(object_id) == data

@@ -12,7 +12,7 @@ import xxhash
 
 from cachefs.store import adopting
 from cachefs.store.store import Store
-from cachefs.store.tier import RAM, SSD
+from cachefs.store.tier import RAM, SSD, checksums
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, Lab, running
 
@@ -105,7 +105,11 @@ async def test_what_is_read_is_what_there_is(cache_dir: Path, seed: int, verify:
                 # A part of a run counts as a run of whole blocks does.
                 assert len(touched) - 2 <= sum(hits) <= len(touched)
                 assert hits[2] <= heap and hits[1] <= ssd[1]
-        assert store.read_now(obj, 5, 0) in (None, b"") and await store.read(obj, 5, 0) == b""
+        for size in (0, 1):
+            found = store.read_now(obj, 5, size)
+            assert found in (None, data[5 : 5 + size])
+            if 0 in places or not size:
+                assert bytes(await store.read(obj, 5, size) or b"") == data[5 : 5 + size]
         assert metrics.checksum_failures == 0
         obj.rest()
 
@@ -178,15 +182,11 @@ def test_holes_are_filled_and_nothing_else_changes(tmp_path: Path, seed: int) ->
     assert path.read_bytes() == plain
     for at in range(pages):
         assert hole(fd, at) is (before[at] and not start <= at * page < stop)
-    lengths = [page * rng.randrange(1, 5) for _ in range(6)]
-    found = adopting._hash(fd, page, lengths)
-    at, wanted = page, []
-    for length in lengths:
-        wanted.append(xxhash.xxh3_64_intdigest(bytes(plain[at : at + length])))
-        at += length
-    assert found == wanted
+    ranges = [(page * rng.randrange(20), page * rng.randrange(1, 5)) for _ in range(6)]
+    wanted = [xxhash.xxh3_64_intdigest(bytes(plain[at : at + length])) for at, length in ranges]
+    assert checksums(fd, ranges) == wanted
     with pytest.raises(OSError, match="short read") as short:
-        adopting._hash(fd, len(plain) - page, [page, 1])
+        checksums(fd, [(len(plain) - page, page), (len(plain), 1)])
     assert short.value.errno == errno.EIO
     os.close(fd)
 

@@ -21,7 +21,7 @@ SIZE = EXTENT + 3 * BLOCK
 
 
 def parts(lab: Lab) -> Passthrough:
-    return lab.store._passthrough
+    return lab.store.backing_files
 
 
 async def halves(lab: Lab) -> tuple[ObjectId, CachedObject]:

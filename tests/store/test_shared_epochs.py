@@ -149,6 +149,20 @@ def test_each_node_reads_everything_and_an_epoch_is_one(count: int) -> None:
     assert abs(sum(epochs.had(1, key(unit)) for unit in range(count)) - len(here)) <= 0.03 * count + 2
 
 
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.2])
+def test_pairs_that_come_twice_in_an_epoch_begin_none(share: float) -> None:
+    """As of what was prefetched here, evicted before it was read, and requested again."""
+    rng, epochs = random.Random(1), Epochs()
+    for number in range(5):
+        before, order = epochs.number(1), asked(1000, number)
+        again = [
+            (at + rng.randrange(100, 800) + 0.5, use) for at, use in enumerate(order) if rng.random() < share
+        ]
+        played(epochs, [use for _, use in sorted([*enumerate(order), *again])])
+        if number > 1:
+            assert epochs.number(1) == before + 1 and epochs.has_epochs(1)
+
+
 def test_where_each_node_reads_a_part_that_changes_units_have_the_epochs() -> None:
     epochs = Epochs()
     for number in range(4):

@@ -177,7 +177,7 @@ async def test_nothing_goes_for_bytes_that_are_on_their_way_out(
 @settings(max_examples=examples(100))
 def test_what_is_left_to_readers_is_whole_needs(limit: int, need: int) -> None:
     tier = SimpleNamespace(limit_bytes=lambda: limit)
-    made = space.Space(None, None, {}, BLOCK, None)  # type: ignore[arg-type]
+    made = space.Space(None, None, [], BLOCK, None)  # type: ignore[arg-type]
     one = min(need, BLOCK)
     left = made.left_to_readers(tier, need)  # type: ignore[arg-type]
     share = limit // space.READERS_SHARE

@@ -203,7 +203,7 @@ def test_bytes_are_reserved_landed_forgotten_and_freed(make: Callable[..., Tier]
     assert one.kept_bytes == 20
     there.free = 200
     assert one.limit_bytes() == 100 * 4096 + 25
-    one.takes_over(4096, 1000)
+    one.reserve(4096, 1000)
     assert (one.used_bytes, one.unlisted_bytes) == (4121, 4101)
     assert one.limit_bytes() == 100 * 4096 + 25 + 1000, "so much of it comes out of no free space"
 
