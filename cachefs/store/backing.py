@@ -125,18 +125,19 @@ class Passthrough:
         backing = obj.backing or self._make(obj, on_disk)
         if backing is None or backing.tier.disk.down or (on_disk and not backing.tier.blocking):
             return None
-        if backing.users:
-            return None if backing.tier.number in obj.leaving else self.reopen(backing)
-        self._idle.pop(backing, None)
-        self._space.pin(*backing.copies)
-        self.note_use(backing)
-        return self.reopen(backing)
+        if not backing.users:
+            self._idle.pop(backing, None)
+            self._space.pin(*backing.copies)
+            self.note_use(backing)
+        elif backing.tier.number in obj.leaving:
+            return None
+        self.reopen(backing)
+        return backing
 
-    def reopen(self, backing: Backing) -> Backing:
+    def reopen(self, backing: Backing) -> None:
         """One more user of a backing file in use, even if its blocks are forgotten by now: all opens share one."""
         backing.users += 1
         self._metrics.passthrough_blocks += backing.blocks
-        return backing
 
     def reuse(self, backing: Backing) -> bool:
         """`open` for one that was opened before, if it is idle, in as few steps as that takes; its use is noted by
