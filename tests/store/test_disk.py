@@ -185,7 +185,7 @@ def test_what_is_to_go_goes_once_a_thread_can_be_started(
     monkeypatch.setattr(disk, "IDLE_S", 0.01)
     disposal = disk.Disposal(Disk("ssd", tmp_path), pytest.fail)
     (tmp_path / "one").touch()
-    disposal.unlink(b"1", str(tmp_path / "one"), 0)
+    disposal.remove(b"1", str(tmp_path / "one"), (), 0)
     assert disposal.pending(b"1") and begun == [True]
     disposal.settle(b"1")
     assert not (tmp_path / "one").exists() and len(begun) == 3
