@@ -63,6 +63,9 @@ DAEMON_BITS = 40
 InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name (b"": of none) is out of date."""
 
+Warm = tuple[float, Origin, ObjectId, int, Found]
+"""Until when it is fresh; origin, version and mtime_ns of a file; what its name led to."""
+
 Opened = tuple[int, bool, int]
 """A handle; whether the kernel may keep the pages it has of this inode; its number of the file of the cache to read by
 itself (0: none, and then reads are ours)."""
@@ -110,7 +113,7 @@ class FileSystem(Writes):
         self._next_directory = self._first_directory = 1
         self.origins = [volume.origin for volume in volumes]
         # What lately opened files are, and until when that is fresh. Dropped whole on any news.
-        self._warm: dict[int, tuple[float, Origin, ObjectId, int]] = {}
+        self._warm: dict[int, Warm] = {}
         self._file_mode = stat.S_IFREG | options.file_mode
         self._dir_mode = stat.S_IFDIR | options.dir_mode
 
@@ -212,7 +215,10 @@ class FileSystem(Writes):
             return self._root()
         if (parted := self._parted(ino)) is not None:
             return parted
+        warm = self._warm.get(ino)
         try:
+            if warm is not None and warm[0] > self._clock():
+                return self._known(ino, warm[4])
             directory, mark = self._locate(ino)
             name = name_in(mark)
             found = self._looker.now(directory, name)
@@ -526,7 +532,7 @@ class FileSystem(Writes):
         if len(self._warm) >= WARM_OPENS:
             self._warm.clear()
         if not directory.ttls.revalidate:
-            self._warm[ino] = (found.until, directory.origin, obj, mtime_ns)
+            self._warm[ino] = (found.until, directory.origin, obj, mtime_ns, found)
         return opened
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:

@@ -54,7 +54,8 @@ AT_ONCE = 16
 """Requests that are answered without a look at the clock. Derived: a tenth of `SLICE_S`, at 6 µs each."""
 
 SEVERAL = 64
-"""For so many opens after two that different threads asked for, several readers are assumed. Guessed."""
+"""For so many opens after two that different threads asked for, several readers are assumed: the loop sleeps then instead of
+looking. Measured on a busy machine, with 8 readers: half the processor time a message, twice as many files a second."""
 
 CLOSE_S, LOOK_AGAIN_S = 100e-6, 60e-6
 """While requests come closer than the first, how long to look for the next one before sleeping. Measured: waking a thread
@@ -237,12 +238,12 @@ class NativeBackend:
                     handle(request)
                 self._answered_at = now = clock()
             elif request is not None:
-                if self._waiting or not self._eager or self._gap_s > CLOSE_S:
+                if self._waiting or not self._eager:
                     return False
                 if self._several > 0:
-                    if not self._device.wait():
+                    if self._gap_s > SLICE_S / 2 or not self._device.wait():
                         return False
-                elif now - self._answered_at > LOOK_AGAIN_S:
+                elif self._gap_s > CLOSE_S or now - self._answered_at > LOOK_AGAIN_S:
                     return False
             if request is None:
                 return None

@@ -1,4 +1,5 @@
-"""Files that are known are opened directly, in a few steps (`NativeBackend.direct`).
+"""Files that are known are opened directly, in a few steps (`NativeBackend.direct`), and what is shown of them is found in a
+table (`FileSystem._warm`).
 
 Each answer is the one that the general way gives: histories of requests, refreshes and changes from a seed are played both
 ways, and compared byte for byte."""
@@ -36,6 +37,7 @@ class History:
         self.asking, self.bucket = asking, bucket
         self.dice = random.Random(seed)
         self.told: list[tuple[Any, ...]] = []
+        self.kept_s: list[int] = []
         self.inos: dict[str, int] = {}
         self.handles: list[tuple[str, int]] = []
         self.version = 0
@@ -53,7 +55,12 @@ class History:
 
     async def ask(self, op: Op, ino: int, body: bytes) -> Any:
         reply = await self.asking.ask(op, ino, body)
-        self.told.append((op.name, ino, reply.error, reply.body))
+        if op is Op.GETATTR and not reply.error:
+            # A table may know less of how long attributes may be kept.
+            self.kept_s.append(int.from_bytes(reply.body[:8], "little"))
+            self.told.append((op.name, ino, reply.body[16:]))
+        else:
+            self.told.append((op.name, ino, reply.error, reply.body))
         return reply
 
     async def look(self, path: str) -> int:
@@ -156,9 +163,16 @@ class History:
             await self.ask(op, parent, body + path[-1:].encode() + b"\0")
 
 
+class Forgetful(dict[int, Any]):
+    """A table that keeps nothing."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        pass
+
+
 async def played(
     seed: int, monkeypatch: pytest.MonkeyPatch, *, writes: bool, direct: bool
-) -> tuple[list[tuple[Any, ...]], int]:
+) -> tuple[History, int]:
     """What was told, and how many files were opened directly."""
     monkeypatch.setattr(NativeBackend, "direct", direct)
     _run._r.seed(seed)
@@ -167,6 +181,8 @@ async def played(
     monkeypatch.setattr(Clock, "__call__", lambda clock: clock.now + round(trio.current_time() - begun, 3))
     bucket = WritableBucket(FILES)
     async with kernel(bucket, writer=MemoryWriter() if writes else None) as asking:
+        if not direct:
+            asking.fs._warm = Forgetful()
         asking.backend._eager = False  # or real time would decide which tasks run first
         asking.cache.whole.update(FILES)
         history = History(asking, bucket, seed, writes=writes)
@@ -176,7 +192,7 @@ async def played(
             (counted.fuse_open, counted.fuse_release, counted.passthrough_opens, asking.counts)
         )
         assert all(backing.users >= 0 for backing in asking.cache.backings.values())
-        return history.told, len(asking.cache.noted)
+        return history, len(asking.cache.noted)
 
 
 @pytest.fixture(autouse=True)
@@ -194,10 +210,12 @@ async def test_what_is_opened_directly_is_answered_as_ever(
 ) -> None:
     directly = 0
     for seed in range(int(os.environ.get("CACHEFS_HISTORIES", "20"))):
-        told, count = await played(seed, monkeypatch, writes=writes, direct=True)
+        found, count = await played(seed, monkeypatch, writes=writes, direct=True)
         directly += count
         expected, none = await played(seed, monkeypatch, writes=writes, direct=False)
         assert not none
-        for step, (one, other) in enumerate(zip(told, expected, strict=True)):
+        told = found.told
+        for step, (one, other) in enumerate(zip(told, expected.told, strict=True)):
             assert one == other, f"seed {seed}, {step}: {told[max(0, step - 8) : step + 1]}"
+        assert all(one <= other for one, other in zip(found.kept_s, expected.kept_s, strict=True))
     assert directly > 15, "hardly any"
