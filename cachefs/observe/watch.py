@@ -15,7 +15,6 @@ from typing import Any
 import trio
 
 from cachefs.base.ledger import WAITED_FOR
-from cachefs.base.linux import PROBE_DEADLINE_S
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import in_thread
 from cachefs.observe.endpoint import Page, Reply, plain
@@ -66,6 +65,10 @@ class Pauses:
 SAMPLE_EVERY_S = 2.0
 SAMPLES = 450
 """Derived: a quarter of an hour on the page, 100 KB."""
+
+PROBE_S = 3.0
+"""How long the mount may take to answer its own daemon. Derived: the reply with the reason comes within the 5 s that the
+probes of docker/kubernetes wait."""
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -155,7 +158,7 @@ class Watch:
     async def illness(self) -> str:
         """Why the mount does not answer; "" when it does. It is asked for statfs: the kernel never answers that itself, and
         the daemon needs no origin for it."""
-        with trio.move_on_after(PROBE_DEADLINE_S):
+        with trio.move_on_after(PROBE_S):
             try:
                 await in_thread(
                     partial(os.statvfs, self._mountpoint), limiter=self._asking, abandon_on_cancel=True
@@ -164,7 +167,7 @@ class Watch:
                 return f"{self._mountpoint}: {exc.strerror}"
             else:
                 return ""
-        return f"{self._mountpoint} does not answer within {PROBE_DEADLINE_S:g} s"
+        return f"{self._mountpoint} does not answer within {PROBE_S:g} s"
 
     # -- what they show ----------------------------------------------------------------------------
 

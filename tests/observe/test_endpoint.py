@@ -143,7 +143,7 @@ async def test_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         free = threading.Event()
         monkeypatch.setattr(os, "statvfs", lambda path: free.wait(60))
-        assert await get(endpoint, "/healthz") == (503, f"{tmp_path} does not answer within 5 s\n".encode())
+        assert await get(endpoint, "/healthz") == (503, f"{tmp_path} does not answer within 3 s\n".encode())
         assert (await get(endpoint, "/readyz"))[0] == 503  # waits for no second thread
         free.set()
         monkeypatch.undo()
