@@ -181,9 +181,11 @@ class Cachefs(Mount):
             self.profile.watch(self.pid)
 
     def crash(self) -> None:
-        if self.profile is not None:
-            self.profile.end(self.pid)
-        super().crash()
+        try:
+            if self.profile is not None:
+                self.profile.end(self.pid)
+        finally:
+            super().crash()
 
     def stop(self) -> None:
         """A clean unmount: what is cached is saved."""

@@ -258,7 +258,7 @@ class Gate:
     def enters(self, turn: Ticket) -> bool:
         """Take a slot, if one is free and no request waits that goes first."""
         overtaken = len(self.line.demand) + (len(self.line.background) if turn.background else 0)
-        if overtaken or not self.concurrency.admits(self.in_flight, turn.background):
+        if overtaken or not self.concurrency.admits(len(self._inside), turn.background):
             return False
         self._inside.add(turn)
         return True
@@ -270,10 +270,10 @@ class Gate:
 
     def _admit(self) -> None:
         line, concurrency = self.line, self.concurrency
-        while concurrency.admits(self.in_flight, background=False):
+        while (line.demand or line.background) and concurrency.admits(len(self._inside), background=False):
             if line.demand and not line.starved:
                 self._inside.add(line.call(background=False))
-            elif line.background and (line.starved or concurrency.admits(self.in_flight, background=True)):
+            elif line.starved or concurrency.admits(len(self._inside), background=True):
                 self._inside.add(line.call(background=True))
             else:
                 return

@@ -242,7 +242,6 @@ class _Reading:
         whole: bool,
         taker: Taker,
     ) -> None:
-        self.what = http.name(key)
         self._http, self._sign = http, sign
         self._refused = False
         size = stop - start
@@ -255,6 +254,10 @@ class _Reading:
         self._taker = taker
         self._at = start
         self._cut = False
+
+    @property
+    def what(self) -> str:
+        return self._http.name(self._key)
 
     def signed(self) -> Signed:
         """The conditional GET."""

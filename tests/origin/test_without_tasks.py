@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import errno
 import gc
+import sys
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import trio
 import trio.lowlevel
 
+import cachefs
 from bench.lab.dataset import content
 from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.metrics import Metrics
@@ -29,6 +32,11 @@ from tests.origin.test_faults import SIZE, TABLE
 from tests.store.lab import MIB, until
 
 BODY = content("without", SIZE)
+SMALL = BODY[:20_000]
+
+CALLS = 210
+"""Calls of this package's functions for each small file that is fetched, at most: what it costs the thread that answers all
+readers, in a measure that no machine changes. Measured: 201."""
 
 
 class Reading:
@@ -98,6 +106,33 @@ def test_faults_that_pass(
             assert it.metrics.origin_throttled == (arguments["count"] if action in ("503", "429") else 0)
             assert store.store.counters()["bytes_sent"]["get"] <= SIZE * 1.7
             it.over()
+
+    in_trio(play)()
+
+
+def test_a_small_file_costs_the_trio_thread_few_calls(store: Lab, cache_dir: Path) -> None:
+    package, files, calls = str(Path(cachefs.__file__).parent), 30, 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    async def play() -> None:
+        async with reading(store, cache_dir) as it:
+            for number in range(files + 1):
+                store.put(f"{number}", SMALL)
+            objects = [await it.object(f"{number}") for number in range(files + 1)]
+            await it.read(objects.pop(), len(SMALL))  # the first of a process sets up more
+            brought: list[tuple[int, CachefsError | None]] = []
+            sys.setprofile(count)
+            try:
+                for object_id in objects:
+                    assert it.fetcher.bring_small(it.origin, object_id, lambda *told: brought.append(told))
+                await until(lambda: len(brought) == files, 30)
+            finally:
+                sys.setprofile(None)
+            assert brought == [(len(SMALL), None)] * files
+            assert calls / files <= CALLS, calls / files
 
     in_trio(play)()
 
@@ -254,15 +289,16 @@ def test_a_reader_makes_it_demand(store: Lab, cache_dir: Path) -> None:
 
 def test_a_short_deadline_and_a_limit_take_a_task(store: Lab, cache_dir: Path) -> None:
     async def play() -> None:
+        from cachefs.store.ram import remove_ram
+
+        async with reading(store, cache_dir) as it:
+            object_id = await it.object()
         for options in ({"deadline_s": 0.2}, {"download_limit": 100 * MIB}):
+            remove_ram(cache_dir)
             async with reading(store, cache_dir, **options) as it:
-                object_id = await it.object()
                 assert it.fetcher.bring_small(it.origin, object_id, lambda *_: None)
                 assert not it.fetcher._without_task
                 await until(lambda: not it.fetcher.in_flight_fetches, 30)
                 it.over()
-            from cachefs.store.ram import remove_ram
-
-            remove_ram(cache_dir)
 
     in_trio(play)()
