@@ -28,7 +28,7 @@ SERVICES = {
     "peers/node.py": {"self._membership.run"},
     "peers/server.py": {"watch"},
     "prefetch/prefetcher.py": {"self._sweep_now_and_then"},
-    "store/store.py": {"self._moves.run", "self._passthrough.run", "self._watch_disks"},
+    "store/store.py": {"self._moves.run", "self.backing_files.run", "self._watch_disks"},
     "upload/uploads.py": {"self._records.run", "self._passthrough.run"},
 }
 """What of a room is started without `contained`: parts of a call that its caller contains, and of a room's own service."""
