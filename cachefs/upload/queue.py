@@ -146,7 +146,7 @@ class Queue:
                 if (
                     dirty_file.attempt is None
                     and not dirty_file.discarded
-                    and await self._is_quiet(dirty_file)
+                    and self._is_quiet(dirty_file)
                     and dirty_file.dirty
                 ):
                     dirty_file.trying.due, dirty_file.trying.overdue = math.inf, False
@@ -157,16 +157,13 @@ class Queue:
                     )
         return dirty_file.attempt
 
-    async def _is_quiet(self, dirty_file: DirtyFile) -> bool:
-        """False while a program writes it in passthrough; its last close, or time, brings it here again. Raises
-        `CacheUnusable` where its file cannot be opened; that is tried again like a failed attempt."""
+    def _is_quiet(self, dirty_file: DirtyFile) -> bool:
+        """False while a program writes it in passthrough; its last close, or time, brings it here again."""
         try:
             if not dirty_file.kernel.in_passthrough or dirty_file.reclaim():
                 return True
-        except CachefsError as exc:
-            await self._failed(dirty_file, exc)
-            self._again(dirty_file, exc)
-            raise
+        except CachefsError:
+            return True  # its file cannot be opened: the attempt finds that, too, and says so
         dirty_file.trying.due = math.inf
         if not dirty_file.kernel.writers:
             self.plan(dirty_file, LOOK_S)

@@ -67,7 +67,7 @@ class StagingRoom:
         self,
         directory: Path,
         keep_free_bytes: int,
-        cache: Cache | None,
+        cache: Cache,
         hopeful: Callable[[DirtyFile | None], bool],
     ) -> None:
         self._directory = directory
@@ -95,14 +95,14 @@ class StagingRoom:
 
     async def relieve(self) -> None:
         """A passthrough writer, which does not ask for room, is writing: evict, and upload what waits."""
-        if self.free_bytes() < 0 and (self._cache is None or not await self._cache.make_room(RELIEF)):
+        if self.free_bytes() < 0 and not await self._cache.make_room(RELIEF):
             self._hopeful(None)
 
     async def more(self, dirty_file: DirtyFile, count: int) -> bool:
         """Have the cache make room, then wait for uploads. Whether there is room now."""
         since = trio.current_time()
         while True:
-            gives_way = self._cache is not None and await self._cache.make_room(count)
+            gives_way = await self._cache.make_room(count)
             if self.free_bytes() >= count:
                 return True
             now = trio.current_time()

@@ -85,7 +85,7 @@ class Uploads:
         state_dir: Path,
         staging_dir: Path,
         origins: Iterable[Origin],
-        store: Cache | None,
+        store: Cache,
         metrics: Metrics,
         *,
         nursery: trio.Nursery,
@@ -163,7 +163,7 @@ class Uploads:
     @property
     def takes(self) -> bool:
         """False if `take` never succeeds."""
-        return self._store is not None and self._passthrough.possible
+        return self._passthrough.possible
 
     async def disk_answers(self) -> None:
         """Return when the disk of the staging files has taken a change, as `take` makes one on the loop."""
@@ -177,7 +177,7 @@ class Uploads:
         others use that file."""
         name = uuid4().hex
         path = self._disk.directory / name
-        fd = self._store.take_out(backing, users, path) if self._store is not None and self.takes else None
+        fd = self._store.take_out(backing, users, path) if self.takes else None
         if fd is None:
             return None
         file = StagingFile(self._disk, name, fd=fd)
@@ -295,7 +295,7 @@ class Uploads:
 
     async def moved(self, old: ObjectId, new: ObjectId) -> None:
         """The store has copied a version: what is cached of it here is the other's from now on."""
-        if self._store is not None and not self._hangs():
+        if not self._hangs():
             await self._store.recast(old, new)
 
     def pending(self) -> list[DirtyFile]:
@@ -412,8 +412,6 @@ class Uploads:
                 with trio.CancelScope(shield=True):
                     await self._records.keep(dirty_file, HANGS_AFTER_S)
             raise
-        if not dirty_file.acknowledged:
-            await self._records.forget(dirty_file, HANGS_AFTER_S)
 
     async def _send_renamed(
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, tokens: list[str]
@@ -584,7 +582,7 @@ class Uploads:
 
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
         stored = dirty_file.content.stored
-        if self._store is None or stored is None or stored.overtaken or not dirty_file.size:
+        if stored is None or stored.overtaken or not dirty_file.size:
             return False
         if self._store.hangs or self._disk.hangs:
             return False
@@ -614,8 +612,7 @@ class Uploads:
     def _hangs(self) -> bool:
         """Whether the disk is known not to answer: each of those who wait for it with a deadline then saves the others
         theirs."""
-        store = self._store is not None and self._store.hangs
-        return store or self.journal.hangs or self._disk.hangs
+        return self._store.hangs or self.journal.hangs or self._disk.hangs
 
     # -- the life of the room ----------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from tests.fs import linear
 from tests.fs.bucket import MTIME, Bytes, WritableBucket, content_of, etag_of
 from tests.fs.linear import FAILED, OK, State, Step
 from tests.fs.mount import ROOT
-from tests.fs.test_writing_model import Reader, World
+from tests.fs.test_writing_model import NoCache, Reader, World
 
 HISTORIES = int(os.environ.get("CACHEFS_HISTORIES", "0")) or examples(300)
 IN_A_TEST = 100
@@ -164,7 +164,7 @@ class Shaken(World):
     def __init__(self, path: Path, nursery: trio.Nursery, chance: Chance) -> None:
         super().__init__(path, nursery, writeback=chance.writeback)
         self.bucket = Origin(chance)
-        self.store = Cache(chance, path / "taken") if chance.takes else None
+        self.store = Cache(chance, path / "taken") if chance.takes else NoCache()
         self.in_memory = chance.in_memory
         self.reader = SlowReader(chance)
 

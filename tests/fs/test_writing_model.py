@@ -34,6 +34,24 @@ from tests.fs.mount import ROOT, Clock, Mount, mounted
 WRITERS = ("durable", "writeback")
 
 
+class NoCache:
+    """Takes nothing, and has nothing to evict."""
+
+    hangs = False
+
+    async def adopt(self, version: ObjectId, path: Path) -> bool:
+        return False
+
+    async def adopt_bytes(self, version: ObjectId, data: bytes) -> bool:
+        return False
+
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
+        return False
+
+    async def make_room(self, wanted: int) -> bool:
+        return False
+
+
 class Reader:
     """Reads the versions that a bucket has."""
 
@@ -81,7 +99,7 @@ class World:
         self.open: list[tuple[int, File]] = []
         self.mount: Mount
         self.uploads: Uploads
-        self.store: Any = None
+        self.store: Any = NoCache()
         self._stack = AsyncExitStack()
         self.reader = Reader()
 

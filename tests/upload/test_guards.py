@@ -738,19 +738,18 @@ async def test_who_writes_waits_for_room_so_long(
         assert trio.current_time() > begun + WAIT_S, "but later"
 
 
-@pytest.mark.parametrize("cache", [None, 0, 5])
+@pytest.mark.parametrize("cache", [0, 5])
 @in_trio
 async def test_who_does_not_ask_is_given_room_where_it_is_short(
-    monkeypatch: pytest.MonkeyPatch, cache: int | None
+    monkeypatch: pytest.MonkeyPatch, cache: int
 ) -> None:
     for free, short in ((1, False), (-1, True)):
         asked, hoped = Asked(monkeypatch, 1000 + free), list[Any]()
-        gives = Gives(asked, cache) if cache is not None else None
+        gives = Gives(asked, cache)
         place = StagingRoom(Path("/"), 1000, gives, lambda other: bool(hoped.append(other)))  # noqa: B023
         await place.relieve()
         assert hoped == ([None] if short and not cache else [])
-        if gives is not None:
-            assert gives.asked == ([RELIEF] if short else [])
+        assert gives.asked == ([RELIEF] if short else [])
 
 
 @in_trio
@@ -818,4 +817,22 @@ async def test_what_the_disk_does_not_say_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     with pytest.raises(CacheUnusable):
-        StagingRoom(Path("/"), 0, None, lambda _: False).free_bytes()
+        StagingRoom(Path("/"), 0, Room(), lambda _: False).free_bytes()
+
+
+@in_trio
+async def test_what_cannot_be_looked_at_may_hold_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        assert await d.uploads.flush() == [] and d.uploads.pending() == []
+
+        def look(dirty_file: DirtyFile) -> bool:
+            raise CacheUnusable("no descriptors")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DirtyFile, "look", look)
+            assert d.uploads.pending() == [dirty_file]
+        await d.close(dirty_file)
