@@ -72,11 +72,10 @@ class Reader(Protocol):
 
 class Uploads:
     """`reader` reads what a dirty file begins with; `keep_free_bytes` stay free of the disk. `on_committed` is told of each
-    version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the
-    store's would cost a request); `on_settling` is asked before a dirty file is settled, which
-    waits while it says False; `on_settled` is told that a dirty file's content is the cache's or the store's alone, and the
-    dirty file is not to be used any more: until then it can be opened; `on_changed`, of one in passthrough, that it was
-    written.
+    version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the store's
+    would cost a request). `on_settling` is asked before a dirty file is settled, which waits while it says False.
+    `on_settled` is told that a dirty file's content is the cache's or the store's alone: until then it can be opened.
+    `on_changed` is told that one in passthrough was written.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
 
