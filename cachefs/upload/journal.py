@@ -119,8 +119,8 @@ class Journal:
         within_s: float = math.inf,
     ) -> None:
         """Put a row, or remove it. `first` and `then`, which must not raise, are called in the worker thread before it is
-        written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes longer
-        than `within_s`, or the disk is known to hang: the row is written all the same, once the disk answers."""
+        written, and after it is on the disk. Raises `NoRoom`, `CacheUnusable`; and `DiskHangs` when a transaction takes
+        longer than `within_s`, or the disk is known to hang: the row is written all the same, once the disk answers."""
         batch = self._next
         batch.first += [first] if first is not None else []
         batch.then += [then] if then is not None else []
