@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import trio
+import trio.lowlevel
 
 from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import ObjectInfo
 from cachefs.upload import journal, orphans, room, sending, staging
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import TOKENS, DirtyFile, Way
-from cachefs.upload.journal import AGAIN_S
+from cachefs.upload.journal import AGAIN_S, DiskHangs
 from cachefs.upload.room import RELIEF, WAIT_S, StagingRoom
 from cachefs.upload.staging import LOOK_S
 from cachefs.upload.uploads import SHOWN
@@ -836,3 +837,44 @@ async def test_what_cannot_be_looked_at_may_hold_something_new(
             patch.setattr(DirtyFile, "look", look)
             assert d.uploads.pending() == [dirty_file]
         await d.close(dirty_file)
+
+
+@in_trio
+async def test_a_stop_waits_a_moment_for_what_is_up_to_the_origin(tmp_path: Path) -> None:
+    """And begins nothing afterwards, whatever is planned."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        held = d.store.hold("put")
+        dirty_file = await d.save("k", b"data")
+        d.uploads._queue.plan(dirty_file, 0.0)
+        await held.reached.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.aclose, 0.0)
+            await trio.sleep(1)
+            assert held.release is not None
+            held.release.set()
+        assert d.store.content("k") == b"data"
+        d.uploads._queue.plan(dirty_file, 0.0)
+        await trio.sleep(10)
+        assert d.store.counts["put"] == 1
+    async with desk(tmp_path, d.store, writeback=True) as d:
+        assert d.uploads.pending() == [] and d.uploads.journal.rows("drafts") == {}
+
+
+@pytest.mark.parametrize("what", ["store", "journal", "disk", "nothing"])
+@in_trio
+async def test_any_disk_that_hangs_saves_the_others_their_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async with desk(tmp_path) as d:
+        place = {"store": d.cache, "journal": d.uploads.journal, "disk": d.uploads._disk}.get(what)
+        with monkeypatch.context() as patch:
+            if place is not None:
+                patch.setattr(type(place), "hangs", True)
+            began = trio.current_time()
+            if place is None:
+                await d.uploads.note("n", {})
+            else:
+                with pytest.raises(DiskHangs):
+                    await d.uploads.note("n", {})
+            assert trio.current_time() - began < 1
+        await d.quiet()
