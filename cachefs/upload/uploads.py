@@ -361,7 +361,6 @@ class Uploads:
                 await self._records.acknowledge(dirty_file)
                 await self._move(dirty_file, origin, key, base, over)
             if dirty_file.dirty and not first:
-                self._push(dirty_file)
                 self._soon(dirty_file)
         if first:
             await self._send_renamed(dirty_file, *before)
