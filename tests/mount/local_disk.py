@@ -6,9 +6,12 @@ comparisons of times, never the times themselves.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
+import fcntl
 import json
+import mmap
 import os
 import stat
 import sys
@@ -332,13 +335,311 @@ def what_is_refused(root: Path) -> Any:
     return [of(operation) for operation in operations]
 
 
+def opened(path: Path, flags: int, bits: int = 0o644) -> Any:
+    """The flags that F_GETFL shows, or the errno."""
+
+    def one() -> int:
+        fd = os.open(path, flags, bits)
+        shown = fcntl.fcntl(fd, fcntl.F_GETFL)
+        os.close(fd)
+        return shown
+
+    return of(one)
+
+
+def open_flags(root: Path) -> Any:
+    path, new = made(root / "f"), root / "new"
+    (root / "d").mkdir()
+    write, create = os.O_WRONLY, os.O_CREAT | os.O_RDWR
+    found = {
+        "path": opened(path, os.O_PATH),
+        "nofollow": opened(path, os.O_NOFOLLOW),
+        "noatime": opened(path, os.O_NOATIME),
+        "nonblock": opened(path, os.O_NONBLOCK),
+        "sync": opened(path, write | os.O_SYNC),
+        "dsync": opened(path, write | os.O_DSYNC),
+        "append": opened(path, write | os.O_APPEND),
+        "excl without creat": opened(path, os.O_EXCL),
+        "creat of a directory": opened(root / "d", os.O_CREAT),
+        "creat and directory": opened(root / "none", os.O_CREAT | os.O_DIRECTORY),
+        "creat behind a slash": of(lambda: os.open(f"{root}/none/", os.O_CREAT)),
+        "trunc of a directory": opened(root / "d", os.O_TRUNC),
+        "creat below nothing": opened(root / "none" / "f", os.O_CREAT),
+        "exclusive": [opened(new, create | os.O_EXCL, 0o600), opened(new, create | os.O_EXCL), mode(new)],
+        "creat without rights": [opened(root / "no", create, 0o000), mode(root / "no")],
+    }
+    fd = os.open(path, os.O_RDONLY | os.O_TRUNC)
+    found["trunc, for reading"] = os.fstat(fd).st_size
+    found["wrong way"] = [of(lambda: os.write(fd, b"x")), of(lambda: os.ftruncate(fd, 1))]
+    os.close(fd)
+    fd = os.open(path, os.O_WRONLY)
+    found["write only"] = [of(lambda: os.read(fd, 1)), of(lambda: os.ftruncate(fd, -1))]
+    os.close(fd)
+    return found
+
+
+def in_processes(count: int, work: Callable[[int], Any]) -> None:
+    pids = []
+    for number in range(count):
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                work(number)
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    for pid in pids:
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def appends_by_several_processes(root: Path) -> Any:
+    """Each by a descriptor of its own, and by one that they share: nothing is lost or torn."""
+    own, shared = root / "own", root / "shared"
+    fd = os.open(shared, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def work(number: int) -> None:
+        mine = os.open(own, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        for _ in range(50):
+            os.write(mine, b"%d\n" % number * 10)
+            os.write(fd, b"%d\n" % number * 10)
+        os.close(mine)
+
+    in_processes(4, work)
+    os.close(fd)
+    return [sorted(collections.Counter(path.read_bytes().split()).values()) for path in (own, shared)]
+
+
+def one_of_several_creates(root: Path) -> Any:
+    """O_EXCL, mkdir and RENAME_NOREPLACE: one process of four succeeds."""
+
+    def wins(number: int) -> None:
+        place = root / f"mine{number}"
+        place.touch()
+        for turn in range(10):
+            created = of(lambda t=turn: os.close(os.open(root / f"f{t}", os.O_CREAT | os.O_EXCL)))
+            directory = of(lambda t=turn: os.mkdir(root / f"d{t}"))
+            renamed = of(
+                lambda t=turn: checked(libc.renameat2(-100, bytes(place), -100, bytes(root / f"r{t}"), 1))
+            )
+            place.touch()
+            said = (f"create {created}", f"mkdir {directory}", f"rename {renamed}")
+            with open(root / "log", "a") as log:
+                log.write("".join(f"{turn} {line}\n" for line in said))
+
+    in_processes(4, wins)
+    return sorted(collections.Counter((root / "log").read_text().splitlines()).items())
+
+
+def renames_over_another(root: Path) -> Any:
+    one, two = made(root / "a", 0o600, b"one"), made(root / "b", 0o640, b"two")
+    number, fd = one.stat().st_ino, os.open(two, os.O_RDWR)
+    os.rename(one, two)
+    os.write(fd, b"lost")
+    status = os.fstat(fd)
+    found: list[Any] = [
+        two.read_bytes().decode(),
+        mode(two),
+        two.stat().st_ino == number,
+        two.stat().st_nlink,
+    ]
+    found += [status.st_nlink, status.st_size, os.pread(fd, 10, 0).decode(), os.listdir(root)]
+    os.close(fd)
+    os.rename(two, two)
+    for name in ("d", "e", "full/in"):
+        (root / name).mkdir(parents=True)
+    number = (root / "d").stat().st_ino
+    os.rename(root / "d", root / "e")
+    found += [(root / "e").stat().st_ino == number, sorted(os.listdir(root))]
+    found += [
+        of(lambda: os.rename(root / "e", root / "full")),
+        of(lambda: os.rename(root / "full" / "in", root / "e")),
+    ]
+    found += [of(lambda: os.rename(root / "full", root / "e" / "x")), sorted(os.listdir(root / "e"))]
+    found += [of(lambda: os.rename(root / "e", f"{root}/g/")), of(lambda: os.rename(two, f"{root}/h/"))]
+    return found
+
+
+def holes_and_copies(root: Path) -> Any:
+    path, other = made(root / "f", data=b"a" * 8192), made(root / "g", data=b"")
+    with path.open("r+b") as file, other.open("r+b") as sink:
+        fd, out = file.fileno(), sink.fileno()
+        os.ftruncate(fd, 1 << 20)
+        os.pwrite(fd, b"end", (1 << 20) - 3)
+        ends = [os.lseek(fd, 0, os.SEEK_DATA), os.lseek(fd, (1 << 20) - 1, os.SEEK_HOLE)]
+        ends += [
+            of(lambda: os.lseek(fd, 1 << 21, os.SEEK_DATA)),
+            of(lambda: os.lseek(fd, 1 << 21, os.SEEK_HOLE)),
+        ]
+        done = [os.copy_file_range(fd, out, 10, 0, 5), os.copy_file_range(fd, fd, 10, 0, 100)]
+        done += [of(lambda: os.copy_file_range(fd, fd, 10, 0, 5)), os.sendfile(out, fd, 0, 3)]
+        os.lseek(out, 0, os.SEEK_SET)
+        done += [os.writev(out, [b"ab", b"cd"]), os.preadv(out, [bytearray(2), bytearray(9)], 0)]
+        return [
+            ends,
+            done,
+            os.pread(out, 100, 0).decode(),
+            os.pread(fd, 4, 8190).decode(),
+            os.fstat(fd).st_size,
+        ]
+
+
+def locks_over_fork(root: Path) -> Any:
+    """An flock belongs to the descriptor, a lock of fcntl to the process; closing any descriptor gives the latter up."""
+    path, found = made(root / "f"), []
+
+    def elsewhere(lock: Callable[[Any, int], Any]) -> Any:
+        into, out = os.pipe()
+
+        def work(number: int) -> None:
+            with path.open("r+b") as file:
+                os.write(out, json.dumps(of(lambda: lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))).encode())
+
+        in_processes(1, work)
+        os.close(out)
+        with open(into, "rb") as said:
+            return json.loads(said.read())
+
+    first = path.open("r+b")
+    fcntl.flock(first, fcntl.LOCK_EX)
+    in_processes(1, lambda number: first.close())
+    found += [elsewhere(fcntl.flock)]
+    in_processes(1, lambda number: fcntl.flock(first, fcntl.LOCK_UN))
+    found += [elsewhere(fcntl.flock)]
+    fcntl.lockf(first, fcntl.LOCK_EX)
+    found += [elsewhere(fcntl.lockf)]
+    path.open().close()
+    found += [elsewhere(fcntl.lockf)]
+    first.close()
+    return found
+
+
+def shared_mappings(root: Path) -> Any:
+    """What one process writes through a mapping, another one reads, through a mapping and by read."""
+    path = made(root / "f", data=bytes(8192))
+    with path.open("r+b") as file:
+        here = mmap.mmap(file.fileno(), 8192)
+
+        def work(number: int) -> None:
+            with path.open("r+b") as theirs, mmap.mmap(theirs.fileno(), 8192) as there:
+                there[4096:4100] = b"them"
+                there.flush()
+
+        in_processes(1, work)
+        here[:4] = b"here"
+        found = [
+            here[4096:4100].decode(),
+            path.read_bytes()[:4].decode(),
+            os.pread(file.fileno(), 4, 4096).decode(),
+        ]
+        os.pwrite(file.fileno(), b"pwrite", 100)
+        found += [here[100:106].decode()]
+        here.flush()
+        here.close()
+    with path.open("rb") as file:
+        found += [of(lambda: mmap.mmap(file.fileno(), 10, mmap.MAP_SHARED, mmap.PROT_WRITE).close())]
+        with mmap.mmap(file.fileno(), 8192, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as own:
+            own[:4] = b"mine"
+    return [*found, path.read_bytes()[:4].decode(), path.stat().st_size]
+
+
+NOW, OMIT = (1 << 30) - 1, (1 << 30) - 2
+
+
+def times_by_utimensat(root: Path) -> Any:
+    path = made(root / "f", 0o666)
+
+    def set_times(*times: tuple[int, int]) -> Any:
+        two = (ctypes.c_long * 4)(*times[0], *times[1])
+        return of(lambda: checked(libc.utimensat(-100, bytes(path), two, 0)))
+
+    found = [set_times((10, 5), (20, 7)), path.stat().st_atime_ns, path.stat().st_mtime_ns]
+    found += [set_times((0, OMIT), (30, 9)), path.stat().st_atime_ns, path.stat().st_mtime_ns]
+    found += [set_times((0, OMIT), (0, OMIT)), path.stat().st_mtime_ns]
+    found += [set_times((0, 10**9), (0, 0)), path.stat().st_mtime_ns]
+    found += [
+        set_times((0, OMIT), (0, NOW)),
+        abs(path.stat().st_mtime - time.time()) < 60,
+        path.stat().st_atime_ns,
+    ]
+    found += [
+        as_stranger(lambda: set_times((0, NOW), (0, NOW))),
+        as_stranger(lambda: set_times((1, 1), (2, 2))),
+    ]
+    found += [set_times((-5, 1), (-5, 1)), path.stat().st_mtime_ns]
+    return found
+
+
+def access_and_sticky_bits(root: Path) -> Any:
+    path, private = made(root / "f", 0o640), root / "p"
+    private.mkdir(0o700)
+    made(private / "in", 0o666)
+    (root / "sticky").mkdir()
+    (root / "sticky").chmod(0o1777)
+    theirs = made(root / "sticky" / "theirs", 0o666)
+    modes = (os.F_OK, os.R_OK, os.W_OK, os.X_OK)
+    found: list[Any] = [[os.access(path, way) for way in modes]]
+    found += [as_stranger(lambda: [os.access(path, way) for way in modes])]
+    found += [as_stranger(lambda: os.stat(private / "in").st_size), as_stranger(lambda: os.listdir(private))]
+    found += [
+        as_stranger(lambda: os.close(os.open(path, os.O_RDONLY))),
+        as_stranger(lambda: os.chmod(path, 0o777)),
+    ]
+    found += [
+        as_stranger(lambda: os.unlink(theirs)),
+        as_stranger(lambda: os.rename(theirs, root / "sticky" / "x")),
+    ]
+    found += [
+        as_stranger(lambda: os.close(os.open(root / "sticky" / "own", os.O_CREAT | os.O_WRONLY, 0o600)))
+    ]
+    found += [
+        as_stranger(lambda: os.unlink(root / "sticky" / "own")),
+        as_stranger(lambda: os.truncate(path, 0)),
+    ]
+    found += [
+        as_stranger(lambda: os.chown(theirs, STRANGER, -1)),
+        as_stranger(lambda: os.mkdir(private / "x")),
+    ]
+    return [*found, mode(root / "sticky")]
+
+
+def other_calls_on_descriptors(root: Path) -> Any:
+    path = made(root / "f")
+    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        duplicate = os.dup(fd)
+        os.lseek(fd, 7, os.SEEK_SET)
+        found = [os.lseek(duplicate, 0, os.SEEK_CUR), of(lambda: os.lseek(fd, -1, os.SEEK_SET))]
+        os.close(duplicate)
+        found += [
+            of(lambda: os.fsync(directory)),
+            of(lambda: os.fdatasync(fd)),
+            of(lambda: os.read(directory, 1)),
+        ]
+        found += [of(lambda: checked(libc.syncfs(fd))), of(lambda: os.posix_fadvise(fd, 0, 0, 3))]
+        found += [of(lambda: checked(libc.sync_file_range(fd, ctypes.c_long(0), ctypes.c_long(0), 7)))]
+        found += [of(lambda: os.ftruncate(directory, 0)), of(lambda: os.fchmod(directory, 0o755))]
+        found += [of(lambda: fcntl.ioctl(fd, 0x5401, bytes(64))), of(lambda: os.posix_fallocate(fd, 0, 0))]
+        found += [
+            of(lambda: os.pread(fd, 1, 1 << 40)),
+            of(lambda: os.pwrite(fd, b"", 1 << 40)),
+            path.stat().st_size,
+        ]
+    os.close(directory)
+    return [value.decode() if isinstance(value, bytes) else value for value in found]
+
+
 ROWS: dict[str, Callable[[Path], Any]] = {
     row.__name__: row
     for row in (
         *(largest_file, long_names, set_ids_and_a_new_owner, set_ids_and_a_write, set_gid_directories),
         *(times_that_are_set, changes_move_ctime, what_is_kept, a_mode_that_is_set_beside_a_writer),
         *(a_directory_that_is_removed, kinds_of_files, extended_attributes, fallocate, renameat2),
-        what_is_refused,
+        *(what_is_refused, open_flags, appends_by_several_processes, one_of_several_creates),
+        *(renames_over_another, holes_and_copies, locks_over_fork, shared_mappings, times_by_utimensat),
+        *(access_and_sticky_bits, other_calls_on_descriptors),
     )
 }
 

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.lab.client import LabStore
@@ -45,6 +45,8 @@ EXPECTED = {
     "mkdir": {errno.EEXIST, errno.ENOENT},
     "rmdir": {errno.ENOENT, errno.ENOTEMPTY},
     "rename-directory": {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST},
+    "die": set(),
+    "refresh": {errno.ENOENT},
 }
 """Operation → the errnos that a local disk gives when others change the same names."""
 
@@ -62,6 +64,7 @@ ORDER = (
     "held",
 )
 WITH_DIRECTORIES = ("mkdir", "rmdir", "rename-directory")
+HARSH = ("die", "refresh")
 
 Result = dict[str, dict[str, int]]
 """Operation → errno's name, "ok" or what was torn → how often."""
@@ -79,11 +82,14 @@ def whole(data: bytes) -> bool:
 class Actor:
     """One process. `names` are those that all actors share; `stable` is a file that is only ever replaced by rename."""
 
-    def __init__(self, root: Path, number: int, seed: int, names: int, directories: bool) -> None:
+    def __init__(
+        self, root: Path, number: int, seed: int, names: int, directories: bool, harsh: bool = False
+    ) -> None:
         self.root, self.number = root, number
         self.random = random.Random(f"{seed}/{number}")
         self.names = names
         self.directories = directories
+        self.kinds = ORDER + WITH_DIRECTORIES * directories + HARSH * harsh
         self.done = 0
 
     def path(self) -> Path:
@@ -155,12 +161,26 @@ class Actor:
         a = self.random.randrange(2)
         os.rename(self.root / f"d{a}", self.root / f"d{1 - a}")
 
+    def die(self) -> None:
+        """A process is killed amid its calls."""
+        pid = os.fork()
+        if not pid:
+            self.random.seed(os.getpid())
+            while True:
+                with suppress(OSError, Torn):
+                    getattr(self, self.random.choice(ORDER))()
+        time.sleep(self.random.random() / 50)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    def refresh(self) -> None:
+        os.getxattr(self.random.choice((self.root, self.path())), "user.cachefs.refresh")
+
     def run(self, seconds: float) -> Result:
         seen: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        kinds = ORDER + (WITH_DIRECTORIES if self.directories else ())
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            kind = self.random.choice(kinds)
+            kind = self.random.choice(self.kinds)
             operation: Callable[[], None] = getattr(self, kind.replace("-", "_"))
             try:
                 operation()
@@ -178,12 +198,14 @@ def _act(actor: Actor, seconds: float, sent: multiprocessing.Queue[Result]) -> N
     sent.put(actor.run(seconds))
 
 
-def race(root: Path, seconds: float, processes: int, names: int, seed: int, directories: bool) -> Result:
+def race(
+    root: Path, seconds: float, processes: int, names: int, seed: int, directories: bool, harsh: bool = False
+) -> Result:
     """All actors at once; what they have seen, together."""
     (root / "stable").write_bytes(b"-" * 31 + b"\n")
     context = multiprocessing.get_context("fork")
     results: multiprocessing.Queue[Result] = context.Queue()
-    actors = [Actor(root, number, seed, names, directories) for number in range(processes)]
+    actors = [Actor(root, number, seed, names, directories, harsh) for number in range(processes)]
     running = [context.Process(target=_act, args=(actor, seconds, results)) for actor in actors]
     for process in running:
         process.start()
@@ -299,7 +321,8 @@ def series(
         try:
             root.mkdir()
             result = race(
-                root, chosen.seconds, chosen.processes, chosen.names, chosen.seed, chosen.directories
+                *(root, chosen.seconds, chosen.processes, chosen.names, chosen.seed),
+                *(chosen.directories, chosen.harsh),
             )
             wrong += unexpected(result)
             assert alive(pid), "the daemon has ended"
@@ -340,6 +363,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--directories", action="store_true", help="directories come, go and are renamed, too"
     )
+    parser.add_argument("--harsh", action="store_true", help="processes are killed, names are refreshed, too")
     parser.add_argument("--log", help="keep each daemon's log under this name")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)

@@ -23,7 +23,9 @@ done with a descriptor never fails so."""
 def test_the_names_stay_right(tmp_path: Path, source: str, mode: str, fuse: str) -> None:
     if fuse == "native" and (reason := why_no_native_backend()):
         pytest.skip(reason)
-    chosen = argparse.Namespace(seconds=3, processes=4, names=6, seed=1, directories=True, log=None)
+    chosen = argparse.Namespace(
+        seconds=3, processes=4, names=6, seed=1, directories=True, harsh=True, log=None
+    )
     result, wrong = series(chosen, source, mode, fuse, tmp_path / "race")
     assert [line for line in wrong if not line.startswith(KNOWN)] == []
     assert sum(counts.get("ok", 0) for counts in result.values()) > 20
