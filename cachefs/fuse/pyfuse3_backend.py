@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,10 @@ Ts = TypeVarTuple("Ts")
 MOST_TASKS = 1 << 20
 """pyfuse3 gives each request a task, and reads the next one only if it may start one more. `Admission` is to be the bound,
 so this one is out of reach. Derived: with 16 KiB each, more than a quarter of any machine's memory."""
+
+READ_S = 0.25
+"""How long a read of the kernel's requests may block. Guessed: no program notices such a pause, nor the machine four signals
+a second."""
 
 
 class Pyfuse3Backend(pyfuse3.Operations):
@@ -81,7 +86,14 @@ class Pyfuse3Backend(pyfuse3.Operations):
 
     async def serve(self, ready: Callable[[], None]) -> None:
         self._ready = ready
-        await pyfuse3.main(min_tasks=1, max_tasks=MOST_TASKS)
+        # pyfuse3 waits for a request and then reads it, and its read blocks if the process was killed in between: then the
+        # whole daemon waits for another request. A signal ends the read.
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, READ_S, READ_S)
+        try:
+            await pyfuse3.main(min_tasks=1, max_tasks=MOST_TASKS)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         self._device = ""
 
     def init(self) -> None:
