@@ -241,6 +241,10 @@ class WriteBehind:
         """See `Database`."""
         self._database.release_memory(above_bytes)
 
+    def flush(self) -> None:
+        """Commit what waits: a kill does not undo it then. Blocking. What fails is tried again later."""
+        self._flush()
+
     def sync(self) -> None:
         """Write everything out to the disk. Blocking."""
         self._flush()

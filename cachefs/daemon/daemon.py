@@ -465,9 +465,7 @@ class Daemon:
                 uploads.enable_passthrough(backend.register, backend.retire)
                 for tier in self._store.tiers if not uploads.takes else ():
                     self._store.refuse(tier, "the file system of the cache directory has no leases")
-        if config.zero_open and backend.name == "native":
-            self._fs.never_opened()
-        elif config.zero_open:
+        if config.zero_open and backend.name != "native":
             self._warn(f"--zero-open has no effect: {self._backend.why}")
         if config.restart and (why := self._not_held()):
             self._warn(f"--restart has no effect: {why}")

@@ -1,16 +1,28 @@
 """Names that come, go and move: at the store first, then here, as the store's answer would be written.
 
+Renaming is, at the store, a copy and a deletion for each object, and here an inode that gets another name. What the store
+does not have yet moves for nothing (`Writer.rename`). What it has is copied before it is deleted, so that at every moment
+at least one of both names shows it. A directory is all keys below it: all are copied, then all deleted, and a note in the
+journal lets the next start finish what a crash has cut short. A copy that fails undoes the others; a deletion that fails
+leaves both names and says so. For other nodes none of this is atomic.
+
 The caller has claimed the names (`NameLocks`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import trio
 
 from cachefs.base.errors import (
     AlreadyExists,
+    CachefsError,
     CrossDevice,
     Invalid,
     IsADirectory,
@@ -20,27 +32,42 @@ from cachefs.base.errors import (
     NotPermitted,
 )
 from cachefs.fs.dirty_files import check_key, check_name, writable
-from cachefs.fs.keys import name_in
-from cachefs.fs.local_changes import is_below
-from cachefs.fs.moving import Find, Moving
-from cachefs.fs.tree import Directory, Found
-from cachefs.origin import InMemory
+from cachefs.fs.freshness import EVERY_NAME
+from cachefs.fs.keys import mark_of_directory, name_in, name_of
+from cachefs.fs.local_changes import Node
+from cachefs.fs.rows import Row, encode
+from cachefs.fs.tree import Directory, Found, is_below
+from cachefs.fs.tree_queries import object_of
+from cachefs.origin import InMemory, each
 
 if TYPE_CHECKING:
+    from cachefs.base.names import ObjectId
     from cachefs.fs.attributes import Attributes
     from cachefs.fs.files import OpenFiles
     from cachefs.fs.listing import Lister
-    from cachefs.fs.local_changes import LocalChanges, Node
+    from cachefs.fs.local_changes import LocalChanges
     from cachefs.fs.lookup import Looker
     from cachefs.fs.overrides import Overrides
-    from cachefs.fs.rows import Row
     from cachefs.fs.tree import Tree
-    from cachefs.fs.writer import Writer
+    from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
+    from cachefs.origin.protocol import ObjectInfo
 
+log = logging.getLogger(__name__)
 
 NOREPLACE = 1
 """RENAME_NOREPLACE of renameat2."""
+
+
+COPIES_AT_ONCE = 32
+"""Guessed; the origin's gate bounds what is really under way."""
+
+Place = tuple[Directory, bytes]
+
+Find = Callable[["Origin", str], Awaitable[Place]]
+
+Copied = dict[str, tuple["ObjectInfo", "ObjectInfo"]]
+"""Original and copy, by the key of the original."""
 
 
 class Changing:
@@ -59,13 +86,11 @@ class Changing:
         self._tree = tree
         self._looker = looker
         self._lister = lister
+        self._files = files
         self._local_changes = local_changes
+        self._shape = shape
         self._kept = kept
-        self._moving = Moving(tree, lister, files, local_changes, kept, writer, shape)
-
-    async def recover(self, origins: Sequence[Origin], find: Find) -> None:
-        """Finish the renames that a daemon died in."""
-        await self._moving.recover(origins, find)
+        self._writer = writer
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -94,8 +119,12 @@ class Changing:
         await self._must_be_empty(origin, inside)
         await origin.delete(inside.prefix)
         async with self._local_changes.applying():
-            self._moving.removed((directory, name), found)
-        await self._lister.erase(found.ino)
+            self._directory_goes(inside, found)
+            self._local_changes.written(directory, name, False)
+
+    def _directory_goes(self, directory: Directory, found: Found) -> None:
+        """It has lost its name, or is about to, while `applying`: what processes that are in it see of it."""
+        self._files.directory_removed(directory, replace(self._shape(found.ino, True, found.row), nlink=0))
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
         """By what is written here and by the store's own word. Hidden keys count."""
@@ -120,15 +149,14 @@ class Changing:
             await origin.delete(key)
         else:
             async with node.lock:
-                delete = partial(self._delete, origin, key, node) if node.stored else None
+                delete = partial(self._delete_stored, origin, key, node) if node.stored else None
                 await self._local_changes.remove(node, replaced=False, instead=delete)
         await self._local_changes.gone(directory, name)
-        self._kept.put(found.ino, "", {})
         if node is not None and node.dirty_file is not None and node.dirty_file.conflicts:
             with suppress(NotFound):
                 await self._local_changes.is_file(directory, name, await origin.head(key))
 
-    async def _delete(self, origin: Origin, key: str, node: Node) -> None:
+    async def _delete_stored(self, origin: Origin, key: str, node: Node) -> None:
         """What was refused because of another client's object goes alone."""
         if node.dirty_file is None or not node.dirty_file.conflicts:
             await origin.delete(key)
@@ -176,7 +204,7 @@ class Changing:
         if not found.is_dir:
             if to is not directory:
                 await self._mark_last(origin, directory, name)
-            await self._moving.file((directory, name), found, (to, newname), there)
+            await self._move_file((directory, name), found, (to, newname), there)
             return
         inside = self._tree.directory(found.ino)
         if inside.is_top:
@@ -187,4 +215,460 @@ class Changing:
             await self._must_be_empty(origin, self._tree.directory(there.ino))
         if to is not directory:
             await self._mark_last(origin, directory, name)
-        await self._moving.directory((directory, name), found, (to, newname), there)
+        await self._move_directory((directory, name), found, (to, newname), there)
+
+    # -- renaming a file -----------------------------------------------------------------------------
+
+    async def _move_file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
+        node = self._local_changes.at(*place)
+        replaced = self._local_changes.at(*to)
+        base = there.row.etag if there is not None and there.row.known else None
+        async with AsyncExitStack() as locks:
+            for one in (replaced, node):
+                if one is not None:
+                    await locks.enter_async_context(one.lock)
+            if node is None:
+                await self._stored(place, found, to, replaced)
+            else:
+                await self._node(node, found, to, base, replaced)
+
+    async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
+        """A file that no process writes."""
+        origin, key = _key(place)
+        info: ObjectInfo | None = None
+
+        async def copy() -> None:
+            nonlocal info
+            info = await origin.copy(key, _key(to)[1], size=found.row.size, etag=found.row.etag)
+
+        await self._instead(replaced, copy)
+        assert info is not None
+        await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
+        async with self._local_changes.applying():
+            self._moved(place, found.row, to, info)
+        await self._delete(origin, key, place)
+
+    async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
+        """Put another file in the place of `replaced`, which is not given up before it is there."""
+        if replaced is None:
+            await work()
+        else:
+            await self._local_changes.remove(replaced, replaced=True, instead=work)
+
+    async def _node(
+        self,
+        node: Node,
+        found: Found,
+        to: Place,
+        base: str | None,
+        replaced: Node | None = None,
+        *,
+        upload: bool = True,
+    ) -> None:
+        """A file that a process has open, or that the origin does not have."""
+        place = node.directory, node.name
+        origin, key = _key(place)
+        if node.dirty_file is None:
+            await self._stored(place, found, to, replaced)
+            return
+        dirty_file, over = node.dirty_file, None if replaced is None else replaced.dirty_file
+        left = False
+
+        async def rename() -> None:
+            nonlocal base, left
+            base = base if over is None else over.base
+            left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, upload=upload)
+
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._local_changes.moving(node))  # first: its dirty file stays meanwhile
+            note = await self._note_older(dirty_file, to)
+            if note is not None:
+                stack.push_async_callback(self._remove_note, note)
+            try:
+                await self._instead(replaced, rename)
+            except BaseException:
+                self._local_changes.look_again(to[0])  # what was asked for may have come about
+                raise
+            clean = dirty_file.committed is not None
+            node.stored = base is not None or clean or left
+            node.beneath = node.stored and not clean
+            if node.held:
+                async with self._local_changes.applying():
+                    self._reheld(node, to)
+            else:
+                assert dirty_file.committed is not None
+                row = self._tree.row(*place)  # it may have been stored since it was found
+                if row is None or row.ino != node.ino:
+                    row = found.row._replace(ino=node.ino)
+                async with self._local_changes.applying():
+                    self._moved(place, row, to, dirty_file.committed)
+            if left:
+                await self._delete(origin, key, place)
+
+    async def _note_older(self, dirty_file: DirtyFile, to: Place) -> str | None:
+        """Note for the next start which version goes from the old name, if a crash brings the file back under the new one.
+
+        Without an acknowledged content nothing comes back, and the older version must stay. Returns the note's name."""
+        if not (dirty_file.acknowledged and dirty_file.dirty):
+            return None
+        versions, tokens = dirty_file.known()
+        if not versions and not tokens:
+            return None
+        name = uuid4().hex
+        row = {"source": dirty_file.origin.source, "from": dirty_file.key, "to": _key(to)[1]}
+        await self._writer.note(name, {**row, "versions": versions, "tokens": tokens})
+        return name
+
+    async def _remove_note(self, note: str) -> None:
+        with trio.CancelScope(shield=True):
+            await self._writer.note(note, None)
+
+    def _reheld(self, node: Node, to: Place) -> None:
+        """What is held has another name; while `applying`."""
+        assert node.dirty_file is not None
+        row = node.row._replace(mtime_ns=node.dirty_file.mtime_ns)
+        node.attrs["ctime_ns"] = self._local_changes.now_ns()
+        self._local_changes.moves((node.directory, node.name), to, row)
+        self._files.turn(node.ino, self._local_changes.version(node), row.mtime_ns)
+        self._kept.put(node.ino, node.attrs)
+
+    def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
+        """Write down that a file is at another path, and that the origin has it there as `info`; while `applying`."""
+        generation = to[0].generation
+        self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
+        self._turn(to[0], row, info)
+        kept = _of_copy(self._kept.get(row.ino), row.mtime_ns, info)
+        self._kept.put(row.ino, {**kept, "ctime_ns": self._local_changes.now_ns()})
+
+    def _turn(self, directory: Directory, row: Row, info: ObjectInfo) -> None:
+        """Readers of a file read on from its copy."""
+        assert directory.origin is not None
+        version = info.version(directory.origin.source)
+        self._files.turn(row.ino, version, info.mtime_ns, reopen=directory.origin)
+
+    async def _delete(self, origin: Origin, key: str, place: Place) -> None:
+        """Nothing shows the old name meanwhile: its file has the new one."""
+        self._local_changes.hide(*place)
+        try:
+            await origin.delete(key)
+            await self._local_changes.gone(*place)
+        except BaseException:
+            self._local_changes.look_again(place[0])
+            raise
+        finally:
+            self._local_changes.unhide(*place)
+
+    # -- renaming a directory ------------------------------------------------------------------------
+
+    async def _move_directory(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
+        """`there` is an empty directory at `to`, if there is one.
+
+        It is one step for all processes on this node: the new name stays as it was until all is there, then both names
+        change, and the old one is gone while its objects are deleted."""
+        origin, source = _key(place)
+        prefix, new = source + "/", _key(to)[1] + "/"
+        inside = self._tree.directory(found.ino)
+        local = {node.key for node in self._local_changes.below(inside) if node.dirty_file is not None}
+        objects = [info for info in await keys_below(origin, prefix) if info.key not in local]
+        replaced = None if there is None else self._tree.directory(there.ino)
+        before = {new} if replaced else {info.key for info in await keys_below(origin, new)}
+        if before - {new}:
+            raise NotEmpty(f"{new} has something in it by now")
+        longest = max((len(key.encode()) for key in (*local, *(info.key for info in objects))), default=0)
+        check_key(origin, longest - len(prefix.encode()) + len(new.encode()))
+        hidden = (replaced, EVERY_NAME) if replaced is not None else to
+        note = uuid4().hex
+        await self._writer.note(note, {"source": origin.source, "from": prefix, "to": new})
+        copies = _Copies(origin, prefix, new, self._writer.moved)
+        sent: list[tuple[Node, bool]] = []
+        switched = False
+        self._local_changes.hide(*hidden)
+        moving = ExitStack()
+        try:
+            await copies.make(objects)
+            await self._send(inside, copies, sent, moving)
+            for key in local - {node.key for node, _ in sent}:  # it is the origin's alone by now
+                with suppress(NotFound):
+                    objects.append(await origin.head(key))
+                    await copies.make(objects[-1:])
+            async with self._local_changes.applying():
+                self._local_changes.unhide(*hidden)
+                if there is not None and replaced is not None:
+                    self._directory_goes(replaced, there)
+                self._switch(place, inside, to, copies.made)
+                for node, left in sent:
+                    self._goes_along(node, left)
+                self._local_changes.hide(*place)
+                switched = True
+            moving.close()
+            with trio.CancelScope(shield=True):
+                keys = [info.key for info in objects]
+                keys += [prefix + node.key.removeprefix(new) for node, left in sent if left]
+                kept = await origin.delete_many(keys)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                if not switched:
+                    await self._send_back(inside, sent, to)
+                    await copies.undo(objects, before)
+                await self._writer.note(note, None)
+            raise
+        finally:
+            moving.close()
+            self._local_changes.unhide(*hidden)
+            self._local_changes.unhide(*place)
+        await self._remove_note(note)
+        for key, error in kept.items():
+            if not isinstance(error, NotFound):
+                log.warning("%s was copied to %s and is still there: %s", key, new, error)
+                raise error
+
+    async def _send(
+        self, inside: Directory, copies: _Copies, sent: list[tuple[Node, bool]], moving: ExitStack
+    ) -> None:
+        """Dirty files go to their new keys, one by one; their names stay until the switch. `sent` is those that went, and
+        whether the origin has an older version under the old key."""
+        for node in self._local_changes.below(inside):
+            async with node.lock:
+                dirty_file = node.dirty_file
+                if node.removed or dirty_file is None or self._tree.row(node.directory, node.name) is None:
+                    continue
+                moving.enter_context(self._local_changes.moving(node))
+                key = copies.to(node.key)
+                left = await self._writer.rename(dirty_file, node.origin, key, base=None, upload=False)
+                sent.append((node, left))
+
+    async def _send_back(self, inside: Directory, sent: list[tuple[Node, bool]], to: Place) -> None:
+        """What has gone to its new key comes back, as far as the store lets it. What cannot is shown where it is."""
+        for node, _ in reversed(sent):
+            dirty_file, gone = node.dirty_file, _key_of(node)
+            assert dirty_file is not None
+            try:
+                if await self._writer.rename(dirty_file, node.origin, node.key, base=None, upload=False):
+                    await node.origin.delete(gone)
+            except CachefsError as exc:
+                log.warning("what was written to %s stays there: %s", gone, exc)
+                if node.held:
+                    async with self._local_changes.applying():
+                        moved = self._local_changes.below_as(*to)
+                        self._reheld(node, (self._there(node.directory, inside, moved), node.name))
+
+    def _switch(self, place: Place, inside: Directory, to: Place, copies: Copied) -> None:
+        """The directory has its new name, and what is in it are the copies; in one step, while `applying`."""
+        before = inside.prefix
+        self._local_changes.directory_moves(place, to, inside)
+        self._kept.put(inside.ino, {**self._kept.get(inside.ino), "ctime_ns": self._local_changes.now_ns()})
+        directories: dict[str, Directory | None] = {"": inside}  # by path below it
+
+        def directory_at(path: str) -> Directory | None:
+            if path not in directories:
+                above, _, name = path.rpartition("/")
+                parent, shown = directory_at(above), name_of(name)
+                row = self._tree.row(parent, mark_of_directory(shown)) if parent and shown else None
+                directories[path] = None if row is None else self._tree.directory(row.ino)
+            return directories[path]
+
+        for old, made in copies.values():
+            path, _, name = old.key[len(before) :].rpartition("/")
+            directory, shown = directory_at(path), name_of(name)
+            row = self._tree.row(directory, shown) if directory and shown else None
+            if directory and shown and row is not None and (row.etag, row.size) == (old.etag, old.size):
+                self._is_now(directory, shown, row, made)
+
+    def _is_now(self, directory: Directory, name: bytes, row: Row, info: ObjectInfo) -> None:
+        """A file below a directory that moves is at the origin as `info`: it keeps what was set of it; while `applying`."""
+        self._tree.database.write([("names", directory.key + name, encode(_row_of(row, info)))])
+        self._turn(directory, row, info)
+        kept = self._kept.get(row.ino)
+        if kept or self._files.held(row.ino):
+            self._kept.put(row.ino, _of_copy(kept, row.mtime_ns, info))
+
+    def _goes_along(self, node: Node, left: bool) -> None:
+        """A dirty file below a directory that moves, whose key has changed already."""
+        dirty_file = node.dirty_file
+        assert dirty_file is not None
+        clean = dirty_file.committed is not None
+        node.stored = clean or left
+        node.beneath = node.stored and not clean
+        if node.held:
+            self._files.turn(node.ino, self._local_changes.version(node), node.row.mtime_ns)
+            return
+        row = self._tree.row(node.directory, node.name)
+        assert dirty_file.committed is not None
+        if row is not None and row.ino == node.ino:
+            self._is_now(node.directory, node.name, row, dirty_file.committed)
+
+    def _there(self, directory: Directory, inside: Directory, moved: Directory) -> Directory:
+        """The directory below `moved` that is what `directory` is below `inside`; while `applying`."""
+        for name in _path(directory, inside):
+            moved = self._local_changes.below_as(moved, name)
+        return moved
+
+    async def recover(self, origins: Sequence[Origin], find: Find) -> None:
+        """Finish the renames that a daemon died in: of directories forward, copies first. No caller is there to be told of
+        an error; what fails is tried again at the next start. `find` gives the place of a key."""
+        for name, row in self._writer.notes().items():
+            origin = next((o for o in origins if _is_of(o, row)), None)
+            if origin is None:
+                continue
+            try:
+                if "versions" in row:
+                    await self._remove_older(origin, row, find)
+                else:
+                    await self._finish(origin, row["from"], row["to"], find)
+                    log.info("finished renaming %s to %s", row["from"], row["to"])
+                await self._writer.note(name, None)
+            except CachefsError as exc:
+                log.warning("renaming %s to %s is still unfinished: %s", row["from"], row["to"], exc)
+
+    async def _remove_older(self, origin: Origin, row: dict[str, Any], find: Find) -> None:
+        """Remove what a renamed file has left under its old name, if it is under the new one, here or at the origin."""
+        there = {dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin}
+        if row["from"] in there:
+            return  # it had not moved yet
+        try:
+            if row["to"] not in there:
+                await origin.head(row["to"])
+            older, token = await origin.look(row["from"])
+        except NotFound:
+            return
+        if older.etag in row["versions"] or token in row["tokens"]:
+            place = await find(origin, row["from"])
+            await self._delete(origin, row["from"], place)
+            log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])
+
+    async def _finish(self, origin: Origin, prefix: str, new: str, find: Find) -> None:
+        for dirty_file in self._writer.pending():
+            if dirty_file.origin is origin and dirty_file.key.startswith(prefix):
+                key = new + dirty_file.key.removeprefix(prefix)
+                await self._writer.rename(dirty_file, origin, key, base=None, upload=False)
+        # What is under the new name already is of this rename, or newer: the new name was free.
+        before = {info.key: info for info in await keys_below(origin, new)}
+        there = before.keys() | {
+            dirty_file.key for dirty_file in self._writer.pending() if dirty_file.origin is origin
+        }
+        objects = await keys_below(origin, prefix)
+
+        copies = _Copies(origin, prefix, new, self._writer.moved)
+        await copies.make([info for info in objects if copies.to(info.key) not in there])
+        both = copies.made | {
+            info.key: (info, before[copies.to(info.key)]) for info in objects if copies.to(info.key) in before
+        }
+        place, to = await find(origin, prefix[:-1]), await find(origin, new[:-1])
+        row = self._tree.row(place[0], mark_of_directory(place[1]))
+        if row is not None:  # it had not got its new name before the crash
+            async with self._local_changes.applying():
+                self._switch(place, self._tree.directory(row.ino), to, both)
+        for error in (await origin.delete_many([info.key for info in objects])).values():
+            raise error
+
+
+class _Copies:
+    """Of objects below one prefix, to where they are to be. `moved` is told that the cache may take one for the other."""
+
+    def __init__(
+        self, origin: Origin, prefix: str, new: str, moved: Callable[[ObjectId, ObjectId], Awaitable[None]]
+    ) -> None:
+        self._origin, self._prefix, self._new, self._moved = origin, prefix, new, moved
+        self._made: list[tuple[ObjectInfo, ObjectInfo]] = []
+
+    @property
+    def made(self) -> Copied:
+        return {info.key: (info, made) for info, made in self._made}
+
+    def to(self, key: str) -> str:
+        return self._new + key.removeprefix(self._prefix)
+
+    async def make(self, objects: Sequence[ObjectInfo]) -> None:
+        """After a failure no other is begun, but what is under way is waited for: it would land unseen."""
+        failed: list[CachefsError] = []
+
+        async def copy(info: ObjectInfo) -> None:
+            if failed:
+                return
+            try:
+                made = await self._origin.copy(info.key, self.to(info.key), size=info.size, etag=info.etag)
+            except CachefsError as exc:
+                failed.append(exc)
+                return
+            self._made.append((info, made))
+            await self._tell(info, made)
+
+        await each(copy, objects, COPIES_AT_ONCE)
+        if failed:
+            raise failed[0]
+
+    async def undo(self, objects: Sequence[ObjectInfo], but: set[str]) -> None:
+        """Of all these nothing is there, whether we were told of it or not, but what was there before."""
+        for info, made in self._made:
+            await self._tell(made, info)
+        keys = [self.to(info.key) for info in objects]
+        for key, error in (await self._origin.delete_many([key for key in keys if key not in but])).items():
+            log.warning("%s was made by a rename that failed, and cannot be removed: %s", key, error)
+
+    async def _tell(self, old: ObjectInfo, new: ObjectInfo) -> None:
+        source = self._origin.source
+        await self._moved(old.version(source), new.version(source))
+
+
+async def keys_below(origin: Origin, prefix: str) -> list[ObjectInfo]:
+    """All objects whose keys begin with `prefix`, those that no path can name included, by fresh listings."""
+    found: list[ObjectInfo] = []
+    prefixes = [prefix]
+
+    async def one(below: str) -> None:
+        token: str | None = None
+        while True:
+            try:
+                page = await origin.list_page(below, token=token)
+            except NotFound:
+                return  # a store with real directories says it this way
+            found.extend(page.objects)
+            more.extend(page.prefixes)
+            token = page.next_token
+            if token is None:
+                return
+
+    while prefixes:
+        more: list[str] = []
+        await each(one, prefixes, COPIES_AT_ONCE)
+        prefixes = more
+    return found
+
+
+def _row_of(row: Row, info: ObjectInfo) -> Row:
+    """Of a file that the origin has as `info`."""
+    return row._replace(mtime_ns=info.mtime_ns, size=info.size, etag=info.etag, known=True)
+
+
+def _of_copy(kept: dict[str, Any], mtime_ns: int, made: ObjectInfo) -> dict[str, Any]:
+    """What is kept of a copy of something that was set so: it shows the time of the original."""
+    mtime_ns = kept.get("mtime_ns", mtime_ns)
+    return kept if mtime_ns == made.mtime_ns else {"atime_ns": mtime_ns, **kept, "mtime_ns": mtime_ns}
+
+
+def _key_of(node: Node) -> str:
+    """Where the dirty file of a node is at the origin, or goes to."""
+    assert node.dirty_file is not None
+    return node.dirty_file.key
+
+
+def _key(place: Place) -> tuple[Origin, str]:
+    directory, name = place
+    assert directory.origin is not None
+    return directory.origin, directory.prefix + name.decode()
+
+
+def _path(directory: Directory, above: Directory) -> list[bytes]:
+    """The names that lead from `above` down to `directory`."""
+    names: list[bytes] = []
+    while directory is not above:
+        names.append(directory.mark[:-1])
+        assert directory.parent is not None
+        directory = directory.parent
+    return names[::-1]
+
+
+def _is_of(origin: Origin, row: dict[str, Any]) -> bool:
+    return origin.source == row["source"] and all(
+        row[end].startswith(origin.prefix) for end in ("from", "to")
+    )

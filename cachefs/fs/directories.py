@@ -1,7 +1,7 @@
 """Reading directories: streamed from the tree while the listing lands.
 
-A cookie is the lower part of the inode number of the name it stands behind: it needs no memory, holds for every handle
-and after a restart, and can be sought to. A handle that began on a complete listing reads what is there, whatever is
+A cookie is the inode number of the name it stands behind: it needs no memory, holds for every handle and after a restart,
+and can be sought to. A handle that began on a complete listing reads what is there, whatever is
 listed again meanwhile; one that began on a running listing gives out a name once it is decided and waits for the next page
 when it has caught up. It never ends before the listing did.
 """
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
 from cachefs.base.ledger import about
 from cachefs.fs.attributes import FOREVER, Attributes, Entry
-from cachefs.fs.inodes import LOW_MASK
-from cachefs.fs.keys import mark_of_directory, name_in
+from cachefs.fs.keys import name_in
 from cachefs.fs.listing import AHEAD
-from cachefs.fs.tree import Directory, KernelListing, inode_of
+from cachefs.fs.tree import Directory, KernelListing
 
 if TYPE_CHECKING:
     from cachefs.fs.freshness import Freshness
@@ -35,7 +34,7 @@ Shape = Callable[[int, bool, "Row"], Attributes]
 
 
 class DirectoryHandle:
-    """One open directory: `directory` is what its number `ino` leads to now. `attributes` are those it was opened with, if
+    """One open directory. `attributes` are those it was opened with, if
     they were known. `generation` is the oldest listing whose rows it shows, 0 until it has begun; `version` is the
     directory's then."""
 
@@ -78,11 +77,7 @@ class DirectoryReader:
             raise OriginFailed("the names that were known are lost: the directory is to be read again")
         rest: list[Entry] = []
         if offset and (place := handle.places.get(offset)) is not None:
-            if not handle.generation:
-                # Its directory was renamed: what comes behind this name is listed again.
-                entry = handle.chunk[place - 1]
-                handle.last = mark_of_directory(entry.name) if entry.attributes.is_dir else entry.name
-            elif len(rest := handle.chunk[place:]) >= limit:
+            if len(rest := handle.chunk[place:]) >= limit:
                 return rest[:limit]
             after = handle.last
         elif offset:
@@ -207,12 +202,12 @@ class DirectoryReader:
                 continue
             is_dir = mark[-1] == _SLASH
             name = mark[:-1] if is_dir else mark
-            ino = inode_of(directory, name, row)
+            ino = row.ino
             ttl = 0.0
             if row.known and not freshness.is_doubted(ino):
                 if not same:
                     cover = freshness.coverage(directory, name)
                 if cover is not None and row.generation >= cover[0]:
                     ttl = max(0.0, min(cover[1] + directory.ttls.ttl - now, FOREVER))
-            entries.append(Entry(name, shape(ino, is_dir, row), ino & LOW_MASK, ttl))
+            entries.append(Entry(name, shape(ino, is_dir, row), ino, ttl))
         return entries

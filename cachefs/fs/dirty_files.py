@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
     from cachefs.fs.files import FileHandle, OpenFiles
     from cachefs.fs.overrides import Overrides
+    from cachefs.fs.rows import Row
     from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
 
-Opened = tuple[int, bool, int]
+Opened = tuple[int, int]
 
 TAKEN_S = 1.0
 """How long a writer waits for other users of a file that its readers have in passthrough: reads of the daemon, for example
@@ -74,7 +75,7 @@ class DirtyFiles:
         """A new, empty file, where there is nothing. It reaches the store when it is closed."""
         writable(directory)
         check_name(directory, name)
-        node = Node(directory, name, 0, 0, stored=False)
+        node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
         await self._give(node, None)
         try:
@@ -86,27 +87,24 @@ class DirtyFiles:
         return node
 
     async def open(
-        self,
-        directory: Directory,
-        name: bytes,
-        ino: int,
-        obj: ObjectId,
-        mtime_ns: int,
-        flags: int,
-        pid: int,
+        self, directory: Directory, name: bytes, obj: ObjectId, row: Row, flags: int, pid: int
     ) -> Opened:
         """A handle to write a file that has the version `obj`. Raises `ObjectChanged` when the kernel has to come back
         with another number."""
         writable(directory)
+        ino = row.ino
         node = self._local_changes.nodes.get(ino) or self._local_changes.current(directory, name, obj)
         if node is None:
-            node = Node(directory, name, self._files.stable(ino), ino, stored=True)
-            node.attrs = self._kept.get(node.stable, obj.etag)
+            node = Node(directory, name, ino, stored=True)
+            node.attrs = self._kept.get(ino)
             await self._take(node, obj)
+            if node.dirty_file is None and self._files.backing_of(self._files.under(ino)) is not None:
+                await self._local_changes.leave_to_readers(directory, name, ino)
+                raise ObjectChanged(f"{obj.key} is read in passthrough: look it up again to write it")
         if node.dirty_file is not None:
-            opened = self._open_dirty_file(node, ino, pid)
+            opened = self._open_dirty_file(node, pid)
         else:
-            opened = self._files.open(ino, node.origin, obj, mtime_ns, pid, writes=True)
+            opened = self._files.open(ino, node.origin, obj, row.mtime_ns, pid, writes=True)
         self._writes(opened, node)
         self._local_changes.add(node)
         try:
@@ -166,13 +164,13 @@ class DirtyFiles:
                     return
                 await trio.sleep(TAKEN_S / 100)
 
-    def open_reader(self, node: Node, ino: int, pid: int) -> Opened:
+    def open_reader(self, node: Node, pid: int) -> Opened:
         """A handle to read what is being written."""
-        return self._open_dirty_file(node, ino, pid)
+        return self._open_dirty_file(node, pid)
 
     async def open_writer(self, node: Node, pid: int) -> Opened:
         """A handle to write a file that was just created."""
-        opened = self._open_dirty_file(node, node.ino, pid)
+        opened = self._open_dirty_file(node, pid)
         self._writes(opened, node)
         try:
             return await self._opened_in_passthrough(opened)
@@ -183,30 +181,27 @@ class DirtyFiles:
     async def _opened_in_passthrough(self, opened: Opened) -> Opened:
         """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
         once."""
-        fh, keep, _ = opened
+        fh, _ = opened
         handle = self._files.get(fh)
         node, handle.backing = handle.node, None
         if node is None or node.dirty_file is None:
-            return fh, keep, 0
+            return fh, 0
         own = await self._writer.open_backing(node.dirty_file)
         others = [other for other in self._files.under(handle.ino) if other is not handle]
         backing = self._files.backing_of(others) if others else own
         if backing is None:
             if own is not None:
                 self._writer.returned(node.dirty_file)
-            return fh, keep, 0
+            return fh, 0
         if own is None:
             raise ObjectChanged(f"{node.key} is in passthrough for others, and cannot be any more")
         handle.backing = backing
         if not node.held:
             await self._begin(node, handle, None)  # the daemon does not hear of the first change
-        return fh, keep, backing.id
+        return fh, backing.id
 
-    def _open_dirty_file(self, node: Node, ino: int, pid: int) -> Opened:
-        if ino != self._local_changes.number(node):
-            raise ObjectChanged(f"{node.key} is open under another number: look it up again")
-        node.ino = ino
-        return self._attached(node, ino, self._local_changes.version(node), pid)
+    def _open_dirty_file(self, node: Node, pid: int) -> Opened:
+        return self._attached(node, node.ino, self._local_changes.version(node), pid)
 
     def open_again(self, node: Node, handle: FileHandle, pid: int) -> Opened:
         """One more handle to read a dirty file that is open, whatever its name shows."""
@@ -251,13 +246,11 @@ class DirtyFiles:
         _, dirty_file = await self._dirty_file_of(fh, offset + length)
         await dirty_file.allocate(offset, length)
 
-    async def truncate(
-        self, directory: Directory, name: bytes, ino: int, obj: ObjectId, mtime_ns: int, size: int
-    ) -> None:
+    async def truncate(self, directory: Directory, name: bytes, obj: ObjectId, row: Row, size: int) -> None:
         """Of a file that no process need have open: then it is at the store, or as good as, when this returns.
 
         The caller has claimed the name."""
-        fh, _, _ = await self.open(directory, name, ino, obj, mtime_ns, os.O_WRONLY, 0)
+        fh, _ = await self.open(directory, name, obj, row, os.O_WRONLY, 0)
         handle = self._files.get(fh)
         node = handle.node
         assert node is not None
@@ -312,7 +305,7 @@ class DirtyFiles:
             if node.removed:
                 await self._begin_nameless(node, handle, upto)
                 return
-            if handle.superseded:
+            if handle.ino in self._files.nameless:
                 raise ObjectChanged(f"{node.key} was replaced while it was open")
             self._check_alone(node)
             if node.dirty_file is None:
@@ -330,7 +323,7 @@ class DirtyFiles:
 
     def _check_alone(self, node: Node) -> None:
         """One dirty file has a name at a time. Raises `ObjectChanged`."""
-        if self._local_changes.held.get((node.directory.number, node.name), node) is not node:
+        if self._local_changes.held.get((node.directory.ino, node.name), node) is not node:
             raise ObjectChanged(f"{node.key} is being written under another number: look it up again")
 
     async def _empty(self, node: Node, base: ObjectId) -> None:
@@ -391,10 +384,10 @@ class DirtyFiles:
             if self._local_changes.of_dirty_file(dirty_file) is not None:
                 continue
             directory, name = await find(dirty_file.origin, dirty_file.key)
-            node = Node(directory, name, 0, 0, stored=True)
+            node = Node(directory, name, self._local_changes.inode_at(directory, name), stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)
-            if kept := self._kept.get(node.stable, node.row.etag):  # set after the file was closed
+            if kept := self._kept.get(node.ino):  # set after the file was closed
                 if kept.get("ctime_ns", 0) < dirty_file.mtime_ns:
                     written(kept)
                 node.attrs.update(kept)

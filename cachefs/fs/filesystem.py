@@ -1,10 +1,11 @@
 """The filesystem as a FUSE backend calls it.
 
 `*_now` are the synchronous forms of what is usually known: they return None (or leave a read to `read`) when one would
-have to wait. Everything else is delegation: names to `lookup`, directories to `directories`, bytes to the `Reader`.
+have to wait. Everything else is delegation: names to `lookup`, directories to `directories`, bytes to the `Reader`, and
+changes to `writing`; where nothing can be written, these raise `ReadOnly`.
 
 Nothing is kept per inode the kernel knows: an inode number leads to its name through the tables, however long ago it was
-given out. So `forget` has nothing to do, and nothing can leak. The exception are aliases (`files`): few, and bounded.
+given out. So `forget` has nothing to do, and nothing can leak.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from cachefs.base.behind import WriteBehind
 from cachefs.base.errors import (
     CachefsError,
     IsADirectory,
-    NotADirectory,
     NotFound,
     NotPermitted,
     ObjectChanged,
@@ -37,17 +37,17 @@ from cachefs.fs.attributes import DIRECTORY_SIZE, FOREVER, FREE_NAMES, Attribute
 from cachefs.fs.directories import DirectoryHandle, DirectoryReader
 from cachefs.fs.files import DIRTY_FILE, FileHandle, OpenFiles, OpenHook, PassthroughHook
 from cachefs.fs.freshness import Freshness
-from cachefs.fs.inodes import FIRST_ALIAS, ROOT
-from cachefs.fs.keys import MAX_NAME, mark_of_directory, name_in
+from cachefs.fs.inodes import ROOT
+from cachefs.fs.keys import MAX_NAME, name_in
 from cachefs.fs.listing import Lister
 from cachefs.fs.lookup import Looker
+from cachefs.fs.overrides import without_set_ids
 from cachefs.fs.reader import Backing, Buffer, Reader
 from cachefs.fs.refreshing import Refreshing
 from cachefs.fs.rows import PINNED, Row
 from cachefs.fs.tree import Directory, Found, Tree, Volume, clock_of
 from cachefs.fs.tree_queries import TreeQueries, object_of
 from cachefs.fs.writer import DirtyFile, Writer
-from cachefs.fs.writes import Writes
 from cachefs.fs.writing import Writing
 from cachefs.fs.xattrs import NoAttribute
 from cachefs.origin import Origin
@@ -66,12 +66,12 @@ InvalidateHook = Callable[[int, int, bytes], None]
 Warm = tuple[float, Origin, ObjectId, int, Found]
 """Until when it is fresh; origin, version and mtime_ns of a file; what its name led to."""
 
-Opened = tuple[int, bool, int]
-"""A handle; whether the kernel may keep the pages it has of this inode; its number of the file of the cache to read by
-itself (0: none, and then reads are ours)."""
+Opened = tuple[int, int]
+"""A handle; the kernel's number of the file of the cache to read by itself (0: none, and then reads are ours). It may keep
+the pages that it has of this inode."""
 
 
-class FileSystem(Writes):
+class FileSystem:
     """The tree below one mount point. Runs in one trio thread. `clock` is seconds since the epoch, also for times that are
     shown; without one, these are by the wall clock, and how old answers are is by a `SteadyClock`."""
 
@@ -99,13 +99,13 @@ class FileSystem(Writes):
         self._lister = Lister(self._tree, self._freshness, metrics, clock, self._changed)
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
-        self._files = OpenFiles(reader, clock, self._tree.moved, self._of_handle, wall)
+        self._files = OpenFiles(reader, self._of_handle, wall)
         self.tree_queries = TreeQueries(
             self._tree, self._freshness, self._looker, self._directories, self._locate
         )
         known = (self._tree, self._freshness, self._lister, clock)
         self._refreshing = Refreshing(*known, self._forget_warm, self._tell, lambda: self.told())
-        self._writing = None
+        self._writing: Writing | None = None
         if writer is not None:
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
             self._writing = Writing(*parts, writer, options, clock, wall, self._forget_warm)
@@ -146,10 +146,6 @@ class FileSystem(Writes):
         self._files.on_passthrough = kernel
         self._reader.passthrough, self._reader.written = True, self._writing is not None
 
-    def never_opened(self) -> None:
-        """The kernel opens files without asking: whatever changes is shown under another number from then on."""
-        self._files.unopened = True
-
     def watch_opens(
         self, hook: OpenHook | None, awaited: Container[bytes] = frozenset()
     ) -> tuple[OpenHook | None, Container[bytes]]:
@@ -164,6 +160,12 @@ class FileSystem(Writes):
         before, self._reader = self._reader, reader
         self._files.read_through(reader)
         return before
+
+    async def recover(self) -> None:
+        """Show what an earlier daemon did not bring to the store, and finish what it began there. Before the mount, and
+        behind the writer's own recovery."""
+        if self._writing is not None:
+            await self._writing.recover()
 
     # -- after another daemon ----------------------------------------------------------------------
 
@@ -180,7 +182,6 @@ class FileSystem(Writes):
         self,
         fh: int,
         ino: int,
-        stable: int,
         origin: Origin,
         key: str,
         etag: str,
@@ -190,14 +191,7 @@ class FileSystem(Writes):
     ) -> None:
         """A handle that an earlier daemon has opened."""
         version = ObjectId(origin.source, key, etag, size)
-        self._files.restore(fh, ino, stable, origin, version, mtime_ns, backing_id)
-        try:
-            directory, mark = self._tree.locate(stable)
-            row = self._tree.row(directory, name_in(mark))
-        except CachefsError:
-            return  # the next look finds out
-        if row is not None and row.known:
-            self._files.supersede(stable, row.etag, row.size)
+        self._files.restore(fh, ino, origin, version, mtime_ns, backing_id)
 
     def reopen_directory(self, dh: int, ino: int) -> None:
         """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""
@@ -210,11 +204,11 @@ class FileSystem(Writes):
 
     def attributes_now(self, ino: int) -> tuple[Attributes, float] | None:
         """Attributes and for how many seconds they hold. An open file always has some. Raises `NotFound`; `ObjectChanged`
-        when `ino` stands for a version that is not the current one."""
+        when the name of `ino` leads to another inode by now."""
         if ino == ROOT:
             return self._root()
-        if (parted := self._parted(ino)) is not None:
-            return parted
+        if (nameless := self._nameless(ino)) is not None:
+            return nameless
         warm = self._warm.get(ino)
         try:
             if warm is not None and warm[0] > self._clock():
@@ -226,19 +220,20 @@ class FileSystem(Writes):
                 found = self._freshness.recent(directory, name) or self._opened(directory, name, ino)
             return None if found is None else self._known(ino, found)
         except (NotFound, ObjectChanged):
-            return self._part(ino)
+            return self._of_open(ino)
 
-    def _parted(self, ino: int) -> tuple[Attributes, float] | None:
-        """Of what is open, and no name shows."""
+    def _nameless(self, ino: int) -> tuple[Attributes, float] | None:
+        """Of what is open, and no name leads to."""
         if self._writing is not None and (orphan := self._writing.orphan(ino)) is not None:
             return orphan
-        parted = self._files.parted.get(ino)
-        return None if parted is None else (parted, 0.0)
+        shown = self._files.nameless.get(ino)
+        return None if shown is None else (shown, 0.0)
 
-    def _part(self, ino: int) -> tuple[Attributes, float]:
-        """The same once its name was found to show something else. Raises the present exception if it is not open."""
+    def _of_open(self, ino: int) -> tuple[Attributes, float]:
+        """The same once its name was found to lead elsewhere. Raises the present exception if it is not open."""
         if self._files.held(ino):
-            return self._files.part(ino), 0.0
+            self._files.lose_name(ino)
+            return self._files.nameless[ino], 0.0
         if ino in self._files.gone:
             return self._files.gone[ino][1], 0.0
         for handle in self._open_directories.values():
@@ -255,25 +250,23 @@ class FileSystem(Writes):
 
     def _opened(self, directory: Directory, name: bytes, ino: int) -> Found | None:
         """An open file is what it was when it was opened: the next walk to its name asks whether it still is."""
-        if not self._files.live(ino):
+        row = self._tree.row(directory, name) if self._files.held(ino) else None
+        if row is None or not row.known or row.ino != ino or self._freshness.is_doubted(ino):
             return None
-        row = self._tree.row(directory, name)
-        if row is None or not row.known or not self._files.fits(ino, row.etag, row.size):
-            return None
-        return Found(self._files.stable(ino), False, row, self._clock())
+        return Found(ino, False, row, self._clock())
 
     async def getattr(self, ino: int) -> tuple[Attributes, float]:
         """The same, looking where necessary."""
         if ino == ROOT:
             return self._root()
-        if (parted := self._parted(ino)) is not None:
-            return parted
+        if (nameless := self._nameless(ino)) is not None:
+            return nameless
         try:
             directory, mark = self._locate(ino)
             found = await self._looker.look(directory, name_in(mark))
-            return self._parted(ino) or self._known(ino, found)
+            return self._nameless(ino) or self._known(ino, found)
         except (NotFound, ObjectChanged):
-            return self._part(ino)
+            return self._of_open(ino)
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
@@ -307,9 +300,7 @@ class FileSystem(Writes):
 
     def _known(self, ino: int, found: Found | float) -> tuple[Attributes, float]:
         found = self._check(ino, found)
-        if found.row.generation == PINNED and self._writing is not None:
-            return self._writing.attributes(found.row), self._seconds_until(found.until)
-        return self._attributes(ino, found.is_dir, found.row), self._seconds_until(found.until)
+        return self._shape(ino, found.is_dir, found.row), self._seconds_until(found.until)
 
     def _answer(self, found: Found | float, at: Directory, name: bytes) -> tuple[Attributes | None, float]:
         if isinstance(found, Found):
@@ -322,41 +313,32 @@ class FileSystem(Writes):
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         """Where a number (not the root) leads: the directory and the mark in it."""
         try:
-            return self._tree.locate(ino if ino < FIRST_ALIAS else self._files.stable(ino))
+            return self._tree.locate(ino)
         except NotFound:
             raise self._gone(ino) from None
 
     def _directory(self, ino: int) -> Directory:
         try:
             return self._tree.directory(ino)
-        except NotFound as exc:
-            raise exc if self._writing is None else self._gone(ino) from None
+        except NotFound:
+            raise self._gone(ino) from None
 
     def _gone(self, ino: int) -> CachefsError:
-        """Nothing is there any more: ESTALE to its readers; who comes by the name finds out that it is missing."""
-        if self._files.held(ino) or self._writing is not None:
-            # Where names move, a number may be an older one of something that is still there.
-            return ObjectChanged(f"inode {ino} was removed while it was open")
-        return NotFound(f"inode {ino} is gone")
+        """The number leads nowhere any more: ESTALE makes the kernel walk the path again. It finds what is there now, if
+        anything is."""
+        return ObjectChanged(f"inode {ino} was removed or replaced")
 
     def _check(self, ino: int, found: Found | float) -> Found:
-        """What was found, if `ino` is a right number for it."""
-        if not isinstance(found, Found) or found.ino != self._files.stable(ino):
+        """What was found, if it is `ino`."""
+        if not isinstance(found, Found) or found.ino != ino:
             raise self._gone(ino)
-        if found.is_dir:
-            if ino != self._files.own(found.ino):
-                raise ObjectChanged(f"inode {ino} has become a directory")
-        elif not self._files.fits(ino, found.row.etag, found.row.size):
-            raise ObjectChanged(f"inode {ino} stands for another version")
         return found
 
     def _shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
-        """What is shown of a name: the number may be an alias."""
-        if is_dir:
-            return self._attributes(self._files.own(ino), True, row)
+        """What is shown of a name."""
         if row.generation == PINNED and self._writing is not None:
             return self._writing.attributes(row)
-        return self._attributes(self._files.shown(ino, row.etag, row.size), False, row)
+        return self._attributes(ino, is_dir, row)
 
     def _attributes(self, ino: int, is_dir: bool, row: Row) -> Attributes:
         if self._writing is not None:
@@ -390,13 +372,8 @@ class FileSystem(Writes):
         handle = self._open_directories.get(dh)
         if handle is None:
             raise NotFound(f"no directory handle {dh}")
-        try:
-            directory = self._tree.directory(handle.ino)
-        except NotADirectory:
-            raise NotFound(f"directory {handle.ino} was removed") from None
-        if directory is not handle.directory:
-            handle.directory, handle.generation = directory, 0
-            directory.kernel = None  # what the kernel has of it began elsewhere
+        if self._tree.known(handle.ino) is not handle.directory:
+            raise NotFound(f"directory {handle.ino} was removed")
         return await self._directories.read(handle, offset, limit)
 
     def listing_kept(self, dh: int) -> bool:
@@ -415,7 +392,7 @@ class FileSystem(Writes):
     # -- files -------------------------------------------------------------------------------------
 
     def open_now(self, ino: int, flags: int, pid: int) -> Opened | None:
-        """See `Opened`. Raises `ObjectChanged` when the current version is shown under another number."""
+        """See `Opened`. Raises `ObjectChanged` when the name leads to another inode by now."""
         return self._open_now(ino, flags, pid) if self._arriving(ino, flags) is None else None
 
     def open_known(self, ino: int, pid: int) -> tuple[int, Backing] | None:
@@ -440,7 +417,7 @@ class FileSystem(Writes):
         warm = self._warm.get(ino)
         if warm is not None and warm[0] > self._clock():
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
-        if ino in self._files.parted and (again := self._open_again(ino, pid)) is not None:
+        if ino in self._files.nameless and (again := self._open_again(ino, pid)) is not None:
             return again
         directory, mark = self._locate(ino)
         if self._writing is not None and self._writing.is_going(directory, mark):
@@ -454,7 +431,7 @@ class FileSystem(Writes):
         """Another handle of a file that is open and has no name any more: it was looked up before that, or is opened through
         a descriptor. None where not all of its bytes can be had: then the name is looked up again."""
         handle = self._files.under(ino)[0]
-        if self._files.parted[ino].nlink:
+        if self._files.nameless[ino].nlink:
             return None  # the origin has another version: names show that
         if handle.size == DIRTY_FILE:
             assert self._writing is not None
@@ -471,7 +448,7 @@ class FileSystem(Writes):
     async def open(self, ino: int, flags: int, pid: int) -> Opened:
         if (arriving := self._arriving(ino, flags)) is not None:
             await self._reader.arrival(arriving, pid)
-        if self._writing is None or ino == ROOT or ino in self._files.parted:
+        if self._writing is None or ino == ROOT or ino in self._files.nameless:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
             return await self._open_late(ino, flags, pid)
@@ -481,7 +458,7 @@ class FileSystem(Writes):
 
     def _places_of(self, ino: int) -> list[tuple[Directory, bytes]]:
         """The name of a file; none once what is open has lost it."""
-        if ino in self._files.parted:
+        if ino in self._files.nameless:
             return []
         directory, mark = self._locate(ino)
         return [(directory, name_in(mark))]
@@ -490,19 +467,16 @@ class FileSystem(Writes):
         opened = self._open_now(ino, flags, pid)
         if opened is not None:
             return opened
-        if self._writing is not None and flags & _WRITING and self._files.nameless(ino):
+        if self._writing is not None and flags & _WRITING and self._files.removed(ino):
             return await self._writing.open_nameless(ino, flags, pid)
         directory, mark = self._locate(ino)
         name = name_in(mark)
-        before = self._tree.row(directory, name)
         if directory.ttls.revalidate and not mark.endswith(b"/"):
             found = await self._looker.ask(directory, name, share=False)
         else:
             found = await self._looker.look(directory, name)
-        if isinstance(found, Found) and before is not None and before.known and before.size != found.row.size:
-            raise ObjectChanged(f"inode {ino} has another size now: the kernel has to hear of it first")
         if flags & _WRITING and self._writing is not None:
-            return await self._writing.open(directory, mark, ino, self._check(ino, found), flags, pid)
+            return await self._writing.open(directory, mark, self._check(ino, found), flags, pid)
         return self._open(directory, mark, ino, found, pid)
 
     def _arriving(self, ino: int, flags: int) -> ObjectId | None:
@@ -519,7 +493,7 @@ class FileSystem(Writes):
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         assert directory.origin is not None
         if self._writing is not None:
-            written = self._writing.open_reader(directory, mark, ino, found.row, pid)
+            written = self._writing.open_reader(directory, mark, found.row, pid)
             if written is not None:
                 return written
         obj = object_of(directory, mark, found.row)
@@ -573,16 +547,141 @@ class FileSystem(Writes):
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
         """The version a handle reads is gone: nothing known of its name is used until that was looked up again."""
-        if not handle.counted:
-            handle.counted = True
+        if not handle.lost:
+            handle.lost = True
             self._metrics.objects_changed += 1
-        if not handle.superseded:
-            handle.superseded = True
-            self._warm.clear()
-            self._freshness.doubt(handle.stable)
-            self._files.note_change(handle.stable)
-            self._invalidate(handle.stable)
+            if handle.ino not in self._files.nameless:
+                self._warm.clear()
+                self._freshness.doubt(handle.ino)
+                self._invalidate(handle.ino)
         return ObjectChanged(f"{handle.object.key} was replaced or removed while it was open")
+
+    @property
+    def _write(self) -> Writing:
+        if self._writing is None:
+            raise ReadOnly("the mount is read-only")
+        return self._writing
+
+    # -- changing files ----------------------------------------------------------------------------
+
+    async def create(
+        self, parent: int, name: bytes, flags: int, mode: int, pid: int, uid: int, gid: int
+    ) -> tuple[Attributes, float, Opened]:
+        """A new file and a handle of it; without O_EXCL the one that is there will do. Raises `AlreadyExists`."""
+        writing = self._write
+
+        async def create(directory: Directory, name: bytes) -> tuple[int, Opened]:
+            return await writing.create(directory, name, flags, mode, pid, uid, gid)
+
+        ino, opened = await self._claimed((parent, name), create)
+        try:
+            attributes, ttl = self.attributes_now(ino) or await self.getattr(ino)
+        except BaseException:
+            self._write.release(opened[0])
+            raise
+        return attributes, ttl, opened
+
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, pid: int, uid: int, gid: int
+    ) -> tuple[Attributes, float]:
+        """A new, empty file at the store. `NotPermitted` for anything but a regular file."""
+        writing = self._write
+
+        async def make(directory: Directory, name: bytes) -> int:
+            return await writing.mknod(directory, name, mode, pid, uid, gid)
+
+        ino = await self._claimed((parent, name), make)
+        return self.attributes_now(ino) or await self.getattr(ino)
+
+    async def write(self, fh: int, offset: int, data: Buffer) -> int:
+        """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
+        returns. Where O_APPEND writes to is what the kernel says: it knows the size, and no other node writes here."""
+        return await self._write.write(fh, offset, data)
+
+    def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
+        """The file was changed by a process that may not keep its set-uid and set-gid bits; `later`: or may be."""
+        self._write.clear_set_ids(fh, later)
+
+    async def flush(self, fh: int) -> None:
+        """What close(2) waits for, and what it says. Nothing for handles that only read."""
+        if self._writing is not None:
+            await self._writing.flush(fh)
+
+    async def fsync(self, fh: int) -> None:
+        if self._writing is not None:
+            await self._writing.fsync(fh)
+
+    async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+        """Only mode 0. Raises `Unsupported`, and what `write` does."""
+        await self._write.fallocate(fh, mode, offset, length)
+
+    async def setattr(
+        self,
+        ino: int,
+        *,
+        size: int | None = None,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+        fh: int | None = None,
+        clear: bool = False,
+    ) -> tuple[Attributes, float]:
+        """Change what is not None. A new size is new content; the rest is kept on this node. A new owner takes the set-uid
+        and set-gid bits of a file away, and so does `clear`."""
+        writing = self._write
+        if size is not None:
+            await writing.truncate(ino, size, fh)
+        if uid is not None or gid is not None or clear:
+            shown, _ = self.attributes_now(ino) or await self.getattr(ino)
+            wanted = shown.mode if mode is None else stat.S_IFMT(shown.mode) | mode
+            if (clean := without_set_ids(wanted)) != wanted:
+                mode = stat.S_IMODE(clean)
+        given = {"mode": mode, "uid": uid, "gid": gid, "atime_ns": atime_ns, "mtime_ns": mtime_ns}
+        news = {name: value for name, value in given.items() if value is not None}
+        kept = bool(news) and writing.keep(ino, news)
+        shown_now = self.attributes_now(ino)  # in the same step: the name may go to another file meanwhile
+        if kept:
+            await writing.kept()
+        return shown_now or await self.getattr(ino)
+
+    # -- changing names ----------------------------------------------------------------------------
+
+    async def mkdir(
+        self, parent: int, name: bytes, mode: int, uid: int, gid: int
+    ) -> tuple[Attributes, float]:
+        """A marker at the store, so that all see it. Raises `AlreadyExists`."""
+        writing = self._write
+
+        async def make(directory: Directory, name: bytes) -> tuple[Attributes | None, float]:
+            found = await writing.mkdir(directory, name, mode, uid, gid)
+            return self._answer(found, directory, name)
+
+        attributes, ttl = await self._claimed((parent, name), make)
+        assert attributes is not None
+        return attributes, ttl
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Who has it open goes on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
+        await self._claimed((parent, name), self._write.unlink)
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        """Raises `NotFound`, `NotADirectory`, `NotEmpty` (by a fresh listing)."""
+        await self._claimed((parent, name), self._write.rmdir, trees=True)
+
+    async def rename(self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int) -> None:
+        """Replaces a file, or an empty directory by a directory. `flags` as in renameat2: of them, RENAME_NOREPLACE is
+        known. Raises `CrossDevice` between two sources."""
+        rename = partial(self._write.rename, flags=flags)
+        await self._claimed((parent, name), (newparent, newname), rename, trees=True)
+
+    async def _claimed(self, *arguments: Any, trees: bool = False) -> Any:
+        """Make a change (the last argument) at names, given as (number of the directory, name)."""
+        *names, change = arguments
+        return await self._write.claimed(
+            lambda: [(self._directory(parent), name) for parent, name in names], change, trees=trees
+        )
 
     # -- extended attributes -----------------------------------------------------------------------
 
@@ -597,10 +696,10 @@ class FileSystem(Writes):
                 await self._refreshing.directory(self._tree.root)
             else:
                 directory, mark = self._locate(ino)
-                await self._refreshing.name(directory, mark, self._files.stable(ino))
+                await self._refreshing.name(directory, mark, ino)
             await self.told()
             return b"looking again"
-        if ino in self._files.parted and name in xattrs.OF_FILES:
+        if ino in self._files.nameless and name in xattrs.OF_FILES:
             return xattrs.of_file(self._files.under(ino)[0].object, self._reader, name)
         is_dir = ino == ROOT or self._locate(ino)[1].endswith(b"/")
         if name not in (xattrs.OF_DIRECTORIES if is_dir else xattrs.OF_FILES):
@@ -627,16 +726,11 @@ class FileSystem(Writes):
         self._warm.clear()
 
     def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
-        """What is written about a name has just changed: it is another version, another kind, or gone."""
+        """The origin has something else under a name now, or nothing: it led to this inode (0: to none) until now."""
         self._warm.clear()
-        row = self._tree.row(directory, name)
-        if row is not None and row.known:
-            self._files.supersede(ino, row.etag, row.size)
-        alive = self._tree.known(ino)
-        if alive is not None and self._tree.row(directory, mark_of_directory(name)) is None:
-            self._lister.cancel(alive)
-            self._tree.drop(alive)
-        self._files.note_change(ino)
+        self._files.lose_name(ino)
+        if self._writing is not None:
+            self._writing.forget_inode(ino)
         self._tell(directory, ino, name)
 
     def _invalidate(self, ino: int) -> None:
@@ -649,9 +743,7 @@ class FileSystem(Writes):
     def _tell(self, directory: Directory, ino: int, name: bytes) -> None:
         """The kernel is to look at a name again. Pages of a number that is open are of the version that is open: their
         readers may keep them."""
-        own = self._files.own(ino)
-        parent = self._files.own(directory.ino)
-        self.on_invalidate(0 if self._files.held(own) else own, parent, name)
+        self.on_invalidate(0 if self._files.held(ino) else ino, directory.ino, name)
 
     # -- the whole ---------------------------------------------------------------------------------
 

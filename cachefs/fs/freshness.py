@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cachefs.fs.keys import name_in
-from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.fs.tree import Directory, Found, Tree
 
 REMEMBERED = 65_536
 """Single answers kept, about 110 bytes each. Guessed: more than the files a job opens within one TTL without listing."""
@@ -60,7 +60,7 @@ class Freshness:
     def is_hidden(self, directory: Directory, name: bytes) -> bool:
         """Whether a rename that is under way hides the name."""
         return bool(self.hidden) and not self.hidden.isdisjoint(
-            ((directory.number, name), (directory.number, EVERY_NAME))
+            ((directory.ino, name), (directory.ino, EVERY_NAME))
         )
 
     def kept_in(self, directory: Directory) -> frozenset[bytes]:
@@ -99,7 +99,7 @@ class Freshness:
         """What is fresh of a name: found; absent, for so many seconds; or None, when the origin has to be asked."""
         if self.hidden and self.is_hidden(directory, name):
             return 0.0
-        if self.held and (held := self.held.get((directory.number, name))) is not None:
+        if self.held and (held := self.held.get((directory.ino, name))) is not None:
             return held.found(now)
         as_dir, as_file = self._tree.find(directory, name)
         cover = self.coverage(directory, name)
@@ -111,7 +111,7 @@ class Freshness:
         for row, is_dir in ((as_dir, True), (as_file, False)):
             if row is None:
                 continue
-            ino = inode_of(directory, name, row)
+            ino = row.ino
             seen = self._checked.get(ino) if self._checked else None
             if cover is not None and row.generation >= cover[0] and (seen is None or cover[1] > seen):
                 seen = cover[1]
@@ -126,7 +126,7 @@ class Freshness:
         if cover is not None and not directory.early:
             return min(ttls.negative_ttl, cover[1] + ttls.ttl - now)
         if self._absent:
-            until = self._absent.get((directory.number, name), 0.0)
+            until = self._absent.get((directory.ino, name), 0.0)
             if until > now:
                 return until - now
         return None
@@ -141,17 +141,17 @@ class Freshness:
         for row, is_dir in ((as_dir, True), (as_file, False)):
             if row is None:
                 continue
-            ino = inode_of(directory, name, row)
+            ino = row.ino
             if not is_dir and (not row.known or ino in self._stale):
                 return None
             if row.generation >= generation or ino in self._checked:
                 return Found(ino, is_dir, row, now + STALE_S)
-        return STALE_S if generation or (directory.number, name) in self._absent else None
+        return STALE_S if generation or (directory.ino, name) in self._absent else None
 
     def absent_since(self, directory: Directory, name: bytes) -> float:
         """When that was asked or listed which says that a name is missing; long ago if nothing does."""
         cover = self.coverage(directory, name)
-        until = self._absent.get((directory.number, name), float("-inf"))
+        until = self._absent.get((directory.ino, name), float("-inf"))
         return max(until - directory.ttls.negative_ttl, float("-inf") if cover is None else cover[1])
 
     def recent(
@@ -160,7 +160,7 @@ class Freshness:
         """A name that exists by an answer of this burst: one about that very name, or a listing. A directory exists, too,
         when something below it does."""
         now = self._clock()
-        if self.held and (held := self.held.get((directory.number, name))) is not None:
+        if self.held and (held := self.held.get((directory.ino, name))) is not None:
             return held.found(now)
         cover = self.coverage(directory, name) if listings else None
         if cover is not None and cover[1] < now - BURST_S:
@@ -169,7 +169,7 @@ class Freshness:
         for row, is_dir in ((as_dir, True), (as_file, False)):
             if row is None:
                 continue
-            ino = inode_of(directory, name, row)
+            ino = row.ino
             listed = cover is not None and row.generation >= cover[0]
             answered = (answers or is_dir) and self._arrived.get(ino, float("-inf")) >= now - BURST_S
             if listed or answered:
@@ -187,9 +187,9 @@ class Freshness:
     def note_answer(self, directory: Directory, name: bytes, ino: int | None, asked_at: float) -> None:
         """An answer about one name came; `ino` is None when there is nothing."""
         if ino is None:
-            _put(self._absent, (directory.number, name), asked_at + directory.ttls.negative_ttl)
+            _put(self._absent, (directory.ino, name), asked_at + directory.ttls.negative_ttl)
             return
-        self._absent.pop((directory.number, name), None)
+        self._absent.pop((directory.ino, name), None)
         if self._stale.get(ino, 0.0) <= asked_at:
             self._stale.pop(ino, None)
         _put(self._checked, ino, asked_at)

@@ -1,63 +1,56 @@
-"""Inode numbers: 28 bits that say which directory, 35 bits that say which name in it. Pure.
+"""Inode numbers: given out one after the other, and none of them twice.
 
-Both parts are hashes, all the way down from the root, so a path has the same number after a restart and after the loss
-of the database. What belongs to one directory is one contiguous range of numbers: it can be deleted as a range, and the
-pages of the table that a busy directory touches are few. A hash that is taken is followed by the next free number, the
-same way each time; only such a collision (expected once among 260,000 names of one directory, or among 23,000
-directories) can give a path another number, and only when the database was lost and names were met in another order.
-Nothing is ever decided by a hash alone: the tables hold the names.
-
-63 bits are a path's own number. Numbers with the 64th bit are aliases: one version of one file, while its own number is
-held by readers of another (`cachefs.fs.files`).
+A number belongs to one file or directory as long as that exists, under whatever name. The kernel, programs and the holder
+of a connection may remember a number for longer than this process lives, so numbers are reserved on the disk before they
+are given out.
 """
 
 from __future__ import annotations
 
-import hashlib
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cachefs.base.behind import WriteBehind
 
 ROOT = 1
-LOW_BITS = 35
-LOW_MASK = (1 << LOW_BITS) - 1
-NUMBER_MASK = (1 << 28) - 1
-FIRST_ALIAS = 1 << 63
-FIRST_LOW = 2
-"""0 is no inode and 1 is the root; the lower part is also the readdir cookie, where 0 means the beginning."""
+NUMBER_BYTES = 6
+
+RESERVED = 1 << 20
+"""Numbers of one reservation. The next one is written when half of them are left. Derived: more than five times as many as
+rows that may wait for the disk (`behind.MOST_ROWS`), so it is on the disk by the time when its first number is given out."""
+
+START_BITS = 46
+"""Where a database begins that is new, or was lost, is random: so numbers of the one before do not come again."""
+
+_NEXT = b"next inode"
 
 
-def low_of(name: bytes) -> int:
-    """Where the lower part for `name` is looked for first."""
-    low = int.from_bytes(hashlib.blake2b(name, digest_size=5).digest(), "big") & LOW_MASK
-    return low if low >= FIRST_LOW else FIRST_LOW
+def inode_key(ino: int) -> bytes:
+    return ino.to_bytes(NUMBER_BYTES, "big")
 
 
-def next_low(low: int) -> int:
-    return low + 1 if low < LOW_MASK else FIRST_LOW
+class Numbers:
+    """Opening it waits for the disk. `next` is called by one thread at a time."""
 
+    def __init__(self, database: WriteBehind) -> None:
+        self._database = database
+        stored = database.get("state", _NEXT)
+        self._next = self._end = (
+            ROOT + 1 + secrets.randbits(START_BITS) if stored is None else int.from_bytes(stored, "big")
+        )
+        self.reserve()
+        database.flush()
 
-def number_of(ino: int) -> int:
-    """Where the number of the directory `ino` is looked for first. The root is 0, and no other directory is."""
-    if ino == ROOT:
-        return 0
-    number = (
-        int.from_bytes(hashlib.blake2b(ino.to_bytes(8, "big"), digest_size=4).digest(), "big") & NUMBER_MASK
-    )
-    return number or 1
+    def next(self) -> int:
+        """A number that was never given out."""
+        number = self._next
+        self._next += 1
+        if self._end - number < RESERVED // 2:
+            self.reserve()
+        return number
 
-
-def next_number(number: int) -> int:
-    return number + 1 if number < NUMBER_MASK else 1
-
-
-def alias_of(ino: int, etag: str, size: int) -> int:
-    """Where the alias of a version of the file `ino` is looked for first."""
-    text = f"{ino} {size} {etag}".encode("utf-8", "surrogatepass")
-    return FIRST_ALIAS | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-def next_alias(alias: int) -> int:
-    return FIRST_ALIAS | (alias + 1) & (FIRST_ALIAS - 1)
-
-
-def join(number: int, low: int) -> int:
-    """The inode number of a name in directory `number`."""
-    return number << LOW_BITS | low
+    def reserve(self) -> None:
+        """Write down that numbers behind those that are reserved may be given out, too."""
+        self._end += RESERVED
+        self._database.write([("state", _NEXT, inode_key(self._end))])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -24,13 +23,14 @@ from cachefs.base.errors import CachefsError, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.fs.freshness import Freshness
 from cachefs.fs.keys import mark_of_directory, name_in, read_page
-from cachefs.fs.pages import erase, number_written, sweep, write_names
+from cachefs.fs.pages import erase, sweep, write_names
 from cachefs.fs.rows import encode
 from cachefs.fs.tree import Directory, Tree
 from cachefs.origin.protocol import ListPage, ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.fs.keys import Page
+    from cachefs.fs.pages import Lost
     from cachefs.origin import Origin
 
 log = logging.getLogger(__name__)
@@ -290,12 +290,11 @@ class Lister:
             entries = self._news(directory, page, changes, first=not listing.pages)
             written = await trio.to_thread.run_sync(
                 write_names,
-                self._tree.database,
+                self._tree,
                 directory,
                 entries,
                 listing.generation,
                 [*extra, directory.state()],
-                self._tree.moved,
             )
             now = self._clock()
             self._count_hidden(directory, listing, page, written.conflicts)
@@ -314,8 +313,7 @@ class Lister:
                 directory.listing = None
                 if not listing.names and not directory.is_top:
                     self._freshness.doubt(directory.ino)  # nothing is left in it: it may be gone itself
-        for ino, name in written.changed:
-            self._on_change(directory, ino, name)
+        await self.lost(directory, written.lost)
         if done and current:
             await self._write_state(directory)
         listing.next_turn()
@@ -361,7 +359,7 @@ class Lister:
         entries = [
             (mark, info)
             for mark, info in page.entries
-            if (directory.number, name := name_in(mark)) not in held
+            if (directory.ino, name := name_in(mark)) not in held
             and not self._freshness.is_hidden(directory, name)
             and not tree.changed_since(directory, name, changes)
         ]
@@ -401,34 +399,29 @@ class Lister:
         while after is not None and directory.complete == generation:
             async with self._tree.writing:
                 after, gone = await trio.to_thread.run_sync(
-                    sweep,
-                    self._tree.database,
-                    directory,
-                    generation,
-                    after,
-                    self._freshness.kept_in(directory),
+                    sweep, self._tree, directory, generation, after, self._freshness.kept_in(directory)
                 )
-            for ino, mark in gone:
-                self._on_change(directory, ino, name_in(mark))
-                if mark.endswith(b"/"):
-                    await self.erase(ino)
+            await self.lost(directory, gone)
+
+    async def lost(self, directory: Directory, lost: list[Lost]) -> None:
+        """These have no name any more."""
+        for ino, mark in lost:
+            self._on_change(directory, ino, name_in(mark))
+        for ino, mark in lost:
+            if mark.endswith(b"/"):
+                await self.erase(ino)
 
     async def erase(self, ino: int) -> None:
         """Forget a directory that is gone, and all that was known to be below it."""
-        alive = self._tree.known(ino)
-        if alive is not None:
-            self.cancel(alive)
-            self._tree.drop(alive)
-        number = number_written(self._tree.database, ino)
-        doomed = [] if number is None else [number]
+        doomed = [ino]
         while doomed:
-            number = doomed.pop()
-            alive = self._tree.by_number(number)
+            ino = doomed.pop()
+            alive = self._tree.known(ino)
             if alive is not None:
                 self.cancel(alive)
                 self._tree.drop(alive)
             more: list[int] | None = []
             while more is not None:
                 async with self._tree.writing:
-                    more = await trio.to_thread.run_sync(partial(erase, self._tree.database, number))
+                    more = await trio.to_thread.run_sync(erase, self._tree, ino)
                 doomed += more or []

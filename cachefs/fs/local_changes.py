@@ -2,8 +2,8 @@
 
 A *node* is one file that a process has open for writing, or whose dirty file the store does not have yet. It is *held* from
 its first change until the origin has it and no process writes it any more: its name shows the dirty file then, whatever a
-listing says, under one inode number and in one version of its own, which handles and aliases take for an etag. Held rows
-belong to the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
+listing says, as the inode that it was, and in one version of its own, which handles take for an etag. Held rows belong to
+the local changes: pages and answers leave them alone, so they may be written without the lock of the tree.
 
 What is done at the store is written down here as an answer of the store would be: `gone`, `is_file`, `is_directory`.
 """
@@ -19,16 +19,18 @@ import trio
 
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
+from cachefs.fs.inodes import inode_key
 from cachefs.fs.keys import mark_of_directory
-from cachefs.fs.pages import pin, write_answer
+from cachefs.fs.pages import Lost, move, pin, write_answer
 from cachefs.fs.rows import Row, encode
-from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.fs.tree import Directory, Found, Tree, is_below, named
 from cachefs.origin.protocol import ObjectInfo
 
 if TYPE_CHECKING:
     from cachefs.fs.files import FileHandle, OpenFiles
     from cachefs.fs.freshness import Freshness
     from cachefs.fs.listing import Lister
+    from cachefs.fs.overrides import Overrides
     from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
 
@@ -40,8 +42,12 @@ DIRTY_FILE_ETAG = "draft "
 """What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
 
 
+Place = tuple[Directory, bytes]
+"""The directory and the name of a file."""
+
+
 class Node:
-    """`ino` is the number it is open under, `stable` that of its path. `stored` says that the store may have an object of
+    """`ino` is its inode, 0 until it has one. `stored` says that the store may have an object of
     its name, and `beneath` that this is none that the dirty file made. A node that was `removed` has no name any more, only
     handles; one that is `moving` is about to get another. `settled` says that its dirty file is not to be
     opened any more: the cache has its content, or only the store. `clears`: a process that may not keep set-uid and
@@ -61,15 +67,13 @@ class Node:
         "removed",
         "row",
         "settled",
-        "stable",
         "stored",
         "writers",
     )
 
-    def __init__(self, directory: Directory, name: bytes, stable: int, ino: int, *, stored: bool) -> None:
+    def __init__(self, directory: Directory, name: bytes, ino: int, *, stored: bool) -> None:
         self.directory = directory
         self.name = name
-        self.stable = stable
         self.ino = ino
         self.stored = self.beneath = stored
         self.dirty_file: DirtyFile | None = None
@@ -92,7 +96,7 @@ class Node:
         return self.directory.prefix + self.name.decode()
 
     def found(self, now: float) -> Found:
-        return Found(self.stable, False, self.row, now)
+        return Found(self.ino, False, self.row, now)
 
 
 class LocalChanges:
@@ -102,6 +106,7 @@ class LocalChanges:
         freshness: Freshness,
         lister: Lister,
         files: OpenFiles,
+        kept: Overrides,
         writer: Writer,
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -110,6 +115,7 @@ class LocalChanges:
         self._freshness = freshness
         self._lister = lister
         self._files = files
+        self._kept = kept
         self._writer = writer
         self._clock = clock
         self._wall = wall
@@ -118,14 +124,14 @@ class LocalChanges:
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
         self._by_dirty_file: dict[str, Node] = {}
         self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
-        self.on_stored: Callable[[Node, ObjectInfo], None] = lambda node, info: None
         self.on_change: Callable[[], None] = lambda: None
+        self._doomed: list[int] = []  # directories that have lost their names
         self._held_in: Counter[Directory] = Counter()
         freshness.held, freshness.held_in = self.held, self._held_in
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
         """The node of a name, held or only open."""
-        return self._places.get((directory.number, name))
+        return self._places.get((directory.ino, name))
 
     def named(self, node: Node) -> bool:
         """Whether a name shows it, perhaps until its removal is done."""
@@ -146,7 +152,7 @@ class LocalChanges:
 
     def add(self, node: Node) -> None:
         """It is open, or held."""
-        self._places[node.directory.number, node.name] = node
+        self._places[node.directory.ino, node.name] = node
         if self._files.held(node.ino):
             self.nodes[node.ino] = node
 
@@ -166,7 +172,7 @@ class LocalChanges:
         """A node for a file that is open and has lost its name."""
         top = next(top for top in self._tree.tops() if top.origin is handle.origin)
         name = handle.object.key[len(top.prefix) :].encode()
-        node = Node(top, name, handle.stable, handle.ino, stored=False)
+        node = Node(top, name, handle.ino, stored=False)
         node.removed, node.attrs = True, attrs
         self.nodes[node.ino] = node
         return node
@@ -175,6 +181,27 @@ class LocalChanges:
         """The store's object that is at a name, as it is known here."""
         row = self._tree.row(directory, name)
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
+
+    def inode_at(self, directory: Directory, name: bytes) -> int:
+        """The inode that is written down for the file of this name; 0 where there is none."""
+        row = self._tree.row(directory, name)
+        return 0 if row is None else row.ino
+
+    async def leave_to_readers(self, directory: Directory, name: bytes, ino: int) -> None:
+        """The readers of an inode keep it, and its name leads to another one with the same content: a process wants to write
+        it, and others use the file of the cache, too, that those readers have in passthrough."""
+        async with self.applying():
+            row = self._tree.row(directory, name)
+            if row is None or row.ino != ino:
+                return
+            new = row._replace(ino=self._tree.numbers.next())
+            self._tree.database.write([*named(directory, name, new), ("inodes", inode_key(ino), None)])
+            self._files.lose_name(ino)
+            self._files.withhold(new.ino)
+            self._kept.put(new.ino, self._kept.get(ino))
+            self._kept.put(ino, {})
+            self._freshness.note_answer(directory, name, new.ino, self._clock())
+            self.on_change()
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
         """What its readers have in passthrough is the dirty file from now on, under the same number."""
@@ -188,37 +215,27 @@ class LocalChanges:
         self.on_change()
 
     async def hold(self, node: Node) -> None:
-        """From now on its name shows its dirty file, and all handles under its number read that."""
+        """From now on its name shows its dirty file, and all its handles read that."""
         assert node.dirty_file is not None
-        with trio.CancelScope(shield=True):
-            async with self._tree.writing:
-                node.stable, node.row = self._pinned(node, node.directory, node.name)
-                self._held(node)
-        self.on_change()
-        self._files.turn(self.number(node), self.version(node), node.dirty_file.mtime_ns)
-        for handle in self._files.under(node.ino):
-            self.attach(handle, node)
-
-    def _pinned(self, node: Node, directory: Directory, name: bytes) -> tuple[int, Row]:
-        assert node.dirty_file is not None
-        etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
-        return pin(self._tree.database, directory, name, mtime_ns, etag, self._tree.moved)
+        async with self.applying():
+            etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
+            node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
+            node.ino = node.row.ino
+            self._lose(lost)
+            self._held(node)
+            self.on_change()
+            self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
+            for handle in self._files.under(node.ino):
+                self.attach(handle, node)
 
     def _held(self, node: Node) -> None:
         node.held = True
-        self.held[node.directory.number, node.name] = node
+        self.held[node.directory.ino, node.name] = node
         self._held_in[node.directory] += 1
         self.add(node)
         self._tree.note_change(node.directory, node.name)
         if not node.stored:
             self.touch(node.directory)
-
-    def number(self, node: Node) -> int:
-        """The number that it is shown under: the same one as long as it is open."""
-        if self.nodes.get(node.ino) is not node:
-            version = self.version(node)
-            node.ino = self._files.shown(node.stable, version.etag, version.size)
-        return node.ino
 
     def version(self, node: Node) -> ObjectId:
         """What its handles are of: the dirty file while it is held, then what the store made of it."""
@@ -295,15 +312,14 @@ class LocalChanges:
             return
         if node.moving:
             return
-        info, row = dirty_file.committed, node.row
-        new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, row.low)
+        info = dirty_file.committed
+        new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, node.ino)
         key = node.directory.key + node.name
         self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
+        self._kept.put(node.ino, node.attrs)
         self._let_go(node)
-        self._freshness.note_answer(node.directory, node.name, node.stable, self._clock())
+        self._freshness.note_answer(node.directory, node.name, node.ino, self._clock())
         self._files.turn(node.ino, self.version(node), info.mtime_ns)
-        self._files.supersede(node.stable, info.etag, info.size)
-        self.on_stored(node, info)
         self._forget(node)
 
     @contextmanager
@@ -320,7 +336,7 @@ class LocalChanges:
 
     def _let_go(self, node: Node) -> None:
         node.held = False
-        del self.held[node.directory.number, node.name]
+        del self.held[node.directory.ino, node.name]
         self._held_in[node.directory] -= 1
         if not self._held_in[node.directory]:
             del self._held_in[node.directory]
@@ -332,8 +348,8 @@ class LocalChanges:
             node.dirty_file = None  # a handle that reads the stored version may keep the node
         if node.held or not (node.settled or node.removed) or node.ino in self.nodes:
             return
-        if self._places.get((node.directory.number, node.name)) is node:
-            del self._places[node.directory.number, node.name]
+        if self._places.get((node.directory.ino, node.name)) is node:
+            del self._places[node.directory.ino, node.name]
         if node.dirty_file is not None:
             self._by_dirty_file.pop(node.dirty_file.id, None)
 
@@ -366,30 +382,59 @@ class LocalChanges:
         await self._writer.discard(node.dirty_file, replaced=True)
         self._forget(node)
 
-    def reheld(self, node: Node, directory: Directory, name: bytes) -> None:
-        """What is held has another name; while `applying`."""
-        place, stable, ino = (node.directory, node.name), node.stable, self.number(node)
-        node.stable, node.row = self._pinned(node, directory, name)
-        self._let_go(node)
-        del self._places[place[0].number, place[1]]
-        self._give_up(directory, name)
-        node.directory, node.name, node.ino = directory, name, ino
-        self._held(node)
-        self.moved(place, (directory, name), stable, node.stable)
-        self._files.turn(ino, self.version(node), node.row.mtime_ns)
-        self.written(*place, False, moved=True)
-
-    def moved(
-        self, place: tuple[Directory, bytes], to: tuple[Directory, bytes], stable: int, ino: int
-    ) -> None:
-        """The number of a name that moved goes along. `stable` and `ino` are those of the paths."""
-        node = self._places.get((place[0].number, place[1]))
+    def moves(self, place: Place, to: Place, row: Row) -> None:
+        """A file has another name, where `row` is what is known of it; while `applying`."""
+        node = self._places.get((place[0].ino, place[1]))
+        if node is not None and node.ino != row.ino:
+            node = None  # of an inode that has lost this name
+        held = node is not None and node.held
         if node is not None:
-            del self._places[place[0].number, place[1]]
+            del self._places[place[0].ino, place[1]]
+            if held:
+                node.row = row
+                self._let_go(node)
+        also = [("local", to[0].key + to[1], b"" if held else None), ("local", place[0].key + place[1], None)]
+        lost = move(self._tree, place, to, row, also)
+        self._files.nameless.pop(row.ino, None)
+        self._give_up(*to)
+        if node is not None:
             node.directory, node.name = to
             self.add(node)
-            node.stable = ino
-        self._files.moved(stable, ino)
+            if held:
+                self._held(node)
+        self._moved(place, to, row, lost)
+
+    def directory_moves(self, place: Place, to: Place, directory: Directory) -> None:
+        """A directory, with what is in it, has another name; while `applying`."""
+        mark, new = mark_of_directory(place[1]), mark_of_directory(to[1])
+        row = self._tree.row(place[0], mark)
+        if row is None or row.ino != directory.ino:  # another client has removed it meanwhile
+            row = _NO_ROW._replace(ino=directory.ino)
+        row = row._replace(generation=to[0].generation)
+        lost = move(self._tree, (place[0], mark), (to[0], new), row)
+        for one in self._tree.replace(directory, to[0], new):
+            self._lister.cancel(one)
+        self._tree.database.write([directory.state()])
+        self._give_up(*to)
+        self._moved(place, to, row, lost)
+
+    def _moved(self, place: Place, to: Place, row: Row, lost: list[Lost]) -> None:
+        self._lose(lost)
+        for directory, name in (place, to):
+            self._tree.note_change(directory, name)
+            self.touch(directory)
+        now = self._clock()
+        self._freshness.note_answer(*place, None, now)
+        self._freshness.note_answer(*to, row.ino, now)
+        self.on_change()
+
+    def _lose(self, lost: list[Lost]) -> None:
+        """These have no name any more; while `applying`."""
+        for ino, mark in lost:
+            self._files.lose_name(ino, removed=True)
+            self._kept.put(ino, {})
+            if mark.endswith(b"/"):
+                self._doomed.append(ino)
 
     def now_ns(self) -> int:
         """The time that a change of attributes shows."""
@@ -409,24 +454,24 @@ class LocalChanges:
         directory.complete, directory.marked = 0, False
 
     def _give_up(self, directory: Directory, name: bytes) -> None:
-        node = self._places.get((directory.number, name))
+        node = self._places.get((directory.ino, name))
         if node is not None and node.removed:
             if node.held:
                 self._let_go(node)
-            del self._places[directory.number, name]
+            del self._places[directory.ino, name]
             self._forget(node)
 
     # -- what was done at the store ------------------------------------------------------------------
 
-    async def gone(self, directory: Directory, name: bytes, *, moved: bool = False) -> None:
-        """There is nothing under this name; what was has `moved`, perhaps, and is not out of date."""
+    async def gone(self, directory: Directory, name: bytes) -> None:
+        """There is nothing under this name."""
         async with self.applying():
-            self.written(directory, name, False, moved=moved)
+            self.written(directory, name, False)
 
-    async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> int:
-        """The object has this version. Returns its number."""
+    async def is_file(self, directory: Directory, name: bytes, info: ObjectInfo) -> None:
+        """The object has this version."""
         async with self.applying():
-            return self.written(directory, name, info)
+            self.written(directory, name, info)
 
     async def is_directory(self, directory: Directory, name: bytes) -> int:
         async with self.applying():
@@ -435,32 +480,25 @@ class LocalChanges:
     @asynccontextmanager
     async def applying(self) -> AsyncIterator[None]:
         """What is `written` until the end is one step for the readers of names, if its caller does not wait in between.
-        Not in a thread: a lookup in between would show a new version under the number of the old one."""
+        Not in a thread: a lookup in between would show a part of it."""
         with trio.CancelScope(shield=True):
             async with self._tree.writing:
                 yield
+            while self._doomed:
+                await self._lister.erase(self._doomed.pop())
 
-    def written(
-        self, directory: Directory, name: bytes, said: ObjectInfo | bool, *, moved: bool = False
-    ) -> int:
+    def written(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
         """Write down what there is under a name from now on, while `applying`. Returns its number."""
-        tree, files = self._tree, self._files
         also = [("local", directory.key + name, None)]
-        written = write_answer(tree.database, directory, name, said, directory.generation, tree.moved, also)
-        tree.note_change(directory, name)
+        written = write_answer(self._tree, directory, name, said, directory.generation, also)
+        self._tree.note_change(directory, name)
         self._give_up(directory, name)
         self.touch(directory)
         self.on_change()
-        for ino, _ in () if moved else written.changed:
-            files.note_change(ino)
-            if said is False:
-                files.removed(ino)
-        row = tree.row(directory, mark_of_directory(name) if said is True else name)
-        number = None if row is None or said is False else inode_of(directory, name, row)
-        self._freshness.note_answer(directory, name, number, self._clock())
-        if number is not None and row is not None and said is not True:
-            files.supersede(number, row.etag, row.size)
-        return number or 0
+        self._lose(written.lost)
+        ino = written.inos[0] if written.inos else None
+        self._freshness.note_answer(directory, name, ino, self._clock())
+        return ino or 0
 
     async def directory(self, above: Directory, name: bytes) -> Directory:
         """The directory of this name, which is written down as one if it is not known as one."""
@@ -470,26 +508,18 @@ class LocalChanges:
     def below_as(self, above: Directory, name: bytes) -> Directory:
         """The same while `applying`."""
         row = self._tree.row(above, mark_of_directory(name))
-        ino = inode_of(above, name, row) if row is not None else self.written(above, name, True)
-        return self._tree.directory(ino)
+        return self._tree.directory(self.written(above, name, True) if row is None else row.ino)
 
     # -- names that are hidden ---------------------------------------------------------------------
 
     def hide(self, directory: Directory, name: bytes) -> None:
         """The name (`EVERY_NAME`: each in the directory) is missing here until `unhide`, whatever the origin says."""
-        self._freshness.hidden.add((directory.number, name))
+        self._freshness.hidden.add((directory.ino, name))
         self._tree.note_change(directory, name)
 
     def unhide(self, directory: Directory, name: bytes) -> None:
-        self._freshness.hidden.discard((directory.number, name))
+        self._freshness.hidden.discard((directory.ino, name))
         self._tree.note_change(directory, name)  # what was asked before counts no more
-
-
-def is_below(directory: Directory | None, above: Directory) -> bool:
-    """Whether it is `above` or a directory below it."""
-    while directory is not None and directory is not above:
-        directory = directory.parent
-    return directory is above
 
 
 _NO_ROW = Row(0, 0, 0, "")

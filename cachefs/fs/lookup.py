@@ -26,7 +26,7 @@ from cachefs.fs.freshness import BURST_S, Freshness
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
 from cachefs.fs.listing import AHEAD, ChangeHook, Lister
 from cachefs.fs.pages import write_answer
-from cachefs.fs.tree import Directory, Found, Tree, inode_of
+from cachefs.fs.tree import Directory, Found, Tree
 
 if TYPE_CHECKING:
     from cachefs.fs.rows import Row
@@ -148,7 +148,7 @@ class Looker:
         except Unreachable:
             return found
         if isinstance(found, Found):
-            self._on_change(directory, found.ino, name)  # the kernel has it as missing
+            self._on_change(directory, 0, name)  # the kernel has it as missing
         return found
 
     def _ask_itself(self, directory: Directory, name: bytes, now: float) -> bool:
@@ -170,7 +170,7 @@ class Looker:
 
     async def ask(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
         """Ask the origin about this very name. With `share`, an answer that is already on its way will do."""
-        key = (directory.number, name)
+        key = (directory.ino, name)
         while share and (under_way := self._questions.get(key)) is not None:
             await under_way.ended.wait()
             if under_way.failure is not None:
@@ -202,7 +202,7 @@ class Looker:
             asked_at, epoch, changes = self._clock(), self._tree.epoch, self._tree.changes
             if self._freshness.is_hidden(directory, name):
                 return 0.0
-            if (held := self._freshness.held.get((directory.number, name))) is not None:
+            if (held := self._freshness.held.get((directory.ino, name))) is not None:
                 return held.found(asked_at)
             before = self._tree.find(directory, name)
             cover = self._freshness.coverage(directory, name)
@@ -210,16 +210,17 @@ class Looker:
             if (
                 as_file is not None
                 and as_file.generation > (cover[0] if cover else 0)
-                and not self._freshness.was_asked(inode_of(directory, name, as_file))
+                and not self._freshness.was_asked(as_file.ino)
             ):
                 # A listing showed the file but has not come to where a directory of its name would be: ask for both, once.
                 as_file = None
-            said = await _ask_origin(origin, directory.prefix + text, as_dir, as_file)
+            prefix = directory.prefix
+            said = await _ask_origin(origin, prefix + text, as_dir, as_file)
             said = said or name in self._freshness.kept_in(directory)
-            if await self._write(directory, name, said, before, changes):
+            if prefix == directory.prefix and await self._write(directory, name, said, before, changes):
                 break
         row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)
-        ino = None if row is None else inode_of(directory, name, row)
+        ino = None if row is None else row.ino
         if epoch == self._tree.epoch:
             self._freshness.note_answer(directory, name, ino, asked_at)
         if row is None or ino is None:
@@ -244,9 +245,8 @@ class Looker:
             generation = cover[0] if cover else 0
             if _is_written(said, *before, generation):
                 return True
-            written = write_answer(self._tree.database, directory, name, said, generation, self._tree.moved)
-        for ino, changed in written.changed:
-            self._on_change(directory, ino, changed)
+            written = write_answer(self._tree, directory, name, said, generation)
+        await self._lister.lost(directory, written.lost)
         return True
 
 

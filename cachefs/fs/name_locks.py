@@ -21,16 +21,21 @@ Name = tuple["Directory", bytes]
 
 
 class _Claim:
-    """`names` by number of their directory; `above` are the names of all directories above them. A claim of whole `trees`
-    keeps others away from what is below its names, too, also where a name becomes a directory meanwhile."""
+    """`names` by number of their directory. A claim of whole `trees` keeps others away from what is below its names, too,
+    also where a name becomes a directory meanwhile."""
 
-    __slots__ = ("above", "granted", "names", "trees")
+    __slots__ = ("directories", "granted", "names", "trees")
 
     def __init__(self, names: tuple[Name, ...], trees: bool) -> None:
-        self.names = {(directory.number, name) for directory, name in names}
-        self.above = {above for directory, _ in names for above in _path(directory)}
+        self.names = {(directory.ino, name) for directory, name in names}
+        self.directories = [directory for directory, _ in names]
         self.trees = trees
         self.granted: trio.Event | None = None
+
+    @property
+    def above(self) -> set[tuple[int, bytes]]:
+        """The names of all directories above, as long as none of these is renamed."""
+        return {above for directory in self.directories for above in _path(directory)}
 
     def conflicts(self, other: _Claim) -> bool:
         return not (
@@ -88,6 +93,6 @@ def _path(directory: Directory) -> list[tuple[int, bytes]]:
     """The names of a directory and of those above it."""
     names = []
     while directory.parent is not None:
-        names.append((directory.parent.number, name_in(directory.mark)))
+        names.append((directory.parent.ino, name_in(directory.mark)))
         directory = directory.parent
     return names

@@ -1,4 +1,5 @@
-"""Writing down what an origin said: a page of a listing, one answer, the end of names that are gone.
+"""Writing down what an origin said, or what was done there: a page of a listing, one answer, a name that moves, the end of
+names that are gone.
 
 Each function writes once, while its caller holds `Tree.writing`, so that no other task writes in between. Those that write
 many rows run in a worker thread; what it finds out besides is returned, for the trio thread to act on.
@@ -10,265 +11,222 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachefs.base.behind import WriteBehind
 from cachefs.base.database import Put
-from cachefs.fs.inodes import join, low_of, next_low, next_number, number_of
+from cachefs.fs.inodes import NUMBER_BYTES, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in
 from cachefs.fs.rows import PINNED, Row, decode, encode, generation_of
-from cachefs.fs.tree import Directory, end_of, inode_key, inode_of
+from cachefs.fs.tree import Directory, Tree, end_of, named
 
 if TYPE_CHECKING:
+    from cachefs.base.behind import WriteBehind
     from cachefs.origin.protocol import ObjectInfo
 
 CHUNK = 1000
 """Rows of one transaction: a few milliseconds during which other writers wait. Measured: 5 µs a row."""
 
 
+Lost = tuple[int, bytes]
+"""(inode, mark) of what has no name any more. What is below a directory has to be erased."""
+
+
 @dataclass(slots=True)
 class Written:
-    """What a page did. `inos` are the names it showed, in its order. `changed` are (inode, name) of what is not what it
-    was before. `conflicts` counts files hidden by a directory of the same name."""
+    """What a page did. `inos` are the inodes it showed, in its order. `lost` are those that these names do not show any
+    more. `conflicts` counts files hidden by a directory of the same name."""
 
     inos: list[int] = field(default_factory=list)
-    changed: list[tuple[int, bytes]] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
     conflicts: int = 0
 
 
 def write_names(
-    database: WriteBehind,
+    tree: Tree,
     directory: Directory,
     entries: list[tuple[bytes, ObjectInfo | None]],
     generation: int,
-    extra: list[Put],
-    reserved: Container[int] = (),
+    extra: Sequence[Put] = (),
 ) -> Written:
-    """Write (mark, object) `entries` as seen by listing `generation`; the object is None for directories. No new name gets
-    a number that is `reserved`."""
+    """Write (mark, object) `entries` as seen by listing `generation`; the object is None for directories. What is in
+    another version than before is another inode."""
     written = Written()
     puts: list[Put] = list(extra)
+    database, numbers = tree.database, tree.numbers
     names = [name_in(mark) for mark, _ in entries]
     before = database.get_many("names", [directory.key + mark for mark, _ in entries])
-    as_directories = database.get_many(
+    others = database.get_many(
         "names",
         [
             directory.key + (name if info is None else name + b"/")
             for name, (_, info) in zip(names, entries, strict=True)
         ],
     )
-    unknown = [
-        name
-        for name, old, dir_row in zip(names, before, as_directories, strict=True)
-        if not old and not dir_row
-    ]
-    lows = _allocate(database, directory, unknown, reserved)
     files_here: set[bytes] = set()
-    for (mark, info), name, old_data, directory_data in zip(
-        entries, names, before, as_directories, strict=True
-    ):
+    for (mark, info), name, old_data, other_data in zip(entries, names, before, others, strict=True):
         old = decode(old_data) if old_data else None
-        dir_row = decode(directory_data) if directory_data else None
-        hint = old or dir_row
-        low = hint.low if hint else lows[name]
         if info is None:
-            row = Row(generation, old.mtime_ns if old else 0, 0, "", low)
-            if name in files_here or (dir_row and dir_row.generation == generation):
-                written.conflicts += 1
+            row = Row(generation, old.mtime_ns if old else 0, 0, "", old.ino if old else numbers.next())
+            if other_data and old is None:
+                written.lost.append((decode(other_data).ino, name))  # a file until now
+            hides = name in files_here
         else:
             files_here.add(name)
-            if info.size >= 0:
-                row = Row(generation, info.mtime_ns, info.size, info.etag, low)
-            elif old:
-                row = Row(generation, info.mtime_ns, old.size, old.etag, low, False)
-            else:
-                row = Row(generation, info.mtime_ns, 0, "", low, False)
-            if dir_row and dir_row.generation == generation:
-                written.conflicts += 1
-        ino = inode_of(directory, name, row)
-        written.inos.append(ino)
-        if old is None and (info is None or dir_row is None):
-            puts.append(("inodes", inode_key(ino), mark))
-            if dir_row is not None:
-                written.changed.append((ino, name))
-        if old is not None and (old.known or old.etag) and (old.size, old.etag) != (row.size, row.etag):
-            written.changed.append((ino, name))
-        puts.append(("names", directory.key + mark, encode(row)))
+            row = _row_of(info, generation, old, numbers)
+            hides = False
+        if hides or (other_data and generation_of(other_data) == generation):
+            written.conflicts += 1
+        if old is not None and old.ino != row.ino:
+            puts.append(("inodes", inode_key(old.ino), None))
+            written.lost.append((old.ino, mark))
+        written.inos.append(row.ino)
+        if old is not None and old.ino == row.ino:
+            puts.append(("names", directory.key + mark, encode(row)))
+        else:
+            puts += named(directory, mark, row)
     database.write(puts)
     return written
 
 
-def _allocate(
-    database: WriteBehind, directory: Directory, names: list[bytes], reserved: Container[int]
-) -> dict[bytes, int | None]:
-    """A lower inode part for each new name; None where it is the hash itself, which is nearly always."""
-    wanted = {name: low_of(name) for name in dict.fromkeys(names)}
-    keys = [inode_key(join(directory.number, low)) for low in wanted.values()]
-    result: dict[bytes, int | None] = {}
-    taken: set[int] = set()
-    for (name, first), holder in zip(wanted.items(), database.get_many("inodes", keys), strict=True):
-        low = first
-        while (
-            low in taken
-            or (holder is not None and name_in(holder) != name)
-            or join(directory.number, low) in reserved
-        ):
-            low = next_low(low)
-            holder = database.get("inodes", inode_key(join(directory.number, low)))
-        taken.add(low)
-        result[name] = None if low == first else low
-    return result
+def _row_of(info: ObjectInfo, generation: int, old: Row | None, numbers: Numbers) -> Row:
+    if info.size >= 0:
+        same = old is not None and (
+            not (old.known or old.etag) or (old.size, old.etag) == (info.size, info.etag)
+        )
+        ino = old.ino if old is not None and same else numbers.next()
+        return Row(generation, info.mtime_ns, info.size, info.etag, ino)
+    if old is not None:
+        return Row(generation, info.mtime_ns, old.size, old.etag, old.ino, False)
+    return Row(generation, info.mtime_ns, 0, "", numbers.next(), False)
 
 
 def write_answer(
-    database: WriteBehind,
+    tree: Tree,
     directory: Directory,
     name: bytes,
     answer: ObjectInfo | bool,
     generation: int,
-    reserved: Container[int] = (),
     also: Sequence[Put] = (),
 ) -> Written:
     """Write what was said of one name: an object, True for a directory, False for neither."""
     extra: list[Put] = [directory.state(), *also]
-    as_dir, as_file = database.get_many(
-        "names", (directory.key + mark_of_directory(name), directory.key + name)
-    )
+    as_dir, as_file = tree.find(directory, name)
+    marks = {mark_of_directory(name): as_dir, name: as_file}
+    if answer is False:
+        gone = forget(tree, directory, marks, extra)
+        directory.changed()
+        return Written(lost=gone)
+    lost: list[Lost] = []
     if answer is True:
-        entries: list[tuple[bytes, ObjectInfo | None]] = [(mark_of_directory(name), None)]
-        generation = _newer(generation, as_dir)
-        written = write_names(database, directory, entries, generation, extra, reserved)
-        directory.changed()
-        return written
-    if answer is not False:
-        generation = _newer(generation, as_file)
-        if as_dir:
-            # It was a directory and is a file now: the row goes, the number stays with the name.
-            old = decode(as_dir)
-            ino = inode_of(directory, name, old)
-            row = Row(generation, answer.mtime_ns, answer.size, answer.etag, old.low)
-            extra += [
-                ("names", directory.key + mark_of_directory(name), None),
-                ("names", directory.key + name, encode(row)),
-                ("inodes", inode_key(ino), name),
-            ]
-            database.write(extra)
-            written = Written([ino], [(ino, name)])
-        else:
-            written = write_names(database, directory, [(name, answer)], generation, extra, reserved)
-        directory.changed()
-        return written
-    written = Written()
-    for mark, data in ((mark_of_directory(name), as_dir), (name, as_file)):
-        if data:
-            ino = inode_of(directory, name, decode(data))
-            extra += [("names", directory.key + mark, None), ("inodes", inode_key(ino), None)]
-            written.changed.append((ino, name))
-    database.write(extra)
+        mark, info = mark_of_directory(name), None
+    else:
+        mark, info = name, answer
+        lost = forget(tree, directory, {mark_of_directory(name): as_dir}, extra)
+    if (shown := marks[mark]) is not None and shown.generation != PINNED:
+        generation = max(generation, shown.generation)
+    written = write_names(tree, directory, [(mark, info)], generation, extra)
+    written.lost += lost
     directory.changed()
     return written
 
 
-def _newer(generation: int, data: bytes | None) -> int:
-    """The newer one of two listings: `generation`, and that which showed the row, if there is one."""
-    shown = generation if data is None else generation_of(data)
-    return generation if shown == PINNED else max(generation, shown)
+def forget(
+    tree: Tree, directory: Directory, marks: dict[bytes, Row | None], also: Sequence[Put] = ()
+) -> list[Lost]:
+    """Take these rows away, and write what is `also` to be written."""
+    puts = list(also)
+    lost: list[Lost] = []
+    for mark, row in marks.items():
+        if row is not None:
+            puts += [("names", directory.key + mark, None), ("inodes", inode_key(row.ino), None)]
+            lost.append((row.ino, mark))
+    tree.database.write(puts)
+    return lost
+
+
+def move(
+    tree: Tree,
+    place: tuple[Directory, bytes],
+    to: tuple[Directory, bytes],
+    row: Row,
+    also: Sequence[Put] = (),
+) -> list[Lost]:
+    """An inode goes from one place (directory, mark) to another, where `row` is what is known of it. Returns what was
+    there. What has come to the old place meanwhile stays."""
+    (directory, mark), (above, new) = place, to
+    name = name_in(new)
+    as_dir, as_file = tree.find(above, name)
+    there = {mark_of_directory(name): as_dir, name: as_file}
+    lost = forget(tree, above, {one: old for one, old in there.items() if old and old.ino != row.ino})
+    puts = [*named(above, new, row), above.state(), directory.state(), *also]
+    if (before := tree.row(directory, mark)) is not None and before.ino == row.ino:
+        puts.append(("names", directory.key + mark, None))
+    tree.database.write(puts)
+    above.changed()
+    directory.changed()
+    return lost
 
 
 def pin(
-    database: WriteBehind,
-    directory: Directory,
-    name: bytes,
-    mtime_ns: int,
-    etag: str,
-    reserved: Container[int],
-) -> tuple[int, Row]:
-    """A file is being written under this name: its number, and its row, which no listing changes or sweeps until it is
-    written again."""
-    as_dir, as_file = database.get_many(
-        "names", (directory.key + mark_of_directory(name), directory.key + name)
+    tree: Tree, directory: Directory, name: bytes, mtime_ns: int, etag: str, ino: int
+) -> tuple[Row, list[Lost]]:
+    """A file is being written under this name, the inode `ino` (0: a new one): its row, which no listing changes or sweeps
+    until it is written again; and what was there."""
+    as_dir, as_file = tree.find(directory, name)
+    row = Row(PINNED, mtime_ns, 0, etag, ino or tree.numbers.next(), False)
+    before = {mark_of_directory(name): as_dir, name: as_file}
+    lost = forget(
+        tree, directory, {mark: old for mark, old in before.items() if old is not None and old.ino != row.ino}
     )
-    hint = as_dir or as_file
-    low = decode(hint).low if hint else _allocate(database, directory, [name], reserved)[name]
-    row = Row(PINNED, mtime_ns, 0, etag, low, False)
-    write_pinned(database, directory, name, row)
-    return inode_of(directory, name, row), row
+    write_pinned(tree.database, directory, name, row)
+    return row, lost
 
 
 def write_pinned(database: WriteBehind, directory: Directory, name: bytes, row: Row) -> None:
     """The rows of a name under which a file is being written."""
-    database.write(
-        [
-            directory.state(),
-            ("names", directory.key + mark_of_directory(name), None),
-            ("names", directory.key + name, encode(row)),
-            ("inodes", inode_key(inode_of(directory, name, row)), name),
-            ("local", directory.key + name, b""),
-        ]
-    )
+    database.write([directory.state(), *named(directory, name, row), ("local", directory.key + name, b"")])
     directory.changed()
 
 
 def sweep(
-    database: WriteBehind, directory: Directory, generation: int, after: bytes, kept: Container[bytes] = ()
-) -> tuple[bytes | None, list[tuple[int, bytes]]]:
+    tree: Tree, directory: Directory, generation: int, after: bytes, kept: Container[bytes] = ()
+) -> tuple[bytes | None, list[Lost]]:
     """Remove from the next `CHUNK` names behind `after` those that listing `generation` did not show, but for directories
     that are `kept`.
 
-    Returns where to go on (None at the end) and the (inode, mark) removed."""
+    Returns where to go on (None at the end) and what was removed."""
     start = directory.key + after + b"\0" if after else directory.key
-    rows = database.scan("names", start, end_of(directory.key), CHUNK)
+    rows = tree.database.scan("names", start, end_of(directory.key), CHUNK)
     puts: list[Put] = []
-    gone: list[tuple[int, bytes]] = []
+    gone: list[Lost] = []
     for key, data in rows:
         if generation_of(data) >= generation:
             continue
-        mark = key[4:]
-        name = name_in(mark)
-        if name in kept and mark.endswith(b"/"):
-            puts.append(("names", key, encode(decode(data)._replace(generation=generation))))
+        mark, row = key[NUMBER_BYTES:], decode(data)
+        if mark.endswith(b"/") and name_in(mark) in kept:
+            puts.append(("names", key, encode(row._replace(generation=generation))))
             continue
-        ino = inode_of(directory, name, decode(data))
-        other = name if mark.endswith(b"/") else mark_of_directory(name)
-        dir_row = database.get("names", directory.key + other)
-        puts.append(("names", key, None))
-        if dir_row is None or (other == name and generation_of(dir_row) < generation):
-            puts.append(("inodes", inode_key(ino), None))
-            gone.append((ino, mark))
-        elif other == name:  # the directory is gone and a file of its name takes its place
-            puts.append(("inodes", inode_key(ino), name))
-            gone.append((ino, mark))
+        puts += [("names", key, None), ("inodes", inode_key(row.ino), None)]
+        gone.append((row.ino, mark))
     if puts:
-        database.write(puts)
-    return (rows[-1][0][4:] if len(rows) == CHUNK else None), gone
+        tree.database.write(puts)
+    return (rows[-1][0][NUMBER_BYTES:] if len(rows) == CHUNK else None), gone
 
 
-def erase(database: WriteBehind, number: int) -> list[int] | None:
+def erase(tree: Tree, ino: int) -> list[int] | None:
     """Remove up to `CHUNK` names of a directory that is gone.
 
     Returns the numbers of the directories among them; None when nothing was left and the directory itself is removed."""
-    key = number.to_bytes(4, "big")
-    rows = database.scan("names", key, end_of(key), CHUNK)
+    key = inode_key(ino)
+    rows = tree.database.scan("names", key, end_of(key), CHUNK)
     if not rows:
-        start, stop = inode_key(join(number, 0)), inode_key(join(number + 1, 0))
-        database.write([("directories", key, None)], [("inodes", start, stop)])
+        tree.database.write([("directories", key, None)])
         return None
     below: list[int] = []
     puts: list[Put] = []
     for row_key, data in rows:
-        mark = row_key[4:]
-        low = decode(data).low
-        ino = join(number, low_of(name_in(mark)) if low is None else low)
-        puts += [("names", row_key, None), ("inodes", inode_key(ino), None)]
-        if mark.endswith(b"/"):
-            below.append(ino)
-    database.write(puts)
-    return [n for ino in below if (n := number_written(database, ino)) is not None]
-
-
-def number_written(database: WriteBehind, ino: int) -> int | None:
-    """The number of a directory that something was ever written about."""
-    number = number_of(ino)
-    while (state := database.get("directories", number.to_bytes(4, "big"))) is not None:
-        if int.from_bytes(state[:8], "big") == ino:
-            return number
-        number = next_number(number)
-    return None
+        row = decode(data)
+        number = inode_key(row.ino)
+        puts += [("names", row_key, None), ("inodes", number, None), ("kept", number, None)]
+        if row_key.endswith(b"/"):
+            below.append(row.ino)
+    tree.database.write(puts)
+    return below

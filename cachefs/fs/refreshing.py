@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cachefs.base.errors import CachefsError, NameTooLong, NotFound
 from cachefs.fs.keys import MAX_NAME, name_in, nameable
 from cachefs.fs.pages import write_pinned
-from cachefs.fs.tree import Directory, inode_of
+from cachefs.fs.tree import Directory
 from cachefs.fs.tree_queries import components
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Guessed: more than a program tries on its way to what it imports."""
 
 class Refreshing:
     """`forget` drops what is known of open files; `tell` has the kernel look at a name (directory, ino, name) again, and
-    `told` waits until it does. Numbers are those of paths; 0 is no inode. `clock` is seconds since the epoch."""
+    `told` waits until it does. 0 is no inode. `clock` is seconds since the epoch."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class Refreshing:
             as_dir, as_file = self._tree.find(directory, name)
             if as_dir is None or index == len(names) - 1:
                 if as_dir is not None:
-                    await self.name(directory, name + b"/", inode_of(directory, name, as_dir))
+                    await self.name(directory, name + b"/", as_dir.ino)
                 elif as_file is not None:
-                    await self.name(directory, name, inode_of(directory, name, as_file))
+                    await self.name(directory, name, as_file.ino)
                 else:
                     # Not known: what may be known is its absence, and that hangs on the listing here.
                     self._freshness.forget_answers()
                     await self._disbelieve(directory)
                     self._tell(directory, 0, name)
                 return
-            directory = self._tree.directory(inode_of(directory, name, as_dir))
+            directory = self._tree.directory(as_dir.ino)
         await self.directory(directory)
 
     async def name(self, directory: Directory, mark: bytes, ino: int) -> None:
@@ -112,7 +112,7 @@ class Refreshing:
             rows = self._tree.scan(directory, after, 1000)
             for mark, row in rows:
                 name = name_in(mark)
-                self._tell(directory, inode_of(directory, name, row), name)
+                self._tell(directory, row.ino, name)
             after = rows[-1][0] if len(rows) == 1000 else None
             await self._told()
 
@@ -128,7 +128,7 @@ class Refreshing:
                 self._lister.cancel(directory)
             self._tree.renew()
             for (number, name), held in self._freshness.held.items():
-                holder = self._tree.by_number(number)
+                holder = self._tree.known(number)
                 if holder is not None:
                     write_pinned(self._tree.database, holder, name, held.found(0.0).row)
         except CachefsError as exc:

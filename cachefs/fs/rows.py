@@ -1,4 +1,4 @@
-"""How one name is written down: about 26 bytes for a file with an S3 etag. Pure.
+"""How one name is written down: about 32 bytes for a file with an S3 etag. Pure.
 
 A million names must fit into the memory of a daemon that is allowed 200 MB, so the row is fixed fields of the smallest
 width that holds the value, then the etag, packed when it has the usual shape (32 hex digits in quotes).
@@ -10,10 +10,11 @@ import re
 import struct
 from typing import NamedTuple
 
+from cachefs.fs.inodes import NUMBER_BYTES, inode_key
+
 _WIDE_GENERATION = 0x01
 _NANOSECONDS = 0x02
 _WIDE_SIZE = 0x04
-_MOVED = 0x08
 _UNKNOWN = 0x10
 _ETAG_FORM = 0x60
 _ETAG_TEXT, _ETAG_MD5, _ETAG_PARTS = 0x00, 0x20, 0x40
@@ -36,20 +37,20 @@ it."""
 class Row(NamedTuple):
     """What is known of one name.
 
-    `generation` is the listing of its directory that last showed it. `low` is the lower part of the inode number where
-    that is not simply the hash of the name. Not `known`: the listing did not tell size and etag; they are those of the
-    version that was known before, if any was. Nor is a dirty file known. Directories have size 0 and no etag."""
+    `generation` is the listing of its directory that last showed it. `ino` is its inode. Not `known`: the listing did not
+    tell size and etag; they are those of the version that was known before, if any was. Nor is a dirty file known.
+    Directories have size 0 and no etag."""
 
     generation: int
     mtime_ns: int
     size: int
     etag: str
-    low: int | None = None
+    ino: int = 0
     known: bool = True
 
 
 def encode(row: Row) -> bytes:
-    generation, mtime_ns, size, etag, low, known = row
+    generation, mtime_ns, size, etag, ino, known = row
     flags = 0
     if generation > 0xFF:
         flags |= _WIDE_GENERATION
@@ -61,10 +62,7 @@ def encode(row: Row) -> bytes:
         flags |= _UNKNOWN
     if size > 0xFFFFFFFF:
         flags |= _WIDE_SIZE
-    head = _FIXED[flags & 7].pack(generation, seconds, size)
-    if low is not None:
-        flags |= _MOVED
-        head += low.to_bytes(5, "big")
+    head = _FIXED[flags & 7].pack(generation, seconds, size) + inode_key(ino)
     if match := _MD5.fullmatch(etag):
         flags |= _ETAG_MD5
         tail = bytes.fromhex(match[1])
@@ -80,11 +78,8 @@ def decode(data: bytes) -> Row:
     flags = data[0]
     fixed = _FIXED[flags & 7]
     generation, mtime, size = fixed.unpack_from(data, 1)
-    end = 1 + fixed.size
-    low = None
-    if flags & _MOVED:
-        low = int.from_bytes(data[end : end + 5], "big")
-        end += 5
+    end = 1 + fixed.size + NUMBER_BYTES
+    ino = int.from_bytes(data[end - NUMBER_BYTES : end], "big")
     form = flags & _ETAG_FORM
     if form == _ETAG_MD5:
         etag = f'"{data[end:].hex()}"'
@@ -97,7 +92,7 @@ def decode(data: bytes) -> Row:
         mtime if flags & _NANOSECONDS else mtime * SECOND,
         size,
         etag,
-        low,
+        ino,
         not flags & _UNKNOWN,
     )
 

@@ -1,14 +1,18 @@
 """The tree as it is known: names, inode numbers and the state of listings, in LMDB.
 
 Idea: a name is one row, filed under its directory and its mark (`cachefs.fs.keys`), so that a table looks like the
-listing it came from. No Python object is kept per name: a million names cost disk pages, not heap. Objects exist only
-for directories in use, and exactly one for each.
+listing it came from; it leads to an inode, which has a number of its own. No Python object is kept per name: a million
+names cost disk pages, not heap. Objects exist only for directories in use, and exactly one for each; a directory that is
+renamed keeps it.
 
-Tables: ``names`` directory number + mark → row; ``inodes`` inode number → mark (the directory is part of the number);
-``directories`` number → state of its listing; ``state`` whatever concerns all; ``local`` the keys of `names` that are being
-written here; ``kept`` what was set here of files and directories (`cachefs.fs.overrides`).
+Tables: ``names`` number of a directory + mark → row; ``inodes`` number → number of its directory + mark; ``directories``
+number → state of its listing; ``state`` whatever concerns all; ``local`` the keys of `names` that are being written here;
+``kept`` number → what was set here of a file or a directory (`cachefs.fs.overrides`).
 
-A file row beside a directory row of the same name is hidden: the directory wins, and owns the inode number.
+An inode is a directory, or one version of a file and what is made of that here. When the origin has another version under
+a name, that is another inode.
+
+A file row beside a directory row of the same name is hidden: the directory wins.
 
 Reads are synchronous and cheap. So are writes, for the rows are brought to the disk behind them; they go through
 `cachefs.fs.pages` under the one lock `writing`.
@@ -31,7 +35,7 @@ from cachefs.base.clock import Machine, SteadyClock
 from cachefs.base.database import Put
 from cachefs.base.errors import ConfigError, NotADirectory, NotFound
 from cachefs.fs.attributes import Ttls
-from cachefs.fs.inodes import LOW_BITS, LOW_MASK, ROOT, join, low_of, next_number, number_of
+from cachefs.fs.inodes import NUMBER_BYTES, ROOT, Numbers, inode_key
 from cachefs.fs.keys import mark_of_directory, name_in, nameable
 from cachefs.fs.rows import PINNED, Row, decode, encode
 
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TABLES = ("names", "inodes", "directories", "state", "local", "kept")
-FORMAT = "names 2"
+FORMAT = "names 3"
 """Name of the tables' format, for `Database`."""
 
 KEPT_DIRECTORIES = 4096
@@ -53,7 +57,7 @@ CHANGES_REMEMBERED = 16_384
 
 ALWAYS = 0xFFFFFFFF
 
-_STATE = struct.Struct(">QIIdIII")
+_STATE = struct.Struct(">IIdIII")
 _EPOCH = b"epoch"
 _FINGERPRINT = b"volumes"
 _CLOCK = b"clock"
@@ -114,7 +118,6 @@ class Directory:
         "listing",
         "mark",
         "marked",
-        "number",
         "origin",
         "parent",
         "prefix",
@@ -129,7 +132,6 @@ class Directory:
     def __init__(
         self,
         ino: int,
-        number: int,
         parent: Directory | None,
         mark: bytes,
         origin: Origin | None,
@@ -139,8 +141,7 @@ class Directory:
         self.ttls = ttls
         self.early = False
         self.ino = ino
-        self.number = number
-        self.key = number.to_bytes(4, "big")
+        self.key = inode_key(ino)
         self.parent = parent
         self.mark = mark
         self.origin = origin
@@ -167,7 +168,6 @@ class Directory:
 
     def load(self, state: bytes) -> None:
         (
-            _,
             self.generation,
             self.complete,
             self.listed_at,
@@ -179,7 +179,6 @@ class Directory:
     def state(self) -> Put:
         """The row that says all this."""
         packed = _STATE.pack(
-            self.ino,
             self.generation,
             self.complete,
             self.listed_at,
@@ -235,25 +234,24 @@ class Tree:
         self.database = database
         self.writing = _Turn(database)
         self._by_ino: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
-        self._by_number: weakref.WeakValueDictionary[int, Directory] = weakref.WeakValueDictionary()
         self._kept: dict[int, Directory] = {}
         self._volumes: dict[bytes, tuple[Origin, Ttls]] = {}
         self.changes = 0  # made here so far
         self._changed: dict[tuple[int, bytes], int] = {}
         self.renewals = 0
         self._lasting: list[Put] = []  # rows that are the same as long as the mount is there
-        self.moved: dict[int, int] = {}  # number whose name was moved away → number of the path it is at now
         same_volumes = self._check_fingerprint(volumes)
+        self.numbers = Numbers(database)
         self._forget_dirty_files()
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
         ttls = (only and volumes[0].ttls) or self._ttls
-        self.root = Directory(ROOT, 0, None, b"", only, _prefix_of(only) if only else "", ttls)
+        self.root = Directory(ROOT, None, b"", only, _prefix_of(only) if only else "", ttls)
         if state := database.get("directories", self.root.key):
             self.root.load(state)
         if only is None:
             self._write_volumes(volumes)
-        self._by_ino[ROOT] = self._by_number[0] = self.root
+        self._by_ino[ROOT] = self.root
         newest = database.get("state", _NEWEST)
         if same_volumes and (newest is None or _TIME.unpack(newest)[0] > clock()):
             log.info("the clock was set back since names were listed: looking again")
@@ -267,9 +265,9 @@ class Tree:
         if known != fingerprint:
             if known is not None:
                 log.info("other sources than last time: forgetting the names that were known")
-            everything = [(table, b"", b"\xff" * 8) for table in TABLES]
-            clock = self.database.get("state", _CLOCK)
-            self.database.write([("state", _FINGERPRINT, fingerprint), ("state", _CLOCK, clock)], everything)
+            everything = [(table, b"", b"\xff" * 8) for table in TABLES if table != "state"]
+            answers = [("state", _EPOCH, None), ("state", _NEWEST, None)]
+            self.database.write([("state", _FINGERPRINT, fingerprint), *answers], everything)
         self._lasting += [
             ("state", _FINGERPRINT, fingerprint),
             ("state", _CLOCK, self.database.get("state", _CLOCK)),
@@ -277,18 +275,18 @@ class Tree:
         return known == fingerprint
 
     def _forget_dirty_files(self) -> None:
-        """What was being written when the last daemon died: what is at the store under these names is not known."""
+        """What was being written when the last daemon died: what is at the store under these names is not known. Each keeps
+        its inode, if its content comes back."""
         while rows := self.database.scan("local", b"", b"\xff" * 8, 1000):
             puts: list[Put] = []
             for key, _ in rows:
-                data, state = self.database.get("names", key), self.database.get("directories", key[:4])
+                above = key[:NUMBER_BYTES]
+                data, state = self.database.get("names", key), self.database.get("directories", above)
                 puts.append(("local", key, None))
-                if data is not None and decode(data).generation == PINNED:
-                    name, low = key[4:], decode(data).low
-                    ino = join(int.from_bytes(key[:4], "big"), low_of(name) if low is None else low)
-                    puts += [("names", key, None), ("inodes", inode_key(ino), None)]
+                if data is not None and (row := decode(data)).generation == PINNED:
+                    puts.append(("names", key, encode(row._replace(generation=0))))
                 if state is not None:
-                    puts.append(("directories", key[:4], _unlisted(state)))
+                    puts.append(("directories", above, _unlisted(state)))
             self.database.write(puts)
 
     def _write_volumes(self, volumes: Sequence[Volume]) -> None:
@@ -297,15 +295,13 @@ class Tree:
         root.generation = root.complete = 1
         root.listed_at, root.listed_epoch = float("inf"), ALWAYS
         puts: list[Put] = [root.state()]
-        row = encode(Row(1, 0, 0, ""))
         for volume in volumes:
             name = volume.name.encode()
             if not nameable(name) or name in self._volumes:
                 raise ConfigError(f"{volume.name!r} cannot be the name of a source: give it another name")
             self._volumes[name] = volume.origin, volume.ttls or self._ttls
             mark = mark_of_directory(name)
-            low = low_of(name)
-            puts += [("names", root.key + mark, row), ("inodes", inode_key(join(0, low)), mark)]
+            puts += named(root, mark, self.row(root, mark) or Row(1, 0, 0, "", self.numbers.next()))
         self.database.write(puts)
         self._lasting += puts
 
@@ -314,17 +310,13 @@ class Tree:
     def directory(self, ino: int) -> Directory:
         """The directory with this inode number. Raises `NotFound` or `NotADirectory`."""
         found = self._by_ino.get(ino)
-        if found is not None:
-            return found
-        ino = self.moved.get(ino, ino)
-        found = self._by_ino.get(ino)
         chain: list[tuple[int, bytes]] = []
         while found is None:
-            mark = self._mark(ino)
+            above, mark = self._place(ino)
             if not mark.endswith(b"/"):
                 raise NotADirectory(f"inode {ino} is a file")
             chain.append((ino, mark))
-            ino = self._owner(ino >> LOW_BITS)
+            ino = above
             found = self._by_ino.get(ino)
         for child, mark in reversed(chain):
             found = self._adopt(found, child, mark)
@@ -332,44 +324,29 @@ class Tree:
 
     def locate(self, ino: int) -> tuple[Directory, bytes]:
         """Where an inode (not the root) is: its directory and its mark there. Raises `NotFound`."""
-        ino = self.moved.get(ino, ino)
-        mark = self._mark(ino)
-        directory = self._by_number.get(ino >> LOW_BITS)
-        return directory or self.directory(self._owner(ino >> LOW_BITS)), mark
+        above, mark = self._place(ino)
+        return self._by_ino.get(above) or self.directory(above), mark
 
-    def _mark(self, ino: int) -> bytes:
-        mark = self.database.get("inodes", inode_key(ino))
-        if mark is None:
+    def _place(self, ino: int) -> tuple[int, bytes]:
+        place = self._written_place(ino)
+        if place is None:
             raise NotFound(f"no inode {ino}")
-        return mark
+        return int.from_bytes(place[:NUMBER_BYTES], "big"), place[NUMBER_BYTES:]
 
-    def _owner(self, number: int) -> int:
-        directory = self._by_number.get(number)
-        if directory is not None:
-            return directory.ino
-        state = self.database.get("directories", number.to_bytes(4, "big"))
-        if state is None:
-            raise NotFound(f"no directory {number}")
-        ino: int = _STATE.unpack(state)[0]
-        return ino
+    def _written_place(self, ino: int) -> bytes | None:
+        """The key of the row of an inode; its number may be any."""
+        return None if ino >> 8 * NUMBER_BYTES else self.database.get("inodes", inode_key(ino))
 
     def _adopt(self, parent: Directory, ino: int, mark: bytes) -> Directory:
-        number = number_of(ino)
-        while True:
-            other = self._by_number.get(number)
-            state = self.database.get("directories", number.to_bytes(4, "big"))
-            if other is None and (state is None or _STATE.unpack(state)[0] == ino):
-                break
-            number = next_number(number)
         if parent.origin is None:
             origin, ttls = self._volumes[name_in(mark)]
-            directory = Directory(ino, number, parent, mark, origin, _prefix_of(origin), ttls)
+            directory = Directory(ino, parent, mark, origin, _prefix_of(origin), ttls)
         else:
             prefix = parent.prefix + mark.decode("utf-8")
-            directory = Directory(ino, number, parent, mark, parent.origin, prefix, parent.ttls)
-        if state is not None:
+            directory = Directory(ino, parent, mark, parent.origin, prefix, parent.ttls)
+        if (state := self.database.get("directories", directory.key)) is not None:
             directory.load(state)
-        self._by_ino[ino] = self._by_number[number] = self._kept[number] = directory
+        self._by_ino[ino] = self._kept[ino] = directory
         if len(self._kept) > KEPT_DIRECTORIES:
             del self._kept[next(iter(self._kept))]
         return directory
@@ -377,15 +354,23 @@ class Tree:
     def drop(self, directory: Directory) -> None:
         """Forget the object of a directory that is gone."""
         self._by_ino.pop(directory.ino, None)
-        self._by_number.pop(directory.number, None)
-        self._kept.pop(directory.number, None)
+        self._kept.pop(directory.ino, None)
+
+    def replace(self, directory: Directory, parent: Directory, mark: bytes) -> list[Directory]:
+        """A directory has another place now. Returns it and those below it that are in use: what they hold is under other
+        keys."""
+        directory.refreshed = self.epoch_needed(directory)  # as it was above
+        directory.parent, directory.mark = parent, mark
+        before, after = directory.prefix, parent.prefix + mark.decode()
+        moved = [one for one in self.in_use() if is_below(one, directory)]
+        for one in moved:
+            one.prefix = after + one.prefix.removeprefix(before)
+            one.epoch_seen = -1
+        return moved
 
     def known(self, ino: int) -> Directory | None:
         """The directory, when it is in use."""
         return self._by_ino.get(ino)
-
-    def by_number(self, number: int) -> Directory | None:
-        return self._by_number.get(number)
 
     def epoch_needed(self, directory: Directory) -> int:
         """The epoch since which a listing of `directory` may have begun to be used."""
@@ -414,12 +399,8 @@ class Tree:
             puts.append(directory.state())
             parent, mark = directory.parent, directory.mark
             if parent is not None and parent.origin is not None:
-                low = directory.ino & LOW_MASK
-                row = Row(0, 0, 0, "", None if low == low_of(name_in(mark)) else low)
-                puts += [
-                    ("names", parent.key + mark, encode(row)),
-                    ("inodes", inode_key(directory.ino), mark),
-                ]
+                puts += named(parent, mark, Row(0, 0, 0, "", directory.ino))
+        self.numbers.reserve()
         self.database.write([*puts, *self.refresh(self.root)])
 
     def newest(self, listed_at: float) -> Put:
@@ -430,24 +411,25 @@ class Tree:
         """The directories that are mounted."""
         if self.root.origin is not None:
             return [self.root]
-        return [self.directory(join(0, low_of(name))) for name in self._volumes]
+        rows = self.as_directories(self.root, list(self._volumes))
+        return [self.directory(row.ino) for row in rows if row is not None]
 
     def in_use(self) -> list[Directory]:
-        return list(self._by_number.values())
+        return list(self._by_ino.values())
 
     # -- changes made here ---------------------------------------------------------------------------
 
     def note_change(self, directory: Directory, name: bytes) -> None:
         """A change of this name is done: what was asked for before must not undo it."""
         self.changes += 1
-        self._changed.pop((directory.number, name), None)
-        self._changed[directory.number, name] = self.changes
+        self._changed.pop((directory.ino, name), None)
+        self._changed[directory.ino, name] = self.changes
         if len(self._changed) > CHANGES_REMEMBERED:
             del self._changed[next(iter(self._changed))]
 
     def changed_since(self, directory: Directory, name: bytes, changes: int) -> bool:
         """Whether it was changed here after the first `changes` changes."""
-        return self.changes != changes and self._changed.get((directory.number, name), 0) > changes
+        return self.changes != changes and self._changed.get((directory.ino, name), 0) > changes
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -466,34 +448,42 @@ class Tree:
         rows = self.database.scan(
             "names", directory.key + after + b"\0" if after else directory.key, end_of(directory.key), limit
         )
-        return [(key[4:], decode(data)) for key, data in rows]
+        return [(key[NUMBER_BYTES:], decode(data)) for key, data in rows]
 
     def as_directories(self, directory: Directory, names: Sequence[bytes]) -> list[Row | None]:
         """What is written about these names as directories."""
         rows = self.database.get_many("names", [directory.key + name + b"/" for name in names])
         return [None if data is None else decode(data) for data in rows]
 
-    def mark_at(self, directory: Directory, low: int) -> bytes | None:
-        return self.database.get("inodes", inode_key(join(directory.number, low)))
+    def mark_at(self, directory: Directory, ino: int) -> bytes | None:
+        """The mark of an inode, if it is in this directory."""
+        place = self._written_place(ino)
+        return place[NUMBER_BYTES:] if place is not None and place.startswith(directory.key) else None
+
+
+def named(directory: Directory, mark: bytes, row: Row) -> list[Put]:
+    """The rows that give an inode a name."""
+    return [
+        ("names", directory.key + mark, encode(row)),
+        ("inodes", inode_key(row.ino), directory.key + mark),
+    ]
+
+
+def is_below(directory: Directory | None, above: Directory) -> bool:
+    """Whether it is `above` or a directory below it."""
+    while directory is not None and directory is not above:
+        directory = directory.parent
+    return directory is above
 
 
 def _unlisted(state: bytes) -> bytes:
     """The state of a directory whose last listing does not count any more."""
-    ino, generation, _, _, listed_epoch, refreshed, hidden = _STATE.unpack(state)
-    return _STATE.pack(ino, generation, 0, 0.0, listed_epoch, refreshed, hidden)
-
-
-def inode_of(directory: Directory, name: bytes, row: Row) -> int:
-    """The inode number of a name that has a row."""
-    return directory.number << LOW_BITS | (low_of(name) if row.low is None else row.low)
-
-
-def inode_key(ino: int) -> bytes:
-    return ino.to_bytes(8, "big")
+    generation, _, _, listed_epoch, refreshed, hidden = _STATE.unpack(state)
+    return _STATE.pack(generation, 0, 0.0, listed_epoch, refreshed, hidden)
 
 
 def end_of(key: bytes) -> bytes:
-    """The first key behind everything that begins with `key` (never all 0xFF: numbers have 28 bits)."""
+    """The first key behind everything that begins with `key` (never all 0xFF: numbers do not come that far)."""
     return (int.from_bytes(key, "big") + 1).to_bytes(len(key), "big")
 
 

@@ -20,7 +20,7 @@ from cachefs.fs.directories import DirectoryHandle
 from cachefs.fs.inodes import ROOT
 from cachefs.fs.keys import nameable
 from cachefs.fs.rows import Row
-from cachefs.fs.tree import Directory, Found, inode_of
+from cachefs.fs.tree import Directory, Found
 
 if TYPE_CHECKING:
     from cachefs.fs.directories import DirectoryReader
@@ -73,7 +73,7 @@ class TreeQueries:
                 return None
             as_dir, as_file = self._tree.find(directory, name)
             if as_dir is not None:
-                directory = self._tree.directory(inode_of(directory, name, as_dir))
+                directory = self._tree.directory(as_dir.ino)
             elif as_file is not None and as_file.known and directory.origin and index == len(names) - 1:
                 return directory.origin, object_of(directory, name, as_file)
             else:
@@ -98,7 +98,7 @@ class TreeQueries:
         rows, end = self._landed(directory, after, min(limit, SLICE))
         assert directory.origin is not None or not rows
         return [
-            Sibling(mark, inode_of(directory, mark, row), directory.origin, object_of(directory, mark, row))  # type: ignore[arg-type]
+            Sibling(mark, row.ino, directory.origin, object_of(directory, mark, row))  # type: ignore[arg-type]
             for mark, row in rows
         ], end
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from cachefs.fs.rows import Row
     from cachefs.fs.writer import DirtyFile, Writer
     from cachefs.origin import Origin
-    from cachefs.origin.protocol import ObjectInfo
 
 __all__ = ["Opened", "Writing"]
 
@@ -66,9 +65,8 @@ class Writing:
         self._forget = forget
         self._wall = wall
         self._kept = Overrides(tree.database)
-        self._local_changes = LocalChanges(tree, freshness, lister, files, writer, clock, wall)
+        self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, clock, wall)
         self._local_changes.on_change = forget
-        self._local_changes.on_stored = self._stored
         self.locks = NameLocks()
         self._dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
         writer.on_changed = self._changed_unseen
@@ -103,10 +101,9 @@ class Writing:
     # -- what is shown -----------------------------------------------------------------------------
 
     def shape(self, ino: int, is_dir: bool, row: Row) -> Attributes:
-        """Of what the store has; `ino` is the number it is shown under."""
-        stable = self._files.stable(ino)
-        kept = self._kept.get(stable, row.etag) if self._kept.any else _NOTHING
-        if is_dir and (changed := self._local_changes.times.get(stable)) is not None:
+        """Of what the store has."""
+        kept = self._kept.get(ino) if self._kept.any else _NOTHING
+        if is_dir and (changed := self._local_changes.times.get(ino)) is not None:
             kept = {**kept, "mtime_ns": changed, "ctime_ns": max(changed, kept.get("ctime_ns", changed))}
         return self._shape(ino, is_dir, row.size, row.mtime_ns, kept)
 
@@ -127,13 +124,13 @@ class Writing:
             (size, mtime_ns), kept = _content(node), node.attrs
         else:
             size, mtime_ns = handle.object.size, handle.mtime_ns
-            kept = self._kept.get(handle.stable, handle.object.etag) if self._kept.any else _NOTHING
+            kept = self._kept.get(handle.ino) if self._kept.any else _NOTHING
         return self._shape(handle.ino, False, size, mtime_ns, kept)
 
     def _of_node(self, node: Node) -> Attributes:
         size, mtime_ns = _content(node)
-        ino = self._local_changes.number(node)
-        return self._shape(ino, False, size, mtime_ns, node.attrs, int(self._local_changes.named(node)))
+        links = int(self._local_changes.named(node))
+        return self._shape(node.ino, False, size, mtime_ns, node.attrs, links)
 
     def _shape(
         self, ino: int, is_dir: bool, size: int, mtime_ns: int, kept: dict[str, Any], links: int = 1
@@ -156,7 +153,7 @@ class Writing:
         """What has to be kept of something new: what is not shown anyhow. A set-gid directory hands its group down, and
         directories in it are set-gid, too."""
         options = self._options
-        over = self._kept.get(above.ino, "")
+        over = self._kept.get(above.ino)
         if over.get("mode", options.dir_mode) & stat.S_ISGID:
             gid = over.get("gid", options.gid)
             mode |= stat.S_ISGID if is_dir else 0
@@ -168,9 +165,9 @@ class Writing:
         wanted = {"mode": stat.S_IMODE(mode), "uid": uid, "gid": gid}
         return {name: value for name, value in wanted.items() if value != shown[name]}
 
-    def _stored(self, node: Node, info: ObjectInfo) -> None:
-        """The store has a dirty file: what was set of it is kept of this version."""
-        self._kept.put(node.stable, info.etag, node.attrs)
+    def forget_inode(self, ino: int) -> None:
+        """No name leads to it any more: the origin has something else."""
+        self._kept.put(ino, {})
 
     def clear_set_ids(self, fh: int, later: bool) -> None:
         """A process that may not keep set-uid and set-gid bits has changed the open file; `later`: may change it unseen."""
@@ -180,7 +177,7 @@ class Writing:
         elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
             node.attrs["mode"] = cleared
             if not node.removed:
-                self._kept.put(node.stable, self._local_changes.version(node).etag, node.attrs)
+                self._kept.put(node.ino, node.attrs)
 
     def _cleared(self, attrs: dict[str, Any]) -> int | None:
         """The mode without those bits, if it has some."""
@@ -203,35 +200,35 @@ class Writing:
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.dirty_file is not None and (node.held or node.removed):
             return self._keep_of_node(node, node.dirty_file, news)
-        if (parted := self._files.parted.get(ino)) is not None:  # its number may lead to another file's name
+        if (shown := self._files.nameless.get(ino)) is not None:
             if node is not None:
                 node.attrs.update(news)
             if "mode" in news:
                 news["mode"] |= stat.S_IFREG
-            self._files.parted[ino] = replace(parted, **news)
+            self._files.nameless[ino] = replace(shown, **news)
             return False
         if (gone := self._files.gone.get(ino)) is not None:
             if "mode" in news:
                 news["mode"] |= stat.S_IFDIR
             self._files.gone[ino] = (gone[0], replace(gone[1], **news))
             return False
-        stable, etag, mtime_ns = self._files.stable(ino), "", 0
+        mtime_ns = 0
         if ino != ROOT:
             directory, mark = self._locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
-            if node is not None and not node.removed:
+            if node is not None and not node.removed and node.ino == ino:
                 if node.held and node.dirty_file is not None:
                     return self._keep_of_node(node, node.dirty_file, news)
                 node.attrs.update(news)  # its first change would bring the old ones back
             row = self._tree.row(directory, mark)
             if row is not None:
-                etag, mtime_ns = row.etag, row.mtime_ns
+                mtime_ns = row.mtime_ns
         changed = self._local_changes.times
-        if stable in changed and not etag:
-            mtime_ns = changed.pop(stable)
+        if ino in changed:
+            mtime_ns = changed.pop(ino)
             news = {"mtime_ns": mtime_ns, **news}
-        kept = self._kept.get(stable, etag)
-        self._kept.put(stable, etag, kept | _with_atime(kept, mtime_ns, news))
+        kept = self._kept.get(ino)
+        self._kept.put(ino, kept | _with_atime(kept, mtime_ns, news))
         return True
 
     def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> bool:
@@ -240,12 +237,12 @@ class Writing:
         dirty_file.look()  # a later one would take what is set now for older than the change
         node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
         if node.held:
-            self._kept.put(node.stable, node.row.etag, node.attrs)
+            self._kept.put(node.ino, node.attrs)
         return False
 
     def _locate(self, ino: int) -> tuple[Directory, bytes]:
         try:
-            return self._tree.locate(self._files.stable(ino))
+            return self._tree.locate(ino)
         except NotFound:
             raise ObjectChanged(f"inode {ino} is gone") from None
 
@@ -265,8 +262,7 @@ class Writing:
                 raise AlreadyExists(f"{directory.prefix}{name.decode()} is there")
             if found.is_dir:
                 raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-            ino = self._shown(found)
-            return ino, await self.open(directory, name, ino, found, flags | os.O_RDWR, pid)
+            return found.ino, await self.open(directory, name, found, flags | os.O_RDWR, pid)
         attrs = self._attrs(directory, False, mode, uid, gid)
         node = await self._dirty_files.create(directory, name, attrs)
         opened = await self._dirty_files.open_writer(node, pid)
@@ -282,30 +278,27 @@ class Writing:
             self.release(opened[0])
         return ino
 
-    async def open(
-        self, directory: Directory, mark: bytes, ino: int, found: Found, flags: int, pid: int
-    ) -> Opened:
+    async def open(self, directory: Directory, mark: bytes, found: Found, flags: int, pid: int) -> Opened:
         """A handle to write what was found. The caller has claimed the name."""
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         self._forget()
         obj = object_of(directory, mark, found.row)
-        mtime_ns = found.row.mtime_ns
-        return await self._dirty_files.open(directory, name_in(mark), ino, obj, mtime_ns, flags, pid)
+        return await self._dirty_files.open(directory, mark, obj, found.row, flags, pid)
 
     async def open_nameless(self, ino: int, flags: int, pid: int) -> Opened:
         """A handle to write what is open and has lost its name."""
-        shown = self._files.parted[ino]
+        shown = self._files.nameless[ino]
         attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
         return await self._dirty_files.open_nameless(ino, flags, pid, attrs)
 
-    def open_reader(self, directory: Directory, mark: bytes, ino: int, row: Row, pid: int) -> Opened | None:
+    def open_reader(self, directory: Directory, mark: bytes, row: Row, pid: int) -> Opened | None:
         """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
         if not row.known:
-            node = self._local_changes.held.get((directory.number, mark))
+            node = self._local_changes.held.get((directory.ino, mark))
         else:
             node = self._local_changes.fresh(directory, mark, row)
-        return None if node is None else self._dirty_files.open_reader(node, ino, pid)
+        return None if node is None else self._dirty_files.open_reader(node, pid)
 
     def open_again(self, handle: FileHandle, pid: int) -> Opened:
         """Another handle to read a dirty file that is open."""
@@ -320,8 +313,8 @@ class Writing:
         if node is not None and node.removed and node.dirty_file is not None:
             await node.dirty_file.truncate(size)
             return
-        if self._files.nameless(ino):
-            fh, _, _ = await self.open_nameless(ino, os.O_WRONLY, 0)
+        if self._files.removed(ino):
+            fh, _ = await self.open_nameless(ino, os.O_WRONLY, 0)
             try:
                 await self._dirty_files.truncate_open(fh, size)
             finally:
@@ -330,7 +323,7 @@ class Writing:
         try:
             await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
         except ObjectChanged:
-            if not self._files.nameless(ino):
+            if not self._files.removed(ino):
                 raise
             await self.truncate(ino, size, fh)  # it has lost its name meanwhile
 
@@ -340,22 +333,15 @@ class Writing:
 
     async def _truncate(self, ino: int, size: int, directory: Directory, name: bytes) -> None:
         found = await self._looker.look(directory, name)
-        if not isinstance(found, Found) or self._shown(found) != ino:
-            raise ObjectChanged(f"inode {ino} is another version by now")
+        if not isinstance(found, Found) or found.ino != ino:
+            raise ObjectChanged(f"inode {ino} was replaced")
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
         self._forget()
         obj = object_of(directory, name, found.row)
         if found.row.known and obj.size == size:
             return
-        await self._dirty_files.truncate(directory, name, ino, obj, found.row.mtime_ns, size)
-
-    def _shown(self, found: Found) -> int:
-        if found.is_dir:
-            return self._files.own(found.ino)
-        if not found.row.known:
-            return self._local_changes.number(self._local_changes.of_row(found.row))
-        return self._files.shown(found.ino, found.row.etag, found.row.size)
+        await self._dirty_files.truncate(directory, name, obj, found.row, size)
 
     def is_going(self, directory: Directory, mark: bytes) -> bool:
         """True while the name shows a file that is being removed or replaced."""
@@ -368,7 +354,7 @@ class Writing:
         writable(directory)
         check_name(directory, name)
         found = await self._names.mkdir(directory, name)
-        self._kept.put(found.ino, "", self._attrs(directory, True, mode, uid, gid))
+        self._kept.put(found.ino, self._attrs(directory, True, mode, uid, gid))
         return found
 
     async def recover(self) -> None:

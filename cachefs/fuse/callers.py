@@ -3,8 +3,8 @@
 Which close is the last one. The kernel sends FLUSH for each close(2), also when a shell closes a duplicate, and when a
 forked child ends or calls exec. A checkpoint must not become visible half written because the training process started a
 subprocess. So the process that opened the file is examined: as long as it has a descriptor open for writing, a close was
-not the last one. A descriptor is identified by its inode number and its mount, because inode numbers are hashes of paths
-and the same path on two mounts has the same number.
+not the last one. A descriptor is identified by its inode number and its mount, because another mount may have the same
+number.
 
 Errors go in one direction, towards an upload too many: a process that cannot be seen (it has ended, or lives in another PID
 namespace) counts as having no descriptor, a file that is open for writing more than once is uploaded at each close, and a

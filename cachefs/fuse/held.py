@@ -37,8 +37,8 @@ _USED = struct.Struct("=QQ")
 """At the beginning: how many records, and how many backing ids, there is room for so far."""
 _HANDLE = struct.Struct("=QQ")
 """A record begins with unique and fh (0: no record). Then comes what it tells of the file."""
-_FILE = struct.Struct("=QQQqIHH")
-"""ino, stable, size, mtime_ns, backing id, volume, bytes of the text, which follows: the key, a zero and the etag."""
+_FILE = struct.Struct("=QQqIHH")
+"""ino, size, mtime_ns, backing id, volume, bytes of the text, which follows: the key, a zero and the etag."""
 _NO_FH = bytes(8)
 _BACKING = struct.Struct("=I")  # 0: none
 _RECORDS_AT = RECORD_BYTES * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // RECORD_BYTES)
@@ -139,7 +139,6 @@ class HandleRecord(NamedTuple):
     fh: int
     unique: int
     ino: int
-    stable: int
     size: int
     mtime_ns: int
     backing_id: int
@@ -148,15 +147,13 @@ class HandleRecord(NamedTuple):
     etag: str
 
 
-def described(
-    ino: int, stable: int, size: int, mtime_ns: int, backing_id: int, volume: int, key: str, etag: str
-) -> bytes:
+def described(ino: int, size: int, mtime_ns: int, backing_id: int, volume: int, key: str, etag: str) -> bytes:
     """What a record tells of an open file; b"" if its name is too long for one. See `HandleRecord`."""
     text = f"{key}\0{etag}".encode("utf-8", "surrogatepass")
     if _HANDLE.size + _FILE.size + len(text) > RECORD_BYTES:
         log.debug("no record of the open file %s: its name is too long", key)
         return b""
-    return _FILE.pack(ino, stable, size, mtime_ns, backing_id, volume, len(text)) + text
+    return _FILE.pack(ino, size, mtime_ns, backing_id, volume, len(text)) + text
 
 
 class HandleTable:
@@ -183,14 +180,12 @@ class HandleTable:
                 self._free.append(at)
                 continue
             self._slots[fh] = at
-            ino, stable, size, mtime_ns, backing, volume, length = _FILE.unpack_from(
-                memory, at + _HANDLE.size
-            )
+            ino, size, mtime_ns, backing, volume, length = _FILE.unpack_from(memory, at + _HANDLE.size)
             text_at = at + _HANDLE.size + _FILE.size
             key, _, etag = (
                 memory[text_at : text_at + length].decode("utf-8", "surrogatepass").rpartition("\0")
             )
-            yield HandleRecord(fh, unique, ino, stable, size, mtime_ns, backing, volume, key, etag)
+            yield HandleRecord(fh, unique, ino, size, mtime_ns, backing, volume, key, etag)
 
     def backing_ids(self) -> set[int]:
         """Those that the daemon before had registered. Once, before any is added."""

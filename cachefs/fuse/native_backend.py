@@ -381,22 +381,22 @@ class NativeBackend:
                 self._drop(fh)
 
     def _opened_to_write(self, unique: int, opened: Opened) -> None:
-        self._opened(unique, opened, self._writer_flags if opened[2] else 0)
+        self._opened(unique, opened, self._writer_flags if opened[1] else 0)
 
     def _created(self, unique: int, made: Created) -> None:
         attributes, ttl, opened = made
         fields = entry(attributes, ttl, least=0.0 if attributes.size else NEW_S)
-        self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[2] else 0)
+        self._hand_over(protocol.CREATE_REPLY, unique, fields, opened, self._writer_flags if opened[1] else 0)
 
     def _hand_over(
         self, reply: struct.Struct, unique: int, fields: tuple[int, ...], opened: Opened, flags: int
     ) -> None:
         """Reply with `fields` and a handle. Release the handle if the kernel does not take the reply."""
-        fh, keep_pages, backing = opened
+        fh, backing = opened
         if backing:
             self._metrics.passthrough_opens += 1
             flags |= _PASSTHROUGH
-        elif keep_pages:
+        else:
             flags |= _KEEP_CACHE
         taken = False
         try:

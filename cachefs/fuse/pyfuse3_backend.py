@@ -344,8 +344,7 @@ def _looked_up(found: Looked) -> pyfuse3.EntryAttributes:
 
 
 def _file(opened: Opened) -> pyfuse3.FileInfo:
-    fh, keep_pages, _ = opened
-    return pyfuse3.FileInfo(fh=fh, keep_cache=keep_pages)
+    return pyfuse3.FileInfo(fh=opened[0], keep_cache=True)
 
 
 def _created(made: Created) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:

@@ -47,7 +47,7 @@ class Records:
             try:
                 origin = self._origins[record.volume]
                 self._fs.restore_file(
-                    *(record.fh, record.ino, record.stable, origin, record.key, record.etag),
+                    *(record.fh, record.ino, origin, record.key, record.etag),
                     *(record.size, record.mtime_ns, record.backing_id),
                 )
             except Exception:
@@ -85,7 +85,7 @@ class Records:
         if not handle.record:
             obj = handle.object
             handle.record = described(
-                *(handle.ino, handle.stable, obj.size, handle.mtime_ns, backing_id),
+                *(handle.ino, obj.size, handle.mtime_ns, backing_id),
                 *(self._volumes[handle.origin], obj.key, obj.etag),
             )
         if handle.record:

@@ -48,7 +48,7 @@ class WalksAgain:
             if attributes is None or attributes.is_dir:
                 break
             try:
-                fh, _, _ = await self._fs.open(attributes.ino, os.O_RDONLY, thread)
+                fh, _ = await self._fs.open(attributes.ino, os.O_RDONLY, thread)
             except ObjectChanged:
                 continue
             except CachefsError:

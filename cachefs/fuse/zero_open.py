@@ -44,7 +44,7 @@ class UnopenedFiles:
     async def read(self, thread: int, inode: int, offset: int, size: int) -> Buffer:
         handle = self.handles.get(inode)
         if handle is None:
-            fh, _, _ = await self._fs.open(inode, os.O_RDONLY, thread)
+            fh, _ = await self._fs.open(inode, os.O_RDONLY, thread)
             handle = self.handles.get(inode)
             if handle is not None:  # another read has opened it meanwhile
                 self._fs.release(fh)

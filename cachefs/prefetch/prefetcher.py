@@ -191,7 +191,8 @@ class Prefetcher:
             if ahead.candidate.stream is None or passthrough:
                 self._use(obj.digest)
             if ahead.candidate.directory is not None:
-                self._directories.hit(ino, ahead.candidate.directory, self._fetcher.course.epoch(obj), now)
+                epoch = self._fetcher.course.epoch(obj)
+                self._directories.hit(origin, obj, ahead.candidate.directory, epoch, now)
             if self._pause == "no room":
                 self._resume_at = now
             self._wake()

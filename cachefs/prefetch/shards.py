@@ -143,13 +143,13 @@ class Shards:
     """All streams, by (key of the directory, pid)."""
 
     def __init__(self) -> None:
-        self._streams: OrderedDict[tuple[int, int], _Stream] = OrderedDict()
+        self._streams: OrderedDict[tuple[str, int], _Stream] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(s.step is not None for (_, pid), s in self._streams.items() if pid != ANY_PROCESS)
 
     def opened(
-        self, directory: int, pid: int, name: bytes, listing: Listing, *, counts: bool = True
+        self, directory: str, pid: int, name: bytes, listing: Listing, *, counts: bool = True
     ) -> list[bytes]:
         """A large file was opened: what to fetch now, soonest first. `counts` is False for a file that was cached before any
         prefetch: the kernel may have all of it in memory, so its reads tell nothing."""
@@ -165,7 +165,7 @@ class Shards:
             self._streams.popitem(last=False)
         return list(dict.fromkeys(names))
 
-    def was_read(self, directory: int, pid: int, listing: Listing) -> list[bytes]:
+    def was_read(self, directory: str, pid: int, listing: Listing) -> list[bytes]:
         """A shard that this process has opened was read: what to fetch now."""
         names: list[bytes] = []
         for stream in self._of(directory, pid):
@@ -173,14 +173,14 @@ class Shards:
             names += stream.predicted(listing)
         return list(dict.fromkeys(names))
 
-    def trusts(self, directory: int, pid: int) -> bool:
+    def trusts(self, directory: str, pid: int) -> bool:
         """True while what was predicted is worth fetching."""
         return any(stream.left > 0 for stream in self._of(directory, pid))
 
-    def doubts(self, directory: int, pid: int) -> bool:
+    def doubts(self, directory: str, pid: int) -> bool:
         """True if the reads of the next shard should be seen, so it should be opened without passthrough."""
         return any(0 < stream.left <= MOST_UNREAD // 2 for stream in self._of(directory, pid))
 
-    def _of(self, directory: int, pid: int) -> list[_Stream]:
+    def _of(self, directory: str, pid: int) -> list[_Stream]:
         both = (self._streams.get((directory, ANY_PROCESS)), self._streams.get((directory, pid)))
         return [stream for stream in both if stream is not None]

@@ -18,7 +18,6 @@ import trio
 from cachefs.base.errors import CachefsError
 from cachefs.fetch import footer_at
 from cachefs.fs import LARGE, FileSystem, Sibling, Volume
-from cachefs.fs.inodes import FIRST_ALIAS, LOW_BITS
 from cachefs.prefetch.directories import START, Directory
 from cachefs.prefetch.plans import Item, Plans
 from cachefs.prefetch.shards import READ_SHARE, Shards
@@ -61,7 +60,7 @@ class Candidate:
     give_back: Callable[[], None]
     item: Item | None = None
     directory: Directory | None = None
-    stream: tuple[int, int] | None = None  # (directory, pid) of a shard
+    stream: tuple[str, int] | None = None  # (directory, pid) of a shard
 
 
 class Paths:
@@ -134,13 +133,11 @@ class FromShards:
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._queues: OrderedDict[tuple[int, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
+        self._queues: OrderedDict[tuple[str, int], list[tuple[Origin, ObjectId]]] = OrderedDict()
         self._looks: OrderedDict[bytes, _Look] = OrderedDict()
 
     def opened(self, ino: int, pid: int, origin: Origin, obj: ObjectId, *, cold: bool, counts: bool) -> None:
         """`cold`: none of it was cached, or it was prefetched and not read yet. `counts`: see `Shards.opened`."""
-        if ino >= FIRST_ALIAS:
-            return
         above, _, name = self._paths.of(origin, obj).rpartition("/")
         listing = _Large(self._fs, ino, above)
         look = self._looks.pop(obj.digest, None)
@@ -151,7 +148,7 @@ class FromShards:
         for table, most in ((self._looks, LOOKS), (look.pids, READERS)):
             if len(table) > most:
                 table.popitem(last=False)
-        key = (ino >> LOW_BITS, pid)
+        key = (above, pid)
         self._queue(key, listing, self.shards.opened(*key, name.encode(), listing, counts=counts))
         if counts and look.left <= 0:
             self._queue(key, listing, self.shards.was_read(*key, listing))
@@ -162,11 +159,11 @@ class FromShards:
         if look is None or not look.read(offset, size):
             return False
         for pid in look.pids:
-            key = (look.listing.directory, pid)
+            key = (look.listing.above, pid)
             self._queue(key, look.listing, self.shards.was_read(*key, look.listing))
         return True
 
-    def _queue(self, key: tuple[int, int], listing: _Large, names: list[bytes]) -> None:
+    def _queue(self, key: tuple[str, int], listing: _Large, names: list[bytes]) -> None:
         found = [found for name in names if (found := listing.known(name)) is not None]
         if found:
             self._queues.pop(key, None)
@@ -185,7 +182,7 @@ class FromShards:
             del self._queues[key]
         return None
 
-    def _give_back(self, key: tuple[int, int], found: tuple[Origin, ObjectId]) -> None:
+    def _give_back(self, key: tuple[str, int], found: tuple[Origin, ObjectId]) -> None:
         self._queues.setdefault(key, []).insert(0, found)
 
 
@@ -195,11 +192,10 @@ class _Large:
     def __init__(self, fs: FileSystem, ino: int, above: str) -> None:
         self._fs = fs
         self._ino = ino
-        self._above = above
-        self.directory = ino >> LOW_BITS
+        self.above = above
 
     def known(self, name: bytes) -> tuple[Origin, ObjectId] | None:
-        found = self._fs.tree_queries.known(f"{self._above}/{_text(name)}")
+        found = self._fs.tree_queries.known(f"{self.above}/{_text(name)}")
         return found if found is not None and found[1].size > LARGE else None
 
     def holds(self, name: bytes) -> bool:
@@ -257,21 +253,18 @@ class FromDirectories:
         self._fs = fs
         self._paths = paths
         self._wanted = wanted
-        self._walks: OrderedDict[int, _Walk] = OrderedDict()  # by directory, the one demanded last comes last
-        self._eager: OrderedDict[int, None] = (
+        self._walks: OrderedDict[str, _Walk] = OrderedDict()  # by directory, the one demanded last comes last
+        self._eager: OrderedDict[str, None] = (
             OrderedDict()
         )  # directories that wish for files, in the same order
 
     def missed(self, ino: int, origin: Origin, obj: ObjectId, epoch: int, now: float) -> _Walk | None:
         """A small file was opened that was not cached, for the first time in an epoch. Returns the directory's walk if its
         files should be counted now."""
-        if ino >= FIRST_ALIAS:
-            return None
-        key = ino >> LOW_BITS
-        above, _, name = self._paths.of(origin, obj).rpartition("/")
+        key, _, name = self._paths.of(origin, obj).rpartition("/")
         walk = self._walks.get(key)
         if walk is None or now - walk.policy.last > FORGET_AFTER_S:
-            walk = self._walks[key] = _Walk(ino, name.encode(), above, now)
+            walk = self._walks[key] = _Walk(ino, name.encode(), key, now)
         self._walks.move_to_end(key)
         if len(self._walks) > REMEMBERED:
             self._walks.popitem(last=False)
@@ -289,12 +282,13 @@ class FromDirectories:
             return walk
         return None
 
-    def hit(self, ino: int, policy: Directory, epoch: int, now: float) -> None:
+    def hit(self, origin: Origin, obj: ObjectId, policy: Directory, epoch: int, now: float) -> None:
         """A prefetched file was opened."""
         policy.in_epoch(epoch)
         policy.hit(now)
-        walk = self._walks.get(key := ino >> LOW_BITS)
-        if ino < FIRST_ALIAS and walk is not None and walk.policy is policy and policy.wish():
+        key = self._paths.of(origin, obj).rpartition("/")[0]
+        walk = self._walks.get(key)
+        if walk is not None and walk.policy is policy and policy.wish():
             self._eager[key] = None
             self._eager.move_to_end(key)
 
@@ -320,7 +314,7 @@ class FromDirectories:
             self._eager.pop(key, None)
         return None
 
-    def _give_back(self, key: int, walk: _Walk, sibling: Sibling) -> None:
+    def _give_back(self, key: str, walk: _Walk, sibling: Sibling) -> None:
         walk.buffer.appendleft(sibling)
         self._eager[key] = None
 

@@ -15,12 +15,12 @@ def check_unused(fs: FileSystem) -> None:
         return
     local_changes = writing._local_changes
     for (number, name), node in local_changes.held.items():
-        assert node.held and (node.directory.number, node.name) == (number, name)
+        assert node.held and (node.directory.ino, node.name) == (number, name)
         assert local_changes._places.get((number, name)) is node, (
             f"{name!r} is held, and its place is another's"
         )
     for (number, name), node in local_changes._places.items():
-        assert (node.directory.number, node.name) == (number, name)
+        assert (node.directory.ino, node.name) == (number, name)
         assert not node.removed, f"{name!r} is removed, and has a place"
         assert node.held or not node.settled or node.ino in local_changes.nodes, (
             f"{name!r} is kept for nothing"

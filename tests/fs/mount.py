@@ -84,9 +84,9 @@ class Mount:
 
     async def read(self, path: str, size: int = 1 << 20) -> bytes:
         try:
-            fh, _, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
+            fh, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
         except ObjectChanged:  # ESTALE: the kernel walks the path once more, asking for each name
-            fh, _, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
+            fh, _ = await self.fs.open(await self.ino(path), os.O_RDONLY, 1)
         try:
             now = self.fs.read_now(fh, 0, size)
             return bytes(await self.fs.read(fh, 0, size) if now is None else now)

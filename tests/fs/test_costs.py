@@ -170,9 +170,9 @@ async def test_after_the_ttl_one_file_costs_one_head() -> None:
         assert mount.fs.open_now(ino, os.O_RDONLY, 1) is None
         await mount.fs.getattr(ino)
         assert bucket.counts == (0, 1)
-        fh, keep, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
+        fh, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
         mount.fs.release(fh)
-        assert keep and bucket.counts == (0, 1)
+        assert bucket.counts == (0, 1)
 
 
 async def test_ten_stats_of_one_stale_file_cost_one_head() -> None:

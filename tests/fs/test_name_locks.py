@@ -14,7 +14,7 @@ from cachefs.fs.name_locks import NameLocks
 
 
 def directory(number: int, parent: Any = None, name: bytes = b"") -> Any:
-    return SimpleNamespace(number=number, parent=parent, mark=name + b"/")
+    return SimpleNamespace(ino=number, parent=parent, mark=name + b"/")
 
 
 ROOT = directory(0)
@@ -79,7 +79,7 @@ async def test_no_two_changes_of_a_name_run_at_once(seed: int) -> None:
 
     async def change() -> None:
         chosen, trees = rng.sample(places, rng.randrange(1, 3)), rng.random() < 0.3
-        names = {(at.number, name) for at, name in chosen}
+        names = {(at.ino, name) for at, name in chosen}
         covered = {one for number, _ in names for one in above[number]}
         with trio.move_on_after(rng.choice((1, 5, 1000))):
             async with locks.claimed(*chosen, trees=trees):
@@ -98,3 +98,28 @@ async def test_no_two_changes_of_a_name_run_at_once(seed: int) -> None:
             nursery.start_soon(change)
             await trio.sleep(rng.random() / 3)
     assert len(locks) == 0
+
+
+async def test_a_directory_that_is_moved_while_a_claim_below_it_waits() -> None:
+    """What is claimed below it is below its new name when the claim is granted."""
+    locks, moved = NameLocks(), directory(4, ROOT, b"c")
+    granted, renamed = trio.Event(), trio.Event()
+
+    async def below() -> None:
+        async with locks.claimed((moved, b"x")):
+            granted.set()
+            await trio.testing.wait_all_tasks_blocked()
+            assert not renamed.is_set()
+
+    async def rename() -> None:
+        async with locks.claimed((ROOT, b"b"), (ROOT, b"d"), trees=True):
+            renamed.set()
+
+    async with trio.open_nursery() as nursery:
+        async with locks.claimed((ROOT, b"c"), (B, b"c"), trees=True):
+            nursery.start_soon(below)
+            await trio.testing.wait_all_tasks_blocked()
+            moved.parent = B
+        await granted.wait()
+        nursery.start_soon(rename)
+    assert renamed.is_set() and len(locks) == 0

@@ -108,7 +108,7 @@ async def test_a_local_change_of_its_name(mode: str, written: str, change: Chang
         await mount.close_file(fh)
         assert await mount.pread(again) == data and (await mount.fstat(again)).nlink == 0
         await mount.close_file(again)
-        assert not mount.fs._files.parted and not mount.fs._files._apart
+        assert not mount.fs._files.nameless
         await world.stop()
         nursery.cancel_scope.cancel()
 
@@ -154,10 +154,7 @@ async def test_a_change_that_fstat_itself_notices() -> None:
         mount.fs.release(fh)
 
 
-async def test_an_alias_that_is_open_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cachefs.fs import files
-
-    monkeypatch.setattr(files, "ALIASES_REMEMBERED", 1)
+async def test_versions_that_are_open_at_a_time() -> None:
     bucket = Bucket(["a", "b", "c"])
     async with mounted(bucket, metadata_ttl=0.0, negative_ttl=0.0, revalidate_at_open=True) as mount:
         held = [await mount.open(name) for name in "abc"]
@@ -167,6 +164,7 @@ async def test_an_alias_that_is_open_is_never_forgotten(monkeypatch: pytest.Monk
         assert [(await mount.fstat(fh)).size for fh in held] == [10, 10, 10, 20, 20, 20]
         for fh in held:
             mount.fs.release(fh)
+        assert not mount.fs._files.nameless
 
 
 # -- directories -----------------------------------------------------------------------------------------

@@ -182,12 +182,12 @@ async def test_opens_are_told_but_those_of_small_passthrough_files_nobody_awaits
         )
         ino = await mount.ino("d/f")
         for pid in (5, 6):  # the second one is remembered as warm
-            fh, _, _ = await mount.fs.open(ino, os.O_RDONLY, pid)
+            fh, _ = await mount.fs.open(ino, os.O_RDONLY, pid)
             mount.fs.release(fh)
         assert heard == ([(ino, 5, "d/f", passthrough), (ino, 6, "d/f", passthrough)] if told else [])
         mount.fs.watch_opens(lambda *news: heard.append((0, 0, "", True)), EVERY_FILE)
         heard.clear()
-        fh, _, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
+        fh, _ = await mount.fs.open(ino, os.O_RDONLY, 1)
         assert len(heard) == 1
         mount.fs.watch_opens(None)
         mount.fs.release(fh)

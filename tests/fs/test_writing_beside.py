@@ -18,7 +18,6 @@ from cachefs.base.errors import (
     OriginFailed,
     Unreachable,
 )
-from cachefs.fs.inodes import FIRST_ALIAS
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import ROOT, Mount, mounted
 from tests.fs.writers import MemoryWriter
@@ -201,7 +200,7 @@ async def open_as_kernel(mount: Mount, path: str, flags: int) -> tuple[int, int,
             opened = mount.fs.open_now(ino, flags, 1) or await mount.fs.open(ino, flags, 1)
         except ObjectChanged:
             continue
-        return ino, opened[0], opened[2]
+        return ino, opened[0], opened[1]
     raise AssertionError("ESTALE twice")
 
 
@@ -213,19 +212,20 @@ async def test_a_file_that_is_passthrough_and_that_others_use_is_written_under_a
         mount.fs.enable_passthrough(lambda backing: True)
         old = await mount.read("f")
         own, passthrough, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
-        assert backing == 7 and own < FIRST_ALIAS
-        alias, fh, backing = await open_as_kernel(mount, "f", os.O_RDWR)
-        assert backing == 0 and alias >= FIRST_ALIAS
+        assert backing == 7
+        before = (await mount.fs.getattr(own))[0]
+        number, fh, backing = await open_as_kernel(mount, "f", os.O_RDWR)
+        assert backing == 0 and number != own
         await mount.fs.write(fh, 0, b"new")
         third, other, backing = await open_as_kernel(mount, "f", os.O_RDONLY)
-        assert (third, backing) == (alias, 0)
+        assert (third, backing) == (number, 0)
         assert await mount.pread(other) == b"new" + old[3:]
         await mount.close_file(fh)
         assert bucket.content("f") == b"new" + old[3:]
-        assert await mount.ino("f") == alias
+        assert (await mount.fs.getattr(own))[0] == before and await mount.pread(passthrough) == old
         mount.fs.release(passthrough)
         mount.fs.release(other)
-        assert await mount.ino("f") == own
+        assert await mount.ino("f") == number
         assert await mount.read("f") == b"new" + old[3:]
         assert reader.backings == 0 and reader.open_count == 0
 
@@ -397,6 +397,22 @@ async def test_a_number_that_moved_is_never_that_of_a_new_name() -> None:
 
 
 # -- another hand at the store ------------------------------------------------------------------------------
+
+
+async def test_what_was_set_goes_with_the_inode() -> None:
+    """Another client's file of the same name has nothing of it."""
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        ino = await mount.ino("f")
+        await mount.fs.setattr(ino, mode=0o600, uid=7)
+        await mount.write("f", b"written here", os.O_WRONLY)
+        found = await mount.stat("f")
+        assert found is not None and (found.ino, found.mode & 0o777, found.uid) == (ino, 0o600, 7)
+        bucket.set("f", size=20, version=1)
+        mount.clock.now += 61
+        found = await mount.stat("f")
+        assert found is not None and (found.mode & 0o777, found.uid) == (0o644, 1000) and found.ino != ino
+        assert mount.database.count("kept") == 0
 
 
 async def test_the_last_close_wins() -> None:

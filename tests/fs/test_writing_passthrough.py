@@ -34,7 +34,7 @@ async def created(mount: Mount, path: str) -> tuple[int, int, int]:
     attributes, _, opened = await mount.fs.create(
         *await mount.parent(path), os.O_RDWR | os.O_CREAT, 0o644, 1, 1000, 1000
     )
-    return attributes.ino, opened[0], opened[2]
+    return attributes.ino, opened[0], opened[1]
 
 
 async def test_all_who_have_it_open_share_its_file() -> None:

@@ -307,8 +307,6 @@ async def kernel(
             ),
             writer=writer,
         )
-        if zero_open:
-            fs.never_opened()
         asking = Kernel(near, line, fs, cache, metrics)
         agreed = Negotiated(protocol.MINOR, protocol.Init(flags))
         asking.backend = NativeBackend(

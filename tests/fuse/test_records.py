@@ -23,7 +23,7 @@ def memory() -> Any:
 
 
 def record(fh: int, key: str = "a/ü\udcff", etag: str = '"e"') -> HandleRecord:
-    return HandleRecord(fh, fh + 100, fh | 1 << 63, 7, 1 << 40, -5, 3, 2, key, etag)
+    return HandleRecord(fh, fh + 100, fh | 1 << 47, 1 << 40, -5, 3, 2, key, etag)
 
 
 def add(table: HandleTable, one: HandleRecord) -> None:
@@ -98,9 +98,9 @@ class _Files:
     def open_file(self, fh: int) -> Any:
         return self.open[fh]
 
-    def restore_file(self, fh: int, ino: int, stable: int, origin: Any, *what: Any) -> None:
+    def restore_file(self, fh: int, ino: int, origin: Any, *what: Any) -> None:
         assert origin is self.origin
-        self.open[fh] = (ino, stable, *what)
+        self.open[fh] = (ino, *what)
 
     def release(self, fh: int) -> None:
         del self.open[fh]
@@ -123,9 +123,7 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     writer = Records(files, SimpleNamespace(table=before), [files.origin])  # type: ignore[arg-type]
     obj = ObjectId("s3://b", "key", "etag", 10)
     for fh in (1, 2):
-        files.open[fh] = SimpleNamespace(
-            ino=40 + fh, stable=40 + fh, origin=files.origin, object=obj, mtime_ns=5, record=b""
-        )
+        files.open[fh] = SimpleNamespace(ino=40 + fh, origin=files.origin, object=obj, mtime_ns=5, record=b"")
         before.registered(fh)
         writer.opened(fh, 1000 + fh, fh)
     before.registered(7)
@@ -135,7 +133,7 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     reader = Records(after, SimpleNamespace(table=table, restarts=1), [after.origin])  # type: ignore[arg-type]
     reader.take_over(device)  # type: ignore[arg-type]
     assert after.followed == 1
-    assert after.open == {fh: (40 + fh, 40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
+    assert after.open == {fh: (40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
     assert device.released >= {7}
     assert not device.released & {1, 2}
     assert 7 in device.told

@@ -77,7 +77,7 @@ class World:
     async def look(self, path: str, offset: int, size: int, pid: int = 1) -> None:
         """Open, read a part, close."""
         ino, _ = await self._find(path)
-        fh, _, _ = self.fs.open_now(ino, os.O_RDONLY, pid) or await self.fs.open(ino, os.O_RDONLY, pid)
+        fh, _ = self.fs.open_now(ino, os.O_RDONLY, pid) or await self.fs.open(ino, os.O_RDONLY, pid)
         now = self.fs.read_now(fh, offset, size)
         data = bytes(await self.fs.read(fh, offset, size) if now is None else now)
         self.fs.release(fh)
@@ -95,7 +95,7 @@ class World:
     async def read(self, path: str, pid: int = 1) -> bytes:
         """Open, read all, close; checked against what the store has."""
         ino, size = await self._find(path)
-        fh, _, _ = self.fs.open_now(ino, os.O_RDONLY, pid) or await self.fs.open(ino, os.O_RDONLY, pid)
+        fh, _ = self.fs.open_now(ino, os.O_RDONLY, pid) or await self.fs.open(ino, os.O_RDONLY, pid)
         try:
             parts = []
             for at in range(0, size, MIB):
