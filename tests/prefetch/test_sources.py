@@ -9,12 +9,11 @@ import pytest
 
 from cachefs.base.names import ObjectId
 from cachefs.fs import Sibling
-from cachefs.fs.inodes import LOW_BITS
 from cachefs.prefetch.directories import START
 from cachefs.prefetch.sources import FORGET_AFTER_S, REMEMBERED, FromDirectories, Paths
 
 NAMES = [b"f%03d" % number for number in range(300)]
-INO = 1 << LOW_BITS
+INO = 7
 
 
 class TreeQueries:
@@ -66,10 +65,10 @@ def test_directories_are_forgotten_by_time_and_by_number() -> None:
     source = FromDirectories(fs, Paths([volume]), lambda obj: True, look_soon=lambda versions: None)
 
     def demanded(directory: int, now: float) -> int:
-        source.missed(directory << LOW_BITS, origin, _version(NAMES[0]), 1, now)
-        return source._walks[directory].policy.demanded
+        source.missed(INO, origin, ObjectId("s3://b", f"{directory}/f", '"1"', 100), 1, now)
+        return source._walks[str(directory)].policy.demanded
 
     assert [demanded(1, now) for now in (0.0, FORGET_AFTER_S, 2 * FORGET_AFTER_S + 1)] == [1, 2, 1]
     for directory in range(2, REMEMBERED + 2):
         demanded(directory, 2 * FORGET_AFTER_S + 1)
-    assert list(source._walks) == list(range(2, REMEMBERED + 2))
+    assert list(source._walks) == [str(directory) for directory in range(2, REMEMBERED + 2)]
