@@ -126,10 +126,8 @@ class NativeBackend:
         self._signalled: set[int] = set()  # those of them that had a signal and went on
         # With one processor, looking for the next request would keep its sender from running.
         self._eager = len(os.sched_getaffinity(0)) > 1
-        self._opener, self._several = (
-            0,
-            0,
-        )  # the thread of the last open; above 0 while several threads open files
+        self._opener = 0  # the thread of the last open
+        self._several = 0  # above 0 while several threads open files
         self._gap_s = 1.0  # average time between an answer and the next request, lately
         self._answered_at = 0.0
         self._handlers: dict[int, Handler] = {

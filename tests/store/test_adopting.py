@@ -81,7 +81,7 @@ async def test_what_was_adopted_is_passthrough_and_read_at_once(
         inode = path.stat().st_ino
         assert await lab.store.adopt(object_id, path)
         assert not path.exists()
-        monkeypatch.setattr(lab.store.backing_files, "_verify", None)  # nobody looks at the bytes once more
+        monkeypatch.setattr(lab.store.backing_files, "_verify", None)  # the bytes are not looked at once more
         backend = Backend(lab)
         passthrough = backend.open_backing(object_id, data)
         assert passthrough is not None and passthrough.tier.number == SSD
