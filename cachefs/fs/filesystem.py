@@ -663,7 +663,7 @@ class FileSystem:
         return attributes, ttl
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        """Handles that are open go on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
+        """Open handles go on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
         await self._claimed((parent, name), self._write.unlink)
 
     async def rmdir(self, parent: int, name: bytes) -> None:

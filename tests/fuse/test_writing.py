@@ -41,7 +41,6 @@ class Noted:
         self.released: list[int] = []
         self.written: dict[int, bytes] = {}
         self.cleared: list[tuple[int, bool]] = []
-        self.keep = False
 
     async def _note(self, name: str, *arguments: Any) -> None:
         self.calls.append((name, *arguments))
@@ -51,13 +50,13 @@ class Noted:
             raise self.fails[name]
         self.finished.append(name)
 
-    async def open(self, ino: int, flags: int, pid: int) -> tuple[int, bool, int]:
+    async def open(self, ino: int, flags: int, pid: int) -> tuple[int, int]:
         await self._note("open", ino, flags, pid)
-        return 9, self.keep, 0
+        return 9, 0
 
-    async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, bool, int]]:
+    async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, int]]:
         await self._note("create", *arguments)
-        return NEW, 1.5, (9, self.keep, 0)
+        return NEW, 1.5, (9, 0)
 
     async def mknod(self, *arguments: Any) -> tuple[Attributes, float]:
         await self._note("mknod", *arguments)
@@ -103,9 +102,9 @@ class Noted:
     def open_known(self, ino: int, pid: int) -> None:
         """No file is in passthrough."""
 
-    def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, bool, int]:
+    def open_now(self, ino: int, flags: int, pid: int) -> tuple[int, int]:
         self.calls.append(("open_now", ino, flags, pid))
-        return 8, True, 0
+        return 8, 0
 
     def release(self, fh: int) -> None:
         self.released.append(fh)
@@ -237,7 +236,7 @@ async def test_requests(case: tuple[int, bytes, tuple[Any, ...]]) -> None:
             assert len(reply.body) == ENTRY_BYTES + 16
             assert reply.body[ENTRY_BYTES] == 9
         elif opcode == Op.OPEN:
-            assert opened(reply) == (9, 0, 0)
+            assert opened(reply) == (9, Opened.KEEP_CACHE, 0)
         elif opcode == Op.WRITE:
             assert reply.body == (5).to_bytes(8, "little")
         elif opcode == Op.SETATTR:
@@ -318,11 +317,9 @@ async def test_now_is_the_daemons() -> None:
         assert before <= fs.calls[0][2]["mtime_ns"] <= time.time_ns()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-async def test_writers_are_told_of_closes_and_readers_are_not(keep: bool) -> None:
-    async with writing(fs := Noted()) as asking:
-        fs.keep = keep
-        kept = int(Opened.KEEP_CACHE) if keep else 0
+async def test_writers_are_told_of_closes_and_readers_are_not() -> None:
+    async with writing(Noted()) as asking:
+        kept = int(Opened.KEEP_CACHE)
         assert opened(await asking.ask(Op.OPEN, 7, open_in(os.O_WRONLY)))[1] == kept
         assert (
             opened(await asking.ask(Op.OPEN, 7, open_in(os.O_RDONLY)))[1]
@@ -335,8 +332,8 @@ async def test_writers_are_told_of_closes_and_readers_are_not(keep: bool) -> Non
 @pytest.mark.parametrize(("size", "wanted"), [(0, NEW_S), (1, 0.0)])
 async def test_a_new_file_needs_not_be_asked_about_at_once(size: int, wanted: float) -> None:
     class Fresh(Noted):
-        async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, bool, int]]:
-            return replace(NEW, size=size), 0.0, (9, False, 0)
+        async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, int]]:
+            return replace(NEW, size=size), 0.0, (9, 0)
 
     async with writing(Fresh()) as asking:
         made = await asking.ask(Op.CREATE, DIRECTORY, create_in(b"f"))

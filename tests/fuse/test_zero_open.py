@@ -39,7 +39,7 @@ async def test_reads_without_an_open_share_a_handle() -> None:
             assert data[0] != data[1]
             assert asking.counts == (2, 0)
         assert (await asking.ask(Op.READ, ROOT, read_in(0))).error == errno.EISDIR
-        assert (await asking.ask(Op.READ, 12345, read_in(0))).error == errno.ENOENT
+        assert (await asking.ask(Op.READ, 12345, read_in(0))).error == errno.ESTALE
         assert asking.counts == (2, 0)
 
 
