@@ -32,10 +32,13 @@ def everything(place: Path) -> dict[str, str]:
     }
 
 
-def mark(mount: Mount, name: str, version: str) -> None:
+def mark(mount: Mount, name: str, version: str) -> str:
+    """Mark a database as one of another version, which was closed. Returns the mark that it had."""
     found = list(mount.cache.glob(f"{name}/version"))
     assert len(found) == 1, list(mount.cache.iterdir())
-    found[0].write_text(version)
+    before = found[0].read_text()
+    found[0].write_text(version if "\n" in version else f"{version}\nclosed 0\n")
+    return before
 
 
 @pytest.mark.parametrize(
@@ -75,9 +78,8 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
     (mount.path / "old").read_bytes()
     (mount.path / "written").write_bytes(b"precious")
     mount.kill()
-    ours = (mount.cache / "journal/version").read_text()
-    mark(mount, "journal", version)
-    mark(mount, "index", "blocks-99-1048576")  # as a later version would have it
+    journal = mark(mount, "journal", version)
+    index = mark(mount, "index", "blocks-99-1048576")  # as a later version would have it
     before = everything(mount.cache)
     done = mount.try_start()
     lines = [line for line in done.stderr.splitlines() if "took away a dead mount" not in line]
@@ -86,8 +88,8 @@ def test_uploads_that_another_version_has_noted_are_not_touched(
         f"in the format {version!r}" in lines[0] and "start the version of cachefs that wrote it" in lines[0]
     )
     assert everything(mount.cache) == before
-    mark(mount, "journal", ours)
-    mark(mount, "index", "blocks-2-1048576")
+    mark(mount, "journal", journal)
+    mark(mount, "index", index)
     mount.start()
     assert (mount.path / "written").read_bytes() == b"precious"
     assert mount.cli("flush", mount.path).returncode == 0
