@@ -133,7 +133,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/origin/test_wrapper.py::test_progress_renews_the_budget_and_silence_uses_it_up",
     ),
     "Bytes that were changed on their way from the origin reach no reader where they are compared: whole "
-    "objects of up to 1 MiB with an MD5 as etag, while that takes 4 % of a processor; with `--verify full` "
+    "objects of up to 1 MiB with an MD5 as etag, up to 24 MiB a second; with `--verify full` "
     "all of up to 4 MiB.": (
         "tests/origin/test_md5.py::test_bytes_that_were_changed_on_their_way_are_fetched_again",
         "tests/origin/test_md5.py::test_the_small_file_of_a_mount_is_compared_before_its_reader_has_any_of_it",

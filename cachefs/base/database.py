@@ -314,7 +314,7 @@ class Database:
         log.warning("opened the database in %s again after a failed write", self.path)
 
     def renew(self) -> bool:
-        """Begin anew, if the file was cut short; False if it was not. Blocking. Raises `CacheUnusable`."""
+        """Begin with an empty file, if the old one was cut short; False if it was not. Blocking. Raises `CacheUnusable`."""
         with self._exclusive():
             broken = self._opened
             whole = broken is None or broken.length() >= broken.committed
