@@ -297,10 +297,10 @@ class Changing:
                     self._reheld(node, to)
             else:
                 assert dirty_file.committed is not None
-                row = self._tree.row(*place)  # it may have been stored since it was found
-                if row is None or row.ino != node.ino:
-                    row = found.row._replace(ino=node.ino)
                 async with self._local_changes.applying():
+                    row = self._tree.row(*place)  # it may have been stored since it was found
+                    if row is None or row.ino != node.ino:
+                        row = found.row._replace(ino=node.ino)
                     self._moved(place, row, to, dirty_file.committed)
             if left:
                 await self._delete(origin, key, place)
