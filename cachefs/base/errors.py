@@ -91,6 +91,10 @@ class OriginFailed(CachefsError):
     """The origin could not serve the request within its retries and deadline."""
 
 
+class OriginFull(OriginFailed):
+    """The origin has no room for more: its disk is full, or a quota is used up."""
+
+
 class Unreachable(OriginFailed):
     """The origin does not answer at all, so the request was not sent, or was given up."""
 

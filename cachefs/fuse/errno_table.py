@@ -46,6 +46,7 @@ TABLE: dict[type[BaseException], tuple[int, int]] = {
     errors.Throttled: (errno.EIO, logging.WARNING),
     errors.Transient: (errno.EIO, logging.WARNING),
     errors.OriginFailed: (errno.EIO, logging.WARNING),
+    errors.OriginFull: (errno.ENOSPC, logging.WARNING),
     errors.Unreachable: (errno.EIO, logging.DEBUG),  # the outage itself is logged once
     errors.NoRoom: (errno.ENOSPC, logging.WARNING),
     errors.CacheInUse: (errno.EIO, logging.ERROR),

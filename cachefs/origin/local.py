@@ -36,6 +36,7 @@ from cachefs.base.errors import (
     NotFound,
     ObjectChanged,
     OriginFailed,
+    OriginFull,
     PermissionDenied,
     Transient,
     Unsupported,
@@ -57,8 +58,9 @@ from cachefs.origin.protocol import (
 LIMITS = Limits(
     UNLIMITED, UNLIMITED, 1, UNLIMITED, 1_000_000, UNLIMITED, directories=True, longest_key=UNLIMITED
 )
-"""A file system has limits of its own, and tells them by failing. The length of a path alone is known before: with
-`--writeback` it would be found when the file is saved already."""
+"""A file system has limits of its own, and tells them by failing. Two are known before: with `--writeback` they would be
+found when the file is saved already. These are the length of a path, and the size of the disk: a sparse file is sent with
+its zeros, and one that can never be whole would fill the disk with its parts."""
 
 PATH_MAX = 4096
 """Of Linux, with the NUL."""
@@ -84,7 +86,7 @@ class LocalClient(Writer):
     def __init__(self, root: str) -> None:
         self.root = os.path.realpath(root)
         longest = PATH_MAX - len(os.fsencode(self.root)) - len(f"/{HIDDEN}") - 2 * RANDOM_BYTES - len("/\0")
-        self.limits = replace(LIMITS, longest_key=longest)
+        self.limits = replace(LIMITS, longest_key=longest, largest_object=_size_of_disk(self.root))
         self.writer: Writer = self
         self._uploads = Path(self.root) / UPLOADS
         # (prefix, sorted names) of the directory that is being paged through, so that a page does not scan it again.
@@ -328,6 +330,8 @@ class LocalClient(Writer):
         except OSError as exc:
             if exc.errno == errno.ENAMETOOLONG:
                 raise NameTooLong(f"{self._name(key)}: {exc.strerror}") from exc
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OriginFull(f"{self._name(key)}: {exc.strerror}") from exc
             raise OriginFailed(f"{self._name(key)}: {exc.strerror}") from exc
 
     def _place(self, key: str, fill: Callable[[int], None], preconditions: Preconditions) -> Written:
@@ -438,6 +442,15 @@ def local_client(path: str) -> tuple[LocalClient, str]:
         raise NotFound(f"{path}: no such directory")
     client = LocalClient(path)
     return client, f"file://{client.root}"
+
+
+def _size_of_disk(path: str) -> int:
+    """Bytes of the file system around `path`; `UNLIMITED` where it does not say."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return UNLIMITED
+    return found.f_blocks * found.f_frsize or UNLIMITED
 
 
 def _order(name: str) -> bytes:

@@ -77,10 +77,12 @@ def append(path: Path) -> None:
 
 def largest_file(root: Path) -> Any:
     path, far = made(root / "f"), 1 << 62
-    with path.open("r+b") as file:
-        fd = file.fileno()
-        found = [of(lambda: os.ftruncate(fd, far)), of(lambda: os.pwrite(fd, b"x", far))]
-        return [*found, of(lambda: os.truncate(path, far)), os.fstat(fd).st_size]
+    fd = os.open(path, os.O_RDWR)
+    found = [of(lambda: os.ftruncate(fd, far)), of(lambda: os.pwrite(fd, b"x", far))]
+    found += [of(lambda: os.truncate(path, far)), os.fstat(fd).st_size]
+    of(lambda: os.close(fd))
+    path.unlink()
+    return found
 
 
 def long_names(root: Path) -> Any:

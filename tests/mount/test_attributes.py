@@ -45,7 +45,10 @@ def seen(place: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return seen(tmp_path_factory.mktemp("local"))
+    found = seen(tmp_path_factory.mktemp("local"))
+    if found["largest_file"][0] != "EFBIG":  # a tmpfs takes any size, the mount what its origin takes
+        del found["largest_file"]
+    return found
 
 
 @pytest.mark.parametrize(

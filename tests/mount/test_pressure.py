@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -101,6 +102,37 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield make
     for place in made:
         succeed(["umount", "-l", place])
+
+
+def test_a_full_origin(mounted: Mounted, small_disk: Callable[[str], Path]) -> None:
+    """A close says ENOSPC as on a local disk. The removal of what did not fit makes room, for its parts lie there. (A file
+    needs twice its size while its parts are put together.)"""
+    (disk := small_disk("64M")).chmod(0o755)
+    (disk / "data").mkdir()
+    mount = mounted(f"file://{disk}/data", read_only=None)
+    mount.allowed.append(".*No space left on device")
+    with pytest.raises(OSError, match="No space left") as too_much:
+        (mount.path / "large").write_bytes(bytes(60 << 20))
+    assert too_much.value.errno == errno.ENOSPC
+    (mount.path / "large").unlink()
+    (mount.path / "small").write_bytes(bytes(24 << 20))
+    assert (disk / "data" / "small").stat().st_size == 24 << 20
+
+
+def test_a_file_that_no_part_of_the_origins_disk_could_hold(
+    mounted: Mounted, small_disk: Callable[[str], Path]
+) -> None:
+    """A sparse file is sent with its zeros: one larger than the whole disk would fill it with parts, and never be there."""
+    (disk := small_disk("64M")).chmod(0o755)
+    (disk / "data").mkdir()
+    mount = mounted(f"file://{disk}/data", read_only=None)
+    with (mount.path / "sparse").open("wb") as file:
+        for size in (1 << 62, (64 << 20) + 1):
+            with pytest.raises(OSError, match="File too large"):
+                file.truncate(size)
+        file.truncate(10 << 20)
+    assert (disk / "data" / "sparse").stat().st_size == 10 << 20
+    assert os.statvfs(disk).f_bfree * 4096 >= 50 << 20
 
 
 @BOTH_BACKENDS
