@@ -150,7 +150,29 @@ def remove_orphans() -> list[Left]:
             continue  # a daemon has it, or is about to write what it says
         finally:
             os.close(fd)
+    for name in glob.glob(f"{SHM}/cachefs-{os.getuid()}-*"):
+        _remove_databases(Path(name))
     return left
+
+
+def _remove_databases(place: Path) -> None:
+    """Take away databases that found no better place than shared memory, if the daemon that had them was killed: a stop
+    removes them, too, and no start looks for them here. What has an owner's file is a RAM tier's."""
+    locks = [Path(name) for pattern in ("lock.pid", "*/lock.pid") for name in glob.glob(f"{place}/{pattern}")]
+    if not locks or os.path.lexists(place / OWNER):
+        return
+    held: list[int] = []
+    try:
+        for lock in locks:
+            held.append(os.open(lock, os.O_RDWR | os.O_NOFOLLOW))
+            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(place)
+        log.info("%s was left by a daemon that was killed: taken away", place)
+    except OSError:
+        pass  # a daemon has it, or another user
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def remove_ram(cache_dir: Path) -> None:

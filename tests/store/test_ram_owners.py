@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,42 @@ def test_what_says_nothing_or_nonsense_is_left_alone(killed: Path) -> None:
         assert where not in paths()
     (where / ram.OWNER).unlink()
     assert where not in paths() and (where / "objects" / "x").exists()
+
+
+DATABASES = """
+import sys, time
+from pathlib import Path
+from cachefs.base.database import Database
+for place in sys.argv[1:]:
+    Path(place).parent.mkdir(exist_ok=True)
+    Database(Path(place), ("a",), version=b"1", fsync=False)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_databases_of_a_killed_daemon_are_taken_away_from_shared_memory() -> None:
+    """They are there while the cache's disk is full or fails; a stop removes them."""
+    names, state = (ram.SHM / f"cachefs-{os.getuid()}-{end}" for end in ("names-0123456789abcdef", "test"))
+    command = [sys.executable, "-c", DATABASES, names, state / "index"]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        remove_orphans()
+        assert names.exists() and state.exists()
+        child.kill()
+        child.wait(30)
+        (state / ram.OWNER).touch()
+        remove_orphans()
+        assert not names.exists() and state.exists(), "one is a RAM tier, which is asked by its owner's file"
+        (state / ram.OWNER).unlink()
+        remove_orphans()
+        assert not state.exists()
+    finally:
+        child.kill()
+        child.communicate()
+        for place in (names, state):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def test_a_tier_has_one_daemon(killed: Path) -> None:
