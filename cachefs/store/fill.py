@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import xxhash
@@ -22,9 +21,6 @@ from cachefs.store.index import Copy
 from cachefs.store.moves import SPILL_ABOVE, Moves
 from cachefs.store.space import READERS_SHARE, Space
 from cachefs.store.tier import RAM, Tier, allocated
-
-HEAP_BYTES = 32 << 20
-"""What the heap holds: thirty readers' current blocks. Guessed."""
 
 Completed = tuple[int, int]
 """(block, its xxh3_64)"""
@@ -199,41 +195,14 @@ class HeapFill(Fill):
         return bytes(memoryview(self._buffer)[at : at + size])
 
 
-class Heap:
-    """A few blocks in plain memory, for readers that no tier could serve; the least recently added is dropped first. Without
-    it, a reader of 128 KiB pieces would fetch each 1 MiB block eight times once the disk is full."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, digest: bytes, block: int) -> bytes | None:
-        return self._blocks.get((digest, block))
-
-    def drop(self, digest: bytes) -> int:
-        """Forget a version. Returns how many bytes that were."""
-        keys = [key for key in self._blocks if key[0] == digest]
-        freed = sum(len(self._blocks.pop(key)) for key in keys)
-        self._bytes -= freed
-        return freed
-
-    def put(self, digest: bytes, block: int, data: bytes) -> None:
-        self._bytes += len(data) - len(self._blocks.pop((digest, block), b""))
-        self._blocks[digest, block] = data
-        while self._bytes > HEAP_BYTES and len(self._blocks) > 1:
-            _, old = self._blocks.popitem(last=False)
-            self._bytes -= len(old)
-
-
 class Fills:
     """Into the tiers, or the heap when none has room."""
 
-    def __init__(self, space: Space, moves: Moves | None, heap: Heap) -> None:
+    def __init__(self, space: Space, moves: Moves | None) -> None:
         self._catalog = space.catalog
         self._eviction = space.eviction
         self._space = space
         self._moves = moves
-        self._heap = heap
         self._tiers = space.tiers
         self._block_size = space.block_size
         self._metrics = space.metrics
@@ -319,7 +288,7 @@ class Fills:
         if isinstance(fill, HeapFill):
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
-                self._heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
+                self._space.heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
                 self._metrics.ledger.misses.gone(obj.id.digest, block // BLOCKS_PER_EXTENT, "not_admitted")
                 self._metrics.bypassed_bytes += length
             self._metrics.bypassed_blocks += len(completed)

@@ -24,7 +24,7 @@ from cachefs.store.catalog import CachedObject, Catalog
 from cachefs.store.disk import LOOK_EVERY_S, READ_THREADS
 from cachefs.store.epochs import Datasets, Policy
 from cachefs.store.eviction import Eviction
-from cachefs.store.fill import Fills, Heap
+from cachefs.store.fill import Fills
 from cachefs.store.index import Copy, Index
 from cachefs.store.moves import Moves
 from cachefs.store.space import Pins, Space
@@ -86,14 +86,13 @@ class Store:
         self._trusting = verify == "none"
         self._closed = False
         self._threads = trio.CapacityLimiter(READ_THREADS)
-        self._heap = Heap()
         # After a crash the files may lag behind the index: then every block is checked, whatever was asked for.
         self.catalog = Catalog(index, tiers, block_size, trust=verify == "none" and index.trusted)
         self.eviction = Eviction(self.catalog, index, tiers, policy, clock)
         self.space = Space(self.catalog, self.eviction, tiers, block_size, metrics)
         self._moves = Moves(self.space, tiers[0], tiers[1], clock) if len(tiers) == 2 else None
         self.pins = Pins(self.space)
-        fills = Fills(self.space, self._moves, self._heap)
+        fills = Fills(self.space, self._moves)
         files = tiers if not self._check_always else []
         self.backing_files = Passthrough(self.space, files, self._moves, self._verify)
         adopting = Adopting(self.space)
@@ -134,7 +133,9 @@ class Store:
     # -- objects -----------------------------------------------------------------------------------
 
     def has(self, obj: CachedObject, block: int) -> bool:
-        return self.catalog.find(obj, block) is not None or self._heap.get(obj.id.digest, block) is not None
+        return (
+            self.catalog.find(obj, block) is not None or self.space.heap.get(obj.id.digest, block) is not None
+        )
 
     def cached_bytes(self, object_id: ObjectId) -> int:
         """How many bytes of the version lie in any tier."""
@@ -174,7 +175,7 @@ class Store:
 
     def evict(self, obj: CachedObject) -> int:
         """Drop all of the version that is not pinned. Returns how many bytes; those in use go with their last user."""
-        return self.pins.evict(obj) + self._heap.drop(obj.id.digest)
+        return self.pins.evict(obj) + self.space.heap.drop(obj.id.digest)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Store:
         parts: list[Buffer] = []
         for block, at, length in self._pieces(offset, size):
             part: Buffer | None
-            kept = self._heap.get(obj.id.digest, block)
+            kept = self.space.heap.get(obj.id.digest, block)
             if kept is not None:
                 start = at - block * self.block_size
                 part = memoryview(kept)[start : start + length]
@@ -257,7 +258,7 @@ class Store:
         for block, at, length in self._pieces(offset, size):
             copy = self.catalog.find(obj, block)
             if copy is None:
-                if self._heap.get(obj.id.digest, block) is not None:
+                if self.space.heap.get(obj.id.digest, block) is not None:
                     return await self._read_pieces(obj, offset, size, count)
                 return None
             check = self._check_always or not copy.verified >> (block % BLOCKS_PER_EXTENT) & 1
@@ -319,7 +320,7 @@ class Store:
         """Block by block, for a range of which the heap holds a part."""
         parts = []
         for block, at, length in self._pieces(offset, size):
-            kept = self._heap.get(obj.id.digest, block)
+            kept = self.space.heap.get(obj.id.digest, block)
             start = at - block * self.block_size
             part: Buffer | None
             if kept is not None:

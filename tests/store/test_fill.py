@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.base.errors import NoRoom
-from cachefs.store import fill
-from cachefs.store.fill import Fill, FillClosed, Heap, HeapFill, TierFill
+from cachefs.store import space
+from cachefs.store.fill import Fill, FillClosed, HeapFill, TierFill
 from cachefs.store.index import Copy
+from cachefs.store.space import Heap
 from cachefs.store.tier import RAM, Tier
 from tests.conftest import examples
 
@@ -165,7 +166,7 @@ def test_who_reads_what_comes_ahead_wants_it(tier: Tier) -> None:
 def test_the_heap_holds_what_came_last(steps: list[tuple[int, int, int]]) -> None:
     """(version, block, bytes): put; a length below 0 drops the version."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill, "HEAP_BYTES", 20)
+        patch.setattr(space, "HEAP_BYTES", 20)
         heap, plain = Heap(), OrderedDict[tuple[bytes, int], bytes]()
         for number, (version, block, length) in enumerate(steps):
             digest = bytes([version])
