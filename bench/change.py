@@ -123,7 +123,7 @@ def restart_million(work: Workspace, rounds: int) -> Result:
 
 def _crowd(mount: Cachefs, count: int) -> None:
     """Put rows of that many one-block versions into the index of a stopped daemon: the most rows that blocks can have."""
-    from cachefs.store.index import Copy, Index, Saved, pack_copy
+    from cachefs.store.catalog import Copy, Index, Saved, pack_copy
     from cachefs.store.tier import SSD, allocated
 
     index = Index(mount.cache / "index", 1 << 20)

@@ -3,8 +3,8 @@
     python -m bench.set_dueling
 
 The cache is fully associative, so the duel is between two sampled caches: one inserts at the recent end of the list, one at
-the old end but for one in `throttle`. A saturating counter of their misses decides for the cache. `cachefs/store/epochs.py`
-says what came of it.
+the old end but for one in `throttle`. A saturating counter of their misses decides for the cache.
+`cachefs/store/eviction.py` says what came of it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ MOST_ROWS = 100_000
 memory; a listing writes two a name."""
 
 HANGS_AFTER_S = 5.0
-"""A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.disk`."""
+"""A caller that others wait for, as for a name that is being changed, waits so long for a disk. As `cachefs.store.tier`."""
 
 RETRY_S = 1.0
 """How long after a failed commit the next is tried. Guessed."""

@@ -31,7 +31,7 @@ from cachefs.fetch import Fetcher
 from cachefs.fs.tree_queries import TreeQueries
 from cachefs.origin import Origin
 from cachefs.store import Store
-from cachefs.store.moves import SPILL_TO
+from cachefs.store.space import SPILL_TO
 from cachefs.store.tier import PAGE, allocated
 
 log = logging.getLogger(__name__)

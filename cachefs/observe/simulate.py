@@ -1,7 +1,7 @@
 """How much cache do I need? Eviction played over a trace, without moving a byte.
 
-The policy is the store's own (`store/epochs.py`); only the cache around it is a model: one tier, extents of sixteen blocks,
-no readahead, no limits. So a ratio here is that of a cache whose tiers add up to the size.
+The policy is the store's own (`store/eviction.py`); only the cache around it is a model: one tier, extents of sixteen
+blocks, no readahead, no limits. So a ratio here is that of a cache whose tiers add up to the size.
 
 A trace is JSON lines, one for each open (all of the file) or range read: path, size of the object, offset, length. What a
 trace cannot tell, synthetic shapes can: orders of training, scans, popularity.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from cachefs.base.errors import ConfigError
 from cachefs.base.names import BLOCKS_PER_EXTENT
-from cachefs.store.epochs import Epochs, Policy
+from cachefs.store.eviction import Epochs, Policy
 
 WHOLE_BYTES = 4 << 20
 """Smaller objects are fetched whole (`fetch/fetcher.py`)."""

@@ -17,8 +17,9 @@ would (`tests/prefetch/test_directories.py` has the model). Steeper gains little
 If the demanded part is not spread evenly (one class, one day), fewer of the prefetched files are used than their share of
 the remaining ones. Then nothing more is fetched until the ratio recovers.
 
-All counts are of one epoch of the data set, as the store detects it (`store/epochs.py`). A file that was read in this epoch
-is neither counted nor prefetched: in a directory larger than the cache it may be gone, and will not be read again soon."""
+All counts are of one epoch of the data set, as the store detects it (`store/eviction.py`). A file that was read in this
+epoch is neither counted nor prefetched: in a directory larger than the cache it may be gone, and will not be read again
+soon."""
 
 from __future__ import annotations
 

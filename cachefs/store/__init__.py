@@ -15,10 +15,10 @@ status).
 
 from cachefs.store.backing import Backing
 from cachefs.store.catalog import CachedObject
-from cachefs.store.fill import Fill, FillClosed, TierFill
 from cachefs.store.opening import Opened, open_store
 from cachefs.store.ram import SHM, remove_orphans
 from cachefs.store.scrub import scrub
+from cachefs.store.space import Fill, FillClosed, TierFill
 from cachefs.store.store import Shared, Store
 from cachefs.store.tier import Tier
 

@@ -25,9 +25,8 @@ import trio
 import xxhash
 
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, block_length
-from cachefs.store.catalog import CachedObject
+from cachefs.store.catalog import CachedObject, Copy
 from cachefs.store.eviction import ANY
-from cachefs.store.index import Copy
 from cachefs.store.space import VICTIMS_AT_ONCE, Space
 from cachefs.store.tier import SSD, Tier, allocated, checksums
 

@@ -23,11 +23,9 @@ from pathlib import Path
 import trio
 
 from cachefs.base.names import ObjectId
-from cachefs.store.catalog import CachedObject
+from cachefs.store.catalog import CachedObject, Copy
 from cachefs.store.eviction import LOWEST
-from cachefs.store.index import Copy
-from cachefs.store.moves import Moves
-from cachefs.store.space import Space
+from cachefs.store.space import Moves, Space
 from cachefs.store.tier import Tier, allocated
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from cachefs.base import durable, ownership
 from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
 from cachefs.base.metrics import Metrics
 from cachefs.store import ram
-from cachefs.store.epochs import Policy
-from cachefs.store.index import Index
+from cachefs.store.catalog import Index
+from cachefs.store.eviction import Policy
 from cachefs.store.store import Store
 from cachefs.store.tier import RAM, SSD, Tier
 

@@ -20,15 +20,10 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_length
 from cachefs.store.adopting import Adopting
 from cachefs.store.backing import Passthrough
-from cachefs.store.catalog import CachedObject, Catalog
-from cachefs.store.disk import LOOK_EVERY_S, READ_THREADS
-from cachefs.store.epochs import Datasets, Policy
-from cachefs.store.eviction import Eviction
-from cachefs.store.fill import Fills
-from cachefs.store.index import Copy, Index
-from cachefs.store.moves import Moves
-from cachefs.store.space import Pins, Space
-from cachefs.store.tier import RAM, Tier
+from cachefs.store.catalog import CachedObject, Catalog, Copy, Index
+from cachefs.store.eviction import Datasets, Eviction, Policy
+from cachefs.store.space import Fills, Moves, Pins, Space
+from cachefs.store.tier import LOOK_EVERY_S, RAM, READ_THREADS, Tier
 
 FLUSH_EVERY_S = 1.0
 """How long the index may lag behind the files: what a kill -9 can cost in refetches. Guessed."""

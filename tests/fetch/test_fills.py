@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.store.fill import FillClosed, HeapFill
+from cachefs.store.space import FillClosed, HeapFill
 from tests.peers.exchange import content
 
 BLOCK = 1000

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cachefs.base.names import block_length
-from cachefs.store import Store, index
-from cachefs.store.index import Copy
+from cachefs.store import Store
+from cachefs.store import catalog as index
+from cachefs.store.catalog import Copy
 from cachefs.store.tier import allocated
 
 

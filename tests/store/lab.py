@@ -21,7 +21,8 @@ import trio
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fetch import Fetcher
-from cachefs.store import Opened, Store, disk, open_store, ram
+from cachefs.store import Opened, Store, open_store, ram
+from cachefs.store.tier import Disposal
 from tests.fetch.scripted import ScriptedOrigin
 from tests.store import counters
 
@@ -34,7 +35,7 @@ ram.HUGE = "huge=never"
 """Here counts are compared with what the file system says, to the page. `test_ram.py` has huge pages."""
 
 
-disk.Disposal._begin = lambda self: self._work(0.0)  # type: ignore[method-assign]
+Disposal._begin = lambda self: self._work(0.0)  # type: ignore[method-assign]
 """Here files are looked at as soon as they were dropped. `test_disk.py` has the thread."""
 
 

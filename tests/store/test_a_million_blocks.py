@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachefs.store.index import Copy, Index, pack_copy
+from cachefs.store.catalog import Copy, Index, pack_copy
 from tests.conftest import ROOT
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import MIB, as_kill_leaves_it, running

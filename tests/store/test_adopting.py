@@ -763,9 +763,9 @@ async def test_what_a_disk_does_after_it_was_given_up_is_undone(
     """The rename returns when its caller has gone: the version's file is no version's then, and goes."""
     import threading
 
-    from cachefs.store import disk as disks
+    from cachefs.store import tier as tiers
 
-    monkeypatch.setattr(disks, "HANGS_AFTER_S", 0.2)
+    monkeypatch.setattr(tiers, "HANGS_AFTER_S", 0.2)
     answers = threading.Event()
     async with running(cache_dir) as lab:
         tier = lab.store.tiers[-1]

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.store import disk, tier
-from cachefs.store import disk as disks
-from cachefs.store.disk import Disk
+from cachefs.store import tier
+from cachefs.store.tier import Disk
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, Lab, running, until
 
@@ -24,7 +23,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disks, "HANGS_AFTER_S", 0.2)
+    monkeypatch.setattr(tier, "HANGS_AFTER_S", 0.2)
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is clear, nothing that opens or probes returns."""
     answers = threading.Event()
     answers.set()
-    open_file, new_file, probe = tier.Tier.open_file, tier.Tier.new_file, disks._write_and_remove
+    open_file, new_file, probe = tier.Tier.open_file, tier.Tier.new_file, tier._write_and_remove
 
     def slow_open(self: Any, *arguments: Any, **options: Any) -> int:
         assert answers.wait(PATIENCE_S)
@@ -48,7 +47,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     monkeypatch.setattr(tier.Tier, "open_file", slow_open)
     monkeypatch.setattr(tier.Tier, "new_file", slow_new)
-    monkeypatch.setattr(disks, "_write_and_remove", slow_probe)
+    monkeypatch.setattr(tier, "_write_and_remove", slow_probe)
     yield answers
     answers.set()
 
@@ -117,7 +116,7 @@ async def test_readers_of_what_lies_there_are_sent_to_the_origin(
         async with trio.open_nursery() as nursery:
             for _ in range(20):  # more than there are threads
                 nursery.start_soon(read)
-            await until(lambda: len(lab.store.tiers[-1].disk._calls) == disks.READ_THREADS, PATIENCE_S)
+            await until(lambda: len(lab.store.tiers[-1].disk._calls) == tier.READ_THREADS, PATIENCE_S)
             await down(lab)
         assert got == [data] * 20
         assert obj.refs > 0  # the threads are still at it
@@ -164,26 +163,26 @@ async def test_a_reader_that_gives_up_leaves_its_call(tmp_path: Path) -> None:
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere the tests of this room have files removed on the spot."""
 
-    def begin(self: disk.Disposal) -> None:
+    def begin(self: tier.Disposal) -> None:
         threading.Thread(target=self._work, args=(0.1,), daemon=True).start()
 
-    monkeypatch.setattr(disk.Disposal, "_begin", begin)
+    monkeypatch.setattr(tier.Disposal, "_begin", begin)
 
 
 def test_what_is_to_go_goes_once_a_thread_can_be_started(
     tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, begun = disk.Disposal._begin, list[bool]()
+    begin, begun = tier.Disposal._begin, list[bool]()
 
-    def fails(self: disk.Disposal) -> None:
+    def fails(self: tier.Disposal) -> None:
         begun.append(True)
         if len(begun) < 3:
             raise RuntimeError("can't start new thread")
         begin(self)
 
-    monkeypatch.setattr(disk.Disposal, "_begin", fails)
-    monkeypatch.setattr(disk, "IDLE_S", 0.01)
-    disposal = disk.Disposal(Disk("ssd", tmp_path), pytest.fail)
+    monkeypatch.setattr(tier.Disposal, "_begin", fails)
+    monkeypatch.setattr(tier, "IDLE_S", 0.01)
+    disposal = tier.Disposal(Disk("ssd", tmp_path), pytest.fail)
     (tmp_path / "one").touch()
     disposal.remove(b"1", str(tmp_path / "one"), (), 0)
     assert disposal.pending(b"1") and begun == [True]
@@ -196,7 +195,7 @@ async def test_files_go_beside_the_loop_and_count_until_they_are_gone(
     cache_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may, here = threading.Event(), threading.get_ident()
-    remove = disk._remove
+    remove = tier._remove
     monkeypatch.setattr(tier, "GOING_BYTES", 0)
     monkeypatch.setattr(tier, "GOING_SHARE", 1 << 40)
 
@@ -205,7 +204,7 @@ async def test_files_go_beside_the_loop_and_count_until_they_are_gone(
         assert may.wait(PATIENCE_S)
         remove(path)
 
-    monkeypatch.setattr(disk, "_remove", slow)
+    monkeypatch.setattr(tier, "_remove", slow)
     async with running(cache_dir, ssd=2 * EXTENT) as lab:
         first, second = content(1, EXTENT), content(2, EXTENT)
         one, two = lab.origin.put("1", first), lab.origin.put("2", second)
@@ -234,7 +233,7 @@ async def test_what_comes_again_waits_for_what_was_there(
 ) -> None:
     """Else its new blocks would go with the old ones: punched out, or with the file. A used file stays open."""
     may = threading.Event()
-    remove, punch = disk._remove, disk._punch
+    remove, punch = tier._remove, tier._punch
 
     def slowly(call: Any) -> Any:
         def slow(*arguments: Any) -> None:
@@ -243,8 +242,8 @@ async def test_what_comes_again_waits_for_what_was_there(
 
         return slow
 
-    monkeypatch.setattr(disk, "_remove", slowly(remove))
-    monkeypatch.setattr(disk, "_punch", slowly(punch))
+    monkeypatch.setattr(tier, "_remove", slowly(remove))
+    monkeypatch.setattr(tier, "_punch", slowly(punch))
     async with running(cache_dir) as lab:
         data = content(1, 2 * EXTENT)
         object_id = lab.origin.put("k", data)
@@ -274,16 +273,16 @@ async def test_what_comes_again_waits_for_what_was_there(
 
 @in_trio
 async def test_a_large_file_goes_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(tier, "SLICE_BYTES", 4096)
     lengths: list[int] = []
-    truncate = disk.os.ftruncate
-    monkeypatch.setattr(disk.os, "ftruncate", lambda fd, at: lengths.append(at) or truncate(fd, at))
+    truncate = tier.os.ftruncate
+    monkeypatch.setattr(tier.os, "ftruncate", lambda fd, at: lengths.append(at) or truncate(fd, at))
     for mode, expected in ((0o600, [12288, 8192, 4096, 0]), (0o400, [])):
         file = tmp_path / "file"
         file.write_bytes(b"x" * 16384)
         file.chmod(mode)
         with file.open("rb") as reader:
-            disk._remove(str(file))
+            tier._remove(str(file))
             assert not file.exists()
             assert lengths == expected
             assert len(reader.read()) == (0 if expected else 16384)  # one that was sealed may be mapped
@@ -296,22 +295,22 @@ def test_what_is_punched_is_gone_and_the_rest_is_there(
 ) -> None:
     """In slices, of ranges that need not end where a slice does."""
     rng, page, pages = random.Random(seed), 4096, 60
-    monkeypatch.setattr(disk, "SLICE_BYTES", 3 * page)
+    monkeypatch.setattr(tier, "SLICE_BYTES", 3 * page)
     plain, path = bytearray(rng.randbytes(pages * page)), tmp_path / "f"
     path.write_bytes(plain)
     sizes: list[int] = []
-    fallocate = disk.libc.fallocate
+    fallocate = tier.libc.fallocate
 
     def counted(fd: int, how: int, at: Any, length: Any) -> int:
         sizes.append(length.value)
         done: int = fallocate(fd, how, at, length)
         return done
 
-    monkeypatch.setattr(disk, "libc", SimpleNamespace(fallocate=counted))
+    monkeypatch.setattr(tier, "libc", SimpleNamespace(fallocate=counted))
     edges = sorted(rng.sample(range(pages + 1), 6))
     ranges = [(a * page, (b - a) * page) for a, b in zip(edges[::2], edges[1::2], strict=True)]
     before = len(os.listdir("/proc/self/fd"))
-    disk._punch(str(path), ranges)
+    tier._punch(str(path), ranges)
     for start, length in ranges:
         plain[start : start + length] = bytes(length)
     assert path.read_bytes() == plain and max(sizes) <= 3 * page

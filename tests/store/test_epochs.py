@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
 from cachefs.cli import status as statusview
-from cachefs.store import epochs
-from cachefs.store.epochs import (
+from cachefs.store import eviction
+from cachefs.store.catalog import unit_hash
+from cachefs.store.eviction import (
     FILTER_FIRST,
     MOST,
     SAMPLE,
@@ -24,7 +25,6 @@ from cachefs.store.epochs import (
     Epochs,
     Seen,
     SharedDataset,
-    unit_hash,
 )
 from tests.conftest import examples
 
@@ -108,7 +108,7 @@ class Rules:
         return dict(self.uses)
 
     def correlated(self) -> float:
-        return min(max(len(self._last()) / 8, epochs.CORRELATED_LEAST), epochs.CORRELATED_MOST)
+        return min(max(len(self._last()) / 8, eviction.CORRELATED_LEAST), eviction.CORRELATED_MOST)
 
     def used(self, unit: int, clock: int) -> bool:
         before = self._last().get(unit)
@@ -122,17 +122,17 @@ class Rules:
             self.fresh += 1
             return False
         self.again.append(len(self.uses) - 1)
-        enough = max(epochs.AGAIN_LEAST, math.ceil(epochs.AGAIN_SHARE * self.fresh))
-        if self.epochs and not self.noisy and self.size and self.fresh >= epochs.DONE_SHARE * self.size:
+        enough = max(eviction.AGAIN_LEAST, math.ceil(eviction.AGAIN_SHARE * self.fresh))
+        if self.epochs and not self.noisy and self.size and self.fresh >= eviction.DONE_SHARE * self.size:
             enough = 1
-        for count in (enough, epochs.PATIENCE * enough) if self.noisy else (enough,):
+        for count in (enough, eviction.PATIENCE * enough) if self.noisy else (enough,):
             if len(self.again) < count:
                 return False
             first = self.again[-count]
             density = count / (len(self.uses) - first)
-            if not self.noisy or density >= epochs.EPOCH_SHARE or count > enough:
+            if not self.noisy or density >= eviction.EPOCH_SHARE or count > enough:
                 break
-        if density < epochs.AGAIN_DENSITY:
+        if density < eviction.AGAIN_DENSITY:
             return False
         self._begin(self.uses[first][1], density)
         return True
@@ -140,11 +140,11 @@ class Rules:
     def _begin(self, clock: int, density: float) -> None:
         last = self._last()
         self.starts.append(clock)
-        self.size = sum(at >= self.starts[-epochs.EPOCHS_REMEMBERED :][0] for at in last.values())
+        self.size = sum(at >= self.starts[-eviction.EPOCHS_REMEMBERED :][0] for at in last.values())
         used = sum(at >= self.start for at in last.values())
-        self.epochs = min(density, used / self.size) >= epochs.EPOCH_SHARE
+        self.epochs = min(density, used / self.size) >= eviction.EPOCH_SHARE
         self.fresh = sum(at >= clock for at in last.values())
-        before = [at for _, at in self.uses[-epochs.CORRELATED_MOST :] if at < clock]
+        before = [at for _, at in self.uses[-eviction.CORRELATED_MOST :] if at < clock]
         edge = before[-min(len(before), math.ceil(self.correlated()))] if before else clock
         self.previous, self.start, self.edge, self.again = self.edge, clock, edge, []
 
@@ -424,8 +424,8 @@ def test_a_grown_filter_knows_all_and_is_seldom_wrong() -> None:
 
 
 def test_a_filter_grows_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "FILTER_FIRST", 64)
-    monkeypatch.setattr(epochs, "FILTER_MOST", 1024)
+    monkeypatch.setattr(eviction, "FILTER_FIRST", 64)
+    monkeypatch.setattr(eviction, "FILTER_MOST", 1024)
     rng, seen = random.Random(5), Seen()
     units = [rng.getrandbits(64) for _ in range(5000)]
     for unit in units:
@@ -452,7 +452,7 @@ def test_datasets_are_numbered_by_the_plain_rule(keys: list[tuple[str, str, str,
     mounted = {"s3://a": ["", "data/", "data/deep/"], "s3://b": ["data/"]}
     places = [(source, prefix) for source, prefixes in mounted.items() for prefix in prefixes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(epochs, "MOST", 2)
+        patch.setattr(eviction, "MOST", 2)
         datasets, seen, whole, names = Datasets(), dict[tuple[str, str], set[str]](), set(), dict[int, str]()
         datasets.mounted(places)
         for number, (source, start, middle, end) in enumerate(keys):

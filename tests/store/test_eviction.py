@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.store import eviction
+from cachefs.store.catalog import Copy, CopyKey, Row
 from cachefs.store.eviction import (
     ANY,
     ANY_REMOTE_OWNED,
@@ -26,7 +27,6 @@ from cachefs.store.eviction import (
     Verdict,
     Walk,
 )
-from cachefs.store.index import Copy, CopyKey, Row
 from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
 from tests.fetch.scripted import content, in_trio

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from cachefs.base.errors import NoRoom
 from cachefs.store import space
-from cachefs.store.fill import Fill, FillClosed, HeapFill, TierFill
-from cachefs.store.index import Copy
-from cachefs.store.space import Heap
+from cachefs.store.catalog import Copy
+from cachefs.store.space import Fill, FillClosed, Heap, HeapFill, TierFill
 from cachefs.store.tier import RAM, Tier
 from tests.conftest import examples
 

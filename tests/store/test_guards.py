@@ -16,7 +16,7 @@ import pytest
 
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.store import Store, disk, open_store, ram
+from cachefs.store import Store, open_store, ram
 from cachefs.store import tier as tier_module
 from cachefs.store.eviction import EPOCHS_SAVED_EVERY
 from cachefs.store.scrub import reclaim
@@ -349,13 +349,13 @@ def test_a_disk_whose_call_lasts_too_long_is_down_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(disk, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    one = disk.Disk("ssd", tmp_path)
+    monkeypatch.setattr(tier_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = tier_module.Disk("ssd", tmp_path)
     went: list[str] = []
     monkeypatch.setattr(one, "goes_down", lambda: went.append("down"))
     one.look()
     with one.busy():
-        now[0] += disk.HANGS_AFTER_S
+        now[0] += tier_module.HANGS_AFTER_S
         with one.busy():
             one.look()
             assert not went

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from cachefs.store import moves
+from cachefs.store import space
 from cachefs.store.tier import SSD
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, MIB, running, until
@@ -27,7 +27,7 @@ class Steps(trio.abc.Instrument):
 async def test_after_spilling_promoting_and_preparing_its_loops_wait(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moves, "REUSE_AFTER_S", 0.0)
+    monkeypatch.setattr(space, "REUSE_AFTER_S", 0.0)
     async with running(cache_dir, ram=16 * BLOCK, ssd=64 * MIB, background=True) as lab:
         ids = [lab.origin.put(str(n), content(n, 2 * BLOCK)) for n in range(12)]
         for object_id in ids:

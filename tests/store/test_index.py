@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachefs.base.errors import CacheUnusable, NoRoom
-from cachefs.store.index import _CLOCK, _KEY, Copy, CopyKey, Index, Saved, pack_copy, unpack_copy
+from cachefs.store.catalog import _CLOCK, _KEY, Copy, CopyKey, Index, Saved, pack_copy, unpack_copy
 from cachefs.store.tier import RAM, SSD
 
 DIGESTS = [b"%016d" % number for number in range(4)] + [bytes(16), b"\xff" * 16]

@@ -11,10 +11,10 @@ import pytest
 import trio
 
 from cachefs.base.names import ObjectId
-from cachefs.store import moves
+from cachefs.store import space
+from cachefs.store.catalog import Copy
 from cachefs.store.eviction import ANY, NOTHING, PREFETCHED_S, Class
-from cachefs.store.index import Copy
-from cachefs.store.moves import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO
+from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import ScriptedOrigin, content, in_trio
 from tests.store.lab import BLOCK, EXTENT, Lab, running
@@ -37,7 +37,7 @@ def put(lab: Lab, object_id: ObjectId, data: bytes, tier: int = RAM, **how: bool
     return copy
 
 
-def movers(lab: Lab) -> moves.Moves:
+def movers(lab: Lab) -> space.Moves:
     assert lab.store._moves is not None
     return lab.store._moves
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cachefs.base.names import ObjectId
-from cachefs.store import epochs as policy
-from cachefs.store.epochs import Epochs, unit_hash
+from cachefs.store import eviction as policy
+from cachefs.store.catalog import unit_hash
+from cachefs.store.eviction import Epochs
 from tests.fetch.scripted import in_trio
 from tests.store.lab import BLOCK, Lab, running
 from tests.store.test_epochs import Rules

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.store import disk, store, tier
+from cachefs.store import store, tier
 from cachefs.store.tier import (
     FREE_MEMORY_EVERY_S,
     FREE_SPACE_EVERY_S,
@@ -55,7 +55,7 @@ class Disk:
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    monkeypatch.setattr(disk.Disposal, "_begin", lambda self: None)  # nothing goes before a test has it go
+    monkeypatch.setattr(tier.Disposal, "_begin", lambda self: None)  # nothing goes before a test has it go
     return Disk(monkeypatch)
 
 
@@ -282,7 +282,7 @@ async def test_a_directory_that_is_not_the_one_of_the_index_has_no_blocks(cache_
 async def test_a_disk_that_hangs_is_noticed_while_the_store_runs(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "HANGS_AFTER_S", 0.0)
+    monkeypatch.setattr(tier, "HANGS_AFTER_S", 0.0)
     async with running(cache_dir, background=True) as lab:
         [one] = lab.store.tiers
         noticed: list[bool] = []

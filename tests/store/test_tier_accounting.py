@@ -14,7 +14,7 @@ import trio
 
 from cachefs.base.errors import Transient
 from cachefs.base.units import Size
-from cachefs.store import disk, tier
+from cachefs.store import tier
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, REMOTE_OWNED
 from cachefs.store.tier import RAM, SSD
 from tests.conftest import examples
@@ -443,7 +443,7 @@ async def test_protected_copies_stay_in_ram_while_ssd_gives_its_room_back(
             return [copy.tier if copy is not None else -1 for copy in copies]
 
         with monkeypatch.context() as patch:
-            patch.setattr(disk.Disposal, "_begin", lambda self: None)
+            patch.setattr(tier.Disposal, "_begin", lambda self: None)
             obj = store.object(lower[0])
             copy = store.catalog.copy(obj, SSD, 0)
             assert copy is not None
