@@ -156,8 +156,10 @@ def remove_orphans() -> list[Left]:
 
 
 def _remove_databases(place: Path) -> None:
-    """Take away databases that found no better place than shared memory, if the daemon that had them was killed: a stop
-    removes them, too, and no start looks for them here. What has an owner's file is a RAM tier's."""
+    """Take away databases that found no better place than shared memory, if the daemon that had them was killed, as a stop
+    does. Not with files that are not at the origin yet. What has an owner's file is a RAM tier's."""
+    if glob.glob(f"{place}/staging*/*"):
+        return
     locks = [Path(name) for pattern in ("lock.pid", "*/lock.pid") for name in glob.glob(f"{place}/{pattern}")]
     if not locks or os.path.lexists(place / OWNER):
         return

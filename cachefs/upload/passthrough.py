@@ -23,7 +23,7 @@ import trio
 from cachefs.base.errors import CachefsError
 from cachefs.store.backing import BackingFile
 from cachefs.upload.dirty_file import DirtyFile
-from cachefs.upload.staging import LOOK_S, can_lease
+from cachefs.upload.staging import LOOK_S, can_lease, tells_of_mappings
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,11 @@ class Passthrough:
         self._possible = can_lease(self._staging)
         if not self._possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
+        elif direct and not tells_of_mappings(self._staging):
+            self._possible = False  # what a mapping writes behind a commit would stay here
+            log.info(
+                "%s says nothing of mappings: what readers have open is written elsewhere", self._staging
+            )
 
     @property
     def possible(self) -> bool:

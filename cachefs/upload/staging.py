@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import math
+import mmap
 import os
 import signal
 import tempfile
@@ -426,6 +427,23 @@ def can_lease(directory: Path) -> bool:
             finally:
                 os.close(fd)
             return refused
+    except OSError:
+        return False
+
+
+def tells_of_mappings(directory: Path) -> bool:
+    """Whether a store into a mapping moves the time of a file there, also after a sync: on a tmpfs nothing is written back,
+    so a page that was stored to stays writable."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(mmap.PAGESIZE))
+            file.flush()
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapping:
+                mapping[0] = 1
+                os.fsync(file.fileno())
+                os.utime(file.fileno(), ns=(LONG_AGO_NS, LONG_AGO_NS))
+                mapping[0] = 2
+            return os.fstat(file.fileno()).st_mtime_ns != LONG_AGO_NS
     except OSError:
         return False
 

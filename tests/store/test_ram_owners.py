@@ -109,6 +109,11 @@ def test_databases_of_a_killed_daemon_are_taken_away_from_shared_memory() -> Non
         remove_orphans()
         assert not names.exists() and state.exists(), "one is a RAM tier, which is asked by its owner's file"
         (state / ram.OWNER).unlink()
+        (state / "staging").mkdir()
+        (state / "staging" / "f").touch()
+        remove_orphans()
+        assert state.exists(), "it has a file that is not at the origin"
+        (state / "staging" / "f").unlink()
         remove_orphans()
         assert not state.exists()
     finally:

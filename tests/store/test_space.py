@@ -99,7 +99,10 @@ async def test_a_block_that_cannot_be_read_at_once(
 
         with obj.held():
             obj.file(tier)
-            assert lab.store.read_now(obj, 0, BLOCK) == data[:BLOCK]
+            first = lab.store.read_now(obj, 0, BLOCK)
+            if not tier.reads_now:
+                pytest.skip("this file system knows no such reads")
+            assert first == data[:BLOCK]
             with monkeypatch.context() as patch:
                 patch.setattr(os, "pread" if ram else "preadv", fail)
                 assert lab.store.read_now(obj, 0, BLOCK) is None
