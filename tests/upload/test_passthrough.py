@@ -462,7 +462,7 @@ async def taken(d: Desk, tmp_path: Path, data: bytes) -> tuple[DirtyFile, int]:
 @pytest.mark.parametrize("writeback", [False, True])
 @in_trio
 async def test_nothing_is_taken_where_a_mapping_would_write_unnoticed(writeback: bool) -> None:
-    """A store into a mapping moves no time on a tmpfs. A file that is taken with `--writeback` is not believed for its time:
+    """A store into a mapping moves no time on a tmpfs. A file that is taken with `--writeback` is not judged by its time:
     it is uploaded when nothing maps it any more."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         async with desk(Path(place), writeback=writeback) as d:
