@@ -123,7 +123,7 @@ class Ways:
 
         if self._store is None:
             self._store = S3Store(
-                *("bkt",),
+                "bkt",
                 endpoint=self.lab.endpoint,
                 region="us-east-1",
                 access_key_id="lab",

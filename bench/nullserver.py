@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from cachefs.fuse import protocol
-from cachefs.fuse.device import Device
+from cachefs.fuse.native_backend import Device
 from cachefs.fuse.protocol import Op
 from cachefs.fuse.protocol import Opened as Flags
 
@@ -42,8 +42,22 @@ class NullServer:
         about = path.stat()
         mtime = divmod(about.st_mtime_ns, 10**9)
         self._attributes[inode] = (
-            *(inode, about.st_size, about.st_blocks, mtime[0], mtime[0], mtime[0]),
-            *(mtime[1], mtime[1], mtime[1], about.st_mode, 1, about.st_uid, about.st_gid, 0, 4096, 0),
+            inode,
+            about.st_size,
+            about.st_blocks,
+            mtime[0],
+            mtime[0],
+            mtime[0],
+            mtime[1],
+            mtime[1],
+            mtime[1],
+            about.st_mode,
+            1,
+            about.st_uid,
+            about.st_gid,
+            0,
+            4096,
+            0,
         )
         if stat.S_ISDIR(about.st_mode):
             children = self._children[inode] = []

@@ -52,7 +52,11 @@ def open_close(work: Workspace, rounds: int) -> Result:
             kernel(work, "open-close", "-o", "rw", name=WRITABLE),
             NullServer(work.disk, work.lab, "open-close", work.on_disk(tree), name=NULL_SERVER),
             NullServer(
-                *(work.disk, work.lab, "open-close", work.on_disk(tree), "--passthrough"),
+                work.disk,
+                work.lab,
+                "open-close",
+                work.on_disk(tree),
+                "--passthrough",
                 name=NULL_PASSTHROUGH,
             ),
         )

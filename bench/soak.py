@@ -188,8 +188,15 @@ class _Worker:
 
     def work(self, count: int) -> None:
         choices = (
-            *((self._read, 60), (self._part, 10), (self._write, 10), (self._back, 8), (self._list, 4)),
-            *((self._missing, 3), (self._rename, 3), (self._remove, 3), (self._again, 1)),
+            (self._read, 60),
+            (self._part, 10),
+            (self._write, 10),
+            (self._back, 8),
+            (self._list, 4),
+            (self._missing, 3),
+            (self._rename, 3),
+            (self._remove, 3),
+            (self._again, 1),
         )
         acts = [act for act, weight in choices for _ in range(weight)]
         for _ in range(count):

@@ -20,17 +20,31 @@ from cachefs.base.http1 import (
 TARGET = "/v1/hello?key=a%20b/c&etag=%22x%22"
 PIECES = st.sampled_from(
     [
-        *(b"GET ", b"POST ", b"/v1/hello", b"?x=%20", b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", b"Host: a:1\r\n"),
-        *(
-            b"Authorization: S 1 ab cd\r\n",
-            b"Authorization:\r\n",
-            b"Connection: close\r\n",
-            b"x: y\r\n",
-            b"\r\n",
-        ),
-        *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 404 Not Found\r\n", b"HTTP/1.1 102 Processing\r\n\r\n"),
-        *(b"Content-Length: 5\r\n", b"Content-Length: 05\r\n", b"Content-Length: -1\r\n", b"Host : a\r\n"),
-        *(b"Transfer-Encoding: chunked\r\n", b"body", b"\n", b" ", b"\0", b"\xff"),
+        b"GET ",
+        b"POST ",
+        b"/v1/hello",
+        b"?x=%20",
+        b" HTTP/1.1\r\n",
+        b" HTTP/1.0\r\n",
+        b"Host: a:1\r\n",
+        b"Authorization: S 1 ab cd\r\n",
+        b"Authorization:\r\n",
+        b"Connection: close\r\n",
+        b"x: y\r\n",
+        b"\r\n",
+        b"HTTP/1.1 200 OK\r\n",
+        b"HTTP/1.1 404 Not Found\r\n",
+        b"HTTP/1.1 102 Processing\r\n\r\n",
+        b"Content-Length: 5\r\n",
+        b"Content-Length: 05\r\n",
+        b"Content-Length: -1\r\n",
+        b"Host : a\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"body",
+        b"\n",
+        b" ",
+        b"\0",
+        b"\xff",
     ]
 )
 TEXTS = st.one_of(

@@ -141,7 +141,8 @@ def test_a_test_that_starts_a_process_may_run_any_line_of_its_room(tmp_path: Pat
     }
     found = coverage.of(inside, ("tests/store/",))
     assert set(found) == {
-        *("tests/store/test_a.py::runs_it", "tests/store/test_a.py::starts_one"),
+        "tests/store/test_a.py::runs_it",
+        "tests/store/test_a.py::starts_one",
         "tests/fs/test_a.py::runs_it",
     }
     assert set(found.values()) == {Cost(1.0, 2.0)}

@@ -158,7 +158,15 @@ def test_the_verb_shows_a_row_for_each_size_and_policy() -> None:
     assert head.split() == [
         "cache",
         "policy",
-        *["epoch", "1", "epoch", "2", "epoch", "3", "from", "the", "origin"],
+        "epoch",
+        "1",
+        "epoch",
+        "2",
+        "epoch",
+        "3",
+        "from",
+        "the",
+        "origin",
     ]
     assert [row.split()[2] for row in rows] == ["lru", "epoch", "auto"] * 2
     assert rows[-1].split()[5:9:2] == ["49.0", "49.9"]

@@ -11,9 +11,27 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PRIVATE = (
-    *("lent", "lend", "lends", "lending", "loan", "draft", "drafts", "heir", "heirs"),
-    *("asker", "askers", "twin", "twins"),
-    *("shelf", "beliefs", "believed", "foretold", "greets", "stamp", "stamps", "survey"),
+    "lent",
+    "lend",
+    "lends",
+    "lending",
+    "loan",
+    "draft",
+    "drafts",
+    "heir",
+    "heirs",
+    "asker",
+    "askers",
+    "twin",
+    "twins",
+    "shelf",
+    "beliefs",
+    "believed",
+    "foretold",
+    "greets",
+    "stamp",
+    "stamps",
+    "survey",
 )
 """Each has a standard term: passthrough, dirty file, successor, client, plan store, freshness, predicted, token, …"""
 

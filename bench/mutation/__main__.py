@@ -21,7 +21,11 @@ HARMLESS = Path(__file__).with_name("harmless.txt")
 NAMED = Path(__file__).with_name("named.txt")
 ROOMS = ("store", "upload", "fs")
 TESTS = (
-    *("tests/store", "tests/upload", "tests/test_database.py", "tests/fetch", "tests/fs"),
+    "tests/store",
+    "tests/upload",
+    "tests/test_database.py",
+    "tests/fetch",
+    "tests/fs",
     "tests/peers/test_receiving.py",
 )
 """What runs in seconds: no mounts, no servers."""

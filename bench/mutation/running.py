@@ -30,9 +30,27 @@ from bench.mutation.mutants import Mutant, functions_of, within
 from bench.mutation.plugin import Chosen, Mapper, runnable, use_fixed_seeds
 
 PRELOADED = (
-    *("pytest", "hypothesis", "hypothesis.strategies", "hypothesis.stateful", "trio", "trio.testing"),
-    *("lmdb", "xxhash", "h11", "pycurl", "botocore.session", "prometheus_client", "click", "rich.console"),
-    *("cProfile", "unittest.mock", "xml.etree.ElementTree", "asyncio", "http.server", "urllib3", "httptools"),
+    "pytest",
+    "hypothesis",
+    "hypothesis.strategies",
+    "hypothesis.stateful",
+    "trio",
+    "trio.testing",
+    "lmdb",
+    "xxhash",
+    "h11",
+    "pycurl",
+    "botocore.session",
+    "prometheus_client",
+    "click",
+    "rich.console",
+    "cProfile",
+    "unittest.mock",
+    "xml.etree.ElementTree",
+    "asyncio",
+    "http.server",
+    "urllib3",
+    "httptools",
 )
 """Of what the tests import: what takes time, and is not ours."""
 

@@ -14,8 +14,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, NoRoom, ObjectChanged
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
-from cachefs.fetch.fetcher import ATTEMPTS, Fetcher
-from cachefs.fetch.in_flight import InFlightFetch
+from cachefs.fetch.fetcher import ATTEMPTS, Fetcher, InFlightFetch
 from cachefs.origin import Origin
 from cachefs.peers.cluster import Cluster
 from cachefs.peers.wire import BlockRequest, Busy, NotShared, Piece

@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -24,13 +25,15 @@ from cachefs.base.errors import CachefsError
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId
 from cachefs.base.tasks import contained
-from cachefs.fetch.in_flight import Transfers
 from cachefs.origin import Origin
-from cachefs.origin.gate import Concurrency, Gate, Ticket
+from cachefs.origin.attempts import Concurrency, Gate, Ticket
 from cachefs.peers.client import CONNECTIONS_PER_PEER
 from cachefs.peers.cluster import Asked, Cluster
 from cachefs.peers.wire import PeerFailed
 from cachefs.store import Fill, Store
+
+if TYPE_CHECKING:
+    from cachefs.fetch.fetcher import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +94,11 @@ class Upstream:
                 return False  # it failed for another fetch while this one waited
             try:
                 await self.cluster.read(
-                    *(asked, object_id, before, fill.stop, fill),
+                    asked,
+                    object_id,
+                    before,
+                    fill.stop,
+                    fill,
                     sink_waits=fill.waits,
                     origin_rate=origin_rate,
                     others=sum(gate.in_flight for other, gate in self._gates.items() if other != name),
@@ -299,7 +306,12 @@ class Comparing:
             self._nursery,
             "comparing a peer's bytes with the origin",
             self._compare,
-            *(asked, origin, object_id, wanted[0], data, md5),
+            asked,
+            origin,
+            object_id,
+            wanted[0],
+            data,
+            md5,
         )
 
     async def _compare(
@@ -339,7 +351,9 @@ class Comparing:
         log.warning(
             "peer %s sent other bytes of %s (at %d) than the origin has: it is not asked any more, and the cached object is "
             "dropped; cachefs evict drops what else may have come from it",
-            *(asked.member, origin.name(object_id.key), offset),
+            asked.member,
+            origin.name(object_id.key),
+            offset,
         )
         obj = self._store.object(object_id)
         with obj.held():

@@ -140,7 +140,7 @@ class DirtyFiles:
             raise
 
     def _writes(self, opened: Opened, node: Node) -> None:
-        handle = self._files.get(opened[0])
+        handle = self._files.handles[opened[0]]
         handle.node, handle.writes = node, True
         node.writers += 1
 
@@ -182,7 +182,7 @@ class DirtyFiles:
         """The same handle, of the dirty file's own file, if all handles under its number can be: to be answered with at
         once."""
         fh, _ = opened
-        handle = self._files.get(fh)
+        handle = self._files.handles[fh]
         node, handle.backing = handle.node, None
         if node is None or node.dirty_file is None:
             return fh, 0
@@ -210,7 +210,7 @@ class DirtyFiles:
     def _attached(self, node: Node, ino: int, version: ObjectId, pid: int) -> Opened:
         opened = self._files.open_dirty_file(ino, node.origin, version, pid)
         try:
-            self._local_changes.attach(self._files.get(opened[0]), node)
+            self._local_changes.attach(self._files.handles[opened[0]], node)
         except BaseException:
             self._files.release(opened[0])
             raise
@@ -251,7 +251,7 @@ class DirtyFiles:
 
         The caller has claimed the name."""
         fh, _ = await self.open(directory, name, obj, row, os.O_WRONLY, 0)
-        handle = self._files.get(fh)
+        handle = self._files.handles[fh]
         node = handle.node
         assert node is not None
         try:
@@ -263,7 +263,7 @@ class DirtyFiles:
             self.release(fh)
 
     async def truncate_open(self, fh: int, size: int, *, claimed: bool = False) -> None:
-        handle = self._files.get(fh)
+        handle = self._files.handles[fh]
         if handle.node is not None and handle.node.dirty_file is None and handle.object.size == size:
             return
         node, dirty_file = await self._dirty_file_of(fh, size, upto=size, claimed=claimed)
@@ -275,7 +275,7 @@ class DirtyFiles:
     ) -> tuple[Node, DirtyFile]:
         """The dirty file that a handle writes, up to `end`; begun if it was not, with the first `upto` bytes of the file.
         `claimed`: the caller has claimed the name."""
-        handle = self._files.get(fh)
+        handle = self._files.handles[fh]
         node = handle.node
         if node is None or not handle.writes:
             raise BadHandle("the file is not open for writing")
@@ -355,13 +355,13 @@ class DirtyFiles:
 
     async def flush(self, fh: int) -> None:
         """For close(2): of a handle that writes, what the upload room promises of a commit."""
-        handle = self._files.get(fh)
+        handle = self._files.handles[fh]
         if handle.writes and handle.node is not None:
             handle.flushed = True
             await self._commit(handle.node)
 
     async def fsync(self, fh: int) -> None:
-        node = self._files.get(fh).node
+        node = self._files.handles[fh].node
         if node is not None:
             await self._commit(node)
 

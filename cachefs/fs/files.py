@@ -112,6 +112,17 @@ class FileHandle:
         return self.size <= LARGE and not self.lost and self.node is None and not self.former
 
 
+class Handles(dict[int, FileHandle]):
+    """By number. Of an unknown one: `NotFound`, or `ObjectChanged` where they `follow` those of daemons that died."""
+
+    follow = False
+
+    def __missing__(self, fh: int) -> FileHandle:
+        if self.follow:
+            raise ObjectChanged(f"the daemon that opened handle {fh} has died")
+        raise NotFound(f"no file handle {fh}")
+
+
 class OpenFiles:
     """`shape` returns what is shown of an open file, by a handle of it. `wall` is seconds since the epoch, for times that
     are shown."""
@@ -136,14 +147,13 @@ class OpenFiles:
         self._shape = shape
         self._wall = wall
         self._next = 1
-        self._follows = False
-        self._handles: dict[int, FileHandle] = {}
+        self.handles = Handles()
         self._by_ino: dict[int, list[FileHandle]] = {}
         self._closed: dict[int, FileHandle] = {}  # by inode: see `reopen`
         self._withheld: set[int] = set()  # not to be read in passthrough: a process is about to write them
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self.handles)
 
     def read_through(self, reader: Reader) -> None:
         self._reader = reader
@@ -225,14 +235,14 @@ class OpenFiles:
         self._by_ino[ino] = [handle]
         fh = self._next
         self._next = fh + 1
-        self._handles[fh] = handle
+        self.handles[fh] = handle
         return fh, backing
 
     # -- after another daemon ----------------------------------------------------------------------
 
     def follow(self, first: int) -> None:
         """Go on where another daemon died: handles have numbers from `first` on, so none is given twice."""
-        self._next, self._follows = first, True
+        self._next, self.handles.follow = first, True
 
     def restore(
         self, fh: int, ino: int, origin: Origin, obj: ObjectId, mtime_ns: int, backing_id: int
@@ -242,7 +252,7 @@ class OpenFiles:
         backing = self._reader.restore_backing(opened, backing_id) if backing_id else None
         handle = FileHandle(ino, origin, obj, mtime_ns, opened, 0, backing)
         self._by_ino.setdefault(ino, []).append(handle)
-        self._handles[fh] = handle
+        self.handles[fh] = handle
 
     def decides(self, ino: int) -> bool:
         """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
@@ -269,7 +279,7 @@ class OpenFiles:
             others.append(handle)
         fh = self._next
         self._next = fh + 1
-        self._handles[fh] = handle
+        self.handles[fh] = handle
         return fh
 
     def turn(self, ino: int, version: ObjectId, mtime_ns: int, reopen: Origin | None = None) -> None:
@@ -296,17 +306,9 @@ class OpenFiles:
             self._reader.reopen_backing(other.backing)
         return other.backing
 
-    def get(self, fh: int) -> FileHandle:
-        try:
-            return self._handles[fh]
-        except KeyError:
-            if self._follows:
-                raise ObjectChanged(f"the daemon that opened handle {fh} has died") from None
-            raise NotFound(f"no file handle {fh}") from None
-
     def release(self, fh: int) -> FileHandle | None:
         """The handle that this was, if it was one."""
-        handle = self._handles.pop(fh, None)
+        handle = self.handles.pop(fh, None)
         if handle is None:
             return None
         ino = handle.ino
@@ -329,6 +331,3 @@ class OpenFiles:
         for opened in handle.former:
             self._reader.close(opened)
         return handle
-
-    def handles(self) -> dict[int, FileHandle]:
-        return dict(self._handles)

@@ -100,6 +100,7 @@ class FileSystem:
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, self._of_handle, wall)
+        self._handles = self._files.handles
         self.tree_queries = TreeQueries(
             self._tree, self._freshness, self._looker, self._directories, self._locate
         )
@@ -176,7 +177,7 @@ class FileSystem:
         self._next_directory = self._first_directory = first
 
     def open_file(self, fh: int) -> FileHandle:
-        return self._files.get(fh)
+        return self._files.handles[fh]
 
     def restore_file(
         self,
@@ -511,7 +512,7 @@ class FileSystem:
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
         """Bytes, clipped to the object; None when `read` has to be awaited."""
-        handle = self._files.get(fh)
+        handle = self._handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else self._dirty_file(handle).read_now(offset, size)
@@ -522,7 +523,7 @@ class FileSystem:
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
         """Bytes, clipped to the object. `ObjectChanged` for what is not cached of a version that the origin has no more."""
-        handle = self._files.get(fh)
+        handle = self._handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else await self._dirty_file(handle).read(offset, size)
@@ -764,7 +765,7 @@ class FileSystem:
     async def aclose(self, *, unmounted: bool = False) -> None:
         """Stop listing and close what is still open. `unmounted`: no process has anything open, though the kernel's last
         messages may not have come; what is written is kept then. Otherwise what processes were writing is given up."""
-        for fh, handle in self._files.handles().items():
+        for fh, handle in dict(self._handles).items():
             if unmounted or not handle.writes:
                 self.release(fh)
             else:

@@ -171,7 +171,7 @@ class Writing:
 
     def clear_set_ids(self, fh: int, later: bool) -> None:
         """A process that may not keep set-uid and set-gid bits has changed the open file; `later`: may change it unseen."""
-        node = self._files.get(fh).node
+        node = self._files.handles[fh].node
         if node is not None and later:
             node.clears = True
         elif node is not None and (cleared := self._cleared(node.attrs)) is not None:
@@ -306,7 +306,7 @@ class Writing:
         return self._dirty_files.open_again(handle.node, handle, pid)
 
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
-        if fh is not None and self._files.get(fh).writes:
+        if fh is not None and self._files.handles[fh].writes:
             await self._dirty_files.truncate_open(fh, size)
             return
         node = self._local_changes.nodes.get(ino)

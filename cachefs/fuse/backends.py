@@ -13,9 +13,8 @@ from cachefs.base.errors import MountError
 from cachefs.base.metrics import Metrics
 from cachefs.config.config import Config
 from cachefs.fs import Backing, FileSystem
-from cachefs.fuse.device import Device, Negotiated
 from cachefs.fuse.held import Held
-from cachefs.fuse.native_backend import NativeBackend
+from cachefs.fuse.native_backend import Device, NativeBackend, Negotiated
 from cachefs.fuse.protocol import Init
 from cachefs.fuse.records import Records
 
@@ -145,7 +144,11 @@ def _native(
     else:
         device, agreed, refused = take(config.descriptor, places, writable=writable)
     backend = NativeBackend(
-        *(fs, metrics, _deadline_s(config), device, agreed),
+        fs,
+        metrics,
+        _deadline_s(config),
+        device,
+        agreed,
         zero_open=config.zero_open,
         keep_listings=keeps_listings(platform.release()),
         writable=writable,

@@ -49,8 +49,14 @@ def _bits(*numbers: int) -> int:
 
 _KILL, _INTERRUPT = _bits(signal.SIGKILL), _bits(signal.SIGINT)
 _HARMLESS = _bits(
-    *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
-    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+    signal.SIGCHLD,
+    signal.SIGCONT,
+    signal.SIGURG,
+    signal.SIGWINCH,
+    signal.SIGSTOP,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
 )
 """Signals whose default action does not end a process."""
 

@@ -199,9 +199,22 @@ def attr(attributes: Attributes) -> tuple[int, ...]:
         ctime, ctime_ns = divmod(attributes.ctime_ns, 1_000_000_000)
     block_size = 1 << 20 if stat.S_ISREG(mode) else 4096
     return (
-        *(attributes.ino, size, -(-size // 512), atime & _U64, seconds, ctime & _U64),
-        *(atime_ns, nanoseconds, ctime_ns),
-        *(mode, attributes.nlink, attributes.uid, attributes.gid, 0, block_size, 0),
+        attributes.ino,
+        size,
+        -(-size // 512),
+        atime & _U64,
+        seconds,
+        ctime & _U64,
+        atime_ns,
+        nanoseconds,
+        ctime_ns,
+        mode,
+        attributes.nlink,
+        attributes.uid,
+        attributes.gid,
+        0,
+        block_size,
+        0,
     )
 
 
@@ -218,7 +231,12 @@ def entry(attributes: Attributes, ttl: float, least: float = 0.0) -> tuple[int, 
         return (attributes.ino, 0, seconds, seconds, nanoseconds, nanoseconds, *attr(attributes))
     least_seconds, least_nanoseconds = duration(least)
     return (
-        *(attributes.ino, 0, seconds, least_seconds, nanoseconds, least_nanoseconds),
+        attributes.ino,
+        0,
+        seconds,
+        least_seconds,
+        nanoseconds,
+        least_nanoseconds,
         *attr(attributes),
     )
 
@@ -242,11 +260,32 @@ def direntplus(shown: Entry) -> bytes:
         ctime, ctime_ns = divmod(attributes.ctime_ns, 1_000_000_000)
     length = len(name)
     head = DIRENTPLUS.pack(
-        *(ino, 0, ttl, ttl, ttl_ns, ttl_ns),
-        *(ino, size, -(-size // 512), atime & _U64, mtime, ctime & _U64, atime_ns, mtime_ns, ctime_ns),
-        *(mode, attributes.nlink, attributes.uid, attributes.gid, 0),
-        *(1 << 20 if stat.S_ISREG(mode) else 4096, 0),
-        *(ino, shown.next_offset, length, mode >> 12),
+        ino,
+        0,
+        ttl,
+        ttl,
+        ttl_ns,
+        ttl_ns,
+        ino,
+        size,
+        -(-size // 512),
+        atime & _U64,
+        mtime,
+        ctime & _U64,
+        atime_ns,
+        mtime_ns,
+        ctime_ns,
+        mode,
+        attributes.nlink,
+        attributes.uid,
+        attributes.gid,
+        0,
+        1 << 20 if stat.S_ISREG(mode) else 4096,
+        0,
+        ino,
+        shown.next_offset,
+        length,
+        mode >> 12,
     )
     return head + name + bytes(-length & 7)
 

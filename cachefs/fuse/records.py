@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cachefs.fs import FileSystem
 from cachefs.fuse import protocol
-from cachefs.fuse.device import Device, Negotiated
 from cachefs.fuse.held import Held, described
 from cachefs.fuse.protocol import RESENT, Init
 from cachefs.origin import Origin
+
+if TYPE_CHECKING:
+    from cachefs.fuse.native_backend import Device, Negotiated
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +50,14 @@ class Records:
             try:
                 origin = self._origins[record.volume]
                 self._fs.restore_file(
-                    *(record.fh, record.ino, origin, record.key, record.etag),
-                    *(record.size, record.mtime_ns, record.backing_id),
+                    record.fh,
+                    record.ino,
+                    origin,
+                    record.key,
+                    record.etag,
+                    record.size,
+                    record.mtime_ns,
+                    record.backing_id,
                 )
             except Exception:
                 log.exception("the open file %s is given up", record.key)
@@ -85,8 +94,13 @@ class Records:
         if not handle.record:
             obj = handle.object
             handle.record = described(
-                *(handle.ino, obj.size, handle.mtime_ns, backing_id),
-                *(self._volumes[handle.origin], obj.key, obj.etag),
+                handle.ino,
+                obj.size,
+                handle.mtime_ns,
+                backing_id,
+                self._volumes[handle.origin],
+                obj.key,
+                obj.etag,
             )
         if handle.record:
             self._table.add(fh, unique & ~RESENT, handle.record)

@@ -9,7 +9,7 @@ one is complete. A read is conditional on the etag, so bytes of two versions nev
 deadline. Exceptions of libraries do not leave this room.
 """
 
-from cachefs.origin.gate import Ticket
+from cachefs.origin.attempts import Ticket
 from cachefs.origin.origin import Origin, Upload, each, new_token
 from cachefs.origin.protocol import (
     Client,

@@ -20,8 +20,7 @@ from cachefs.base.errors import (
     Transient,
     Unsupported,
 )
-from cachefs.origin.attempts import Attempts
-from cachefs.origin.gate import Ticket
+from cachefs.origin.attempts import Attempts, Ticket
 from cachefs.origin.outcomes import Outcomes
 from cachefs.origin.protocol import (
     PATIENCE,
@@ -177,7 +176,13 @@ class Origin:
         try:
             sent = await outcomes.to_send(key, preconditions, outcomes.probes.puts)
             written = await attempts.send(
-                *(lambda body: writer.put(key, body, sent), source, size, what, "origin_put", key, turn),
+                lambda body: writer.put(key, body, sent),
+                source,
+                size,
+                what,
+                "origin_put",
+                key,
+                turn,
                 now=lambda body: writer.put_now(key, body, sent),
             )
         except Conflict as exc:

@@ -201,7 +201,8 @@ class PeerNode:
                 keeps = self._handshake.life < said.life
                 log.warning(
                     "peer %s has this node's id, as after a copy of its cache directory: %s takes another, and its share",
-                    *(address, "it" if keeps else "this node"),
+                    address,
+                    "it" if keeps else "this node",
                 )
                 if not keeps:
                     return

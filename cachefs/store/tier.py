@@ -177,7 +177,9 @@ class Disk:
         self.down = True
         log.warning(
             "cache tier %s (%s) is down: its disk has not answered for %.0f s; reads go to the origin",
-            *(self._name, self._path, HANGS_AFTER_S),
+            self._name,
+            self._path,
+            HANGS_AFTER_S,
         )
         for scope in list(self._readers):
             scope.cancel()

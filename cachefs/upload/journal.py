@@ -214,7 +214,9 @@ class Records:
             return
         path = dirty_file.file.path
         await self.journal.write(
-            *(DIRTY_FILES, dirty_file.id, row),
+            DIRTY_FILES,
+            dirty_file.id,
+            row,
             first=partial(orphans.describe, path, row),
             then=partial(orphans.acknowledge, path),
             within_s=within_s,

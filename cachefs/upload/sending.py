@@ -306,7 +306,9 @@ class Sender:
             self.final = True
             with self._turn() as turn, self._what.file.used():
                 return await self._what.origin.put(
-                    *(self._what.key, self._what.file.source(size), size),
+                    self._what.key,
+                    self._what.file.source(size),
+                    size,
                     if_match=preconditions.if_match,
                     if_absent=preconditions.if_absent,
                     token=preconditions.token,

@@ -110,7 +110,11 @@ class Uploads:
         self._records = Records(self.journal, list(origins))
         self._room = StagingRoom(staging_dir, keep_free_bytes, store, self._hopeful)
         self._queue = Queue(
-            *(nursery, self._records, metrics, self._committed, self._settle),
+            nursery,
+            self._records,
+            metrics,
+            self._committed,
+            self._settle,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
@@ -181,7 +185,12 @@ class Uploads:
             return None
         file = StagingFile(self._disk, name, fd=fd)
         dirty_file = DirtyFile(
-            *(self, name, origin, base.key, file, base.size),
+            self,
+            name,
+            origin,
+            base.key,
+            file,
+            base.size,
             base=base.etag,
             mtime_ns=base.mtime_ns,
             attrs=attrs,
@@ -663,7 +672,12 @@ class Uploads:
     def _revive(self, name: str, row: Mapping[str, Any], origin: Origin) -> DirtyFile:
         file = StagingFile(self._disk, row["file"])
         dirty_file = DirtyFile(
-            *(self, name, origin, row["key"], file, file.path.stat().st_size),
+            self,
+            name,
+            origin,
+            row["key"],
+            file,
+            file.path.stat().st_size,
             base=row["base"],
             mtime_ns=row["mtime_ns"],
             attrs=row["attrs"],

@@ -42,10 +42,25 @@ class Etcd:
         cluster = ",".join(f"{other.name}=http://{other.address}:{PEERS}" for other in self.hosts)
         clients, peers = (f"http://{host.address}:{port}" for port in (CLIENTS, PEERS))
         command = [
-            *(ETCD, "--name", host.name, "--data-dir", str(self._root / host.name)),
-            *("--listen-client-urls", clients, "--advertise-client-urls", clients),
-            *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-            *("--initial-cluster", cluster, "--heartbeat-interval", "50", "--election-timeout", "500"),
+            ETCD,
+            "--name",
+            host.name,
+            "--data-dir",
+            str(self._root / host.name),
+            "--listen-client-urls",
+            clients,
+            "--advertise-client-urls",
+            clients,
+            "--listen-peer-urls",
+            peers,
+            "--initial-advertise-peer-urls",
+            peers,
+            "--initial-cluster",
+            cluster,
+            "--heartbeat-interval",
+            "50",
+            "--election-timeout",
+            "500",
         ]
         with open(self._root / f"{host.name}.log", "wb") as log, host.inside():
             self._running[host] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

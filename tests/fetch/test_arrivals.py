@@ -16,7 +16,7 @@ from cachefs.base import errors
 from cachefs.base.ledger import NAMES, current_call
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.fetch.in_flight import OPEN_WAITS_S, Arrivals
+from cachefs.fetch.fetcher import OPEN_WAITS_S, Arrivals
 from tests.fetch.scripted import Hold, content, in_trio
 from tests.store.lab import BLOCK, MIB, Lab, running
 

@@ -136,7 +136,7 @@ class Mount:
 
     async def fstat(self, fh: int) -> Attributes:
         """fstat(2): the kernel asks by the number that was opened."""
-        ino = self.fs._files.get(fh).ino
+        ino = self.fs._files.handles[fh].ino
         return (self.fs.attributes_now(ino) or await self.fs.getattr(ino))[0]
 
     async def pread(self, fh: int, offset: int = 0, size: int = 1 << 20) -> bytes:

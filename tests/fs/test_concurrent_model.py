@@ -527,7 +527,7 @@ class Kernel:
         await self.look(opened, self.ino_of(opened))
 
     def ino_of(self, opened: int) -> int:
-        return self.fs._files.get(self.handles[opened]).ino
+        return self.fs._files.handles[self.handles[opened]].ino
 
     async def read(self, opened: int) -> None:
         async def read(step: Step) -> bytes:

@@ -367,7 +367,7 @@ async def test_a_first_write_after_the_name_is_gone(mode: str, how: str, change:
             await mount.write("new", b"another")
             await mount.rename("new", "old")
         if how == "truncate":
-            await mount.fs.setattr(mount.fs._files.get(fh).ino, size=3, fh=fh)
+            await mount.fs.setattr(mount.fs._files.handles[fh].ino, size=3, fh=fh)
             expected = old[:3]
         else:
             at = len(old) if how == "append" else 0

@@ -112,7 +112,7 @@ async def test_all_handles_under_one_number_are_served_alike(seed: int) -> None:
                 handles[fh] = ino, backing
                 if found is None or flags & os.O_TRUNC:
                     # No two versions are alike: the same content is the same etag, and so the same version.
-                    dirty_file = mount.fs._files.get(fh).node.dirty_file  # type: ignore[union-attr]
+                    dirty_file = mount.fs._files.handles[fh].node.dirty_file  # type: ignore[union-attr]
                     if backing:
                         kernel_writes(dirty_file, b"%d" % fh)  # type: ignore[arg-type]
                     else:

@@ -20,8 +20,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.fs import FORMAT, TABLES, FileSystem, Options, Volume
 from cachefs.fuse import protocol
-from cachefs.fuse.device import WANTED, Device, Negotiated
-from cachefs.fuse.native_backend import NativeBackend
+from cachefs.fuse.native_backend import WANTED, Device, NativeBackend, Negotiated
 from cachefs.fuse.protocol import Op
 from tests.fs.bucket import Bucket, Bytes
 from tests.fs.mount import Clock
@@ -155,7 +154,7 @@ class FakeCache(Bytes):
 def request(opcode: int, unique: int, nodeid: int, body: bytes = b"", length: int | None = None) -> bytes:
     whole = protocol.IN_HEADER.size + len(body)
     header = protocol.IN_HEADER.pack(
-        *(whole if length is None else length, opcode, unique, nodeid, 1000, 1000, PID, 0, 0)
+        whole if length is None else length, opcode, unique, nodeid, 1000, 1000, PID, 0, 0
     )
     return header + body
 
@@ -297,20 +296,22 @@ async def kernel(
         metrics = Metrics()
         cache = FakeCache(bucket)
         fs = FileSystem(
-            *(
-                [Volume("", origin)],
-                database,
-                cache,
-                Options(uid=1000, gid=1000, **options),
-                metrics,
-                Clock(),
-            ),
+            [Volume("", origin)],
+            database,
+            cache,
+            Options(uid=1000, gid=1000, **options),
+            metrics,
+            Clock(),
             writer=writer,
         )
         asking = Kernel(near, line, fs, cache, metrics)
         agreed = Negotiated(protocol.MINOR, protocol.Init(flags))
         asking.backend = NativeBackend(
-            *(writes_to or fs, metrics, DEADLINE_S, line, agreed),
+            writes_to or fs,
+            metrics,
+            DEADLINE_S,
+            line,
+            agreed,
             zero_open=zero_open,
             keep_listings=keep_listings,
             writable=writable,

@@ -17,7 +17,7 @@ from cachefs.config import layers
 from cachefs.config.config import Config
 from cachefs.fuse import backends, pyfuse3_backend
 from cachefs.fuse.backends import choose, connect, keeps_listings
-from cachefs.fuse.device import WANTED, Device, Negotiated
+from cachefs.fuse.native_backend import WANTED, Device, Negotiated
 from cachefs.fuse.protocol import Init
 
 WITH = Negotiated(45, WANTED)

@@ -115,7 +115,11 @@ def requests(draw: Callable[..., Any]) -> Sent:
     wrong = draw(st.integers(0, 19)) == 0
     length = draw(numbers | st.integers(0, 200)) if wrong else None
     return Sent(
-        *(opcode, node, body, draw(uniques), length),
+        opcode,
+        node,
+        body,
+        draw(uniques),
+        length,
         deaf=draw(st.integers(0, 11)) == 0,
         pause=draw(st.sampled_from([None, None, 0.0, 0.0, 0.015, 30.0])),
     )

@@ -53,11 +53,17 @@ BODIES: dict[int, st.SearchStrategy[bytes]] = {
     Op.FSYNC: handles.map(lambda fh: protocol.FSYNC_IN.pack(fh, 0, 0)),
     Op.FALLOCATE: st.builds(
         lambda fh, offset, length, mode: protocol.FALLOCATE_IN.pack(fh, offset, length, mode, 0),
-        *(handles, offsets, offsets, st.integers(0, 3)),
+        handles,
+        offsets,
+        offsets,
+        st.integers(0, 3),
     ),
     Op.SETATTR: st.builds(
         lambda valid, fh, size, mode: setattr_in(valid, fh=fh, size=size, mode=mode, uid=5, gid=6),
-        *(valid, handles, offsets, modes),
+        valid,
+        handles,
+        offsets,
+        modes,
     ),
     Op.RELEASE: handles.map(release_in),
     Op.READ: st.builds(read_in, handles, offsets, st.sampled_from([0, 10, 4096])),
@@ -82,7 +88,9 @@ def changes(draw: Callable[..., Any]) -> Sent:
     if isinstance(body, bytes) and draw(st.integers(0, 15)) == 0:
         body = body[: draw(st.integers(0, 20))]
     return Sent(
-        *(opcode, draw(nodes), body),
+        opcode,
+        draw(nodes),
+        body,
         interrupted=draw(st.integers(0, 9)) == 0,
         pause=draw(st.sampled_from([0.0, 0.0, 0.015, 30.0])),
     )

@@ -14,8 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachefs.base.errors import MountError
-from cachefs.fuse import connection, device, protocol
-from cachefs.fuse.device import MAX_PAGES, MAX_WRITE, WANTED, WANTED_TO_WRITE, Device, Negotiated, negotiate
+from cachefs.fuse import connection, native_backend, protocol
+from cachefs.fuse.native_backend import (
+    MAX_PAGES,
+    MAX_WRITE,
+    WANTED,
+    WANTED_TO_WRITE,
+    Device,
+    Negotiated,
+    negotiate,
+)
 from cachefs.fuse.protocol import Init, Op
 from tests.fuse.kernel import request
 
@@ -215,7 +223,7 @@ def test_shaking_hands_twice() -> None:
 
 
 def test_a_kernel_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(native_backend, "HANDSHAKE_S", 0.01)
     with Pair() as pair, pytest.raises(MountError, match="did not begin"):
         pair.device._shake_hands(1)
 
@@ -340,7 +348,7 @@ def test_closing_unmounts_what_is_ours(
 
     monkeypatch.setattr(connection, "libc", SimpleNamespace(umount2=umount2))
     monkeypatch.setattr(connection, "abort", done.aborted.append)
-    monkeypatch.setattr(device, "mount_at", lambda _: there and SimpleNamespace(device=there))
+    monkeypatch.setattr(native_backend, "mount_at", lambda _: there and SimpleNamespace(device=there))
     with Pair() as pair:
         if gone == "unread":
             pair.near.close()  # what poll says of it then, it says of a connection that has ended

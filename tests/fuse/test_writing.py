@@ -17,8 +17,7 @@ from cachefs.base import errors
 from cachefs.fs import Attributes
 from cachefs.fs.attributes import Space
 from cachefs.fuse import protocol
-from cachefs.fuse.device import MAX_WRITE, MOST_KEPT
-from cachefs.fuse.native_backend import COPIED, NEW_S
+from cachefs.fuse.native_backend import COPIED, MAX_WRITE, MOST_KEPT, NEW_S
 from cachefs.fuse.protocol import Op, Opened, Setattr
 from tests.fs.bucket import Bucket
 from tests.fuse.kernel import DEADLINE_S, PID, Kernel, kernel, opened, release_in
@@ -131,8 +130,22 @@ def open_in(flags: int) -> bytes:
 
 def setattr_in(valid: int, **values: int) -> bytes:
     names = (
-        *("valid", "padding", "fh", "size", "lock_owner", "atime", "mtime", "ctime"),
-        *("atimensec", "mtimensec", "ctimensec", "mode", "unused4", "uid", "gid", "unused5"),
+        "valid",
+        "padding",
+        "fh",
+        "size",
+        "lock_owner",
+        "atime",
+        "mtime",
+        "ctime",
+        "atimensec",
+        "mtimensec",
+        "ctimensec",
+        "mode",
+        "unused4",
+        "uid",
+        "gid",
+        "unused5",
     )
     return protocol.SETATTR_IN.pack(*({"valid": valid, **values}.get(name, 0) for name in names))
 

@@ -58,8 +58,16 @@ def injected(pid: int, calls: str, error: str, number: int, output: Path) -> Ite
     """Until this ends, `calls` of the process fail at the n-th of each thread (`ALWAYS`: at each)."""
     process = subprocess.Popen(
         [
-            *("strace", "-f", "-o", output, "-e", f"trace={calls}"),
-            *("-e", f"inject={calls}:error={error}:when={number or '1+'}", "-p", str(pid)),
+            "strace",
+            "-f",
+            "-o",
+            output,
+            "-e",
+            f"trace={calls}",
+            "-e",
+            f"inject={calls}:error={error}:when={number or '1+'}",
+            "-p",
+            str(pid),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -260,7 +268,9 @@ def main(arguments: Sequence[str]) -> int:
                         mount.start()
                         began = time.monotonic()
                         runs, failed, said = series(
-                            *(mount, call, error),
+                            mount,
+                            call,
+                            error,
                             step=chosen.step,
                             every=chosen.restart_every,
                             most=chosen.most,

@@ -90,8 +90,12 @@ def long_names(root: Path) -> Any:
     return [
         of(operation)
         for operation in (
-            *(long.touch, long.mkdir, long.stat, long.unlink),
-            *(lambda: made(root / "f").rename(long), (root / ("x" * 255)).touch),
+            long.touch,
+            long.mkdir,
+            long.stat,
+            long.unlink,
+            lambda: made(root / "f").rename(long),
+            (root / ("x" * 255)).touch,
         )
     ]
 
@@ -636,12 +640,31 @@ def other_calls_on_descriptors(root: Path) -> Any:
 ROWS: dict[str, Callable[[Path], Any]] = {
     row.__name__: row
     for row in (
-        *(largest_file, long_names, set_ids_and_a_new_owner, set_ids_and_a_write, set_gid_directories),
-        *(times_that_are_set, changes_move_ctime, what_is_kept, a_mode_that_is_set_beside_a_writer),
-        *(a_directory_that_is_removed, kinds_of_files, extended_attributes, fallocate, renameat2),
-        *(what_is_refused, open_flags, appends_by_several_processes, one_of_several_creates),
-        *(renames_over_another, holes_and_copies, locks_over_fork, shared_mappings, times_by_utimensat),
-        *(access_and_sticky_bits, other_calls_on_descriptors),
+        largest_file,
+        long_names,
+        set_ids_and_a_new_owner,
+        set_ids_and_a_write,
+        set_gid_directories,
+        times_that_are_set,
+        changes_move_ctime,
+        what_is_kept,
+        a_mode_that_is_set_beside_a_writer,
+        a_directory_that_is_removed,
+        kinds_of_files,
+        extended_attributes,
+        fallocate,
+        renameat2,
+        what_is_refused,
+        open_flags,
+        appends_by_several_processes,
+        one_of_several_creates,
+        renames_over_another,
+        holes_and_copies,
+        locks_over_fork,
+        shared_mappings,
+        times_by_utimensat,
+        access_and_sticky_bits,
+        other_calls_on_descriptors,
     )
 }
 

@@ -321,8 +321,13 @@ def series(
         try:
             root.mkdir()
             result = race(
-                *(root, chosen.seconds, chosen.processes, chosen.names, chosen.seed),
-                *(chosen.directories, chosen.harsh),
+                root,
+                chosen.seconds,
+                chosen.processes,
+                chosen.names,
+                chosen.seed,
+                chosen.directories,
+                chosen.harsh,
             )
             wrong += unexpected(result)
             assert alive(pid), "the daemon has ended"

@@ -112,10 +112,10 @@ def test_a_full_origin(mounted: Mounted, small_disk: Callable[[str], Path]) -> N
     mount = mounted(f"file://{disk}/data", read_only=None)
     mount.allowed.append(".*No space left on device")
     with pytest.raises(OSError, match="No space left") as too_much:
-        (mount.path / "large").write_bytes(bytes(60 << 20))
+        (mount.path / "large").write_bytes(b"x" * (60 << 20))
     assert too_much.value.errno == errno.ENOSPC
     (mount.path / "large").unlink()
-    (mount.path / "small").write_bytes(bytes(24 << 20))
+    (mount.path / "small").write_bytes(b"x" * (24 << 20))
     assert (disk / "data" / "small").stat().st_size == 24 << 20
 
 

@@ -43,7 +43,11 @@ class Fsx:
             *[self._write] * 6,
             *[self._append, self._truncate, self._map] * 3,
             *[self._by_path, self._allocate, self._sync, self._reopen, self._anew, self._second] * 2,
-            *[self._rename, self._replace, self._aside, self._forget, self._copy],
+            self._rename,
+            self._replace,
+            self._aside,
+            self._forget,
+            self._copy,
         ]
 
     def run(self, steps: int, look_every: int = 1) -> None:

@@ -155,14 +155,16 @@ class TestTools:
         for options in (["--rw=randwrite", "--bs=4k"], ["--rw=write", "--bs=512k", "--end_fsync=1"]):
             succeed(
                 [
-                    *("fio", "--name=job", f"--directory={place.path}", "--size=8M", "--verify=crc32c"),
-                    *(
-                        "--verify_fatal=1",
-                        "--verify_state_save=0",
-                        "--ioengine=psync",
-                        "--numjobs=2",
-                        *options,
-                    ),
+                    "fio",
+                    "--name=job",
+                    f"--directory={place.path}",
+                    "--size=8M",
+                    "--verify=crc32c",
+                    "--verify_fatal=1",
+                    "--verify_state_save=0",
+                    "--ioengine=psync",
+                    "--numjobs=2",
+                    *options,
                 ],
                 timeout=80,
             )

@@ -185,8 +185,7 @@ class Sink:
 
 @in_trio
 async def test_accounts_of_datasets_and_processes_are_the_counters_by_name() -> None:
-    from cachefs.origin.attempts import Attempts, Backoff
-    from cachefs.origin.gate import Ticket
+    from cachefs.origin.attempts import Attempts, Backoff, Ticket
 
     metrics = Metrics()
     attempts = Attempts(

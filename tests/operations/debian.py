@@ -26,9 +26,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / ".venv" / "operations"
 SUITE = "bookworm"
 PACKAGES = (
-    *("systemd", "systemd-sysv", "dbus", "mount", "ca-certificates"),
+    "systemd",
+    "systemd-sysv",
+    "dbus",
+    "mount",
+    "ca-certificates",
     # What the README says that an installation needs.
-    *("python3", "python3-venv", "python3-dev", "gcc", "libc6-dev", "pkg-config", "libfuse3-dev", "fuse3"),
+    "python3",
+    "python3-venv",
+    "python3-dev",
+    "gcc",
+    "libc6-dev",
+    "pkg-config",
+    "libfuse3-dev",
+    "fuse3",
 )
 PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -184,7 +195,14 @@ class Machine:
             "nsenter",
             "-t",
             self._leader,
-            *["-m", "-p", "-u", "-i", "-n", "-C", "-r", "-w"],
+            "-m",
+            "-p",
+            "-u",
+            "-i",
+            "-n",
+            "-C",
+            "-r",
+            "-w",
             "env",
             "-i",
             f"PATH={PATH}",

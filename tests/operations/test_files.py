@@ -27,7 +27,8 @@ HELPER = ROOT / "systemd" / "mount.cachefs"
 MANIFESTS = sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
 COMPOSE = ROOT / "docker" / "compose.yaml"
 SCRIPTS = [
-    *(HELPER, ROOT / "docker" / "entrypoint"),
+    HELPER,
+    ROOT / "docker" / "entrypoint",
     *(ROOT / "scripts" / name for name in ("install", "test-operations")),
 ]
 

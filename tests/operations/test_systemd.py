@@ -123,16 +123,15 @@ class TestTheHelper:
 
     def test_by_hand_with_a_config_file(self, machine: Machine) -> None:
         machine.succeed(
-            *("env", *machine.succeed("cat", "/etc/cachefs/mnt-other.env").split()),
-            *(
-                "mount",
-                "-t",
-                "cachefs",
-                "-o",
-                "file-mode=0600,noatime",
-                "/etc/cachefs/mnt-other.toml",
-                "/mnt/other",
-            ),
+            "env",
+            *machine.succeed("cat", "/etc/cachefs/mnt-other.env").split(),
+            "mount",
+            "-t",
+            "cachefs",
+            "-o",
+            "file-mode=0600,noatime",
+            "/etc/cachefs/mnt-other.toml",
+            "/mnt/other",
         )
         assert machine.succeed("stat", "-c", "%a", "/mnt/other/file-1").strip() == "600"
         refused = machine.run("mount", "-o", "remount,ro", "/mnt/other")

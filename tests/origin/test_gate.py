@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.origin.gate import Concurrency, Gate, Ticket
+from cachefs.origin.attempts import Concurrency, Gate, Ticket
 
 
 @pytest.mark.parametrize("background", [False, True])

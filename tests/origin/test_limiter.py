@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.origin.gate import FALLING, THROTTLED, Concurrency
+from cachefs.origin.attempts import FALLING, THROTTLED, Concurrency
 
 MB = 10**6
 REQUEST = 8 * MB

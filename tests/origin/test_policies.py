@@ -10,8 +10,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachefs.origin.attempts import Backoff
-from cachefs.origin.gate import Concurrency, Gate, RateLimit, Throughput, Ticket, TokenBucket
+from cachefs.origin.attempts import Backoff, Concurrency, Gate, RateLimit, Throughput, Ticket, TokenBucket
 from cachefs.origin.http import Opened
 
 

@@ -406,8 +406,12 @@ def test_requester_pays_and_encryption_are_asked_for_where_s3_takes_them(
     bucket = Bucket("b", None, None, AwsCredentials(None, False), requester_pays=True, sse_kms_key="alias/x")
     encrypted = []
     for method, query in (
-        *(("PUT", ""), ("PUT", "?partNumber=1&uploadId=u"), ("POST", "?uploads="), ("POST", "?uploadId=u")),
-        *(("DELETE", ""), ("POST", "?delete=")),
+        ("PUT", ""),
+        ("PUT", "?partNumber=1&uploadId=u"),
+        ("POST", "?uploads="),
+        ("POST", "?uploadId=u"),
+        ("DELETE", ""),
+        ("POST", "?delete="),
     ):
         _, headers = bucket.sign(method, f"https://x/k{query}", {}, b"")
         assert headers["x-amz-request-payer"] == "requester"

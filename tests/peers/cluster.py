@@ -52,10 +52,25 @@ class Cluster:
         client = f"{self._scheme}://127.0.0.1:{self.clients[number]}"
         peer = f"http://127.0.0.1:{self._peers[number]}"
         command = [
-            *(ETCD, "--name", f"m{number}", "--data-dir", str(self._root / f"m{number}")),
-            *("--listen-client-urls", client, "--advertise-client-urls", client),
-            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-            *("--initial-cluster", ",".join(urls), "--heartbeat-interval", "50", "--election-timeout", "500"),
+            ETCD,
+            "--name",
+            f"m{number}",
+            "--data-dir",
+            str(self._root / f"m{number}"),
+            "--listen-client-urls",
+            client,
+            "--advertise-client-urls",
+            client,
+            "--listen-peer-urls",
+            peer,
+            "--initial-advertise-peer-urls",
+            peer,
+            "--initial-cluster",
+            ",".join(urls),
+            "--heartbeat-interval",
+            "50",
+            "--election-timeout",
+            "500",
             *self._arguments,
         ]
         with open(self._root / f"m{number}.log", "ab") as output:

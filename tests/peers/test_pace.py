@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachefs.base.names import ObjectId
-from cachefs.origin.gate import TransferRate
+from cachefs.origin.attempts import TransferRate
 from cachefs.peers import health
 from cachefs.peers.client import Client
 from cachefs.peers.health import FLOOR_S, TIMES, Pace

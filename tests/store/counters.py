@@ -95,7 +95,12 @@ def check_counted(store: Store) -> None:
         assert row is not None, f"{copy.key}: no row"
         said = (row.bitmap, row.clock, row.pinned, row.stored_clock, row.dataset, row.object_size)
         assert said == (
-            *(copy.bitmap, copy.clock, copy.pinned, copy.stored_clock, copy.dataset, copy.object_size),
+            copy.bitmap,
+            copy.clock,
+            copy.pinned,
+            copy.stored_clock,
+            copy.dataset,
+            copy.object_size,
         )
         for at in range(16):
             assert not copy.bitmap >> at & 1 or row.checksums[at] == copy.checksums[at]

@@ -314,7 +314,13 @@ async def test_what_rows_and_files_disagree_about_is_put_right_and_told(cache_di
         obj.refs -= 1
         assert await reclaim() == 4 * BLOCK
         assert [lab.store.has(obj, block) for block in (0, 1, 3, 5, 9, 20, 30)] == [
-            *(True, True, False, False, True, False, False),
+            True,
+            True,
+            False,
+            False,
+            True,
+            False,
+            False,
         ]
         assert os.lseek(fd, 2 * BLOCK, os.SEEK_DATA) == 9 * BLOCK
         assert await reclaim() == 0

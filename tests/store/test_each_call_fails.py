@@ -23,8 +23,23 @@ from tests.store.test_adopting import dirty_file
 SIZES = {"a": 3 * BLOCK + 7, "b": EXTENT + 5, "c": 100, "written": 2 * BLOCK + 1, "small": 50}
 
 CALLS = (
-    *("open", "pread", "preadv", "pwrite", "sendfile", "ftruncate", "fstat", "lstat", "stat", "statvfs"),
-    *("rename", "link", "unlink", "chmod", "fchmod", "mkdir", "lseek"),
+    "open",
+    "pread",
+    "preadv",
+    "pwrite",
+    "sendfile",
+    "ftruncate",
+    "fstat",
+    "lstat",
+    "stat",
+    "statvfs",
+    "rename",
+    "link",
+    "unlink",
+    "chmod",
+    "fchmod",
+    "mkdir",
+    "lseek",
 )
 
 

@@ -879,7 +879,15 @@ OPERATIONS = st.lists(
             # Twice what the others only work on.
             [
                 *["read", "register", "release"] * 2,
-                *["drop", "spill", "prepare", "split", "adopt", "flush", "stop", "kill", "damage"],
+                "drop",
+                "spill",
+                "prepare",
+                "split",
+                "adopt",
+                "flush",
+                "stop",
+                "kill",
+                "damage",
             ]
         ),
         st.integers(0, 11),

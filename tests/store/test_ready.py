@@ -35,17 +35,20 @@ async def halves(lab: Lab) -> tuple[ObjectId, CachedObject]:
 @pytest.mark.parametrize(
     "why",
     [
-        *(
-            "",
-            "no second tier",
-            "refused",
-            "failing",
-            "too large",
-            "exactly as large",
-            "immutable",
-            "missing",
-        ),
-        *("arriving", "arriving there", "owned by others", "no room", "in use", "lost on the way"),
+        "",
+        "no second tier",
+        "refused",
+        "failing",
+        "too large",
+        "exactly as large",
+        "immutable",
+        "missing",
+        "arriving",
+        "arriving there",
+        "owned by others",
+        "no room",
+        "in use",
+        "lost on the way",
     ],
 )
 @in_trio

@@ -63,7 +63,10 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def make(tmp_path: Path, there: Disk) -> Callable[..., Tier]:
     def made(number: int = SSD, cap: int = CAP, kept: int = KEPT) -> Tier:
         return Tier(
-            *(number, "SSD" if number == SSD else "RAM", tmp_path / "tier", cap),
+            number,
+            "SSD" if number == SSD else "RAM",
+            tmp_path / "tier",
+            cap,
             blocking=number == SSD,
             keep_free_bytes=kept,
             clock=lambda: there.now,

@@ -522,8 +522,13 @@ async def test_what_a_spill_does_where_ssd_is_full_or_fails(
 
 
 A_READER = [
-    *[("RAM", REMOTE_OWNED), ("SSD", NOTHING), ("RAM", ANY_REMOTE_OWNED), ("SSD", LOWEST), ("RAM", LOWEST)],
-    *[("RAM", ANY_REMOTE_OWNED), ("SSD", ANY)],
+    ("RAM", REMOTE_OWNED),
+    ("SSD", NOTHING),
+    ("RAM", ANY_REMOTE_OWNED),
+    ("SSD", LOWEST),
+    ("RAM", LOWEST),
+    ("RAM", ANY_REMOTE_OWNED),
+    ("SSD", ANY),
 ]
 ALONE = [
     ("SSD", NOTHING),

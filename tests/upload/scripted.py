@@ -431,7 +431,11 @@ async def desk(
 
     async with trio.open_nursery() as nursery:
         uploads = Uploads(
-            *(path / "state", path / "staging", [store], cache, metrics),
+            path / "state",
+            path / "staging",
+            [store],
+            cache,
+            metrics,
             nursery=nursery,
             reader=how.pop("reader", ScriptedReader()),
             **how,

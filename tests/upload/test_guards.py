@@ -294,7 +294,9 @@ async def test_what_is_said_of_a_content_follows_its_generations(tmp_path: Path)
 
         def said(dirty_file: DirtyFile) -> tuple[bool, bool, bool, bool]:
             return (
-                *(dirty_file.dirty, dirty_file.committed is info, dirty_file.stored is info),
+                dirty_file.dirty,
+                dirty_file.committed is info,
+                dirty_file.stored is info,
                 dirty_file.between,
             )
 

@@ -44,7 +44,11 @@ async def daemon(server: Server, path: Path, **how: Any) -> AsyncIterator[tuple[
     async with trio.open_nursery() as nursery:
         fetcher = Fetcher(opened.store, nursery, metrics, max_readahead=8 * MIB)
         uploads = Uploads(
-            *(path / "state", path / "cache" / "staging", [origin], opened.store, metrics),
+            path / "state",
+            path / "cache" / "staging",
+            [origin],
+            opened.store,
+            metrics,
             nursery=nursery,
             reader=fetcher,
             **how,
