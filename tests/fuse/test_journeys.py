@@ -14,7 +14,7 @@ from tests.fs.bucket import Bucket
 from tests.fuse.kernel import OPEN_READ, Kernel, kernel, opened, read_in
 
 ROOM = Path(cachefs.__file__).parent / "fuse"
-WARM = {"device.py", "native_backend.py", "operations.py"}
+WARM = {"native_backend.py", "operations.py"}
 
 
 async def passed(asking: Kernel, opcode: int, inode: int, body: bytes) -> tuple[set[str], Any]:
