@@ -25,12 +25,17 @@ from cachefs.origin import Origin, Ticket
 from cachefs.peers.wire import Busy
 from cachefs.store import Backing, CachedObject, Fill, FillClosed, Store, Tier, TierFill
 
+log = logging.getLogger(__name__)
+
 _NEVER = 1 << 62
 _NONE: Mapping[int, InFlightFetch] = {}
 
 
 AskPeers = Callable[[Fill, Ticket], Awaitable[None]]
 """Has peers deliver as much of a fill as they can; the rest is the origin's."""
+
+Brought = Callable[[int, CachefsError | None], None]
+"""(bytes that came, what failed): a file that was fetched in the background. Never raises."""
 
 
 class Transfers:
@@ -77,24 +82,31 @@ def count_misses(metrics: Metrics, reasons: Counter[str]) -> None:
 
 class InFlightFetch:
     """Brings the blocks of one fill, and holds their object until it is over. `ahead` says that it began before any
-    reader waited; `elsewhere`, that peers are being asked; `error` is set when it failed. One that was given up ends with
-    neither its blocks nor an error."""
+    reader waited; `elsewhere`, that peers are being asked; `error` is set when it failed. `policy` is told when it has
+    landed, `brought` when it is over. One that was given up ends with neither its blocks nor an error."""
 
     def __init__(
         self,
         store: Store,
         transfers: Transfers,
+        origin: Origin,
         obj: CachedObject,
         fill: Fill,
         token: trio.lowlevel.TrioToken,
         *,
         ahead: bool,
+        elsewhere: bool,
+        policy: Readahead | None,
+        brought: Brought | None,
     ) -> None:
+        self.origin = origin
         self.object = obj
         self.fill = fill
         self.ahead = ahead
+        self.elsewhere = elsewhere
+        self.policy = policy
+        self.brought = brought
         self.done = False
-        self.elsewhere = False
         self.error: Exception | None = None
         self.waits: list[Wait] = []  # of reads that wait for it
         self._began = trio.current_time()
@@ -213,7 +225,7 @@ class InFlightFetch:
         if lowest <= self.fill.landed:
             self.fill.on_landed()  # type: ignore[misc]
 
-    def begin(self, origin: Origin, over: Callable[[bool], None]) -> bool:
+    def begin(self, over: Callable[[bool], None]) -> bool:
         """Begin the transfer of a whole object without a task, if it has to wait for nothing. When it has ended, `over` is
         told whether `run` must go on with it."""
         fill, object_id = self.fill, self.object.id
@@ -235,12 +247,10 @@ class InFlightFetch:
                 over(repeat)
 
         key, etag = object_id.key, object_id.etag
-        self._end_early = origin.begin(key, etag, object_id.size, fill, self._ticket, ended)
+        self._end_early = self.origin.begin(key, etag, object_id.size, fill, self._ticket, ended)
         return self._end_early is not None
 
-    async def run(
-        self, origin: Origin, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None
-    ) -> None:
+    async def run(self, ask_peers: AskPeers | None, slots: trio.CapacityLimiter | None) -> None:
         """Transfer, from peers first if they are to be asked, holding one of the slots if there are any. Raises nothing but
         cancellation; `error` says how it ended."""
         fill, object_id = self.fill, self.object.id
@@ -257,7 +267,7 @@ class InFlightFetch:
                             if wait.on == PEER:
                                 wait.now_for(ORIGIN)
                     if fill.landed < fill.stop:
-                        await origin.read(
+                        await self.origin.read(
                             object_id.key,
                             object_id.etag,
                             fill.landed,
@@ -274,9 +284,8 @@ class InFlightFetch:
 
     def _end(self) -> None:
         self._leave()
-        self._end_early = self.fill.on_landed = (
-            None  # both lead back here: memory of a circle is given back late
-        )
+        # Both lead back here: memory of a circle is given back late.
+        self._end_early = self.fill.on_landed = None
         try:
             self._store.end_fill(self.object, self.fill)
         finally:
@@ -341,8 +350,6 @@ class Arrivals:
         return range(block_count(obj.id.size, self._store.block_size))
 
 
-log = logging.getLogger(__name__)
-
 WHOLE_BYTES = 4 << 20
 """Objects up to this size come in one GET whatever is read of them: a round trip costs more than the bytes (at 20 ms and
 200 MB/s they are equal at 4 MB). Derived."""
@@ -368,9 +375,6 @@ Buffer = bytes | bytearray | memoryview
 
 ReadHook = Callable[[ObjectId, int, int], None]
 """(object, offset, size): a part of a large file was read through the daemon. Never raises."""
-
-Brought = Callable[[int, CachefsError | None], None]
-"""(bytes that came, what failed): a file that was fetched in the background. Never raises."""
 
 REPETITION_S = 0.25
 """The kernel repeats a read-ahead that failed as a read of its own, at once. One read of the same handle within this time
@@ -633,7 +637,7 @@ class Fetcher:
             return False
         if any(self._store.has(obj, block) for block in range(blocks)):
             return False
-        fetch = self._start(origin, obj, self._begin(obj, 0, blocks, ahead=True), ahead=True, done=done)
+        fetch = self._start(origin, obj, self._begin(obj, 0, blocks, ahead=True), ahead=True, brought=done)
         if fetch is None:
             raise NoRoom(f"no tier takes {object_id.key} now")
         return True
@@ -812,13 +816,23 @@ class Fetcher:
         ahead: bool,
         policy: Readahead | None = None,
         straight: bool = False,
-        done: Brought | None = None,
+        brought: Brought | None = None,
     ) -> InFlightFetch | None:
-        """`policy` is told when it has landed, `done` when it is over. `straight`: no other node is asked."""
+        """`straight`: no other node is asked. The rest is as `InFlightFetch` says."""
         if fill is None:
             return None
-        fetch = InFlightFetch(self._store, self.transfers, obj, fill, self._token, ahead=ahead)
-        fetch.elsewhere = not straight and self._asks(obj.id, fill.start_block)
+        fetch = InFlightFetch(
+            self._store,
+            self.transfers,
+            origin,
+            obj,
+            fill,
+            self._token,
+            ahead=ahead,
+            elsewhere=not straight and self._asks(obj.id, fill.start_block),
+            policy=policy,
+            brought=brought,
+        )
         misses = self._metrics.ledger.misses
         misses.fetched(obj.id)
         if not fetch.elsewhere:
@@ -829,27 +843,24 @@ class Fetcher:
         if policy is not None:
             policy.under_way += fill.stop_block - fill.start_block
         self._flying.add(fetch)
-
-        def in_task() -> None:
-            contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch, origin, policy, done)
-
-        def over(repeat: bool) -> None:
-            self._without_task.discard(fetch)
-            if repeat:
-                in_task()
-            else:
-                self._landed(fetch, origin, policy, done)
-            if not self._without_task:
-                self._none_without.set()
-
-        if obj.id.size <= WHOLE_BYTES and fetch.begin(origin, over):
+        if obj.id.size <= WHOLE_BYTES and fetch.begin(partial(self._over, fetch)):
             if not self._without_task:
                 self._none_without = trio.Event()
                 contained(self._nursery, "transfers without a task", self._attend, self._none_without)
             self._without_task.add(fetch)
         else:
-            in_task()
+            contained(self._nursery, f"a transfer of {obj.id.key}", self._fly, fetch)
         return fetch
+
+    def _over(self, fetch: InFlightFetch, repeat: bool) -> None:
+        """A transfer without a task has ended, or must be repeated in one."""
+        self._without_task.discard(fetch)
+        if repeat:
+            contained(self._nursery, f"a transfer of {fetch.object.id.key}", self._fly, fetch)
+        else:
+            self._landed(fetch)
+        if not self._without_task:
+            self._none_without.set()
 
     async def _attend(self, none_left: trio.Event) -> None:
         """Keep the nursery open while transfers go on without tasks, and end them with it."""
@@ -877,43 +888,38 @@ class Fetcher:
             if isinstance(fetch.fill, TierFill) and fetch.fill.tier is tier:
                 fetch.break_off(NoRoom(f"the disk of the {tier.name} tier does not answer"))
 
-    async def _fly(
-        self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None, done: Brought | None
-    ) -> None:
+    async def _fly(self, fetch: InFlightFetch) -> None:
         """Transfer in a task."""
-        fill, object_id = fetch.fill, fetch.object.id
-        peers = partial(self._upstream.read, object_id, origin) if fetch.elsewhere else None
+        peers = partial(self._upstream.read, fetch.object.id, fetch.origin) if fetch.elsewhere else None
         try:
-            await fetch.run(origin, peers, self._heap_slots if fill.kept else None)
+            await fetch.run(peers, self._heap_slots if fetch.fill.kept else None)
         except BaseException:
-            self._gone(fetch, policy)
+            self._gone(fetch)
             raise
-        self._landed(fetch, origin, policy, done)
+        self._landed(fetch)
 
-    def _gone(self, fetch: InFlightFetch, policy: Readahead | None) -> None:
+    def _gone(self, fetch: InFlightFetch) -> None:
         """It is in flight no more."""
         fill = fetch.fill
         self._flying.discard(fetch)
         if fetch.ahead:
             self._ahead_bytes -= fill.stop - fill.start
-        if policy is not None:
-            policy.under_way -= fill.stop_block - fill.start_block
+        if fetch.policy is not None:
+            fetch.policy.under_way -= fill.stop_block - fill.start_block
 
-    def _landed(
-        self, fetch: InFlightFetch, origin: Origin, policy: Readahead | None, done: Brought | None
-    ) -> None:
+    def _landed(self, fetch: InFlightFetch) -> None:
         """It is over, with an error or not."""
-        self._gone(fetch, policy)
-        obj, fill, error = fetch.object, fetch.fill, fetch.error
+        self._gone(fetch)
+        obj, fill, error, policy = fetch.object, fetch.fill, fetch.error, fetch.policy
         if error is not None and not isinstance(error, CachefsError | FillClosed):
             log.error("transfer of %s failed unexpectedly", obj.id.key, exc_info=error)
         if error is None and policy is not None and (wanted := policy.landed()):
-            self._ask_ahead(origin, obj, policy, wanted)
-        if done is not None:
+            self._ask_ahead(fetch.origin, obj, policy, wanted)
+        if fetch.brought is not None:
             if error is None and self.passthrough and self._store.passthrough:
                 self._store.prepare_later(obj)
             failure = error if error is None or isinstance(error, CachefsError) else _unexpected(fetch)
-            done(fill.landed - fill.start, failure)
+            fetch.brought(fill.landed - fill.start, failure)
 
     async def _collect(
         self, obj: CachedObject, in_flight: list[InFlightFetch], offset: int, size: int
