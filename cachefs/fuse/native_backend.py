@@ -617,7 +617,7 @@ class NativeBackend:
 
     def _begin(self, unique: int, pending: Pending[T], reply: Callable[[int, T], object]) -> None:
         """Raises `Refused`."""
-        waiting = self.operations.begin(pending)
+        waiting = Waiting(pending, self.operations)
         self._waiting[unique] = waiting
         contained(self._nursery, "a request", self._finish, unique, waiting, reply)
 

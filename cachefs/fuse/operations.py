@@ -136,7 +136,8 @@ class Admission:
 
 
 class Waiting(Generic[T]):
-    """A request under way: its memory is accounted for, and the ledger knows it. `answer` has to be awaited once."""
+    """A request under way: its memory is accounted for, and the ledger knows it. `answer` has to be awaited once. Raises
+    `Refused` if it may not wait."""
 
     __slots__ = ("_admission", "_call", "_held_bytes", "_scope", "_work", "interrupted", "request", "thread")
 
@@ -148,7 +149,10 @@ class Waiting(Generic[T]):
         self._held_bytes = REQUEST_BYTES + pending.data_bytes
         self._admission = operations.admission
         self._admission.take(self._held_bytes, always=request.always)
-        self._call = operations.call(request, pending.thread)
+        self._call: Wait | None = None
+        if request.on is not None:
+            waits = operations.metrics.ledger.waits
+            self._call = waits.call(pending.thread, request.on, request.shown or request.name)
         self._scope = None
         if request.rule is not Rule.WHOLE:
             self._scope = trio.CancelScope()
@@ -204,32 +208,23 @@ class Operations:
         self.writers = Writers(device)
         self.unopened = UnopenedFiles(fs)
         self.walks = WalksAgain(fs)
+        self.metrics = metrics
         self._fs = fs
-        self._metrics = metrics
         self._writable = writable
         self._repeats = Repeats()
         self._turns: dict[int, trio.Lock] = {}  # by directory
         self._page = FIRST_PAGE
 
-    def begin(self, pending: Pending[T]) -> Waiting[T]:
-        """Raises `Refused`."""
-        return Waiting(pending, self)
-
-    def call(self, request: Request, thread: int) -> Wait | None:
-        if request.on is None:
-            return None
-        return self._metrics.ledger.waits.call(thread, request.on, request.shown or request.name)
-
     def errno_of(self, request: str, exc: Exception) -> int:
         """The errno that answers a request which raised this. Total. Failures are logged and counted."""
         if isinstance(exc, Errno):
             return exc.number
-        return tell(request, exc, self._metrics, self.deadline_s, self._repeats)
+        return tell(request, exc, self.metrics, self.deadline_s, self._repeats)
 
     # -- names and attributes ----------------------------------------------------------------------
 
     def lookup(self, thread: int, parent: int, name: bytes) -> Looked | Pending[Looked]:
-        self._metrics.fuse_lookup += 1
+        self.metrics.fuse_lookup += 1
         if self.walks.until and self.walks.again(thread):
             return Pending(LOOKUP, thread, partial(self.walks.lookup, thread, parent, name))
         found = self._fs.lookup_now(parent, name)
@@ -238,7 +233,7 @@ class Operations:
         return found
 
     def getattr(self, thread: int, inode: int) -> Shown | Pending[Shown]:
-        self._metrics.fuse_getattr += 1
+        self.metrics.fuse_getattr += 1
         try:
             found = self._fs.attributes_now(inode)
         except ObjectChanged:
@@ -249,34 +244,34 @@ class Operations:
         return found
 
     def statfs(self) -> Space:
-        self._metrics.fuse_other += 1
+        self.metrics.fuse_other += 1
         return self._fs.statfs()
 
     def getxattr(self, thread: int, inode: int, name: bytes, uid: int) -> Pending[bytes]:
-        self._metrics.fuse_other += 1
+        self.metrics.fuse_other += 1
         if not name.startswith(OURS):
             raise Errno(errno_of_foreign(name))
         return Pending(GETXATTR, thread, partial(self._fs.getxattr, inode, name, uid))
 
     def listxattr(self) -> list[bytes]:
         """The attributes of ours are not listed: a copy would take them along."""
-        self._metrics.fuse_other += 1
+        self.metrics.fuse_other += 1
         return []
 
     def readlink(self) -> bytes:
-        self._metrics.fuse_other += 1
+        self.metrics.fuse_other += 1
         raise Errno(errno.EINVAL)  # there are no symbolic links
 
     # -- directories -------------------------------------------------------------------------------
 
     def opendir(self, inode: int) -> int:
-        self._metrics.fuse_opendir += 1
+        self.metrics.fuse_opendir += 1
         return self._fs.opendir_now(inode)
 
     def readdir(self, thread: int, dh: int, offset: int, most: int = 0) -> Pending[list[Entry]]:
         """At least as many entries as the buffer takes, if there are. `most` is how many it takes; a backend that does not
         know (0) is given a few more than the last buffer took, and says how many this one took (`listed`)."""
-        self._metrics.fuse_readdir += 1
+        self.metrics.fuse_readdir += 1
         return Pending(READDIR, thread, partial(self._fs.readdir, dh, offset, most or self._page + 4))
 
     def listed(self, count: int, fitted: int) -> None:
@@ -291,7 +286,7 @@ class Operations:
 
     def open(self, thread: int, inode: int, flags: int, clear: bool = False) -> Opened | Pending[Opened]:
         """`clear`: set-uid and set-gid bits go if the file is emptied, or written in passthrough."""
-        self._metrics.fuse_open += 1
+        self.metrics.fuse_open += 1
         if flags & WRITING and self._writable:
             return Pending(OPEN_TO_WRITE, thread, partial(self._open_to_write, thread, inode, flags, clear))
         try:
@@ -320,32 +315,32 @@ class Operations:
         return opened
 
     def read(self, thread: int, fh: int, offset: int, size: int) -> Buffer | Pending[Buffer]:
-        self._metrics.fuse_read += 1
+        self.metrics.fuse_read += 1
         data = self._fs.read_now(fh, offset, size)
         if data is None:
             return Pending(READ, thread, partial(self._count_bytes, self._fs.read, fh, offset, size))
-        self._metrics.fuse_read_bytes += len(data)
+        self.metrics.fuse_read_bytes += len(data)
         return data
 
     def read_unopened(self, thread: int, inode: int, offset: int, size: int) -> Buffer | Pending[Buffer]:
         """The same for a file that the kernel did not open (`--zero-open`)."""
-        self._metrics.fuse_read += 1
+        self.metrics.fuse_read += 1
         data = self.unopened.read_now(inode, offset, size)
         if data is None:
             read = partial(self.unopened.read, thread)
             return Pending(READ, thread, partial(self._count_bytes, read, inode, offset, size))
-        self._metrics.fuse_read_bytes += len(data)
+        self.metrics.fuse_read_bytes += len(data)
         return data
 
     async def _count_bytes(
         self, read: Callable[[int, int, int], Awaitable[Buffer]], file: int, offset: int, size: int
     ) -> Buffer:
         data = await read(file, offset, size)
-        self._metrics.fuse_read_bytes += len(data)
+        self.metrics.fuse_read_bytes += len(data)
         return data
 
     def release(self, fh: int) -> None:
-        self._metrics.fuse_release += 1
+        self.metrics.fuse_release += 1
         self.drop(fh)
 
     def drop(self, fh: int) -> None:
@@ -359,14 +354,14 @@ class Operations:
     def _changing(self) -> None:
         """Raise `Errno` (EROFS) on a mount that cannot be written."""
         if not self._writable:
-            self._metrics.fuse_other += 1
+            self.metrics.fuse_other += 1
             raise Errno(errno.EROFS)
 
     def create(
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Pending[Created]:
         self._changing()
-        self._metrics.fuse_create += 1
+        self.metrics.fuse_create += 1
         work = partial(self._create, thread, parent, name, flags, mode, uid, gid)
         return self._in_turn(CREATE, thread, work, parent)
 
@@ -380,7 +375,7 @@ class Operations:
 
     def mknod(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
         self._changing()
-        self._metrics.fuse_create += 1
+        self.metrics.fuse_create += 1
         if not stat.S_ISREG(mode):
             raise Errno(errno.EPERM)  # pipes, sockets, devices
         work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid)
@@ -388,24 +383,24 @@ class Operations:
 
     def mkdir(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
         self._changing()
-        self._metrics.fuse_change += 1
+        self.metrics.fuse_change += 1
         return self._in_turn(MKDIR, thread, partial(self._fs.mkdir, parent, name, mode, uid, gid), parent)
 
     def unlink(self, thread: int, parent: int, name: bytes) -> Pending[None]:
         self._changing()
-        self._metrics.fuse_change += 1
+        self.metrics.fuse_change += 1
         return self._in_turn(UNLINK, thread, partial(self._fs.unlink, parent, name), parent)
 
     def rmdir(self, thread: int, parent: int, name: bytes) -> Pending[None]:
         self._changing()
-        self._metrics.fuse_change += 1
+        self.metrics.fuse_change += 1
         return self._in_turn(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
 
     def rename(
         self, thread: int, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
     ) -> Pending[None]:
         self._changing()
-        self._metrics.fuse_change += 1
+        self.metrics.fuse_change += 1
         work = partial(self._fs.rename, parent, name, new_parent, new_name, flags)
         return self._in_turn(RENAME, thread, work, parent, new_parent)
 
@@ -425,7 +420,7 @@ class Operations:
     ) -> Pending[Shown]:
         """Set what is not None. Of `mode` the permission bits count. `clear`: set-uid and set-gid bits go."""
         self._changing()
-        self._metrics.fuse_change += 1
+        self.metrics.fuse_change += 1
         mode = None if mode is None else stat.S_IMODE(mode)
         times = {"atime_ns": atime_ns, "mtime_ns": mtime_ns}
         wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, **times, "fh": fh}
@@ -438,19 +433,19 @@ class Operations:
         """The number of bytes written. `held_bytes` is the size of the buffer that `data` lies in. `clear`: set-uid and
         set-gid bits go."""
         self._changing()
-        self._metrics.fuse_write += 1
+        self.metrics.fuse_write += 1
         return Pending(WRITE, thread, partial(self._write, fh, offset, data, clear), held_bytes)
 
     async def _write(self, fh: int, offset: int, data: Buffer, clear: bool) -> int:
         size = await self._fs.write(fh, offset, data)
         if clear:
             self._fs.clear_set_ids(fh)
-        self._metrics.fuse_write_bytes += size
+        self.metrics.fuse_write_bytes += size
         return size
 
     def fallocate(self, thread: int, fh: int, mode: int, offset: int, length: int) -> Pending[None]:
         self._changing()
-        self._metrics.fuse_change += 1
+        self.metrics.fuse_change += 1
         return Pending(FALLOCATE, thread, partial(self._fs.fallocate, fh, mode, offset, length))
 
     def flush(self, thread: int, fh: int) -> Pending[None]:
@@ -458,7 +453,7 @@ class Operations:
         if not self._writable:
             # Answered once, this stops the kernel from sending FLUSH at all; a read-only mount has nothing to report.
             raise Errno(errno.ENOSYS)
-        self._metrics.fuse_flush += 1
+        self.metrics.fuse_flush += 1
         return Pending(FLUSH, thread, partial(self._flush, fh))
 
     async def _flush(self, fh: int) -> None:
@@ -468,21 +463,21 @@ class Operations:
     def fsync(self, thread: int, fh: int) -> Pending[None] | None:
         """None on a mount that cannot be written: there is nothing to do."""
         if not self._writable:
-            self._metrics.fuse_other += 1
+            self.metrics.fuse_other += 1
             return None
-        self._metrics.fuse_flush += 1
+        self.metrics.fuse_flush += 1
         return Pending(FSYNC, thread, partial(self._fs.fsync, fh))
 
     def link(self) -> None:
         """Links of either kind: there are none."""
         self._changing()
-        self._metrics.fuse_other += 1
+        self.metrics.fuse_other += 1
         raise Errno(errno.EPERM)
 
     def setxattr(self, name: bytes) -> None:
         """Accept an attribute of ours and drop it: a copy from another mount may carry some. Removing one is the same."""
         self._changing()
-        self._metrics.fuse_other += 1
+        self.metrics.fuse_other += 1
         if not name.startswith(OURS):
             raise Errno(errno.EOPNOTSUPP)
 

@@ -24,7 +24,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.fs import Attributes, Backing, Entry, FileSystem, Space
 from cachefs.fs.filesystem import Opened
 from cachefs.fuse.connection import abort, device_of, end
-from cachefs.fuse.operations import Created, Errno, Looked, Operations, Pending, Shown
+from cachefs.fuse.operations import Created, Errno, Looked, Operations, Pending, Shown, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Pyfuse3Backend(pyfuse3.Operations):
         try:
             found = operation(*arguments)
             if isinstance(found, Pending):
-                found = await self.operations.begin(found).answer()
+                found = await Waiting(found, self.operations).answer()
             return reply(found)
         except Exception as exc:
             raise pyfuse3.FUSEError(self.operations.errno_of(operation.__name__, exc)) from exc

@@ -826,9 +826,14 @@ class Attempts:
             self._over(counter, turn, transfer, sent_at, error)
 
     def _counted(self, counter: str, key: str, turn: Ticket, transfer: Transfer | None) -> None:
-        """A request is sent."""
+        """A request is sent. It counts for its dataset, and for the process that waits for it (prefetching has none)."""
+        ledger = self.metrics.ledger
         setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
-        accounts = self._accounts(counter, key, turn)
+        accounts = [ledger.account(self.prefix, key)]
+        call = None if counter == "origin_get" else current_call.get()
+        thread = turn.thread if call is None else call.thread
+        if thread:
+            accounts.append(ledger.waits.process(thread).account)
         for account in accounts:
             account[counter] += 1
         if transfer is not None:
@@ -858,16 +863,6 @@ class Attempts:
             gate.concurrency.finished(len(gate.line) > 0, now)
         gate.leave(turn)
         self.metrics.ledger.origin_seconds[counter.removeprefix("origin_")].add(now - sent_at)
-
-    def _accounts(self, counter: str, key: str, turn: Ticket) -> list[Account]:
-        """The accounts of the dataset, and of the process that waits for the request (prefetching has none)."""
-        ledger = self.metrics.ledger
-        accounts = [ledger.account(self.prefix, key)]
-        call = None if counter == "origin_get" else current_call.get()
-        thread = turn.thread if call is None else call.thread
-        if thread:
-            accounts.append(ledger.waits.process(thread).account)
-        return accounts
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         try:

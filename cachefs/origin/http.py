@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
 
@@ -56,10 +56,6 @@ from cachefs.origin.protocol import (
     Written,
     made_up,
 )
-
-if TYPE_CHECKING:
-    from outcome import Outcome
-
 
 ANY_TYPE = "application/octet-stream"
 
@@ -515,7 +511,7 @@ class Exchange:
         self.complete = False  # libcurl is done with it
         self.delivering = False  # in a worker thread
         self.refused = False  # the receiver wants no more bytes
-        self.deliver_in_thread: Callable[[Exchange, Callable[[], bool]], None]
+        self.deliver_in_thread: Callable[[Exchange, Callable[[], None]], None]
         self.receiver, self._least = receiver, least
         self._receives: bool | None = (
             None  # whether the body goes to the receiver; None before its first byte
@@ -612,17 +608,16 @@ class Exchange:
         if receiver.waits:
             self.delivering = True
             try:
-                self.deliver_in_thread(self, lambda: receiver.take(data))
+                self.deliver_in_thread(self, partial(self._give, receiver, data))
             except RuntimeError as exc:
                 self.delivering, self.refused = False, True
                 self.error = Transient(f"{self.host}: {exc}")  # no thread can be started
         else:
-            self.delivered(lambda: receiver.take(data))
+            self._give(receiver, data)
 
-    def delivered(self, taken: Callable[[], bool]) -> None:
-        """The receiver was called; `taken` is its result, or raises."""
+    def _give(self, receiver: Receiver, data: bytes) -> None:
         try:
-            self.refused = not taken()
+            self.refused = not receiver.take(data)
         except Exception as exc:
             self.error, self.refused = exc, True
 
@@ -835,12 +830,8 @@ class _Loop:
             with suppress(pycurl.error):  # it has failed just now: what `info_read` tells of it comes next
                 exchange.handle.pause(pycurl.PAUSE_CONT)
 
-    def _deliver_in_thread(self, exchange: Exchange, take: Callable[[], bool]) -> None:
-        def deliver(taken: Outcome[bool]) -> None:
-            exchange.delivered(taken.unwrap)
-            self.post(self._delivered, exchange)
-
-        trio.lowlevel.start_thread_soon(take, deliver)
+    def _deliver_in_thread(self, exchange: Exchange, give: Callable[[], None]) -> None:
+        trio.lowlevel.start_thread_soon(give, lambda _: self.post(self._delivered, exchange))
 
     def _delivered(self, exchange: Exchange) -> None:
         exchange.delivering = False

@@ -354,9 +354,6 @@ class Store:
             self._metrics.ram_hits += blocks
         else:
             self._metrics.ssd_hits += blocks
-        self._used(obj, copy)
-
-    def _used(self, obj: CachedObject, copy: Copy) -> None:
         if copy.bitmap and not self.catalog.lately_used(copy):
             self.eviction.touch(copy)
             self.eviction.used(obj, copy, hit=True)
