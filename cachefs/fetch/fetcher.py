@@ -31,6 +31,8 @@ _NEVER = 1 << 62
 _NONE: Mapping[int, InFlightFetch] = {}
 
 
+# -- transfers under way ---------------------------------------------------------------------------
+
 AskPeers = Callable[[Fill, Ticket], Awaitable[None]]
 """Has peers deliver as much of a fill as they can; the rest is the origin's."""
 
@@ -293,7 +295,7 @@ class InFlightFetch:
             self.object.release()
 
 
-# Opens that wait a moment, for a file that is about to be whole.
+# -- opens that wait a moment, for a file that is about to be whole --------------------------------
 #
 # How a file is read is decided when it is opened: by the kernel itself (passthrough), if it is whole here, or through the
 # daemon, with a message and two more copies for each part of it. A prefetched file is often opened while the last of it
@@ -349,6 +351,8 @@ class Arrivals:
     def _blocks(self, obj: CachedObject) -> range:
         return range(block_count(obj.id.size, self._store.block_size))
 
+
+# -- the ladder ------------------------------------------------------------------------------------
 
 WHOLE_BYTES = 4 << 20
 """Objects up to this size come in one GET whatever is read of them: a round trip costs more than the bytes (at 20 ms and

@@ -62,6 +62,10 @@ from cachefs.fuse.protocol import (
 from cachefs.fuse.protocol import Opened as Flags
 from cachefs.fuse.records import Records
 
+log = logging.getLogger(__name__)
+
+# -- /dev/fuse -------------------------------------------------------------------------------------
+
 REQUEST_BYTES = 128 << 10
 """Longest request of a mount that cannot be written: an extended attribute of 64 KiB and its name. Derived."""
 
@@ -384,7 +388,7 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
     return done
 
 
-log = logging.getLogger(__name__)
+# -- the backend -----------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

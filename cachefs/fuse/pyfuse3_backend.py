@@ -243,9 +243,8 @@ class Pyfuse3Backend(pyfuse3.Operations):
     async def flush(self, fh: int) -> None:
         writers = self.operations.writers
         if self._writable and fh not in writers:
-            self._metrics.fuse_other += (
-                1  # pyfuse3 cannot tell the kernel that closes of readers need no FLUSH
-            )
+            # pyfuse3 cannot tell the kernel that closes of readers need no FLUSH.
+            self._metrics.fuse_other += 1
             return
         await self._answer(_done, self.operations.flush, writers.process(fh), fh)
 

@@ -61,6 +61,8 @@ from cachefs.origin.protocol import (
     Writer,
 )
 
+log = logging.getLogger(__name__)
+
 # -- which requests may be in flight ---------------------------------------------------------------
 
 WINDOW_S = 2.0
@@ -210,7 +212,9 @@ class Concurrency:
         self._settling, self._since = self.limit, None
 
 
-# The order of requests: demand (a reader waits) goes before background (prefetching).
+# -- the order of requests -------------------------------------------------------------------------
+#
+# Demand (a reader waits) goes before background (prefetching).
 #
 # A request carries a priority ticket through both queues, the admission gate in front of the origin and the download limit
 # behind it. A background transfer becomes demand when a reader joins it, and then overtakes in the queue where it waits.
@@ -327,7 +331,7 @@ class Gate:
                 return
 
 
-# Rates in bytes a second: limits (a token bucket and its queue) and measurements.
+# -- rates in bytes a second: limits (a token bucket and its queue) and measurements ---------------
 
 
 class TokenBucket:
@@ -419,7 +423,6 @@ class Throughput:
         return sum(count for _, count in self._seconds) / self.SECONDS
 
 
-log = logging.getLogger(__name__)
 # -- attempts --------------------------------------------------------------------------------------
 
 T = TypeVar("T")
@@ -894,6 +897,8 @@ class Attempts:
         self._count(transfer)
 
 
+# -- transfers -------------------------------------------------------------------------------------
+#
 # One transfer: the bytes of one range, from a client into a sink or from a source into a client's request, across all its
 # attempts.
 #
@@ -901,9 +906,6 @@ class Attempts:
 # flags below need no lock: each has one writer, and the interpreter shows their order to both sides. The thread sets
 # `_busy` *before* it reads `_closed`; the task sets `_closed` before it reads `_busy`. So either the thread sees that the
 # transfer is closed, or the task sees that a write (or a read of the source) is running.
-
-
-# -- transfers -------------------------------------------------------------------------------------
 
 PROGRESS_S = 1.0
 """Seconds between two reports of a running transfer, which push its deadline back. Derived: a call into trio costs about 0.1
@@ -1151,6 +1153,8 @@ class Abandoned(Exception):
     """No more bytes of this request will come. Not an OSError, which libraries take for a broken connection."""
 
 
+# -- an origin that does not answer ----------------------------------------------------------------
+#
 # A circuit breaker for a store that does not answer at all.
 #
 # A store that refuses (403, 404, 503) answers; one that is out hangs, or breaks every connection. Requests only raise a
@@ -1159,9 +1163,6 @@ class Abandoned(Exception):
 # probed every second, one probe at a time, and any reply, to a probe or to a request, ends the outage.
 #
 # `Outage` is the policy and has no clock; `Breaker` has the clock, the probe, and the requests that hang or wait.
-
-
-# -- an origin that does not answer ----------------------------------------------------------------
 
 SILENT_S = 5.0
 """Seconds of silence that are suspicious while a request waits, and that a probe may take. Guessed: stores answer in well

@@ -513,9 +513,8 @@ class Exchange:
         self.refused = False  # the receiver wants no more bytes
         self.deliver_in_thread: Callable[[Exchange, Callable[[], None]], None]
         self.receiver, self._least = receiver, least
-        self._receives: bool | None = (
-            None  # whether the body goes to the receiver; None before its first byte
-        )
+        # Whether the body goes to the receiver; None before its first byte.
+        self._receives: bool | None = None
         self._data: list[bytes] = []
         self._held = 0
 

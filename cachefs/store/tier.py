@@ -359,11 +359,8 @@ RAM, SSD = 0, 1
 """Tier numbers, fastest first. They tag index rows, so they never change their meaning."""
 
 _WRITING = os.O_RDWR | os.O_NOFOLLOW
-_GETFLAGS, _SETFLAGS, _NOATIME = (
-    0x80086601,
-    0x40086602,
-    0x80,
-)  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOATIME_FL
+# FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOATIME_FL
+_GETFLAGS, _SETFLAGS, _NOATIME = 0x80086601, 0x40086602, 0x80
 
 
 def allocated(length: int) -> int:
