@@ -21,7 +21,7 @@ from cachefs.base.errors import (
     Unsupported,
 )
 from cachefs.origin.attempts import Attempts, Ticket
-from cachefs.origin.outcomes import Outcomes
+from cachefs.origin.probes import Probes
 from cachefs.origin.protocol import (
     PATIENCE,
     CompletionInProgress,
@@ -34,6 +34,7 @@ from cachefs.origin.protocol import (
     Source,
     Writer,
     Written,
+    conflicts,
 )
 
 if TYPE_CHECKING:
@@ -49,16 +50,15 @@ COPIED_PART = 1 << 30
 class Origin:
     """One origin. All methods raise only `cachefs.base.errors`. `source` is its identity (a URL), `prefix` the mounted key
     prefix, "" or ending in "/". Methods that write raise `Unsupported` where nothing can be written. `read` and `begin` are
-    described in `attempts.py`; `head`, `look` and `ours` in `outcomes.py`."""
+    described in `attempts.py`."""
 
     def __init__(self, attempts: Attempts) -> None:
         self.source, self.prefix = attempts.source, attempts.prefix
         self._client = attempts.client
         self._attempts = attempts
-        self._outcomes = Outcomes(attempts)
+        self._probes = Probes(attempts)
         self.limit, self.name = attempts.limit, attempts.name
         self.read, self.begin = attempts.read, attempts.begin
-        self.head, self.look, self.ours = self._outcomes.head, self._outcomes.look, self._outcomes.ours
         self.read_only = False  # what is written below it is refused
 
     @property
@@ -140,7 +140,68 @@ class Origin:
             prefix,
         )
 
-    # Writing.
+    async def head(self, key: str) -> ObjectInfo:
+        """Size, mtime and etag of the current object."""
+        return await self._attempts.call(
+            lambda: self._client.head(key), f"looking up {self.name(key)}", "origin_head", key
+        )
+
+    async def look(self, key: str) -> tuple[ObjectInfo, str]:
+        """The current object and its idempotency token ("": none)."""
+        writer = self.writer
+        return await self._attempts.call(
+            lambda: writer.look(key), f"looking up {self.name(key)}", "origin_head", key
+        )
+
+    # Writing: whether it may happen, and whether it did. A write returns what a later HEAD or LIST shows. Most stores tell
+    # an object's time only there, so a HEAD follows a write.
+
+    async def ours(self, key: str, token: str, size: int | None, error: CachefsError) -> ObjectInfo:
+        """The object if it shows the idempotency token: an earlier attempt wrote it, and only its reply was lost. Else
+        raises `error`. `size` None: of any size."""
+        try:
+            info, shown = await self.look(key)
+        except NotFound:
+            shown = ""
+        if token and shown == token and size in (None, info.size):
+            return info
+        raise error
+
+    async def _unchanged(self, key: str, etag: str | None) -> None:
+        """Return if the object is the version `etag`, else raise `ObjectChanged`."""
+        if (await self.head(key)).etag != etag:
+            raise ObjectChanged(f"{self.name(key)}: the object changed at the origin")
+
+    async def _to_send(
+        self, key: str, preconditions: Preconditions, honours: Callable[[Preconditions], Awaitable[bool]]
+    ) -> Preconditions:
+        """The preconditions to send with a write. Those that the origin does not honour are compared here with a HEAD and
+        not sent; `Conflict` when they do not hold."""
+        if not preconditions.conditional or await honours(preconditions):
+            return preconditions
+        with conflicts(preconditions):
+            try:
+                info = await self.head(key)
+            except NotFound:
+                if not preconditions.if_absent:
+                    raise
+            else:
+                if preconditions.if_absent or info.etag != preconditions.if_match:
+                    raise ObjectChanged(f"{self.name(key)}: the object changed at the origin")
+        return preconditions.unconditional()
+
+    async def _settled(self, key: str, size: int, written: Written, *, untimed: bool) -> ObjectInfo:
+        """The object that was written, as the origin shows it. `untimed`: without a HEAD for its time alone, so `mtime_ns`
+        may be 0. `ObjectChanged` when another client has replaced it."""
+        if written.etag and (untimed or written.mtime_ns is not None):
+            return ObjectInfo(key, size, written.mtime_ns or 0, written.etag)
+        try:
+            info = await self.head(key)
+        except NotFound as exc:
+            raise ObjectChanged(f"{self.name(key)}: was removed as soon as it was written") from exc
+        if info.size != size or (written.etag and info.etag != written.etag):
+            raise ObjectChanged(f"{self.name(key)}: was replaced as soon as it was written")
+        return info
 
     async def put(
         self,
@@ -164,7 +225,7 @@ class Origin:
         `settle` no HEAD follows for the time alone: `mtime_ns` is 0 where the reply did not tell it. `ObjectChanged` when
         another client has replaced the object since. An exception of `source` is raised unchanged; `source` is not read
         after this has returned or raised."""
-        attempts, outcomes, writer = self._attempts, self._outcomes, self.writer
+        attempts, writer = self._attempts, self.writer
         if size > writer.limits.largest_put:
             raise Unsupported(
                 f"{self.name(key)}: {size} bytes are too many for one request; upload it in parts"
@@ -174,7 +235,7 @@ class Origin:
         preconditions = Preconditions(content_type, if_match, if_absent, token)
         what = f"writing {self.name(key)}"
         try:
-            sent = await outcomes.to_send(key, preconditions, outcomes.probes.puts)
+            sent = await self._to_send(key, preconditions, self._probes.puts)
             written = await attempts.send(
                 lambda body: writer.put(key, body, sent),
                 source,
@@ -186,8 +247,8 @@ class Origin:
                 now=lambda body: writer.put_now(key, body, sent),
             )
         except Conflict as exc:
-            return await outcomes.ours(key, token, size, exc)
-        return await outcomes.settled(key, size, written, untimed=not settle)
+            return await self.ours(key, token, size, exc)
+        return await self._settled(key, size, written, untimed=not settle)
 
     async def begin_upload(self, key: str, *, content_type: str | None = None) -> Upload:
         """Begin to write an object in parts. The key shows its old version until `Upload.complete`.
@@ -204,22 +265,22 @@ class Origin:
             "origin_upload",
             key,
         )
-        return Upload(self._attempts, self._outcomes, key, name, preconditions, {})
+        return Upload(self, key, name, preconditions, {})
 
     def resume_upload(self, key: str, state: Mapping[str, Any]) -> Upload:
         """The upload whose `Upload.state` this is. Sends no request; `Upload.parts` does."""
-        return Upload.of_state(self._attempts, self._outcomes, key, state)
+        return Upload.of_state(self, key, state)
 
     async def copy(self, key: str, to: str, *, size: int, etag: str | None = None) -> ObjectInfo:
         """Copy an object of `size` bytes within the origin, replacing the object at `to`. With `etag` only that version:
         `ObjectChanged` when it is another. An object above `limits.largest_copy` is copied in parts, without its own
         metadata."""
-        outcomes, writer = self._outcomes, self.writer
+        writer = self.writer
         if size > writer.limits.largest_copy:
             return await self._copy_in_parts(key, to, size, etag)
-        compared = etag is None or await outcomes.probes.copies(key)
+        compared = etag is None or await self._probes.copies(key)
         if not compared:
-            await outcomes.unchanged(key, etag)
+            await self._unchanged(key, etag)
         written = await self._attempts.call(
             lambda: writer.copy(key, to, etag),
             f"copying {self.name(key)} to {to}",
@@ -228,8 +289,8 @@ class Origin:
             patience=PATIENCE,
         )
         if not compared and written.etag != etag:
-            await outcomes.unchanged(key, etag)  # a store may give copies etags of their own
-        return await outcomes.settled(to, size, written, untimed=False)
+            await self._unchanged(key, etag)  # a store may give copies etags of their own
+        return await self._settled(to, size, written, untimed=False)
 
     async def delete(self, key: str) -> None:
         """Delete an object; a missing object is no error."""
@@ -268,7 +329,7 @@ class Origin:
         return kept
 
     async def _copy_in_parts(self, key: str, to: str, size: int, etag: str | None) -> ObjectInfo:
-        outcomes, limits = self._outcomes, self.limits
+        limits = self.limits
         wanted = etag or (await self.head(key)).etag
         step = min(max(COPIED_PART, -(-size // limits.most_parts)), limits.largest_part)
         upload = await self.begin_upload(to)
@@ -277,12 +338,12 @@ class Origin:
             await upload.copy_part(1 + at // step, key, wanted, at, min(at + step, size))
 
         try:
-            compared = await outcomes.probes.copies_parts(to, upload.id, key)
+            compared = await self._probes.copies_parts(to, upload.id, key)
             if not compared:
-                await outcomes.unchanged(key, wanted)
+                await self._unchanged(key, wanted)
             await each(one, range(0, size, step), self._attempts.gate.concurrency.maximum)
             if not compared:
-                await outcomes.unchanged(key, wanted)
+                await self._unchanged(key, wanted)
             return await upload.complete()
         except BaseException:
             with trio.CancelScope(shield=True), trio.move_on_after(self._attempts.deadline_s):
@@ -334,22 +395,21 @@ class Upload:
 
     def __init__(
         self,
-        attempts: Attempts,
-        outcomes: Outcomes,
+        origin: Origin,
         key: str,
         name: str,
         preconditions: Preconditions,
         known: dict[int, Part],
     ) -> None:
         self.key, self.id, self.known = key, name, known
-        self._attempts, self._outcomes, self._preconditions = attempts, outcomes, preconditions
+        self._origin, self._attempts, self._preconditions = origin, origin._attempts, preconditions
         self._perhaps_complete = False
 
     @classmethod
-    def of_state(cls, attempts: Attempts, outcomes: Outcomes, key: str, state: Mapping[str, Any]) -> Upload:
+    def of_state(cls, origin: Origin, key: str, state: Mapping[str, Any]) -> Upload:
         preconditions = Preconditions(state.get("content_type"), token=state.get("stamp", ""))
         known = {int(number): Part(etag, size) for number, (etag, size) in state.get("parts", {}).items()}
-        upload = cls(attempts, outcomes, key, state["id"], preconditions, known)
+        upload = cls(origin, key, state["id"], preconditions, known)
         upload._perhaps_complete = True  # the process that took the state may have completed it
         return upload
 
@@ -425,7 +485,7 @@ class Upload:
         Repeating this is harmless, even by another process after a crash: after a success it returns the object, until
         another client replaces it. `settle` as for `Origin.put`. `NoSuchUpload` when the upload is gone and the object is
         not ours; `Conflict` when the condition does not hold, and then the upload remains."""
-        attempts, outcomes, writer = self._attempts, self._outcomes, self._attempts.writer
+        origin, writer = self._origin, self._origin.writer
         if parts is None:
             parts = {number: part.etag for number, part in self.known.items()}
         if not parts:
@@ -452,8 +512,8 @@ class Upload:
                 raise
 
         try:
-            sent = await outcomes.to_send(self.key, preconditions, outcomes.probes.completes)
-            written = await attempts.call(
+            sent = await origin._to_send(self.key, preconditions, origin._probes.completes)
+            written = await self._attempts.call(
                 attempt,
                 f"completing {self._what}",
                 "origin_upload",
@@ -461,13 +521,13 @@ class Upload:
                 patience=PATIENCE,
             )
         except (NoSuchUpload, Conflict) as exc:  # an abandoned attempt may have succeeded meanwhile
-            return await outcomes.ours(self.key, preconditions.token, size, exc)
+            return await origin.ours(self.key, preconditions.token, size, exc)
         if not written.etag and preconditions.token:
-            replaced = ObjectChanged(f"{attempts.name(self.key)}: was replaced as soon as it was written")
-            return await outcomes.ours(self.key, preconditions.token, size, replaced)
+            replaced = ObjectChanged(f"{origin.name(self.key)}: was replaced as soon as it was written")
+            return await origin.ours(self.key, preconditions.token, size, replaced)
         if size is None:
-            size = (await outcomes.head(self.key)).size
-        return await outcomes.settled(self.key, size, written, untimed=not settle)
+            size = (await origin.head(self.key)).size
+        return await origin._settled(self.key, size, written, untimed=not settle)
 
     async def abort(self) -> None:
         """Discard the upload; a missing upload is no error. No `part` may be in flight: it could be written afterwards.

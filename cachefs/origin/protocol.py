@@ -364,7 +364,7 @@ class Client(Lister, Protocol):
 # proves nothing. Seen on Ceph's RADOS Gateway 16.2: both kinds of copy ignore `x-amz-copy-source-if-match`, completing an
 # upload ignores `If-Match` and `If-None-Match`, and a PUT takes an etag in `If-Match` only without its quotes.
 #
-# `cachefs.origin.outcomes` finds out by requests that must fail, and compares the objects itself
+# `Probes` finds out by requests that must fail, and `Origin` compares the objects itself
 # where a condition is not honoured.
 
 
