@@ -233,6 +233,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "A full cache disk is ENOSPC to the writer and has no effect on other programs.": (
         "tests/upload/test_trouble.py::test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else",
     ),
+    "So is a full disk under a `file://` source; a file larger than that whole disk is EFBIG at once.": (
+        "tests/mount/test_pressure.py::test_a_full_origin",
+        "tests/mount/test_pressure.py::test_a_file_that_no_part_of_the_origins_disk_could_hold",
+    ),
     "Unsent files left by a crash or by another version are never dropped: a journal that cannot be read "
     "is refused with a one-line error.": (
         "tests/mount/test_upgrade.py::test_uploads_that_another_version_has_noted_are_not_touched",
