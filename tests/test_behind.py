@@ -106,6 +106,32 @@ def test_rows_that_replace_each_other_cost_one_commit(disk: Disk) -> None:
     rows.close()
 
 
+def test_as_many_rows_as_are_wanted_or_one_less_wait(disk: Disk) -> None:
+    rows = WriteBehind(disk.database)
+    rows.write([("a", b"b1", b""), ("a", b"b3", b"")])
+    rows.sync()
+    disk.answers.clear()
+    rows.write([("a", b"b0", b""), ("a", b"b2", b""), ("a", b"b4", b"")])
+    words = [b"b0", b"b1", b"b2", b"b3", b"b4"]
+    for limit in range(1, 6):
+        assert [key for key, _ in rows.scan("a", limit=limit)] == words[:limit]
+        assert [key for key, _ in rows.scan("a", b"b2", limit=limit)] == words[2 : 2 + limit]
+    disk.answers.set()
+    rows.close()
+
+
+def test_after_a_caller_that_hurried_rows_are_gathered_again(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(behind, "GATHER_S", 3600.0)
+    rows = WriteBehind(disk.database)
+    for number in range(3):
+        rows.write([("a", b"k", b"%d" % number)])
+        rows.sync()
+        assert disk.commits == number + 1 and not rows._hurry and not rows._callers and not rows.waiting_rows
+    rows.close()
+
+
 async def _written(rows: WriteBehind, within_s: float) -> str:
     try:
         await rows.written(within_s)

@@ -1284,6 +1284,16 @@ def left_open(path: Path, rows: int) -> tuple[int, int]:
     return found
 
 
+def test_a_database_is_clean_if_its_owner_says_so(tmp_path: Path) -> None:
+    for clean in (True, False):
+        db = opened(tmp_path / str(clean))
+        db.write([("a", b"k", b"v")])
+        db.close(clean=clean)
+        db = opened(tmp_path / str(clean))
+        assert db.was_clean is clean and db.get("a", b"k") == b"v"
+        db.close()
+
+
 def copied(path: Path) -> list[dict[bytes, bytes]]:
     fresh = path.with_name("fresh copy")
     shutil.rmtree(fresh, ignore_errors=True)

@@ -24,6 +24,7 @@ TESTS = (
     "tests/store",
     "tests/upload",
     "tests/test_database.py",
+    "tests/test_behind.py",
     "tests/fetch",
     "tests/fs",
     "tests/peers/test_receiving.py",
@@ -157,7 +158,7 @@ def _is_harmless(mutant: Mutant, known: list[tuple[str, str, str]]) -> bool:
 def _mapped(paths: list[str]) -> set[str]:
     """What coverage is collected of: whole rooms, so that it serves the next command, too."""
     files = {str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / "cachefs" / room).rglob("*.py")}
-    return files | {"cachefs/base/database.py", "cachefs/peers/client.py", *paths}
+    return files | {"cachefs/base/database.py", "cachefs/base/behind.py", "cachefs/peers/client.py", *paths}
 
 
 def _test_files(given: list[str]) -> list[str]:
