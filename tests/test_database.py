@@ -1045,6 +1045,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_not_a_signal(
 def test_a_file_that_was_cut_begins_anew(tmp_path: Path, left: int) -> None:
     done = child(
         """
+        from cachefs.base import database
         from cachefs.base.errors import CacheUnusable
         path, left = Path(sys.argv[1]), int(sys.argv[2])
         db = Database(path, ["a", "b"], version="v1", fsync=False)
@@ -1062,6 +1063,18 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path, left: int) -> None:
                 raise AssertionError("not noticed")
             except CacheUnusable:
                 assert called
+        database.WAIT_S, wait = 0.0, database.WAIT_S
+        db._reading.append(None)  # a reader that does not end
+        left_alone = db._opened
+        try:
+            db.renew()
+            raise AssertionError("its pages are unmapped under a reader")
+        except CacheUnusable as exc:
+            assert "a reader does not end" in str(exc) and db._opened is left_alone
+        db._reading.pop()
+        database.WAIT_S = wait
+        readers_left = db._readers_left
+        db._readers_left = lambda: db._opened is None and readers_left()  # no other reader begins meanwhile
         assert db.renew() and not db.renew()
         assert db.scan("a") == [] and db.count("b") == 0
         db.write([("b", b"k", b"v")])

@@ -431,7 +431,7 @@ class Database:
         resident = start = 0
         for line in Path("/proc/self/smaps").read_text().splitlines() if _file_pages() > above_bytes else ():
             if line.endswith(name):
-                start, stop = (int(edge, 16) for edge in line.split(" ", 1)[0].split("-"))
+                start, stop = (int(edge, 16) for edge in line.partition(" ")[0].split("-"))
             elif start and line.startswith("Rss:"):
                 resident = int(line.split()[1]) << 10
                 break
@@ -447,9 +447,9 @@ class Database:
         """Close; when `clean`, the next open accepts the file after one hash. Idempotent."""
         if self._closed:
             return
+        self._closed = True
         try:
             with self._exclusive():
-                self._closed = True
                 opened, self._opened = self._opened, None
                 if opened is None or not self._readers_left():
                     return
@@ -465,7 +465,6 @@ class Database:
         except (lmdb.Error, OSError, CacheUnusable) as exc:
             log.warning("could not close the database in %s cleanly: %s", self.path, exc)
         finally:
-            self._closed = True
             os.close(self._lock_fd)
 
 

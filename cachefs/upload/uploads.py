@@ -456,7 +456,7 @@ class Uploads:
 
     def _soon(self, dirty_file: DirtyFile) -> None:
         """What was refused under another name need not wait any longer."""
-        if dirty_file.trying.failures and (dirty_file.acknowledged or not dirty_file.handles):
+        if dirty_file.trying.failures and dirty_file.acknowledged:
             dirty_file.trying.failures = 0
             if dirty_file.conflicts:
                 dirty_file.trying.failure = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import trio
 import trio.lowlevel
 
+from cachefs.base.database import Database
 from cachefs.base.errors import CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import ObjectInfo
 from cachefs.upload import journal, orphans, room, sending, staging
@@ -20,7 +23,7 @@ from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import TOKENS, DirtyFile, Way
 from cachefs.upload.journal import AGAIN_S, DiskHangs
 from cachefs.upload.room import RELIEF, WAIT_S, StagingRoom
-from cachefs.upload.staging import LOOK_S
+from cachefs.upload.staging import LOOK_S, StagingDisk
 from cachefs.upload.uploads import SHOWN
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Room, ScriptedReader, add, desk, in_trio
@@ -880,3 +883,75 @@ async def test_any_disk_that_hangs_saves_the_others_their_wait(
                     await d.uploads.note("n", {})
             assert trio.current_time() - began < 1
         await d.quiet()
+
+
+def test_a_disk_that_does_not_make_a_small_file_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, answers, write = [0.0], threading.Event(), staging._written_file
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(staging, "_written_file", lambda *a: answers.wait(30) and write(*a))
+    disk = StagingDisk(tmp_path)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disk.make, tmp_path / "f", b"data")
+            while not disk._new:  # noqa: ASYNC110 - of a thread
+                await trio.sleep(0.001)
+            now[0] = staging.HANGS_AFTER_S
+            assert not disk.hangs
+            now[0] += 0.1
+            assert disk.hangs
+            answers.set()
+        assert not disk.hangs and (tmp_path / "f").read_bytes() == b"data"
+
+    trio.run(main)
+
+
+def test_a_stop_waits_for_removals_and_closes_the_journal(tmp_path: Path) -> None:
+    removed: list[bool] = []
+
+    async def main() -> None:
+        async with desk(tmp_path) as d:
+            d.uploads._disk.later(lambda: (time.sleep(0.05), removed.append(True)))
+            await d.uploads.aclose(1)
+            assert removed
+            database = Database(d.uploads.journal._database.path, (), version="", fsync=False)
+            database.close()
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_commit_promises_nothing_of_a_file_without_a_name(tmp_path: Path, writeback: bool) -> None:
+    async with desk(tmp_path, writeback=writeback) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.discard(dirty_file)
+        await d.uploads.commit(dirty_file)
+        assert d.uploads.journal.rows("drafts") == {} and "put" not in d.store.counts
+        d.uploads.release(dirty_file)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@in_trio
+async def test_a_file_on_a_disk_that_can_only_be_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    async with desk(tmp_path, writeback=True, outlived=removed) as d:
+        d.store.hold("put")
+        dirty_file = await d.save("k", content(1, 3 * PART))
+        plain = os.open
+
+        def refused(path: Any, flags: int, *more: Any, **how: Any) -> int:
+            if flags & os.O_RDWR and str(path).startswith(str(tmp_path)):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return plain(path, flags, *more, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refused)
+            dirty_file.file._removed = removed
+            d.uploads.open(dirty_file)
+            assert await dirty_file.read(0, 3 * PART) == content(1, 3 * PART)
+            dirty_file.file._removed = False
+            d.uploads.release(dirty_file)
