@@ -419,3 +419,85 @@ async def test_verified_blocks_that_lie_together_are_read_at_once(
         assert await lab.store.read(obj, BLOCK + 1, 4 * BLOCK) == data[BLOCK + 1 : 5 * BLOCK + 1]
         assert calls == [(BLOCK + 1, 4 * BLOCK)], "it is checked once"
         obj.rest()
+
+
+@in_trio
+async def test_bytes_that_are_not_all_of_a_version_are_not_taken_for_it(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", data := content(1, 5000))
+        for cut in (b"", data[:-1], data + b"x"):
+            assert not await lab.store.adopt_bytes(object_id, cut)
+        assert await lab.store.adopt_bytes(object_id, data)
+        assert await lab.read(object_id) == data and not lab.origin.gets
+
+
+@in_trio
+async def test_blocks_that_are_wrong_are_told_one_by_one(
+    cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, 5 * BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        [copy] = lab.store.catalog.copies(obj, SSD)
+        lab.store.space.corrupt(obj, copy, 0b110100)
+        told = [message for message in caplog.messages if "fails its checksum" in message]
+        assert [message.split()[1] for message in told] == ["2", "4"], "block 5 is not here"
+        assert lab.metrics.checksum_failures == 2
+
+
+@in_trio
+async def test_a_read_over_several_blocks_counts_each_once(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", data := content(1, 20 * BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        await lab.read(object_id)  # verifies them
+        obj = lab.store.object(object_id)
+        with obj.held():
+            obj.file(lab.store.tiers[0])
+            for first, count in ((0, 1), (1, 3), (14, 4)):  # the last are of two extents
+                before = lab.metrics.ssd_hits
+                start, size = first * BLOCK + 1, count * BLOCK - 2
+                assert bytes(lab.store.read_now(obj, start, size) or b"") == data[start : start + size]
+                assert lab.metrics.ssd_hits - before == count
+
+
+@in_trio
+async def test_clocks_go_on_behind_those_of_an_earlier_daemon(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        for number in range(3):
+            await lab.read(lab.origin.put(f"k{number}", content(number, BLOCK)))
+        await lab.quiet()
+        lab.store.catalog.clock += 1000  # uses of what is not cached any more
+        last = lab.store.catalog.clock
+    async with running(cache_dir) as lab:
+        assert lab.store.catalog.clock > last
+
+
+@in_trio
+async def test_a_file_that_an_earlier_daemon_registered_is_no_descriptor_here(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        backing = lab.store.restore_backing(lab.store.object(object_id), 7)
+        assert (backing.fd, backing.id, backing.users) == (-1, 7, 1)
+        assert lab.store.restore_backing(lab.store.object(object_id), 7) is backing and backing.users == 2
+        for _ in range(2):
+            lab.store.release_backing(backing)
+
+
+@in_trio
+async def test_a_use_that_goes_on_is_no_second_one(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id, other = lab.origin.put("k", content(1, BLOCK)), lab.origin.put("o", content(2, BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        obj = lab.store.object(object_id)
+        [copy] = lab.store.catalog.copies(obj, SSD)
+        clock = copy.clock
+        assert not lab.store.eviction.touch_if_old(copy) and copy.clock == clock
+        for _ in range(20):
+            await lab.read(other)
+            lab.store.eviction.touch(lab.store.catalog.copies(lab.store.object(other), SSD)[0])
+        assert lab.store.eviction.touch_if_old(copy) and copy.clock > clock
