@@ -464,7 +464,7 @@ class Daemon:
                 uploads = self._uploading.uploads
                 uploads.enable_passthrough(backend.register, backend.retire)
                 for tier in self._store.tiers if not uploads.takes else ():
-                    self._store.refuse(tier, "the file system of the cache directory has no leases")
+                    self._store.refuse(tier, "files of the cache directory do not tell who writes them")
         if config.zero_open and backend.name != "native":
             self._warn(f"--zero-open has no effect: {self._backend.why}")
         if config.restart and (why := self._not_held()):

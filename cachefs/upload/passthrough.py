@@ -55,9 +55,7 @@ class Passthrough:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
         elif direct and not tells_of_mappings(self._staging):
             self._possible = False  # what a mapping writes behind a commit would stay here
-            log.info(
-                "%s says nothing of mappings: what readers have open is written elsewhere", self._staging
-            )
+            log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
 
     @property
     def possible(self) -> bool:
