@@ -13,7 +13,7 @@ import trio
 from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
-from cachefs.fuse.operations import Operations, Pending
+from cachefs.fuse.operations import Operations, Pending, Waiting
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
@@ -301,7 +301,7 @@ async def test_what_a_second_walk_finds_can_be_opened(stat: bool) -> None:
         operations = Operations(mount.fs, mount.metrics, 5.0, writable=True)
 
         async def answer(found: Any) -> Any:
-            return await operations.begin(found).answer() if isinstance(found, Pending) else found
+            return await Waiting(found, operations).answer() if isinstance(found, Pending) else found
 
         async def replace(data: bytes) -> None:
             await mount.write("new", data)
@@ -415,7 +415,7 @@ async def test_what_a_second_walk_finds_can_be_changed(what: str, passthrough: b
         nothing = dict.fromkeys(("size", "mode", "uid", "gid", "atime_ns", "mtime_ns", "fh"))
 
         async def answer(found: Any) -> Any:
-            return await operations.begin(found).answer() if isinstance(found, Pending) else found
+            return await Waiting(found, operations).answer() if isinstance(found, Pending) else found
 
         async def change(ino: int) -> Any:
             if what in ("write", "empty"):
