@@ -132,6 +132,33 @@ def test_after_a_caller_that_hurried_rows_are_gathered_again(
     rows.close()
 
 
+def test_the_thread_ends_when_no_row_waits_and_the_next_row_has_another(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(behind, "IDLE_S", 0.01)
+    rows = WriteBehind(disk.database)
+    for number in range(3):
+        disk.answers.clear()
+        before = set(threading.enumerate())
+        rows.write([("a", b"k", b"%d" % number)], soon=True)
+        [thread] = set(threading.enumerate()) - before
+        disk.answers.set()
+        thread.join(10)
+        assert not thread.is_alive() and disk.database.get("a", b"k") == b"%d" % number
+    rows.close()
+
+
+def test_the_thread_ends_with_the_database(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind, "IDLE_S", 60.0)
+    rows = WriteBehind(disk.database)
+    before = set(threading.enumerate())
+    rows.write([("a", b"k", b"v")])
+    [thread] = set(threading.enumerate()) - before
+    rows.close()
+    thread.join(10)
+    assert not thread.is_alive() and disk.commits == 1
+
+
 async def _written(rows: WriteBehind, within_s: float) -> str:
     try:
         await rows.written(within_s)

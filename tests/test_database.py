@@ -935,6 +935,60 @@ def test_what_goes_on_in_the_refuge_is_closed_with_it(
     db.close()
 
 
+def test_a_database_that_cannot_be_opened_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path / "db").close()
+    chmod = os.chmod
+
+    def refused(path: Any, *more: Any, **how: Any) -> None:
+        if str(path).endswith("data.mdb"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        chmod(path, *more, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "chmod", refused)
+        with pytest.raises(CacheUnusable) as caught:
+            opened(tmp_path / "db")
+    files = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not [file for file in files if file.startswith(str(tmp_path))], caught.value
+    opened(tmp_path / "db").close()
+
+
+def test_a_refuge_that_was_cut_short_is_not_renewed(tmp_path: Path) -> None:
+    """The file on the disk has older rows: it stays."""
+    done = child(
+        """
+        from cachefs.base.errors import CacheUnusable, NoRoom
+        path = Path(sys.argv[1])
+        db = Database(path / "db", ["a", "b"], version="v1", fsync=False, refuge=path / "refuge")
+        db.write([("a", b"k", b"here")])
+        writing, failures = db._write, [NoRoom("full")]
+
+        def full(*rows):
+            if failures:
+                raise failures.pop()
+            writing(*rows)
+
+        db._write = full
+        db.write([("a", b"k", b"there")])
+        os.truncate(path / "refuge" / "data.mdb", 4096)
+        assert not db.renew()
+        try:
+            db.get("a", b"k")
+            raise AssertionError("not noticed")
+        except CacheUnusable:
+            pass
+        db.close()
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    db = opened(tmp_path / "db")
+    assert db.dropped is None and db.get("a", b"k") == b"here"
+    db.close()
+
+
 def test_a_rewrite_ends_without_the_process_that_wants_it(tmp_path: Path) -> None:
     db = opened(tmp_path / "db")
     db.write([("a", b"k", b"v")])

@@ -325,7 +325,6 @@ class Database:
                 if not self._readers_left():
                     raise self._unreadable("a reader does not end")
                 self._drop("its file was cut short")
-                self._create()
                 self._opened = self._open()
             except (lmdb.Error, OSError) as exc:
                 raise self._unreadable(exc) from exc

@@ -34,8 +34,7 @@ class Attempt:
         self.scope = trio.CancelScope()
         self.error: CachefsError | None = None
         self.waiters = 0
-        self.frozen = 0
-        self.generation = -1
+        self.frozen = self.generation = -1  # until it has begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,7 +325,7 @@ class DirtyFile:
 
     async def unsent(self, offset: int) -> None:
         """Return when no byte from `offset` on is being sent (-1: nothing is); for who holds the `lock`."""
-        while (attempt := self.attempt) is not None and attempt.generation >= 0 and offset < attempt.frozen:
+        while (attempt := self.attempt) is not None and offset < attempt.frozen:
             if not attempt.waiters and not self.sender.final:
                 attempt.scope.cancel()
             await attempt.done.wait()

@@ -315,7 +315,8 @@ class Sender:
                     settle=False,
                     turn=turn,
                 )
-        if self._found is None and self.upload is not None:
+        if self._found is None:
+            assert self.upload is not None
             self._found = dict(await self.upload.parts())
         while True:
             missing = parts.missing(pieces)

@@ -22,6 +22,7 @@ from cachefs.upload import journal, orphans, room, sending, staging
 from cachefs.upload.content import Row, State, Stored
 from cachefs.upload.dirty_file import TOKENS, DirtyFile, Way
 from cachefs.upload.journal import AGAIN_S, DiskHangs
+from cachefs.upload.queue import IN_BACKGROUND
 from cachefs.upload.room import RELIEF, WAIT_S, StagingRoom
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from cachefs.upload.uploads import SHOWN
@@ -955,3 +956,66 @@ async def test_a_file_on_a_disk_that_can_only_be_read_is_read(
             assert await dirty_file.read(0, 3 * PART) == content(1, 3 * PART)
             dirty_file.file._removed = False
             d.uploads.release(dirty_file)
+
+
+@in_trio
+async def test_a_file_is_not_cut_while_an_fsync_sends_it(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        held, data = d.store.hold("put"), content(1, 1000)
+        dirty_file = await d.create("k", data)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.commit, dirty_file)
+            await held.reached.wait()
+            nursery.start_soon(dirty_file.truncate, 3)
+            await d.quiet()
+            assert dirty_file.size == 1000
+            assert held.release is not None
+            held.release.set()
+        assert d.store.content("k") == data and dirty_file.size == 3
+        await d.close(dirty_file)
+        assert d.store.content("k") == data[:3]
+
+
+@in_trio
+async def test_what_is_written_after_an_upload_has_begun_is_no_part_of_it(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        await d.uploads._queue.begin(dirty_file)
+        await add(dirty_file, b" and more")
+        await d.quiet()
+        assert d.store.content("k") == b"data"
+        await d.close(dirty_file)
+
+
+@in_trio
+async def test_an_upload_that_is_broken_off_begins_no_further_part(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        data = content(1, 40 * PART)
+        held = d.store.hold("part", times=1000)
+        dirty_file = await d.create("k", data)
+        await held.reached.wait()
+        await d.quiet()
+        before = d.store.counts["part"]
+        await dirty_file.sender.break_off()
+        assert held.release is not None
+        held.release.set()
+        await d.quiet()
+        assert d.store.counts["part"] == before
+        await d.close(dirty_file)
+        assert d.store.content("k") == data
+
+
+@in_trio
+async def test_who_waits_for_others_does_not_make_the_queue_longer(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        held = d.store.hold("put", times=1000)
+        for number in range(2 * IN_BACKGROUND):
+            await d.save(f"k{number}", b"data")
+        for _ in range(100):
+            assert d.uploads._hopeful(None)
+        assert len(d.uploads._queue._due) <= 4 * IN_BACKGROUND
+        assert held.release is not None
+        held.release.set()
+        await d.quiet()
+        assert len(d.store.objects) == 2 * IN_BACKGROUND

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,10 @@ import pytest
 import trio
 import trio.testing
 
-from cachefs.base.errors import TooLarge
+from cachefs.base.errors import OriginFailed, TooLarge
 from cachefs.origin import ObjectInfo
 from cachefs.store.backing import BackingFile
-from cachefs.upload import passthrough, staging
+from cachefs.upload import passthrough, sending, staging
 from cachefs.upload.dirty_file import DirtyFile
 from tests.conftest import ROOT
 from tests.fetch.scripted import content
@@ -469,6 +470,30 @@ async def test_nothing_is_taken_where_a_mapping_would_write_unnoticed(writeback:
             Kernel(d)
             assert not staging.tells_of_mappings(Path(place)) and staging.can_lease(Path(place))
             assert d.uploads.takes is writeback
+
+
+@in_trio
+async def test_a_part_that_a_mapping_has_changed_is_sent_again_whatever_is_written_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "PUT_BYTES", 0)
+    async with desk(tmp_path) as d:
+        kernel = Kernel(d)
+        data = bytearray(content(1, 4 * PART))
+        dirty_file, fd = await taken(d, tmp_path, bytes(data))
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        await dirty_file.write(0, b"W")
+        d.store.fail("complete", lambda: OriginFailed("down"))
+        with pytest.raises(OriginFailed):
+            await d.uploads.commit(dirty_file)
+        time.sleep(0.02)  # noqa: ASYNC251 - the file's time is to move on
+        os.pwrite(fd, b"X", 5)
+        await dirty_file.write(3 * PART, b"Y")
+        await d.uploads.commit(dirty_file)
+        data[0], data[5], data[3 * PART] = b"WXY"
+        assert d.store.content("k") == data
+        ends(d, dirty_file, fd)
+        await d.quiet()
 
 
 @pytest.mark.parametrize("writeback", [False, True])
