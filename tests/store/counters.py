@@ -63,6 +63,10 @@ def check_unused(store: Store, *, files: bool = True) -> None:
             if copy is not None and not copy.pins:
                 assert not copy.forgotten, f"{obj.id.key}: bytes of dropped blocks are kept"
                 assert copy.bitmap, f"{obj.id.key}: an empty copy is kept"
+        if files:
+            known = [tier for tier in store.tiers if tier.number in obj.immutable]
+            there = [tier for tier in known if tier.immutable(obj.id.digest)]
+            assert there == known, f"{obj.id.key}: a file is taken for immutable"
         if files and not obj.in_use():
             assert not obj.fds, f"{obj.id.key}: descriptors of an unused version are open"
 

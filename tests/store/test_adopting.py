@@ -554,6 +554,27 @@ async def test_more_room_than_asked_for_is_not_made_where_bytes_are_freed_later(
 
 
 @in_trio
+async def test_the_daemon_goes_on_while_much_room_is_made(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Disk(cache_dir, 8 * EXTENT, monkeypatch)
+    async with running(cache_dir, ssd=64 * EXTENT, keep_free=2 * EXTENT) as lab:
+        for i in range(6):
+            await lab.read(lab.origin.put(f"k{i}", content(i, EXTENT)))
+            await lab.quiet()
+        went: list[int] = []
+
+        async def noted() -> None:
+            went.append(lab.metrics.evicted_blocks // 16)
+
+        monkeypatch.setattr(adopting, "VICTIMS_AT_ONCE", 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(trio.lowlevel, "checkpoint", noted)
+            assert await lab.store.make_room(5 * EXTENT)
+        assert went == [2, 4]
+
+
+@in_trio
 async def test_without_a_disk_there_is_no_room_to_make(cache_dir: Path) -> None:
     async with running(cache_dir, ssd=0, ram=8 * MIB) as lab:
         await lab.read(lab.origin.put("k", content(1, EXTENT)))

@@ -501,3 +501,41 @@ async def test_a_use_that_goes_on_is_no_second_one(cache_dir: Path) -> None:
             await lab.read(other)
             lab.store.eviction.touch(lab.store.catalog.copies(lab.store.object(other), SSD)[0])
         assert lab.store.eviction.touch_if_old(copy) and copy.clock > clock
+
+
+@in_trio
+async def test_what_is_written_to_a_tier_is_counted_in_bytes(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        await lab.read(lab.origin.put("k", content(1, 2 * BLOCK + 5)))
+        await lab.quiet()
+        assert (lab.metrics.admitted_blocks, lab.metrics.admitted_bytes) == (3, 2 * BLOCK + 5)
+
+
+@in_trio
+async def test_a_stop_that_is_killed_while_it_waits_for_the_disk_has_written_all_rows(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        await lab.read(lab.origin.put("k", content(1, BLOCK)))
+        await lab.quiet()
+        assert lab.store.catalog.changes
+        unwritten: list[bool] = []
+        [tier] = lab.store.tiers
+        idle = tier.disposal.idle
+
+        def waits(within_s: float) -> bool:
+            unwritten.append(lab.store.catalog.changes)
+            return idle(within_s)
+
+        monkeypatch.setattr(tier.disposal, "idle", waits)
+        await lab.aclose()
+        assert unwritten == [False]
+
+
+@in_trio
+async def test_a_version_that_was_met_by_its_digest_gets_its_name(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        obj = lab.store.catalog.by_digest(object_id.digest)
+        assert lab.store.object(object_id) is obj and obj.id == object_id
+        obj.rest()
