@@ -1449,6 +1449,7 @@ def test_where_it_cannot_be_opened_again_there_is_nothing_to_take_to_the_refuge(
             db.write([("a", b"l", b"v")])
         with db._exclusive():
             assert not db._flee(CacheUnusable("its disk fails"))
+        assert not db.renew(), "no file is known to be cut short"
         assert not (tmp_path / "refuge").exists()
     assert db.get("a", b"k") == b"v"
     with db._exclusive():
