@@ -123,6 +123,25 @@ def test_databases_of_a_killed_daemon_are_taken_away_from_shared_memory() -> Non
             shutil.rmtree(place, ignore_errors=True)
 
 
+def test_what_belongs_to_another_user_or_is_a_link_is_left_alone(tmp_path: Path) -> None:
+    link, folder = (ram.SHM / f"cachefs-{os.getuid()}-{end}" for end in ("test-link", "test-folder"))
+    (tmp_path / "lock.pid").touch()
+    folder.mkdir()
+    (folder / "lock.pid").touch()
+    link.symlink_to(tmp_path)
+    try:
+        if os.getuid() == 0:
+            os.chown(folder, 65534, 65534)
+            remove_orphans()
+            assert (folder / "lock.pid").exists()
+            os.chown(folder, 0, 0)
+        remove_orphans()
+        assert (tmp_path / "lock.pid").exists() and link.is_symlink() and not folder.exists()
+    finally:
+        link.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def test_a_tier_has_one_daemon(killed: Path) -> None:
     where = ram.provide(killed, MIB).path
     claim = ram.claim(where, killed)
