@@ -851,12 +851,16 @@ class TierFill(Fill):
 
 
 class HeapFill(Fill):
-    """Into memory, for readers that are served although no tier can take the blocks."""
+    """Into memory, for readers that are served although no tier can take the blocks. `leaving` are the tiers where that is
+    because the version's immutable file has not gone yet."""
 
     kept = True
 
-    def __init__(self, size: int, block_size: int, start: int, stop: int) -> None:
+    def __init__(
+        self, size: int, block_size: int, start: int, stop: int, leaving: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(size, block_size, start, stop)
+        self.leaving = leaving
         self._buffer = bytearray()
 
     def _put(self, view: memoryview, offset: int) -> None:
@@ -953,7 +957,7 @@ class Fills:
     def bypass(self, obj: CachedObject, block: int) -> Fill:
         """One block into memory, for a reader that waits for it and that no tier can serve. So the readers that wait bound
         what the heap takes."""
-        return HeapFill(obj.id.size, self._block_size, block, block + 1)
+        return HeapFill(obj.id.size, self._block_size, block, block + 1, frozenset(obj.leaving))
 
     def settle(self, obj: CachedObject, fill: Fill) -> None:
         """Make the blocks that have wholly landed exist."""
@@ -961,9 +965,12 @@ class Fills:
         if not completed:
             return
         if isinstance(fill, HeapFill):
+            # A file that has gone since took the heap's blocks with it: its successor is whole only with this one, too.
+            kept = fill.leaving <= obj.leaving
             for block, _ in completed:
                 length = block_length(block, obj.id.size, self._block_size)
-                self._space.heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
+                if kept:
+                    self._space.heap.put(obj.id.digest, block, fill.read(block * self._block_size, length))
                 self._metrics.ledger.misses.gone(obj.id.digest, block // BLOCKS_PER_EXTENT, "not_admitted")
                 self._metrics.bypassed_bytes += length
             self._metrics.bypassed_blocks += len(completed)

@@ -471,6 +471,33 @@ async def test_a_bad_block_of_a_file_in_use_lets_it_go_with_its_last_user(cache_
 
 
 @in_trio
+async def test_a_block_that_comes_after_the_file_has_gone_lies_in_the_next_file(cache_dir: Path) -> None:
+    """Memory takes what a reader waits for while the old file leaves. What arrives later would be missing in the new one."""
+    async with running(cache_dir, ram=0) as lab:
+        backend, store = Backend(lab), lab.store
+        data = content(1, 3 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        await fill(lab, object_id)
+        passthrough = backend.open_backing(object_id, data)
+        assert passthrough is not None
+        obj = passthrough.object
+        store.space.corrupt(obj, passthrough.copies[0], 0b100)
+        early, late = store.begin_bypass(obj, 0), store.begin_bypass(obj, 1)
+        early.write(data[:BLOCK])
+        store.end_fill(obj, early)
+        assert store.has(obj, 0), "read from memory while the file leaves"
+        store.release_backing(passthrough)
+        assert not store.has(obj, 0)
+        late.write(data[BLOCK : 2 * BLOCK])
+        store.end_fill(obj, late)
+        assert not store.has(obj, 1)
+        passing = store.begin_bypass(obj, 2)
+        passing.write(data[2 * BLOCK :])
+        store.end_fill(obj, passing)
+        assert store.has(obj, 2), "where only the disk has no room, memory keeps it"
+
+
+@in_trio
 async def test_moves_do_not_write_into_a_file_that_is_leaving(cache_dir: Path) -> None:
     async with running(cache_dir, ram=8 * MIB) as lab:
         backend, store = Backend(lab), lab.store
