@@ -65,6 +65,7 @@ ORDER = (
     "save-replace",
     "save-memory",
     "save-small",
+    "create-small",
     "ls",
     "list-again",
     "ten-readers",

@@ -43,6 +43,7 @@ class Scale:
     saved_long: int = 4 << 30
     saved_files: int = 1000
     saved_size: int = 10_000
+    created: int = 1000
     names: int = 10_000
     first_bytes: int = 12
     epoch_files: int = 4000
@@ -78,6 +79,7 @@ TINY = Scale(
     saved_long=96 << 20,
     saved_files=40,
     saved_size=10_000,
+    created=20,
     names=2500,
     first_bytes=2,
     epoch_files=200,

@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ LONG_BANDWIDTH = 400e6
 SAVED, NAME = "saved", "model.bin"
 RAW, EXT4, RCLONE = "raw client", "ext4", RcloneWriting.name
 REPLACED, REPLACES = 64 * MIB, 4
+CREATED = 100_000
 MOST_MEMORY_MB = 256
 FLAT_MB = 16
 """By how much the second half of a long save may need more than the first. Guessed: far less than any part of the file."""
@@ -426,4 +428,69 @@ def save_small_files(work: Workspace, rounds: int) -> Result:
         beside(work, other, series, result)
     result.demand("small durable saves: objects made a file", max(made), "=", 1)
     result.note(f"HEADs and LISTs a file: {number(max(asked))}")
+    return result
+
+
+@scenario("create-small", rounds=3)
+def create_small(work: Workspace, rounds: int) -> Result:
+    """Files of 100 KB made one after another and removed, durable and with --writeback: time and processor time."""
+    result = Result()
+    count = work.scale.created
+    data = os.urandom(CREATED)
+    work.lab.bucket(SAVED)
+    raw = RawWriter(work.lab, SAVED)
+    costs: dict[str, list[float]] = {}
+
+    def made(folder: Path, *, sync: bool = False) -> float:
+        """ms a file."""
+        folder.mkdir()
+        begun = time.perf_counter()
+        for index in range(count):
+            fd = os.open(folder / f"{index}.bin", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            _write(fd, data)
+            if sync:
+                os.fsync(fd)
+            os.close(fd)
+        seconds = time.perf_counter() - begun
+        begun = time.perf_counter()
+        for index in range(count):
+            (folder / f"{index}.bin").unlink()
+        removed.append(1e3 * (time.perf_counter() - begun) / count)
+        return 1e3 * seconds / count
+
+    def own(*options: str) -> float:
+        with mounted(work, *options) as mount:
+            before = mount.cpu_s()
+            value = made(mount.path / f"made-{mount.pid}")
+            costs.setdefault(mount.name, []).append(1e3 * (mount.cpu_s() - before) / count)
+        return value
+
+    def ext4() -> float:
+        folder = work.disk / "made"
+        try:
+            return made(folder, sync=True)
+        finally:
+            shutil.rmtree(folder)
+
+    removed: list[float] = []
+    turns = itertools.count()
+    what = "files of 100 KB made one after another, store unshaped"
+    for way, options, most in (("durable", (), 1.4), ("writeback", ("--writeback",), 1.5)):
+        costs.clear()
+        removed.clear()
+        contenders = {
+            OWN: functools.partial(own, *options),
+            EXT4: ext4,
+            RAW: lambda: (
+                1e3 / raw.small([f"raw/{next(turns)}" for _ in range(count)], lambda _: data, 1).files_per_s
+            ),
+        }
+        series = interleave(rounds, contenders, result, what=f"{what}, {way}", unit="ms a file")
+        cost = sorted(costs[OWN])[len(costs[OWN]) // 2]
+        result.demand(f"{what}, {way}: processor time a file, its removal with it", cost, "≤", most, " ms")
+        if options:
+            result.demand(f"{what}, {way}: time a file", series.medians()[OWN], "≤", 1.5, " ms")
+        result.note(
+            f"{way}: removed in {number(sorted(removed)[len(removed) // 2])} ms a file (cachefs and ext4)"
+        )
     return result

@@ -50,6 +50,7 @@ COUNTS = {
     "save-replace": ("objects", "copies", "bytes sent", "names left", "left at the store"),
     "save-memory": ("resident", "growth"),
     "save-small": ("objects",),
+    "create-small": (),
     "ls": ("LIST", "HEAD"),
     "list-again": ("READDIRPLUS",),
     "ten-readers": ("bytes from the store",),
