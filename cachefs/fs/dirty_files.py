@@ -238,6 +238,17 @@ class DirtyFiles:
         written(node.attrs)
         return len(data)
 
+    def write_now(self, fh: int, offset: int, data: Buffer) -> int | None:
+        """The same if that takes no waiting; None: nothing has happened."""
+        handle = self._files.handles[fh]
+        node = handle.node
+        if node is None or node.dirty_file is None or not handle.writes or not (node.held or node.removed):
+            return None
+        if not node.dirty_file.write_now(offset, data):
+            return None
+        written(node.attrs)
+        return len(data)
+
     async def allocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         if mode:
             raise Unsupported(f"fallocate mode {mode:#x}: only room behind what is there can be made")

@@ -599,6 +599,10 @@ class FileSystem:
         returns. Where O_APPEND writes to is what the kernel says: it knows the size, and no other node writes here."""
         return await self._write.write(fh, offset, data)
 
+    def write_now(self, fh: int, offset: int, data: Buffer) -> int | None:
+        """The same if that takes no waiting; None: nothing has happened."""
+        return None if self._writing is None else self._writing.write_now(fh, offset, data)
+
     def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
         """The file was changed by a process that may not keep its set-uid and set-gid bits; `later`: or may be."""
         self._write.clear_set_ids(fh, later)

@@ -66,6 +66,10 @@ class DirtyFile(Protocol):
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises `NoRoom` when there is no place for it on the disk."""
 
+    def write_now(self, offset: int, data: Buffer) -> bool:
+        """The same if that takes no waiting; False: nothing has happened."""
+        ...
+
     def look(self) -> bool:
         """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
         ...

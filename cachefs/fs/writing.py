@@ -75,7 +75,7 @@ class Writing:
         )
         # For the fast paths: each is one call.
         self.release = self._dirty_files.release
-        self.write = self._dirty_files.write
+        self.write, self.write_now = self._dirty_files.write, self._dirty_files.write_now
         self.flush, self.fsync = self._dirty_files.flush, self._dirty_files.fsync
         self.fallocate = self._dirty_files.allocate
         self.kept = self._kept.written

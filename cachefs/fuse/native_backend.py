@@ -885,12 +885,16 @@ class NativeBackend:
         if len(data) != size:
             raise Malformed(f"a write of {len(data)} bytes that says it has {size}")
         if size <= COPIED or self._device.kept >= MOST_KEPT:
-            pending = self.operations.write(thread, fh, offset, bytes(data), size, clear)
-            self._begin(unique, pending, self._written)
+            self._answer(
+                unique, self.operations.write(thread, fh, offset, bytes(data), size, clear), self._written
+            )
             return
         buffer = data.obj
         assert isinstance(buffer, bytearray)
         pending = self.operations.write(thread, fh, offset, data, len(buffer), clear)
+        if not isinstance(pending, Pending):
+            self._written(unique, pending)
+            return
         work = partial(self._then_give_back, buffer, pending.work)
         self._begin(unique, replace(pending, work=work), self._written)
         self._device.keep()  # not before: the write may have been refused

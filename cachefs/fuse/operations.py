@@ -429,15 +429,20 @@ class Operations:
 
     def write(
         self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool
-    ) -> Pending[int]:
+    ) -> int | Pending[int]:
         """The number of bytes written. `held_bytes` is the size of the buffer that `data` lies in. `clear`: set-uid and
         set-gid bits go."""
         self._changing()
         self.metrics.fuse_write += 1
-        return Pending(WRITE, thread, partial(self._write, fh, offset, data, clear), held_bytes)
+        size = self._fs.write_now(fh, offset, data)
+        if size is None:
+            return Pending(WRITE, thread, partial(self._write, fh, offset, data, clear), held_bytes)
+        return self._wrote(fh, size, clear)
 
     async def _write(self, fh: int, offset: int, data: Buffer, clear: bool) -> int:
-        size = await self._fs.write(fh, offset, data)
+        return self._wrote(fh, await self._fs.write(fh, offset, data), clear)
+
+    def _wrote(self, fh: int, size: int, clear: bool) -> int:
         if clear:
             self._fs.clear_set_ids(fh)
         self.metrics.fuse_write_bytes += size

@@ -35,6 +35,9 @@ class Owner(Protocol):
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
         """This upload will not be completed."""
 
+    def admits(self, dirty_file: DirtyFile, count: int) -> bool:
+        """Whether as many bytes may be written now."""
+
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         """Return when as many bytes may be written. `NoRoom` when the disk stays full."""
 
@@ -273,7 +276,9 @@ class DirtyFile:
             await self._may_change(min(offset, before))
             await self._owner.admit(self, count)
             try:
-                await self._with_room(count, lambda: self.file.write(offset, data))
+                # What was acknowledged comes back after a crash with all that was written since.
+                appends = offset == before and self.kernel.way is Way.HERE and not self.acknowledged
+                await self._with_room(count, lambda: self.file.write(offset, data, appends=appends))
             except CachefsError:
                 # How much of it was written is unknown.
                 await self.file.truncate(before)
@@ -283,6 +288,18 @@ class DirtyFile:
                 raise
             self.parts.wrote(offset, count)
             self._changed()
+
+    def write_now(self, offset: int, data: Buffer) -> bool:
+        """The same if that takes no waiting: into memory. False: nothing has happened."""
+        count, attempt = len(data), self.attempt
+        free = not self.lock.locked() and self.kernel.way is Way.HERE and self.content.is_ours
+        sent = attempt is not None and min(offset, self.size) < attempt.frozen
+        fits = offset + count <= self.origin.limits.largest_object and self._owner.admits(self, count)
+        if not (count and free and fits) or sent or not self.file.write_now(offset, data):
+            return False
+        self.parts.wrote(offset, count)
+        self._changed()
+        return True
 
     async def truncate(self, size: int) -> None:
         """The content ends at `size`; what is new of it is zeros."""

@@ -73,9 +73,9 @@ class Passthrough:
             await dirty_file.unsent(-1)
             if not dirty_file.content.is_ours:
                 return None  # the file is the cache's
+            if not await dirty_file.file.lands():
+                return None  # its content comes through here, and waits for the disk
             if dirty_file.kernel.backing is None:
-                if not await dirty_file.file.lands():
-                    return None  # its content comes through here, and waits for the disk
                 dirty_file.kernel.backing = self._told(dirty_file)
             if dirty_file.kernel.backing is not None:
                 await dirty_file.begin_passthrough()

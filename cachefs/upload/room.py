@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import trio
 
-from cachefs.base.errors import NoRoom
+from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.names import ObjectId
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import LOOK_S, translated
@@ -84,9 +84,20 @@ class StagingRoom:
             raise translated(exc, self._directory) from exc
         return disk.f_bavail * disk.f_frsize - self._keep_free
 
+    def admits(self, dirty_file: DirtyFile, count: int) -> bool:
+        """Whether `admit` would return at once."""
+        try:
+            return not self._is_ahead(dirty_file) and self.free_bytes() >= count
+        except CacheUnusable:
+            return False
+
+    def _is_ahead(self, dirty_file: DirtyFile) -> bool:
+        """Whether too much of it waits for its turn on the wire."""
+        return bool(dirty_file.parts.under_way) and dirty_file.parts.waiting_bytes > UNSENT
+
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         """Return when `count` bytes may be written. Raises `NoRoom`."""
-        while dirty_file.parts.under_way and dirty_file.parts.waiting_bytes > UNSENT:
+        while self._is_ahead(dirty_file):
             await dirty_file.sender.landed()
         if self.free_bytes() < count and not await self.more(dirty_file, count):
             kept = self._keep_free - self._keep_free // LEFT_TO_OTHERS

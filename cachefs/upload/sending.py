@@ -307,7 +307,7 @@ class Sender:
             with self._turn() as turn, self._what.file.used():
                 return await self._what.origin.put(
                     self._what.key,
-                    self._what.file.source(size),
+                    await self._what.file.source(size),
                     size,
                     if_match=preconditions.if_match,
                     if_absent=preconditions.if_absent,

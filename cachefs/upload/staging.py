@@ -4,8 +4,9 @@ Bytes are moved in worker threads, because the kernel makes who writes faster th
 long as it is in use; thousands may wait for their upload with none open.
 
 A small one may lie in memory as long as no caller was promised that it is on the disk: written, sent and closed, it has cost
-no thread a turn. It *lands* on the disk when it grows, when it is to survive this process, and when the cache
-takes it."""
+no thread a turn. So may the end of a larger one that is written in small pieces: they cost a thread one turn together. What
+lies in memory *lands* on the disk when it grows, when it is to survive this process, and when it is sent in parts or given
+to the cache."""
 
 from __future__ import annotations
 
@@ -45,8 +46,11 @@ LOOK_S = 0.25
 its close, a name that still shows a file. Guessed."""
 
 HELD = 256 << 10
-"""The largest file that stays in memory. Derived: its copies and digests take 0.2 ms altogether, as long as each turn of a
-thread that they save."""
+"""The largest file, or end of one, that stays in memory. Derived: its copies and digests take 0.2 ms altogether, as long as
+each turn of a thread that they save."""
+
+SMALL = HELD // 4
+"""The largest write that a file's end waits in memory for. Derived: at least four of them share a turn of a thread."""
 
 HELD_ALTOGETHER = 32 << 20
 """By all files. Guessed: a hundred of the largest, and of those that are open or on their way only."""
@@ -150,7 +154,9 @@ class StagingFile:
         self._fd = fd
         self._writes = fd < 0  # what the descriptor is for
         self._users = 0
-        self._held = bytearray() if new else None  # all of it, until it lands
+        self._made = not new  # there is a file
+        self._start = 0  # where the file on the disk ends, if there is more in memory
+        self._held = bytearray() if new else None  # what is from there on in memory, until it lands
         self._landing = trio.Lock()
         self._removed = False
         self._spoiled = False
@@ -166,7 +172,7 @@ class StagingFile:
 
     def take(self) -> None:
         """One user more."""
-        if self._fd < 0 and self._held is None:
+        if self._fd < 0 and self._made:
             with self._translated():
                 self._fd, self._writes = self._open()
         self._users += 1
@@ -196,35 +202,45 @@ class StagingFile:
                 self._disk.later(partial(os.close, fd))
             else:
                 os.close(fd)
-        elif self._removed:
+        if self._removed:
             self._let_go()
 
     @property
     def fd(self) -> int:
-        """The descriptor, for who is a user of one that has landed, as those have that were larger than `HELD`."""
-        assert self._held is None
+        """The descriptor, for who is a user of one that has landed."""
+        assert self._made
         return self._fd
 
     @property
     def held(self) -> bytes | None:
         """All of it, if it lies in memory."""
-        return None if self._held is None else bytes(self._held)
+        return None if self._held is None or self._made else bytes(self._held)
 
-    def source(self, size: int) -> Source:
+    async def source(self, size: int) -> Source:
         """The first `size` bytes, for who is a user and sends them: from memory if that takes no waiting."""
         data = self.read_now(0, size) if size <= HELD else None
-        return FileRange(self._fd) if data is None else InMemory(bytes(data))
+        if data is not None:
+            return InMemory(bytes(data))
+        await self.land()
+        return FileRange(self._fd)
 
     async def land(self) -> None:
-        """It is a file from now on, for who is a user."""
+        """All of it is in a file, for who is a user."""
         async with self._landing:
             if self._held is None:
                 return
+            data = bytes(self._held)
             with self._translated():
-                self._fd = await self._disk.make(self.path, bytes(self._held))
+                if self._made:
+                    with self._written_to() as fd:
+                        await self._disk.run(lambda: _write(fd, self._start, data))
+                else:
+                    self._fd = await self._disk.make(self.path, data)
             self._let_go()
-            if self._removed:  # meanwhile, or before
-                self._unlink()
+            if not self._made:
+                self._made = True
+                if self._removed:  # meanwhile, or before
+                    self._unlink()
 
     async def lands(self) -> bool:
         """Move what lies in memory to the disk; the caller is a user. False when the disk does not answer within
@@ -257,8 +273,8 @@ class StagingFile:
 
     def _keep(self, size: int) -> bytearray | None:
         """What is in memory, of a file that is to have `size` bytes; None: it has to land, or has."""
-        held = self._held
-        if held is None or size > HELD or self._landing.locked():
+        held, size = self._held, size - self._start
+        if held is None or not 0 <= size <= HELD or self._landing.locked():
             return None
         more = size - len(held)
         if more > self._disk.memory_left:
@@ -321,15 +337,17 @@ class StagingFile:
     def remove(self) -> None:
         """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it."""
         self._removed = True
-        if self._held is None:
+        if self._made:
             self._unlink()
-        elif not self._users:
+        if not self._users:
             self._let_go()
 
     def read_now(self, offset: int, size: int) -> Buffer | None:
         """The bytes, if that takes no waiting."""
-        if self._held is not None:
-            return bytes(self._held[offset : offset + size])
+        if self._held is not None and offset >= self._start:
+            return self._in_memory(offset, size)
+        if self._held is not None and offset + size > self._start:
+            return None
         data = bytearray(size)
         try:
             if os.preadv(self._fd, [data], offset, os.RWF_NOWAIT) != size:
@@ -339,20 +357,43 @@ class StagingFile:
         return data
 
     async def read(self, offset: int, size: int) -> bytes:
-        if self._held is not None:
-            return bytes(self._held[offset : offset + size])
+        if self._held is not None and offset >= self._start:
+            return self._in_memory(offset, size)
         with self.used(), self._translated():
+            if self._held is not None and offset + size > self._start:
+                await self.land()
             return await self._disk.run(lambda: os.pread(self._fd, size, offset))
 
-    async def write(self, offset: int, data: Buffer) -> None:
-        """All of it, or an error after any part of it."""
-        end = offset + len(data)
-        if (held := self._keep(max(len(self._held or b""), end))) is not None:
-            held[offset:end] = data
+    def _in_memory(self, offset: int, size: int) -> bytes:
+        assert self._held is not None
+        at = offset - self._start
+        return bytes(memoryview(self._held)[at : at + size])
+
+    async def write(self, offset: int, data: Buffer, *, appends: bool = False) -> None:
+        """All of it, or an error after any part of it; with `appends`, of what was written at the end before, too. `appends`
+        says that it begins where the file ends, and that no process has the file by itself."""
+        if self.write_now(offset, data):
             return
+        if appends and len(data) <= SMALL and self._disk.memory_left >= HELD:
+            with self.used():
+                await self.land()
+            if self._held is None:
+                self._start, self._held = offset, bytearray()
+                if self.write_now(offset, data):
+                    return
         await self._on_disk(lambda fd: _write(fd, offset, data))
 
+    def write_now(self, offset: int, data: Buffer) -> bool:
+        """Write it in memory, if it belongs there and there is room; False: nothing has happened."""
+        at, end = offset - self._start, offset + len(data)
+        if at < 0 or (held := self._keep(max(self._start + len(self._held or b""), end))) is None:
+            return False
+        held[at : at + len(data)] = data
+        return True
+
     async def truncate(self, size: int) -> None:
+        if self._made and self._held is not None and size <= self._start and not self._landing.locked():
+            self._let_go()
         if self._keep(size) is None:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))
             self._spoiled &= size > 0

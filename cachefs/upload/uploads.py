@@ -503,6 +503,9 @@ class Uploads:
 
     # -- what dirty files ask (Owner) -------------------------------------------------------------------
 
+    def admits(self, dirty_file: DirtyFile, count: int) -> bool:
+        return self._room.admits(dirty_file, count)
+
     async def admit(self, dirty_file: DirtyFile, count: int) -> None:
         await self._room.admit(dirty_file, count)
 

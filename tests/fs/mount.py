@@ -130,9 +130,13 @@ class Mount:
         fh = await self.open(path, flags)
         try:
             if data:
-                assert await self.fs.write(fh, at, data) == len(data)
+                assert await self.pwrite(fh, at, data) == len(data)
         finally:
             await self.close_file(fh)
+
+    async def pwrite(self, fh: int, offset: int, data: bytes) -> int:
+        now = self.fs.write_now(fh, offset, data)
+        return await self.fs.write(fh, offset, data) if now is None else now
 
     async def fstat(self, fh: int) -> Attributes:
         """fstat(2): the kernel asks by the number that was opened."""

@@ -545,7 +545,7 @@ class Kernel:
     async def write(self, opened: int, offset: int, data: bytes) -> None:
         async def write(step: Step) -> str:
             with self.shared.changing(self.ino_of(opened)):
-                assert await self.fs.write(self.handles[opened], offset, data) == len(data)
+                assert await self.world.mount.pwrite(self.handles[opened], offset, data) == len(data)
             return OK
 
         await self.step("write", opened, offset, data, work=write)

@@ -276,7 +276,7 @@ class World:
         lost = file.removed and not file.drafted
         try:
             if data:
-                await self.mount.fs.write(fh, at, data)
+                await self.mount.pwrite(fh, at, data)
                 file.data.extend(bytes(max(0, at - len(file.data))))
                 file.data[at : at + len(data)] = data
                 file.drafted = True

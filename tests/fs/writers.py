@@ -72,6 +72,13 @@ class MemoryDirtyFile:
         self.changed(self)
         return True
 
+    def write_now(self, offset: int, data: Any) -> bool:
+        if offset % 2 or offset > self.size:
+            return False
+        self.data[offset : offset + len(data)] = data
+        self.dirty = True
+        return True
+
     async def write(self, offset: int, data: Any) -> None:
         await self.truncate(max(self.size, offset))
         self.data[offset : offset + len(data)] = data

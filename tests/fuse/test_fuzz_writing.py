@@ -103,6 +103,9 @@ class Bounded(MemoryDirtyFile):
         await trio.lowlevel.checkpoint()
         await super().truncate(size)
 
+    def write_now(self, offset: int, data: Any) -> bool:
+        return offset + len(data) <= LARGEST and super().write_now(offset, data)
+
     async def write(self, offset: int, data: Any) -> None:
         if offset + len(data) > LARGEST:
             raise TooLarge(f"{offset} and {len(data)} bytes")

@@ -65,6 +65,13 @@ class Noted:
         await self._note("mkdir", *arguments)
         return NEW, 1.5
 
+    def write_now(self, fh: int, offset: int, data: bytes | memoryview) -> int | None:
+        """What ends so takes no waiting."""
+        if bytes(data[-4:]) != b"now!":
+            return None
+        self.calls.append(("write_now", fh, offset, bytes(data)))
+        return len(data)
+
     async def write(self, fh: int, offset: int, data: bytes | memoryview) -> int:
         await self._note("write", fh, offset, len(data))
         self.calls[-1] = ("write", fh, offset, bytes(data))  # as it is once there is time for it
@@ -583,3 +590,17 @@ async def test_whose_writes_take_set_ids_away() -> None:
         await asking.ask(Op.WRITE, DIRECTORY, kills)
         await asking.ask(Op.WRITE, DIRECTORY, write_in(9, 0, b"bytes"))
         assert fs.cleared == [(9, True), (9, False), (9, False)]
+        await asking.ask(Op.WRITE, DIRECTORY, kills[:-5] + b"!now!")
+        assert fs.calls[-1] == ("write_now", 9, 0, b"!now!") and fs.cleared[3:] == [(9, False)]
+
+
+@pytest.mark.parametrize("size", [5, COPIED + 1])
+async def test_a_write_that_waits_for_nothing_is_answered_at_once(size: int) -> None:
+    """And keeps none of the device's buffers."""
+    async with writing(fs := Noted()) as asking:
+        fs.gate = trio.Event()  # what waits would wait for this
+        data = bytes(size - 4) + b"now!"
+        for offset in range(3):
+            reply = await asking.ask(Op.WRITE, DIRECTORY, write_in(9, offset, data))
+            assert reply.body == size.to_bytes(8, "little") and asking.line.kept == 0
+            assert fs.calls[-1] == ("write_now", 9, offset, data)

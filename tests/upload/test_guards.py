@@ -191,7 +191,7 @@ async def test_a_failed_write_makes_what_the_store_has_another_content(
         pwrite.times = 2
         monkeypatch.setattr(os, "pwrite", pwrite)
         with pytest.raises(NoRoom):
-            await dirty_file.write(offset, b"?" * 20)
+            await dirty_file.write(offset, b"?" * (20 if offset < 100 else staging.SMALL + 1))
         monkeypatch.undo()
         assert dirty_file.size == 100 and dirty_file.dirty is (offset < 100)
         held = bytes(await dirty_file.read(0, 200))

@@ -114,7 +114,7 @@ async def test_after_a_write_that_failed_the_store_gets_what_the_file_holds(
         assert d.store.counts["part"] >= 2
         pwrite.times = 2
         with pytest.raises(NoRoom):
-            await dirty_file.write(offset, b"2" * (PART // 2))
+            await dirty_file.write(offset, b"2" * (PART + 1))
         assert dirty_file.size == len(data)
         held = bytes(await dirty_file.read(0, 4 * PART))
         assert held[:offset] == data[:offset] and len(held) == len(data)

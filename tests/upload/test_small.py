@@ -55,7 +55,8 @@ async def test_one_that_grows_lands_with_all_that_was_written(tmp_path: Path) ->
         await dirty_file.write(HELD - 1, b"2")
         assert await d.files() == []
         await add(dirty_file, b"3")
-        assert await d.files() == [dirty_file.id] and d.uploads._disk.memory_left == staging.HELD_ALTOGETHER
+        assert await d.files() == [dirty_file.id]
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 1
         await dirty_file.truncate(10)
         await add(dirty_file, b"4")
         assert await dirty_file.read(0, 100) == b"1" * 10 + b"4"
@@ -167,3 +168,68 @@ async def test_a_landing_that_fails_leaves_nothing_behind(
         await dirty_file.file.land()
         assert dirty_file.file.path.read_bytes() == b"1" * 1000
         await d.close(dirty_file)
+
+
+@in_trio
+async def test_small_pieces_at_the_end_of_a_large_file_share_the_turns_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        data = b"1" * (HELD + 1)
+        dirty_file = await d.create("k", data)
+        turns = Turns(monkeypatch)
+        for number in range(100):
+            data += bytes([number]) * 10_000
+            await add(dirty_file, data[-10_000:])
+        assert turns.count == 3, "a million bytes"
+        assert dirty_file.read_now(len(data) - 10, 100) == data[-10:]
+        assert await dirty_file.read(0, len(data)) == data and turns.count == 5
+        await dirty_file.write(len(data) - 1, b"2")
+        await dirty_file.truncate(len(data) - 5)
+        await dirty_file.truncate(len(data) - 1)
+        await add(dirty_file, b"3")
+        data = data[:-5] + bytes(4) + b"3"
+        await d.close(dirty_file)
+        await d.uploads.flush()
+        assert d.store.content("k") == data
+        await d.quiet()
+        assert list(d.cache.adopted.values()) == [data]
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_the_end_that_finds_no_room_fails_the_close_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writeback: bool
+) -> None:
+    def full(fd: int, data: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with desk(tmp_path, writeback=writeback) as d:
+        data = b"1" * (HELD + 1)
+        dirty_file = await d.create("k", data)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            await add(dirty_file, b"2" * 10)
+            with pytest.raises(NoRoom):
+                await add(dirty_file, b"3" * HELD)
+            with pytest.raises(NoRoom):
+                await d.uploads.commit(dirty_file)
+            await add(dirty_file, b"4" * 10)
+        assert dirty_file.size == len(data) + 20
+        await d.close(dirty_file)
+        await d.uploads.flush()
+        assert d.store.content("k") == data + b"2" * 10 + b"4" * 10
+
+
+@in_trio
+async def test_the_end_of_a_file_without_a_name_is_its_users_until_they_close_it(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"1" * (HELD + 1))
+        await add(dirty_file, b"2" * 10)
+        await d.uploads.discard(dirty_file)
+        await add(dirty_file, b"3" * 10)
+        assert bytes(await dirty_file.read(HELD, 100)) == b"1" + b"2" * 10 + b"3" * 10
+        await add(dirty_file, b"4" * 10)
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER - 10
+        d.uploads.release(dirty_file)
+        assert d.uploads._disk.memory_left == staging.HELD_ALTOGETHER and await d.files() == []

@@ -14,7 +14,7 @@ import trio
 from cachefs.base.errors import Conflict, NoRoom, NoSuchUpload, ObjectChanged, OriginFailed, TooLarge
 from cachefs.base.names import ObjectId
 from cachefs.upload import room
-from cachefs.upload.staging import LOOK_S
+from cachefs.upload.staging import LOOK_S, SMALL
 from tests.fetch.scripted import content
 from tests.upload.scripted import LIMITS, PART, Room, ScriptedStore, add, desk, in_trio
 
@@ -63,7 +63,7 @@ async def test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else(tmp_path
         with pytest.raises(NoRoom):
             await bad.write(50, b"3" * 100)
         with pytest.raises(NoRoom):
-            await add(bad, b"4" * 10)
+            await add(bad, b"4" * (SMALL + 1))
         assert bad.size == 100, "nothing was appended"
         await add(good, b"!" * 10)
         await d.close(good)
