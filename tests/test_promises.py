@@ -396,6 +396,13 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_restart.py::test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon",
         "tests/mount/test_restart.py::test_a_failure_in_the_daemon_is_a_death_like_any_other",
     ),
+    "`cachefs upgrade` has the version that is installed now go on with a mount that was made with `--restart`: "
+    "no program gets an errno, what is cached stays, in memory too. If that version does not start, or cannot "
+    "go on with what is open, nothing changes.": (
+        "tests/mount/test_restart.py::test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays",
+        "tests/mount/test_restart.py::test_an_upgrade_runs_what_is_installed_now_or_changes_nothing",
+        "tests/mount/test_restart.py::test_a_mount_that_ends_with_its_daemon_is_not_upgraded",
+    ),
     "With `--restart`, after ten daemons in a row that each lived for less than ten seconds none is started again, and "
     "the mount stays dead; a stop or an unmount also ends the process that would start it.": (
         "tests/mount/test_restart.py::test_a_crash_loop_ends_with_a_dead_mount",
@@ -500,7 +507,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_passed_descriptor.py::TestRefusals",
     ),
     "Across a restart or crash of the daemon, programs continue to read files open in passthrough; other "
-    "handles get ENOTCONN, unless the mount was made with `--restart` and the daemon crashed.": (
+    "handles get ENOTCONN, unless the mount was made with `--restart` and the daemon crashed or was upgraded.": (
         "tests/mount/test_upgrade.py::test_what_programs_see_of_a_restart",
     ),
     "Counters are consistent with each other and with what the origin saw; the output of `cachefs doctor`"

@@ -36,7 +36,7 @@ ALIASES = {"unmount": "umount", "warmup": "warm", "load": "warm", "prefetch": "w
 """Names under which other tools have these verbs."""
 
 VERBS = {
-    "Mounting": ("mount", "umount", "config"),
+    "Mounting": ("mount", "umount", "upgrade", "config"),
     "Looking": ("status", "stats", "top", "ledger", "logs", "log-level", "doctor", "peers"),
     "Files": ("info", "why", "ls", "du", "locate", "refresh"),
     "Caching": ("warm", "evict", "pin", "unpin", "hint", "record", "simulate"),
@@ -293,6 +293,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
         from cachefs.daemon import daemon
 
         daemon.load(config)
+        held.stand_by(__version__)
         held.wait()
     if held is None or not held.taking_over:
         for line in mounting.check(config, leave_dead=True):

@@ -70,6 +70,25 @@ def refresh(path: Path) -> None:
     note(f"{canonical(path)}: looking again")
 
 
+@click.command(short_help="Have the installed version go on with a mount.")
+@click.argument("mountpoint", type=Place())
+@as_json("The two versions, and how long programs waited.")
+def upgrade(mountpoint: Path, as_json: bool) -> None:
+    """Have the version that is installed now go on with MOUNTPOINT, which was mounted with --restart.
+
+    Programs keep what they have open: they wait for a moment and get no error. If the installed version does not start, or
+    cannot go on with what this one has open, it says so, and nothing changes.
+    """
+    from cachefs.daemon import asking
+
+    before, after = asking.upgrade(canonical(mountpoint))
+    if as_json:
+        show.data({"from": before["version"], "to": after["version"], "pause_s": after["holder"]["pause_s"]})
+        return
+    change = f"version {before['version']} → {after['version']}"
+    note(f"{canonical(mountpoint)}: {change}, programs waited for {after['holder']['pause_s']:.2f} s")
+
+
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(what, value) in the order they are shown."""
     yield "mountpoint", str(status.get("mountpoint", "?"))
@@ -119,7 +138,8 @@ def _daemon(status: Mapping[str, Any]) -> Iterator[str]:
         yield "longest pause {} ({} since the start)".format(*paused)
     if holder := status.get("holder"):
         count, kept = holder["restarts"], "" if holder["pid"] else " (its holder has died)"
-        pause = f" (longest pause {holder['longest_pause_s']:.1f} s)" if count else ""
+        upgrades = f"{holder['handed_over']} by upgrade, " if holder["handed_over"] else ""
+        pause = f" ({upgrades}longest pause {holder['longest_pause_s']:.1f} s)" if count else ""
         yield f"{count} restart{'' if count == 1 else 's'}{pause}{kept}"
 
 
@@ -469,4 +489,4 @@ def _follow(path: Path, file: IO[str]) -> None:
         return
 
 
-COMMANDS = (status, refresh, peers, doctor, logs, log_level)
+COMMANDS = (status, upgrade, refresh, peers, doctor, logs, log_level)

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from cachefs.base.units import about_bytes, about_files, printable
 from cachefs.daemon.mounting import canonical
 
 POLL_S = 0.25
+
+UPGRADED_S = 60.0
+"""How long each half of an upgrade may take. Derived: twice what the daemon waits for the next one."""
 
 FLUSH_STEP_S = 1.0
 """How long the daemon waits for uploads before it answers how much is left. Derived: a terminal shows it once a second."""
@@ -73,6 +76,21 @@ def mount_of(path: Path) -> tuple[Path, str]:
         raise MountError(f"{path} is not below a cachefs mount: cachefs status lists those there are")
     relative = here.relative_to(mountpoint).as_posix()
     return mountpoint, "" if relative == "." else relative
+
+
+def upgrade(mountpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Have the installed version go on with a mount (canonical): the status before and after. Raises `MountError` where that
+    is not possible, and nothing has changed."""
+    before: dict[str, Any] = ask(mountpoint, "status")
+    ask(mountpoint, "upgrade", UPGRADED_S)
+    until = time.monotonic() + UPGRADED_S
+    while time.monotonic() < until:
+        with suppress(client.ControlError, MountError):
+            after: dict[str, Any] = ask(mountpoint, "status")
+            if after["pid"] != before["pid"]:
+                return before, after
+        time.sleep(POLL_S)
+    raise MountError(f"the daemon of {mountpoint} has handed over, and no other answers yet: cachefs logs")
 
 
 def flush(mountpoint: Path, relative: str, deadline_s: float, show: Callable[[Any], None]) -> dict[str, Any]:

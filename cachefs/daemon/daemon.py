@@ -48,6 +48,7 @@ from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
 from cachefs.fuse.held import Held
+from cachefs.fuse.holder import HANDED_OVER
 from cachefs.fuse.notices import Notices
 from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
 from cachefs.observe.explaining import Explainer
@@ -83,6 +84,9 @@ NOT_FOR_GOOD = (errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOSPC, errno.EN
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
 """Of `gc.set_threshold`. Guessed: requests make few cycles, and each collection stops the loop."""
 
+
+LOADING_S = 30.0
+"""How long another daemon may take to load what it needs, beside this one. Guessed: a node's disk may be slow."""
 
 LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")
 """Options that SIGHUP changes while the mount is in use."""
@@ -166,6 +170,8 @@ class Daemon:
         self._tuning: list[str] = []
         self._stopped_by = "umount"
         self._ended = False  # as it was asked to: by a signal, or by an umount
+        self._handing_over = False
+        self._serving = trio.CancelScope()
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
@@ -203,14 +209,17 @@ class Daemon:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
                 self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
-                    await self._store.aclose(SPILL_DEADLINE_S)
+                    if self._handing_over:
+                        await self._store.hand_over()
+                    else:
+                        await self._store.aclose(SPILL_DEADLINE_S)
                     cachedir.note_held(self._config.cache_dir, self._store)
                     for origin in self._origins:
                         await origin.aclose()
                     if self._peers is not None:
                         await self._peers.aclose()
         log.info("stopped (%s)", self._stopped_by)
-        return 0
+        return HANDED_OVER if self._handing_over else 0
 
     async def _open_origins(self, beside: trio.Nursery) -> None:
         """Open all, and see that they answer: beside the rest in `beside` where programs wait already."""
@@ -383,27 +392,30 @@ class Daemon:
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
-            await backend.serve(lambda: nursery.start_soon(self._ready))
-            self._ended = True
+            with self._serving:
+                await backend.serve(lambda: nursery.start_soon(self._ready))
+            self._ended = not self._handing_over
         finally:
             self._stopping.stage("taking the mount away")
             crashed = (self._watch.ready or self._takes_over) and not self._ended
             self._watch.ready = False
-            if peers is not None:
+            if peers is not None and not self._handing_over:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not go while a thread is inside of it
             # A bare directory in place of a mount would take what others write there, and lose it to them.
             backend.close(unmount=not crashed)
-            if crashed:
+            if crashed and not self._handing_over:
                 log.critical(
                     "a failure ends this daemon: the mount stays at %s, %s, until the next one",
                     config.mountpoint,
                     "and its programs wait" if self._held is not None and self._held.holds else "dead",
                 )
             with trio.move_on_after(5, shield=True):
-                await self._fs.aclose(unmounted=self._ended and self._stopped_by == "umount")
+                await self._fs.aclose(
+                    unmounted=self._ended and self._stopped_by == "umount", handed_over=self._handing_over
+                )
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
@@ -586,7 +598,20 @@ class Daemon:
             "locate": self._locator.locate,
             **self._explainer.verbs(),
             "flush": (self._uploading or self._unsent).flush,
+            "upgrade": self._upgrade,
         }
+
+    async def _upgrade(self) -> str:
+        """Have what is installed now go on with this mount: its version. Raises `MountError` if it cannot; then nothing has
+        changed."""
+        why = self._not_held() if self._config.restart else "it was not made with --restart"
+        if why or self._held is None:
+            raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
+        version = await self._held.renewed(LOADING_S)
+        log.info("handing the mount over to version %s", version)
+        self._handing_over, self._stopped_by = True, "upgrade"
+        self._serving.cancel()
+        return version
 
     async def _refresh(self, path: str = "") -> str:
         await self._fs.refresh(path)

@@ -766,10 +766,11 @@ class FileSystem:
             "listings": self._lister.active(),
         }
 
-    async def aclose(self, *, unmounted: bool = False) -> None:
-        """Stop listing and close what is still open. `unmounted`: no process has anything open, though the kernel's last
-        messages may not have come; what is written is kept then. Otherwise what processes were writing is given up."""
-        for fh, handle in dict(self._handles).items():
+    async def aclose(self, *, unmounted: bool = False, handed_over: bool = False) -> None:
+        """Stop listing and close what is still open, unless another daemon goes on with it. `unmounted`: no process has
+        anything open, though the kernel's last messages may not have come; what is written is kept then. Otherwise what
+        processes were writing is given up."""
+        for fh, handle in {} if handed_over else dict(self._handles).items():
             if unmounted or not handle.writes:
                 self.release(fh)
             else:

@@ -1,10 +1,11 @@
 """What outlives the daemon where a holder keeps its connection (`cachefs.fuse.holder`), and how a daemon takes it over.
 
-The holder's memory file has three parts: what the holder says of deaths, what the daemon has agreed with the kernel, and the
-table of open files. The table has a record of fixed length for each handle that the kernel has, written before the reply to
-its OPEN and cleared before the reply to its RELEASE. A record names the request (`unique`) that it answers. If the kernel
-repeats that request, it never got the reply, and does not have the handle. Before the records, the table has the backing ids
-that are registered. Readers of a directory need no record: the kernel sends inode and position with each request.
+The holder's memory file has four parts: what the holder says of deaths, what the daemon has agreed with the kernel, what the
+daemon that stands by says of itself, and the table of open files. The table has a record of fixed length for each handle
+that the kernel has, written before the reply to its OPEN and cleared before the reply to its RELEASE. A record names the
+request (`unique`) that it answers. If the kernel repeats that request, it never got the reply, and does not have the handle.
+Before the records, the table has the backing ids that are registered. Readers of a directory need no record: the kernel
+sends inode and position with each request.
 """
 
 from __future__ import annotations
@@ -20,12 +21,31 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cachefs.fuse.holder import DEATHS, DESCRIPTORS, MOUNTPOINT_AT, MOUNTPOINT_BYTES
+import trio
+
+from cachefs.base.errors import MountError
+from cachefs.fuse.holder import (
+    DEATHS,
+    DESCRIPTORS,
+    MOUNTPOINT_AT,
+    MOUNTPOINT_BYTES,
+    RENEW,
+    STANDBY,
+    STANDBY_AT,
+)
 
 log = logging.getLogger(__name__)
 
-_CONNECTION_AT, _CONNECTION = 16, struct.Struct("=IQd32s")  # minor, flags, longest pause, device number
+FORMAT = 1
+"""Of all that a daemon leaves here for the next one."""
+
+_CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
+"""format, minor, flags, longest pause, device number"""
+
 _TABLE_AT = 2 * mmap.PAGESIZE
+
+LOOK_S = 0.05
+"""How often is looked for what another process writes here."""
 
 MOST_HANDLES = 65_536
 """Handles with a record, 2 KiB of address space each; only those that were ever in use at once take memory. Others answer
@@ -53,7 +73,8 @@ class Held:
             os.set_inheritable(passed, False)
         self.fd = -1  # the connection of the daemon before
         self.holds = False  # whether the connection outlives this daemon
-        self.restarts, self._died_at = 0, 0.0
+        self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
+        self.pause_s = 0.0  # before this daemon went on
         self._holder = os.getppid()
         self._socket = socket.socket(fileno=socket_fd)
         if os.fstat(state_fd).st_size < _TABLE_AT:
@@ -71,6 +92,15 @@ class Held:
         except (ValueError, OSError):  # none, or a variable that was left in the environment
             return None
 
+    def stand_by(self, version: str) -> None:
+        """Say that this process could go on, if it understands what is here; otherwise it ends."""
+        (found,) = struct.unpack_from("=I", self._state, _CONNECTION_AT)
+        STANDBY.pack_into(self._state, STANDBY_AT, 0, FORMAT, version.encode()[:40])
+        struct.pack_into("=I", self._state, STANDBY_AT, os.getpid())  # last: a reader waits for it
+        if found not in (0, FORMAT):
+            log.error("this version cannot go on with a mount of state %d: it knows %d", found, FORMAT)
+            os._exit(1)
+
     def wait(self) -> None:
         """Return when this daemon is to begin. Ends the process if the holder has ended instead."""
         told, fds, _, _ = socket.recv_fds(self._socket, 16, 1)
@@ -79,7 +109,7 @@ class Held:
         for fd in fds:
             os.set_inheritable(fd, False)
             self.fd, self.holds = fd, True
-        self.restarts, self._died_at = DEATHS.unpack_from(self._state)
+        self.restarts, self._died_at, self.handed_over = DEATHS.unpack_from(self._state)
         self.table = HandleTable(self._state_fd, _TABLE_AT)
         os.close(self._state_fd)
 
@@ -101,33 +131,68 @@ class Held:
         if len(path) >= MOUNTPOINT_BYTES:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(mountpoint))
         self._state[MOUNTPOINT_AT : MOUNTPOINT_AT + len(path) + 1] = path + b"\0"
-        _CONNECTION.pack_into(self._state, _CONNECTION_AT, minor, flags, 0.0, number.encode())
+        _CONNECTION.pack_into(self._state, _CONNECTION_AT, FORMAT, minor, flags, 0.0, number.encode())
         socket.send_fds(self._socket, [b"/dev/fuse"], [fd])
         self.holds = True
 
     def agreed(self) -> tuple[str, int, int]:
         """The mount's device number, protocol minor version and flags."""
-        minor, flags, _, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
+        _, minor, flags, _, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
         return number.rstrip(b"\0").decode(), minor, flags
 
     def status(self) -> dict[str, int | float]:
         """For `cachefs status`."""
-        return {"pid": self.holder, "restarts": self.restarts, "longest_pause_s": self.longest_pause_s}
+        return {
+            "pid": self.holder,
+            "restarts": self.restarts,
+            "handed_over": self.handed_over,
+            "pause_s": self.pause_s,
+            "longest_pause_s": self.longest_pause_s,
+        }
+
+    # -- the daemon that stands by -------------------------------------------------------------------
+
+    async def renewed(self, within_s: float) -> str:
+        """Have another daemon stand by, as it is installed now; its version. Raises `MountError` if it cannot go on, or does
+        not say within `within_s` that it could."""
+        before = STANDBY.unpack_from(self._state, STANDBY_AT)[0]
+        os.kill(self.holder, RENEW)
+        with trio.move_on_after(within_s):
+            while True:
+                pid, known, version = STANDBY.unpack_from(self._state, STANDBY_AT)
+                if pid not in (0, before):
+                    break
+                await trio.sleep(LOOK_S)
+            if not known:
+                raise MountError("what is installed now does not start: cachefs logs says why")
+            if known != FORMAT:
+                raise MountError(
+                    f"version {_text(version)} cannot go on with this mount's state ({FORMAT}, it knows {known}): "
+                    "umount, and mount again"
+                )
+            return _text(version)
+        raise MountError(
+            f"what is installed now was not ready within {within_s:g} s: the log says why, and the mount goes on as before"
+        )
 
     # -- pauses ------------------------------------------------------------------------------------
 
     @property
     def longest_pause_s(self) -> float:
         """From a death until the next daemon answered."""
-        pause: float = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)[2]
+        pause: float = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)[3]
         return pause
 
     def answering(self) -> None:
         """This daemon, which has taken over, has begun to answer."""
-        minor, flags, longest, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
-        pause = time.monotonic() - self._died_at
+        found, minor, flags, longest, number = _CONNECTION.unpack_from(self._state, _CONNECTION_AT)
+        self.pause_s = pause = time.monotonic() - self._died_at
         log.info("the kernel is answered again after %.2f s", pause)
-        _CONNECTION.pack_into(self._state, _CONNECTION_AT, minor, flags, max(longest, pause), number)
+        _CONNECTION.pack_into(self._state, _CONNECTION_AT, found, minor, flags, max(longest, pause), number)
+
+
+def _text(version: bytes) -> str:
+    return version.rstrip(b"\0").decode()
 
 
 # -- open files ------------------------------------------------------------------------------------

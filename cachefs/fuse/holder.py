@@ -4,7 +4,9 @@ It runs as a script of its own (`python -I -S holder.py DIRECTORY COMMAND…`), 
 small and does next to nothing that can fail. Daemons are its children. Each gets two descriptors (`DESCRIPTORS`): a memory
 file for what has to outlive it, whose first bytes are `DEATHS`; and a socket. On this a daemon waits until it is to begin,
 is given the descriptor of /dev/fuse if another one had it before, and otherwise passes its own once the kernel has agreed to
-repeat requests. From then on another daemon stands by: it has loaded all that it needs, and waits.
+repeat requests. From then on another daemon stands by: it has loaded all that it needs, and waits. When the daemon asks for
+it (`RENEW`), another one, as it is installed now, takes the place of the one that stands by; when the daemon ends with
+`HANDED_OVER`, that one goes on.
 
 Without /dev/fuse there is nothing to hold: then it ends as the daemon did. It also ends when the daemon ended as it was
 asked to, when the mount is gone, and when the daemon dies too often; the dead mount stays then, as without a holder.
@@ -24,9 +26,19 @@ from contextlib import suppress
 DESCRIPTORS = "CACHEFS_HOLDER"
 """The variable with the two descriptors."""
 
-DEATHS = struct.Struct("=Qd")
-"""At the beginning of the memory file: how often the daemon was started again, and when it died the last time
-(CLOCK_MONOTONIC, seconds)."""
+DEATHS = struct.Struct("=QdQ")
+"""At the beginning of the memory file: how often another daemon has gone on, when the last one ended (CLOCK_MONOTONIC,
+seconds), and how many of them had handed the mount over."""
+
+RENEW = signal.SIGUSR1
+"""A daemon sends this signal to have another one loaded in place of the one that stands by."""
+
+HANDED_OVER = 79
+"""The exit code of a daemon after which the one that stands by is to go on. None of sysexits.h."""
+
+STANDBY_AT, STANDBY = 80, struct.Struct("=II40s")
+"""Where in the memory file the daemon that stands by says what it is: its process id, the number of the state that it
+understands (0: it has ended without a word), its version."""
 
 MOUNTPOINT_AT, MOUNTPOINT_BYTES = 128, 4096
 """Where in the memory file the daemon writes its mountpoint, ended by a zero byte."""
@@ -38,7 +50,7 @@ STAND_BY_S = 2.0
 """How long a daemon has the machine to itself before the next one is loaded. Guessed: it opens its cache then."""
 
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT}
-_WAITED_FOR = _FORWARDED | {signal.SIGCHLD}
+_WAITED_FOR = _FORWARDED | {signal.SIGCHLD, RENEW}
 _FROM_TERMINAL = 0x80
 """SI_KERNEL: a terminal has sent it to the daemon, too."""
 
@@ -53,7 +65,7 @@ class Holder:
         self._usual = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         self._child, self._socket = self._load()
         self._standby: tuple[int, socket.socket] | None = None
-        self._restarts = self._short = 0
+        self._restarts = self._handed_over = self._short = 0
         self._stopping = self._aborting = False
 
     def run(self) -> int:
@@ -69,7 +81,8 @@ class Holder:
                 return code
             if self._stopping:
                 return self._take_away(code)
-            self._short = self._short + 1 if died - began < LONG_S else 0
+            handed_over = code == HANDED_OVER
+            self._short = self._short + 1 if died - began < LONG_S and not handed_over else 0
             if self._short >= MOST_SHORT:
                 _say(
                     f"the daemon has died {MOST_SHORT} times within {LONG_S:g} s: it is not started again, and its "
@@ -77,8 +90,10 @@ class Holder:
                 )
                 return code
             self._restarts += 1
-            os.pwrite(self._state, DEATHS.pack(self._restarts, died), 0)
-            _say(f"the daemon has died ({_how(code)}): starting it again")
+            self._handed_over += handed_over
+            os.pwrite(self._state, DEATHS.pack(self._restarts, died, self._handed_over), 0)
+            if not handed_over:
+                _say(f"the daemon has died ({_how(code)}): starting it again")
             self._socket.close()
             (self._child, self._socket), self._standby = self._standby or self._load(), None
 
@@ -118,19 +133,25 @@ class Holder:
                 self._forget(pid)
             elif (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None:
                 self._heed(found)
-            elif self._standby is None and not self._stopping:
-                self._take()
-                if self._fuse >= 0:
-                    self._standby = self._load()
+            elif self._standby is None and not self._stopping and self._fuse_is_here():
+                self._standby = self._load()
 
     def _forget(self, pid: int) -> None:
         """A child has ended; if it was the one that stands by, another is loaded soon."""
         if self._standby is not None and self._standby[0] == pid:
             self._standby[1].close()
             self._standby = None
+            said, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
+            if said != pid:
+                os.pwrite(self._state, STANDBY.pack(pid, 0, b""), STANDBY_AT)
 
     def _heed(self, found: signal.struct_siginfo) -> None:
         if found.si_signo == signal.SIGCHLD:
+            return
+        if found.si_signo == RENEW:
+            if found.si_pid == self._child and self._fuse_is_here():
+                self.end()
+                self._standby = self._load()
             return
         if found.si_signo in (signal.SIGABRT, signal.SIGQUIT):
             self._aborting = True  # a service manager ends what hangs, and starts it again by itself
@@ -146,6 +167,8 @@ class Holder:
         if self._standby is not None:
             os.kill(self._standby[0], signal.SIGKILL)
             os.waitpid(self._standby[0], 0)
+            self._standby[1].close()
+            self._standby = None
 
     # -- the connection ----------------------------------------------------------------------------
 
@@ -155,6 +178,10 @@ class Holder:
             _, passed, _, _ = socket.recv_fds(self._socket, 16, 1)
             for fd in passed:
                 self._fuse = fd
+
+    def _fuse_is_here(self) -> bool:
+        self._take()
+        return self._fuse >= 0
 
     def _is_over(self) -> bool:
         """Whether the kernel has ended the connection: its mount is gone."""

@@ -71,7 +71,7 @@ class Records:
         for number in (known | set(range(behind, behind + UNRECORDED_IDS))) - used:
             device.unregister(number)
             self._table.unregistered(number)
-        log.info("took the mount over from a daemon that has died: %d files are open", count)
+        log.info("took the mount over from another daemon: %d files are open", count)
         for code in (protocol.NOTIFY_INC_EPOCH, protocol.NOTIFY_RESEND):
             try:
                 device.notify(code, b"")

@@ -454,6 +454,14 @@ class Store:
             await self.catalog.aclose(whole=whole, trusted=trusted)
         self._closed = True
 
+    async def hand_over(self) -> None:
+        """Instead of `aclose`: close the index for a daemon that goes on at once, with what is in memory, too."""
+        with trio.CancelScope(shield=True):
+            whole = not self.catalog.index_error
+            await self.flush(closing=True)
+            await self.catalog.aclose(whole=whole, trusted=False)
+        self._closed = True
+
     def abandon(self) -> None:
         """After a failure: give back the memory and the index, unless `aclose` did. Blocking; saves nothing."""
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +20,11 @@ from typing import Any
 
 import pytest
 
+import cachefs
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
-from tests.mount.mounts import Mount, alive, eventually, mounts_at, processes_with, run
+from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run
 
 pytestmark = [
     pytest.mark.root,
@@ -450,3 +452,114 @@ def test_the_watchdog_of_a_service_manager_hears_of_the_daemon(mounted: Mounted,
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+# -- upgrades ----------------------------------------------------------------------------------------
+
+
+def upgraded(mount: Mount) -> Completed:
+    before = mount.pid
+    done = mount.cli("upgrade", mount.path)
+    mount.pids.append(mount.ask("status")["pid"])
+    assert mount.pid != before or done.returncode
+    return done
+
+
+def test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays(
+    mounted: Mounted, bucket: Bucket, lab: LabStore
+) -> None:
+    passed, cached = bucket.put("passed", 3 * MIB + 5), bucket.put("cached", 2 * MIB)
+    names = {f"d/{number:04}" for number in range(700)}
+    for name in names:
+        bucket.put(name, name.encode())
+    mount = restarting(mounted, bucket, cache_size=0)  # all is in memory
+    for name, data in (("passed", passed), ("cached", cached)):
+        assert (mount.path / name).read_bytes() == data
+    eventually(lambda: _opened_in_passthrough(mount, "passed"), "passthrough")
+    mount.settled()
+    asked = lab.counters()["requests"].get("get", 0)
+    whole = os.open(mount.path / "passed", os.O_RDONLY)
+    slow = os.open(mount.path / "cached", os.O_RDONLY)
+
+    def passthrough() -> bool:
+        return os.pread(whole, MIB, 777) == passed[777 : 777 + MIB]
+
+    def read() -> bool:
+        os.posix_fadvise(slow, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.pread(slow, 200_000, 300_000) == cached[300_000:500_000]
+
+    def open_and_close() -> bool:
+        return (mount.path / "cached").read_bytes() == cached
+
+    def list_directory() -> bool:
+        return {f"d/{name}" for name in os.listdir(mount.path / "d")} == names
+
+    readers = Readers()
+    for work in (passthrough, read, open_and_close, list_directory):
+        readers.add(work)
+    with readers.running():
+        for number in range(1, 4):
+            time.sleep(0.3)
+            done = upgraded(mount)
+            assert done.returncode == 0, done.stderr
+            assert "version 0.1.0 → 0.1.0, programs waited for" in done.stderr + done.stdout
+            assert (held(mount)["restarts"], held(mount)["handed_over"]) == (number, number)
+    assert not readers.wrong, readers.wrong[:5]
+    assert all(readers.rounds.values()), readers.rounds
+    os.close(whole)
+    os.close(slow)
+    assert lab.counters()["requests"].get("get", 0) == asked, "nothing is fetched again"
+    assert "3 restarts (3 by upgrade" in mount.cli("status", mount.path).stdout
+    assert "was left by process" not in mount.log(), "the databases were closed"
+
+
+def test_an_upgrade_runs_what_is_installed_now_or_changes_nothing(mounted: Mounted, bucket: Bucket) -> None:
+    data = bucket.put("file", MIB)
+    mount = restarting(mounted, bucket, start=False)
+    installed = mount.place / "installed"
+    shutil.copytree(Path(cachefs.__file__).parent, installed / "cachefs")
+    mount.env["PYTHONPATH"] = str(installed)
+
+    def change(module: str, old: str, new: str) -> None:
+        path = installed / "cachefs" / module
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    command = [sys.executable, "-m", "cachefs", *mount.arguments(foreground=True)]
+    process = subprocess.Popen(command, env=mount.env, cwd="/", stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: _answers(mount), "the daemon")
+        mount.pids += [process.pid, mount.ask("status")["pid"]]
+        with (mount.path / "file").open("rb") as file:
+            assert file.read(10) == data[:10]
+            change("__init__.py", "0.1.0", "0.1.1")
+            done = upgraded(mount)
+            assert "version 0.1.0 → 0.1.1" in done.stderr + done.stdout
+            change("fuse/held.py", "FORMAT = 1", "FORMAT = 2")
+            change("__init__.py", "0.1.1", "0.2.0")
+            done = upgraded(mount)
+            assert (
+                done.returncode == 1 and "version 0.2.0 cannot go on with this mount's state" in done.stderr
+            )
+            change("daemon/daemon.py", "from __future__", "from __past__")
+            done = upgraded(mount)
+            assert done.returncode == 1 and "what is installed now does not start" in done.stderr
+            assert mount.ask("status")["version"] == "0.1.1"
+            assert file.read() == data[10:]
+        mount.allowed += ["cannot go on with a mount of state"]
+        mount.stop()
+        process.communicate(timeout=20)
+        assert process.returncode == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_a_mount_that_ends_with_its_daemon_is_not_upgraded(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("file", b"1")
+    mount = mounted(bucket)
+    done = mount.cli("upgrade", mount.path)
+    assert done.returncode == 1 and "it was not made with --restart" in done.stderr
+    assert (mount.path / "file").read_bytes() == b"1"
