@@ -1,4 +1,4 @@
-"""What programs notice of a daemon that is killed under `--restart`, and what keeping records of open files costs."""
+"""What programs notice of a daemon that is killed or upgraded under `--restart`, and what records of open files cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.mounts import Cachefs
 from bench.workspace import Workspace
 from cachefs.fuse.holder import LONG_S
 
-KILLS = 6
+KILLS, UPGRADES = 6, 4
 
 LIFE_S = LONG_S + 1
 """From a takeover to the next kill: a daemon that lives so long is no part of a crash loop, and the next one stands by."""
@@ -60,7 +60,7 @@ class _Prober:
 
 @scenario("restart-unnoticed", rounds=9)
 def restart_unnoticed(work: Workspace, rounds: int) -> Result:
-    """The daemon is killed under readers (`--restart`): their pauses; and small files with and without it."""
+    """The daemon is killed, and upgraded, under readers (`--restart`): their pauses; and small files with and without it."""
     result = Result()
     tree, keys = work.small("restarting")
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ def restart_unnoticed(work: Workspace, rounds: int) -> Result:
         result.series.append(cpu)
 
         some = keys[:200]
-        pauses = []
+        pauses, upgrades = [], []
         probed = [f"{kept.path}/{key}" for key in some]
         with _Prober(probed, [(tree / key).read_bytes() for key in some]) as prober:
             for number in range(KILLS):
@@ -96,8 +96,17 @@ def restart_unnoticed(work: Workspace, rounds: int) -> Result:
                 _wait(kept, number + 1)
                 time.sleep(0.5)
                 pauses.append(prober.longest_s)
+            for _ in range(UPGRADES):
+                prober.longest_s = 0.0
+                said = kept.command("upgrade", str(kept.path))
+                if said.returncode:
+                    raise RuntimeError(f"cachefs upgrade: {said.stderr.strip()}")
+                time.sleep(0.5)
+                upgrades.append(prober.longest_s)
     result.demand("median pause of a reader", median(pauses), "≤", 1.0, " s")
     result.demand("longest pause of a reader", max(pauses), "≤", 2.0, " s")
+    result.demand("median pause of a reader, cachefs upgrade", median(upgrades), "≤", 1.0, " s")
+    result.demand("longest pause of a reader, cachefs upgrade", max(upgrades), "≤", 2.0, " s")
     result.demand(f"reads that failed or were wrong, of {prober.opened}", prober.wrong, "=", 0)
     result.demand("warm small files, with / without", series.ratio("with", "without"), "≥", 0.97)
     result.note(f"processor time a file, with / without: {cpu.ratio('with', 'without'):.3f}")
