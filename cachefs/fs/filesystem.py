@@ -263,9 +263,13 @@ class FileSystem:
         if (nameless := self._nameless(ino)) is not None:
             return nameless
         try:
-            directory, mark = self._locate(ino)
-            found = await self._looker.look(directory, name_in(mark))
-            return self._nameless(ino) or self._known(ino, found)
+            while True:
+                directory, mark = place = self._locate(ino)
+                found = await self._looker.look(directory, name_in(mark))
+                if (nameless := self._nameless(ino)) is not None:
+                    return nameless
+                if self._locate(ino) == place:
+                    return self._known(ino, found)  # else it was renamed meanwhile
         except (NotFound, ObjectChanged):
             return self._of_open(ino)
 
@@ -453,9 +457,12 @@ class FileSystem:
             return await self._open_late(ino, flags, pid)
         if not flags & _WRITING and not self._writing.is_going(*self._locate(ino)):
             return await self._open_late(ino, flags, pid)
-        # Of a name that is being removed or replaced, what comes after that is opened, or found to be missing.
+        return await self._open_claimed(ino, flags, pid)
+
+    async def _open_claimed(self, ino: int, flags: int, pid: int) -> Opened:
+        """Of a name that is being removed or replaced, what comes after that is opened, or found to be missing."""
         change = partial(self._open_late, ino, flags, pid)
-        return await self._writing.claimed(lambda: self._places_of(ino), change)
+        return await self._write.claimed(lambda: self._places_of(ino), change)
 
     def _places_of(self, ino: int) -> list[tuple[Directory, bytes]]:
         """The name of a file; none once what is open has lost it."""
@@ -464,7 +471,7 @@ class FileSystem:
         directory, mark = self._locate(ino)
         return [(directory, name_in(mark))]
 
-    async def _open_late(self, ino: int, flags: int, pid: int, *_: object) -> Opened:
+    async def _open_late(self, ino: int, flags: int, pid: int, *claimed: object) -> Opened:
         opened = self._open_now(ino, flags, pid)
         if opened is not None:
             return opened
@@ -478,6 +485,8 @@ class FileSystem:
             found = await self._looker.look(directory, name)
         if flags & _WRITING and self._writing is not None:
             return await self._writing.open(directory, mark, self._check(ino, found), flags, pid)
+        if self._writing is not None and not claimed and self._writing.is_going(directory, mark):
+            return await self._open_claimed(ino, flags, pid)  # it began to go meanwhile
         return self._open(directory, mark, ino, found, pid)
 
     def _arriving(self, ino: int, flags: int) -> ObjectId | None:
@@ -527,11 +536,11 @@ class FileSystem:
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else await self._dirty_file(handle).read(offset, size)
-        opened = handle.opened
+        version = handle.object
         try:
-            return await self._reader.read(opened, offset, count, handle.pid)
+            return await self._reader.read(handle.opened, offset, count, handle.pid)
         except (ObjectChanged, NotFound) as exc:
-            if handle.opened is not opened:  # it was renamed meanwhile
+            if handle.object is not version:  # it was renamed or changed here meanwhile
                 return await self.read(fh, offset, size)
             raise self._lost(handle) from exc
 
