@@ -77,13 +77,7 @@ class DirtyFiles:
         check_name(directory, name)
         node = Node(directory, name, 0, stored=False)
         node.attrs = attrs
-        await self._give(node, None)
-        try:
-            await self._local_changes.hold(node)
-        except BaseException:
-            with trio.CancelScope(shield=True):
-                await self._local_changes.abandon(node)
-            raise
+        await self._hold(node, None)
         return node
 
     async def open(
@@ -319,9 +313,7 @@ class DirtyFiles:
             if handle.ino in self._files.nameless:
                 raise ObjectChanged(f"{node.key} was replaced while it was open")
             self._check_alone(node)
-            if node.dirty_file is None:
-                await self._give(node, handle.object, upto)
-            await self._local_changes.hold(node)
+            await self._hold(node, handle.object, upto)
 
     async def _begin_nameless(self, node: Node, handle: FileHandle, upto: int | None) -> None:
         """The first change of a file that has lost its name: its handles go on with it, and nothing of it is uploaded.
@@ -341,15 +333,23 @@ class DirtyFiles:
         async with node.lock:
             self._check_alone(node)
             written(node.attrs)
-            if node.dirty_file is None:
-                await self._give(node, base, 0)
-            else:
+            if node.dirty_file is not None:
                 await node.dirty_file.truncate(0)
             if not node.held:
-                await self._local_changes.hold(node)
+                await self._hold(node, base, 0)
 
-    async def _give(self, node: Node, base: ObjectId | None, upto: int | None = None) -> None:
-        self._local_changes.give(node, await self._begun(node, base, upto))
+    async def _hold(self, node: Node, base: ObjectId | None, upto: int | None = None) -> None:
+        """Its name shows its dirty file, which begins with `base` if there is none yet."""
+        begins = node.dirty_file is None
+        if begins:
+            self._local_changes.give(node, await self._begun(node, base, upto))
+        try:
+            await self._local_changes.hold(node)
+        except BaseException:
+            if begins:
+                with trio.CancelScope(shield=True):
+                    await self._local_changes.abandon(node)
+            raise
 
     async def _begun(self, node: Node, base: ObjectId | None, upto: int | None) -> DirtyFile:
         dirty_file: DirtyFile = await self._writer.begin(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from cachefs.base.errors import ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
@@ -47,15 +48,13 @@ Place = tuple[Directory, bytes]
 
 
 class Node:
-    """`ino` is its inode, 0 until it has one. `stored` says that the store may have an object of
-    its name, and `beneath` that this is none that the dirty file made. A node that was `removed` has no name any more, only
-    handles; one that is `moving` is about to get another. `settled` says that its dirty file is not to be
-    opened any more: the cache has its content, or only the store. `clears`: a process that may not keep set-uid and
-    set-gid bits may write it unseen."""
+    """`ino` is its inode, 0 until it has one. `stored` says that the store may have an object of its name. A node that was
+    `removed` has no name any more, only handles; one that is `moving` is about to get another. `settled` says that its
+    dirty file is not to be opened any more: the cache has its content, or only the store. `clears`: a process that may
+    not keep set-uid and set-gid bits may write it unseen."""
 
     __slots__ = (
         "attrs",
-        "beneath",
         "clears",
         "directory",
         "dirty_file",
@@ -75,7 +74,7 @@ class Node:
         self.directory = directory
         self.name = name
         self.ino = ino
-        self.stored = self.beneath = stored
+        self.stored = stored
         self.dirty_file: DirtyFile | None = None
         self.row = _NO_ROW
         self.held = False
@@ -215,13 +214,17 @@ class LocalChanges:
         self.on_change()
 
     async def hold(self, node: Node) -> None:
-        """From now on its name shows its dirty file, and all its handles read that."""
+        """From now on its name shows its dirty file, and all its handles read that. Raises `ObjectChanged` where another
+        client has removed its directory."""
         assert node.dirty_file is not None
         async with self.applying():
+            if self._tree.known(node.directory.ino) is not node.directory:
+                raise ObjectChanged(f"{node.directory.prefix} was removed")
             etag, mtime_ns = DIRTY_FILE_ETAG + node.dirty_file.id, node.dirty_file.mtime_ns
             node.row, lost = pin(self._tree, node.directory, node.name, mtime_ns, etag, node.ino)
             node.ino = node.row.ino
             self._lose(lost)
+            self._files.nameless.pop(node.ino, None)  # another client's version may just have come
             self._held(node)
             self.on_change()
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
@@ -271,9 +274,10 @@ class LocalChanges:
     def committed(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
         """The store has it. Its name stays held while a process writes, which may change it again."""
         node = self._by_dirty_file.get(dirty_file.id)
-        if node is not None and not node.removed:
-            node.stored, node.beneath = True, False
-            self._settle(node)
+        if node is not None:
+            node.stored = True
+            if not node.removed:
+                self._settle(node)
 
     def settling(self, dirty_file: DirtyFile) -> bool:
         """False while a name still shows the dirty file, for it is being renamed."""
@@ -370,10 +374,18 @@ class LocalChanges:
         except BaseException:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
+                await self._stays(node)
             else:  # it is given up already: the store says what is there
                 await self.gone(node.directory, node.name)
                 self.look_again(node.directory)
             raise
+
+    async def _stays(self, node: Node) -> None:
+        """Its name was to go, and does not: what was changed meanwhile is changed under the name."""
+        if not node.held:
+            self._kept.put(node.ino, self._kept.get(node.ino) | node.attrs)
+            if node.dirty_file is not None and node.dirty_file.dirty:
+                await self.hold(node)
 
     async def abandon(self, node: Node) -> None:
         """It was never held: nothing of its dirty file is uploaded."""

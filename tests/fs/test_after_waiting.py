@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.errors import ObjectChanged
+from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import mounted
@@ -93,6 +93,124 @@ async def test_a_file_that_is_renamed_while_its_attributes_are_asked_for() -> No
         assert (await mount.fstat(fh)).size == 18 and not mount.fs._files.nameless
         await mount.close_file(fh)
         assert bucket.content("g")[-8:] == b"and more"
+
+
+async def test_a_file_that_another_client_replaces_while_an_open_empties_it() -> None:
+    """Emptied here, it is what the name shows."""
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.fs._looker.ask(mount.fs._tree.root, b"f")  # known by itself, with no listing
+        opened: list[int] = []
+
+        async def empty() -> None:
+            opened.append(await mount.open("f", os.O_WRONLY | os.O_TRUNC))
+
+        async with trio.open_nursery() as nursery:
+            bucket.set("f", version=1)
+            async with mount.fs._tree.writing:
+                nursery.start_soon(mount.entries)
+                await trio.sleep(1)  # its page waits to be written down
+                nursery.start_soon(empty)
+                await trio.sleep(1)
+        await mount.fs.write(opened[0], 0, b"seven b")
+        assert (await mount.fstat(opened[0])).size == 7
+        await mount.close_file(opened[0])
+        assert bucket.content("f") == b"seven b" == await mount.read("f")
+
+
+async def test_a_directory_that_another_client_removes_while_a_file_is_made_in_it(tmp_path: Path) -> None:
+    """The file is there, or the process was told that it is not; then nothing of it comes to the origin."""
+    async with world(tmp_path) as w:
+        mount = w.mount
+        inside = await mount.ino("dir/deep")
+        assert await mount.entries(inside) and await mount.entries(await mount.ino("dir"))
+        failed: list[CachefsError] = []
+
+        async def create() -> None:
+            try:
+                await mount.fs.create(inside, b"new", os.O_RDWR | os.O_CREAT, 0o644, 1, 1000, 1000)
+            except CachefsError as exc:
+                failed.append(exc)
+
+        head = Held(w.bucket, "head", before=True)
+        mount.clock.now += 6
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(create)
+            await head.reached.wait()
+            del w.bucket.objects["dir/deep/y"]
+            mount.clock.now += 61
+            await mount.entries(await mount.ino("dir"))
+            head.released.set()
+        await trio.sleep(1)
+        assert isinstance(failed[0], ObjectChanged | NotFound)
+        assert not await w.uploads.flush() and "dir/deep/new" not in w.bucket.objects
+        assert not mount.fs._writing._local_changes.held  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["write", "truncate", "chmod"])
+async def test_a_file_that_is_changed_while_a_removal_fails(what: str, tmp_path: Path) -> None:
+    """The change holds."""
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        await mount.write("f", b"stored")
+        reader = await mount.open("f")  # so it is read here, and not held
+        writer = await mount.open("f", os.O_RDWR)
+        await mount.fs.write(writer, 0, b"again ")
+        await mount.close_file(writer)
+        writer = await mount.open("f", os.O_RDWR)
+        ino = await mount.ino("f")
+        delete = Held(w.bucket, "delete", before=True)
+
+        async def unlink() -> None:
+            with pytest.raises(OriginFailed):
+                await mount.unlink("f")
+
+        nursery.start_soon(unlink)
+        await delete.reached.wait()
+        if what == "write":
+            await mount.fs.write(writer, 0, b"written")
+        elif what == "truncate":
+            await mount.fs.setattr(ino, size=7)
+        else:
+            await mount.fs.setattr(ino, mode=0o600)
+        w.bucket.before = lambda kind, key: OriginFailed("no") if kind == "delete" else None
+        delete.released.set()
+        await trio.sleep(1)
+        w.bucket.before = lambda kind, key: None
+        shown = await mount.stat("f")
+        assert shown is not None and shown.ino == ino
+        assert (shown.size, shown.mode & 0o777) == ((6, 0o600) if what == "chmod" else (7, 0o644))
+        await mount.close_file(writer)
+        await mount.close_file(reader)
+        shown = await mount.stat("f")
+        assert shown is not None and shown.ino == ino
+        assert (shown.size, shown.mode & 0o777) == ((6, 0o600) if what == "chmod" else (7, 0o644))
+        assert await mount.read("f") == w.bucket.content("f")
+
+
+async def test_a_file_whose_upload_ends_while_another_fails_to_replace_it(tmp_path: Path) -> None:
+    """Its object goes when it is removed."""
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        fh = await mount.open("new", os.O_RDWR | os.O_CREAT)
+        await mount.fs.write(fh, 0, b"new")
+        put = Held(w.bucket, "put")
+
+        async def replace() -> None:
+            with pytest.raises(OriginFailed):
+                await mount.rename("old", "new")
+
+        nursery.start_soon(mount.fs.fsync, fh)
+        await put.reached.wait()
+        w.bucket.before = lambda kind, key: OriginFailed("no") if kind == "copy" else None
+        nursery.start_soon(replace)
+        await trio.sleep(1)
+        put.released.set()
+        await trio.sleep(1)
+        assert "new" in w.bucket.objects
+        await mount.unlink("new")
+        assert "new" not in w.bucket.objects
+        await mount.close_file(fh)
 
 
 class Slow(Bytes):
