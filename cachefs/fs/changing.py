@@ -222,15 +222,21 @@ class Changing:
     async def _move_file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
         node = self._local_changes.at(*place)
         replaced = self._local_changes.at(*to)
-        base = there.row.etag if there is not None and there.row.known else None
         async with AsyncExitStack() as locks:
             for one in (replaced, node):
                 if one is not None:
                     await locks.enter_async_context(one.lock)
+            found, there = self._now(place, found), there and self._now(to, there)
+            base = there.row.etag if there is not None and there.row.known else None
             if node is None:
                 await self._stored(place, found, to, replaced)
             else:
                 await self._node(node, found, to, base, replaced)
+
+    def _now(self, place: Place, found: Found) -> Found:
+        """What was found there may have been stored meanwhile."""
+        row = self._tree.row(*place)
+        return found if row is None or row.ino != found.ino else found._replace(row=row)
 
     async def _stored(self, place: Place, found: Found, to: Place, replaced: Node | None) -> None:
         """A file that no process writes."""
@@ -291,7 +297,6 @@ class Changing:
                 raise
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
-            node.beneath = node.stored and not clean
             if node.held:
                 async with self._local_changes.applying():
                     self._reheld(node, to)
@@ -488,7 +493,6 @@ class Changing:
         assert dirty_file is not None
         clean = dirty_file.committed is not None
         node.stored = clean or left
-        node.beneath = node.stored and not clean
         if node.held:
             self._files.turn(node.ino, self._local_changes.version(node), node.row.mtime_ns)
             return

@@ -213,6 +213,23 @@ async def test_a_file_whose_upload_ends_while_another_fails_to_replace_it(tmp_pa
         await mount.close_file(fh)
 
 
+async def test_a_file_that_is_stored_while_a_rename_marks_its_directory(tmp_path: Path) -> None:
+    async with world(tmp_path, writeback=True) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        await mount.unlink("dir/deep/y")
+        del w.bucket.objects["dir/deep/"]
+        mount.fs._tree.directory(await mount.ino("dir/deep")).marked = False
+        await mount.write("dir/deep/f", b"written here")
+        put = Held(w.bucket, "put")  # the marker's
+        nursery.start_soon(mount.rename, "dir/deep/f", "g")
+        await put.reached.wait()
+        assert not await w.uploads.flush()
+        await trio.sleep(1)
+        put.released.set()
+        await trio.sleep(1)
+        assert await mount.read("g") == b"written here" and "dir/deep/f" not in w.bucket.objects
+
+
 class Slow(Bytes):
     """Its next read asks the origin when it is `released`."""
 
