@@ -499,7 +499,9 @@ class Kernel:
         names = [*FILES, *DIRECTORIES] if not path else INSIDE
         began = self.tick()
         try:
-            listed = {entry.name.decode() for entry in await self.world.mount.entries(self.inodes[number])}
+            async with self.shared.asking(self.inodes[number]):  # as each change of a name in it does
+                entries = await self.world.mount.entries(self.inodes[number])
+            listed = {entry.name.decode() for entry in entries}
         except CachefsError as exc:
             if isinstance(exc, ObjectChanged):
                 self.walks.begin(self.thread)
