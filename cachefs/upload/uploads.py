@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -207,6 +207,9 @@ class Uploads:
 
     def release(self, dirty_file: DirtyFile) -> None:
         """One user less. Behind the last one a dirty dirty file goes to the store by itself."""
+        if dirty_file.handles == 1 and self._shown_from_cache(dirty_file):
+            self._release_later(dirty_file)
+            return
         dirty_file.release()
         if dirty_file.handles:
             return
@@ -227,6 +230,18 @@ class Uploads:
             self._settled(dirty_file)
         else:
             contained(self._queue.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
+
+    def _shown_from_cache(self, dirty_file: DirtyFile) -> bool:
+        """True if a name shows it and the cache has its file: only while that is open can a reader of the name open it."""
+        return dirty_file.content.adopted and not self.on_settling(dirty_file)
+
+    def _release_later(self, dirty_file: DirtyFile) -> None:
+        async def release() -> None:
+            await trio.sleep(LOOK_S)
+            if dirty_file.handles:
+                self.release(dirty_file)
+
+        contained(self._queue.nursery, f"settling {dirty_file.key}", release)
 
     def enable_passthrough(
         self, tell: Callable[[BackingFile], None], retire: Callable[[BackingFile], None]
@@ -391,13 +406,9 @@ class Uploads:
     ) -> None:
         info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
         await self.moved(own.version(dirty_file.origin.source), info.version(origin.source))
-        await dirty_file.sender.abandon()  # of what was written meanwhile
-        dirty_file.moved(origin, key, info.etag)
+        await self._move(dirty_file, origin, key, info.etag, over)
         dirty_file.copied(own, info)
-        dirty_file.record.over = over
-        if dirty_file.acknowledged:
-            await self._records.keep(dirty_file)
-        else:
+        if not dirty_file.acknowledged:
             await self._records.forget(dirty_file)
         if dirty_file.stored is info:
             self.on_committed(dirty_file, info)
@@ -406,7 +417,7 @@ class Uploads:
         self, dirty_file: DirtyFile, origin: Origin, key: str, base: str | None, over: DirtyFile | None
     ) -> None:
         before = dirty_file.origin, dirty_file.key, dirty_file.base
-        await dirty_file.sender.abandon()
+        await dirty_file.sender.abandon()  # of what was written meanwhile, too
         try:
             dirty_file.moved(origin, key, base)
             dirty_file.record.over = over
@@ -571,17 +582,16 @@ class Uploads:
                 await dirty_file.sender.abandon()
             if not dirty_file.content.adopted:
                 dirty_file.content.settle()
-                adopted = False
-                try:
-                    adopted = await self._adopt(dirty_file, info)
-                finally:
-                    dirty_file.content.settled(adopted)
+                await self._give_to_cache(dirty_file, info)
                 # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
                 gone = dirty_file.discarded and not dirty_file.trying.turn.locked()
                 if gone and not dirty_file.content.adopted:
                     dirty_file.file.remove()
             if dirty_file.handles or dirty_file.dirty or dirty_file.discarded:
                 return  # the last user that came meanwhile does the rest
+            if not self.on_settling(dirty_file):
+                self._settle_later(dirty_file)
+                return
             if not dirty_file.content.adopted:
                 dirty_file.file.remove()
             self._settled(dirty_file)
@@ -589,6 +599,19 @@ class Uploads:
     def _settled(self, dirty_file: DirtyFile) -> None:
         if self._dirty_files.pop(dirty_file.id, None) is not None:
             self.on_settled(dirty_file)
+
+    async def _give_to_cache(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
+        adopted = False
+        with ExitStack() as used:
+            try:
+                with suppress(CachefsError):  # then the cache says why
+                    used.enter_context(dirty_file.file.used())
+                adopted = await self._adopt(dirty_file, info)
+            finally:
+                dirty_file.content.settled(adopted)
+            if not dirty_file.handles and self._shown_from_cache(dirty_file):
+                dirty_file.open()
+                self._release_later(dirty_file)
 
     async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
         stored = dirty_file.content.stored

@@ -1,0 +1,126 @@
+"""What was known before the room waited may be false behind it: each of these changes something meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.base.errors import NoRoom
+from cachefs.base.names import ObjectId
+from cachefs.upload import staging
+from cachefs.upload.staging import LOOK_S
+from tests.upload.scripted import Desk, Room, add, desk, in_trio
+
+
+class Slow(Room):
+    """Takes a file when it is `released`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.released = trio.Event(), trio.Event()
+
+    async def adopt(self, object_id: ObjectId, path: Path) -> bool:
+        self.reached.set()
+        await self.released.wait()
+        return await super().adopt(object_id, path)
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+@pytest.mark.parametrize("in_memory", [True, False])
+@in_trio
+async def test_a_file_that_a_name_shows_again_while_the_cache_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool, adopts: bool
+) -> None:
+    """It stays, and can be opened, until the name does not show it any more."""
+    monkeypatch.setattr(staging, "HELD", staging.HELD if in_memory else 0)
+    cache, shown = Slow(), [False]
+    cache.adopts = adopts
+    async with desk(tmp_path, cache=cache) as d:
+        d.uploads.on_settling = lambda dirty_file: not shown[0]
+        dirty_file = await d.save("k", b"data")
+        await cache.reached.wait()
+        shown[0] = True
+        cache.released.set()
+        await trio.sleep(10 * LOOK_S)
+        assert bool(cache.adopted) == adopts and d.settled == []
+        for _ in range(2):
+            d.uploads.open(dirty_file)
+            assert await dirty_file.read(0, 9) == b"data"
+            d.uploads.release(dirty_file)
+            await trio.sleep(10 * LOOK_S)
+            assert d.settled == []
+        shown[0] = False
+        await trio.sleep(10 * LOOK_S)
+        assert d.settled == ["k"]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@in_trio
+async def test_a_file_that_a_name_shows_again_when_its_last_user_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    """The cache has it already."""
+    monkeypatch.setattr(staging, "HELD", staging.HELD if in_memory else 0)
+    cache, shown = Slow(), [False]
+    async with desk(tmp_path, cache=cache) as d:
+        d.uploads.on_settling = lambda dirty_file: not shown[0]
+        dirty_file = await d.save("k", b"data")
+        await cache.reached.wait()
+        d.uploads.open(dirty_file)
+        cache.released.set()
+        await d.quiet()
+        assert dirty_file.content.adopted
+        shown[0] = True
+        d.uploads.release(dirty_file)
+        await trio.sleep(10 * LOOK_S)
+        assert d.settled == []
+        d.uploads.open(dirty_file)
+        await add(dirty_file, b" and more")
+        assert await dirty_file.read(0, 99) == b"data and more"
+        await d.close(dirty_file)
+        shown[0] = False
+        await trio.sleep(10 * LOOK_S)
+        assert d.settled == ["k"] and d.store.content("k") == b"data and more"
+
+
+async def save_half(d: Desk) -> Any:
+    """A file of which the store has a version, and the journal knows that more is to come."""
+    dirty_file = await d.save("a", b"first")
+    d.uploads.open(dirty_file)
+    assert await d.uploads.flush() == []
+    await add(dirty_file, b" and second")
+    await d.uploads.commit(dirty_file)
+    await add(dirty_file, b" and half")
+    return dirty_file
+
+
+@in_trio
+async def test_a_journal_that_fails_when_the_copy_of_a_rename_is_made(tmp_path: Path) -> None:
+    """The file has its old name, and is uploaded under it."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await save_half(d)
+        fail_once(d, lambda row: row is not None and row["key"] == "b")
+        with pytest.raises(NoRoom):
+            await d.uploads.rename(dirty_file, d.store, "b")
+        assert dirty_file.key == "a"
+        assert d.uploads.journal.rows("drafts")[dirty_file.id]["key"] == "a"
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == []
+        assert d.store.content("a") == b"first and second and half" and d.settled[-1] == "a"
+
+
+def fail_once(d: Desk, which: Callable[[Any], bool]) -> None:
+    """The next such row is refused."""
+    plain: Callable[..., Awaitable[None]] = d.uploads.journal.write
+
+    async def write(table: str, key: str, row: Any, **how: Any) -> None:
+        if which(row):
+            d.uploads.journal.write = plain  # type: ignore[method-assign]
+            raise NoRoom("the disk is full")
+        await plain(table, key, row, **how)
+
+    d.uploads.journal.write = write  # type: ignore[method-assign]
