@@ -203,12 +203,14 @@ class Records:
             await dirty_file.file.sync()
             dirty_file.content.synced = max(dirty_file.content.synced, generation)
         async with dirty_file.record.turn:
-            if not dirty_file.acknowledged and not dirty_file.discarded:
+            # What the origin has got meanwhile must not come back after a crash.
+            if dirty_file.dirty and not dirty_file.acknowledged and not dirty_file.discarded:
                 dirty_file.content.row = Row.NOTED
                 await self._put(dirty_file, {**dirty_file.row(), "acknowledged": True})
                 dirty_file.content.row = Row.ACKNOWLEDGED
 
     async def _put(self, dirty_file: DirtyFile, row: Mapping[str, Any], within_s: float = math.inf) -> None:
+        self._stale.discard(dirty_file.id)
         if not row["acknowledged"]:
             await self.journal.write(DIRTY_FILES, dirty_file.id, row, within_s=within_s)
             return
@@ -262,8 +264,9 @@ class Records:
         """Clear away what could not be cleared away at once, until cancelled."""
         while True:
             for name in list(self._stale):
-                self._stale.discard(name)
-                await self._remove(name)
+                if name in self._stale:
+                    self._stale.discard(name)
+                    await self._remove(name)
             for name, row in list(self.orphans.items()):
                 await self._abort(name, row)
             self._wake = trio.Event()

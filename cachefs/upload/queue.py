@@ -86,9 +86,9 @@ class Queue:
                 due, _, dirty_file = heapq.heappop(self._due)
                 if dirty_file.trying.due != due:
                     continue
+                dirty_file.trying.due = math.inf  # also if nothing is to be sent now: a later plan counts
                 if dirty_file.between:
-                    # The next close or fsync has it sent.
-                    dirty_file.trying.due, dirty_file.trying.overdue = math.inf, True
+                    dirty_file.trying.overdue = True  # the next close or fsync has it sent
                 elif dirty_file.attempt is None:
                     self._busy += 1
                     contained(

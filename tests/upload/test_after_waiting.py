@@ -124,3 +124,51 @@ def fail_once(d: Desk, which: Callable[[Any], bool]) -> None:
         await plain(table, key, row, **how)
 
     d.uploads.journal.write = write  # type: ignore[method-assign]
+
+
+@in_trio
+async def test_a_file_that_is_stored_while_it_is_made_safe_here(tmp_path: Path) -> None:
+    """It needs no row in the journal any more, which would bring it back; and what is written later is uploaded."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1) as d:
+        dirty_file = await d.create("k", b"data")
+        plain, reached, released = dirty_file.file.sync, trio.Event(), trio.Event()
+
+        async def sync() -> None:
+            await plain()
+            reached.set()
+            await released.wait()
+
+        dirty_file.file.sync = sync  # type: ignore[method-assign]
+        d.uploads.release(dirty_file)
+        await reached.wait()
+        put = d.store.hold("put")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.flush)
+            await put.reached.wait()
+            d.uploads.open(dirty_file)
+            assert put.release is not None
+            put.release.set()
+        assert d.store.content("k") == b"data" and not dirty_file.dirty
+        released.set()
+        await trio.sleep(5)
+        assert d.uploads.journal.rows("drafts") == {}
+        dirty_file.file.sync = plain  # type: ignore[method-assign]
+        await add(dirty_file, b" and more")
+        await d.close(dirty_file)
+        await trio.sleep(5)
+        assert d.store.content("k") == b"data and more" and d.settled == ["k"]
+
+
+@in_trio
+async def test_a_row_that_could_not_be_removed_and_is_needed_again(tmp_path: Path) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        fail_once(d, lambda row: row is None)
+        assert await d.uploads.flush() == []
+        assert d.store.content("k") == b"data" and not dirty_file.acknowledged
+        await add(dirty_file, b" and more")
+        await d.uploads.commit(dirty_file)
+        await trio.sleep(100)
+        row = d.uploads.journal.rows("drafts")[dirty_file.id]
+        assert row["acknowledged"] and dirty_file.acknowledged
