@@ -553,7 +553,7 @@ class FileSystem:
         if self._writing is None:
             self._files.release(fh)
         else:
-            self._writing.release(fh)
+            self._writing.dirty_files.release(fh)
 
     def _lost(self, handle: FileHandle) -> ObjectChanged:
         """The version a handle reads is gone: nothing known of its name is used until that was looked up again."""
@@ -587,7 +587,7 @@ class FileSystem:
         try:
             attributes, ttl = self.attributes_now(ino) or await self.getattr(ino)
         except BaseException:
-            self._write.release(opened[0])
+            writing.dirty_files.release(opened[0])
             raise
         return attributes, ttl, opened
 
@@ -606,11 +606,11 @@ class FileSystem:
     async def write(self, fh: int, offset: int, data: Buffer) -> int:
         """All of it, or an error: `BadHandle`, `NoRoom`, `TooLarge`, `ObjectChanged`. `data` must not change until this
         returns. Where O_APPEND writes to is what the kernel says: it knows the size, and no other node writes here."""
-        return await self._write.write(fh, offset, data)
+        return await self._write.dirty_files.write(fh, offset, data)
 
     def write_now(self, fh: int, offset: int, data: Buffer) -> int | None:
         """The same if that takes no waiting; None: nothing has happened."""
-        return None if self._writing is None else self._writing.write_now(fh, offset, data)
+        return None if self._writing is None else self._writing.dirty_files.write_now(fh, offset, data)
 
     def clear_set_ids(self, fh: int, *, later: bool = False) -> None:
         """The file was changed by a process that may not keep its set-uid and set-gid bits; `later`: or may be."""
@@ -619,15 +619,15 @@ class FileSystem:
     async def flush(self, fh: int) -> None:
         """What close(2) waits for, and what it says. Nothing for handles that only read."""
         if self._writing is not None:
-            await self._writing.flush(fh)
+            await self._writing.dirty_files.flush(fh)
 
     async def fsync(self, fh: int) -> None:
         if self._writing is not None:
-            await self._writing.fsync(fh)
+            await self._writing.dirty_files.fsync(fh)
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         """Only mode 0. Raises `Unsupported`, and what `write` does."""
-        await self._write.fallocate(fh, mode, offset, length)
+        await self._write.dirty_files.allocate(fh, mode, offset, length)
 
     async def setattr(
         self,
@@ -678,16 +678,16 @@ class FileSystem:
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """Open handles go on with what was written here, or with what is cached. Raises `NotFound`, `IsADirectory`."""
-        await self._claimed((parent, name), self._write.unlink)
+        await self._claimed((parent, name), self._write.names.unlink)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         """Raises `NotFound`, `NotADirectory`, `NotEmpty` (by a fresh listing)."""
-        await self._claimed((parent, name), self._write.rmdir, trees=True)
+        await self._claimed((parent, name), self._write.names.rmdir, trees=True)
 
     async def rename(self, parent: int, name: bytes, newparent: int, newname: bytes, flags: int) -> None:
         """Replaces a file, or an empty directory by a directory. `flags` as in renameat2: of them, RENAME_NOREPLACE is
         known. Raises `CrossDevice` between two sources."""
-        rename = partial(self._write.rename, flags=flags)
+        rename = partial(self._write.names.rename, flags=flags)
         await self._claimed((parent, name), (newparent, newname), rename, trees=True)
 
     async def _claimed(self, *arguments: Any, trees: bool = False) -> Any:

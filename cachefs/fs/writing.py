@@ -42,8 +42,9 @@ T = TypeVar("T")
 
 
 class Writing:
-    """`forget` drops what the other half knows of lately opened files. The age of answers is by `clock`; the times
-    that files and directories show are by `wall`."""
+    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. `forget` drops what the other half
+    knows of lately opened files. The age of answers is by `clock`; the times that files and directories show are by
+    `wall`."""
 
     def __init__(
         self,
@@ -68,18 +69,11 @@ class Writing:
         self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, clock, wall)
         self._local_changes.on_change = forget
         self.locks = NameLocks()
-        self._dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
+        self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
         writer.on_changed = self._changed_unseen
-        self._names = Changing(
+        self.names = Changing(
             tree, looker, lister, files, self._local_changes, self._kept, writer, self.shape
         )
-        # For the fast paths: each is one call.
-        self.release = self._dirty_files.release
-        self.write, self.write_now = self._dirty_files.write, self._dirty_files.write_now
-        self.flush, self.fsync = self._dirty_files.flush, self._dirty_files.fsync
-        self.fallocate = self._dirty_files.allocate
-        self.kept = self._kept.written
-        self.unlink, self.rmdir, self.rename = self._names.unlink, self._names.rmdir, self._names.rename
 
     async def claimed(
         self,
@@ -231,6 +225,10 @@ class Writing:
         self._kept.put(ino, kept | _with_atime(kept, mtime_ns, news))
         return True
 
+    async def kept(self) -> None:
+        """Return when a kill does not undo what was set. Raises `NoRoom`, `CacheUnusable`."""
+        await self._kept.written()
+
     def _keep_of_node(self, node: Node, dirty_file: DirtyFile, news: dict[str, int]) -> bool:
         """Of what is being written. It is kept for the next start, too: the journal says what was set when the file was
         closed."""
@@ -264,8 +262,8 @@ class Writing:
                 raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
             return found.ino, await self.open(directory, name, found, flags | os.O_RDWR, pid)
         attrs = self._attrs(directory, False, mode, uid, gid)
-        node = await self._dirty_files.create(directory, name, attrs)
-        opened = await self._dirty_files.open_writer(node, pid)
+        node = await self.dirty_files.create(directory, name, attrs)
+        opened = await self.dirty_files.open_writer(node, pid)
         return node.ino, opened
 
     async def mknod(self, directory: Directory, name: bytes, mode: int, pid: int, uid: int, gid: int) -> int:
@@ -273,9 +271,9 @@ class Writing:
             raise NotPermitted("an object store has no devices, sockets or pipes")
         ino, opened = await self.create(directory, name, os.O_EXCL, mode, pid, uid, gid)
         try:
-            await self._dirty_files.flush(opened[0])
+            await self.dirty_files.flush(opened[0])
         finally:
-            self.release(opened[0])
+            self.dirty_files.release(opened[0])
         return ino
 
     async def open(self, directory: Directory, mark: bytes, found: Found, flags: int, pid: int) -> Opened:
@@ -284,13 +282,13 @@ class Writing:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
         self._forget()
         obj = object_of(directory, mark, found.row)
-        return await self._dirty_files.open(directory, mark, obj, found.row, flags, pid)
+        return await self.dirty_files.open(directory, mark, obj, found.row, flags, pid)
 
     async def open_nameless(self, ino: int, flags: int, pid: int) -> Opened:
         """A handle to write what is open and has lost its name."""
         shown = self._files.nameless[ino]
         attrs = {"mode": stat.S_IMODE(shown.mode), "uid": shown.uid, "gid": shown.gid}
-        return await self._dirty_files.open_nameless(ino, flags, pid, attrs)
+        return await self.dirty_files.open_nameless(ino, flags, pid, attrs)
 
     def open_reader(self, directory: Directory, mark: bytes, row: Row, pid: int) -> Opened | None:
         """A handle to read what is being written, or was until a moment ago; None where there is no such thing."""
@@ -298,16 +296,16 @@ class Writing:
             node = self._local_changes.held.get((directory.ino, mark))
         else:
             node = self._local_changes.fresh(directory, mark, row)
-        return None if node is None else self._dirty_files.open_reader(node, pid)
+        return None if node is None else self.dirty_files.open_reader(node, pid)
 
     def open_again(self, handle: FileHandle, pid: int) -> Opened:
         """Another handle to read a dirty file that is open."""
         assert handle.node is not None
-        return self._dirty_files.open_again(handle.node, handle, pid)
+        return self.dirty_files.open_again(handle.node, handle, pid)
 
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
         if fh is not None and self._files.handles[fh].writes:
-            await self._dirty_files.truncate_open(fh, size)
+            await self.dirty_files.truncate_open(fh, size)
             return
         node = self._local_changes.nodes.get(ino)
         if node is not None and node.removed and node.dirty_file is not None:
@@ -316,9 +314,9 @@ class Writing:
         if self._files.removed(ino):
             fh, _ = await self.open_nameless(ino, os.O_WRONLY, 0)
             try:
-                await self._dirty_files.truncate_open(fh, size)
+                await self.dirty_files.truncate_open(fh, size)
             finally:
-                self.release(fh)
+                self.dirty_files.release(fh)
             return
         try:
             await self.claimed(lambda: [self._place_of(ino)], partial(self._truncate, ino, size))
@@ -341,7 +339,7 @@ class Writing:
         obj = object_of(directory, name, found.row)
         if found.row.known and obj.size == size:
             return
-        await self._dirty_files.truncate(directory, name, obj, found.row, size)
+        await self.dirty_files.truncate(directory, name, obj, found.row, size)
 
     def is_going(self, directory: Directory, mark: bytes) -> bool:
         """True while the name shows a file that is being removed or replaced."""
@@ -353,7 +351,7 @@ class Writing:
     async def mkdir(self, directory: Directory, name: bytes, mode: int, uid: int, gid: int) -> Found:
         writable(directory)
         check_name(directory, name)
-        found = await self._names.mkdir(directory, name)
+        found = await self.names.mkdir(directory, name)
         self._kept.put(found.ino, self._attrs(directory, True, mode, uid, gid))
         return found
 
@@ -362,8 +360,8 @@ class Writing:
             # What was under way when an earlier daemon died may have reached the store, and is in no row here.
             self._tree.database.write(self._tree.refresh(self._tree.root))
         origins = [top.origin for top in self._tree.tops() if top.origin is not None]
-        await self._names.recover(origins, self._place)
-        await self._dirty_files.recover(self._place)
+        await self.names.recover(origins, self._place)
+        await self.dirty_files.recover(self._place)
 
     async def _place(self, origin: Origin, key: str) -> tuple[Directory, bytes]:
         """The directory of a key, written down where it is not known, and its name."""
