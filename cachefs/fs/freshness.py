@@ -14,11 +14,15 @@ so that an open never rests on an answer from before it began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cachefs.fs.keys import name_in
 from cachefs.fs.tree import Directory, Found, Tree
+
+if TYPE_CHECKING:
+    from cachefs.fs.local_changes import Node
 
 REMEMBERED = 65_536
 """Single answers kept, about 110 bytes each. Guessed: more than the files a job opens within one TTL without listing."""
@@ -35,10 +39,33 @@ STALE_S = 1.0
 """How long the kernel may keep what is used only because its origin is out. Guessed: soon enough after an outage."""
 
 
-class Held(Protocol):
-    """A file whose content is being written here."""
+class HeldNames(dict[tuple[int, bytes], "Node"]):
+    """The files that are written here, by directory number and name: what is true of these names, whatever a listing says.
+    `LocalChanges` writes it. `in_directory` counts them by directory."""
 
-    def found(self, now: float) -> Found: ...
+    def __init__(self) -> None:
+        self.in_directory: Counter[Directory] = Counter()
+
+    def hold(self, node: Node) -> None:
+        self[node.directory.ino, node.name] = node
+        self.in_directory[node.directory] += 1
+
+    def let_go(self, node: Node) -> None:
+        del self[node.directory.ino, node.name]
+        self.in_directory[node.directory] -= 1
+        if not self.in_directory[node.directory]:
+            del self.in_directory[node.directory]
+
+    def names_in(self, directory: Directory) -> frozenset[bytes]:
+        """Names of directories in this one below which something is held: they are there, whatever an origin says that has
+        nothing below them yet."""
+        names: set[bytes] = set()
+        for below in self.in_directory:
+            while below.parent is not None:
+                if below.parent is directory:
+                    names.add(name_in(below.mark))
+                below = below.parent
+        return frozenset(names)
 
 
 class Freshness:
@@ -51,9 +78,7 @@ class Freshness:
         self._arrived: dict[int, float] = {}  # when the answer came; kept only for bursts
         self._stale: dict[int, float] = {}
         self._absent: dict[tuple[int, bytes], float] = {}
-        # By directory number and name. What is written here is true, whatever a listing says.
-        self.held: Mapping[tuple[int, bytes], Held] = {}
-        self.held_in: Mapping[Directory, int] = {}  # how many, by directory
+        self.held = HeldNames()
         # Names that are missing here whatever the origin says, by directory number and name (`EVERY_NAME`: all in it).
         self.hidden: set[tuple[int, bytes]] = set()
 
@@ -62,18 +87,6 @@ class Freshness:
         return bool(self.hidden) and not self.hidden.isdisjoint(
             ((directory.ino, name), (directory.ino, EVERY_NAME))
         )
-
-    def kept_in(self, directory: Directory) -> frozenset[bytes]:
-        """Names of directories in this one below which something is being written: they are there, whatever a store says
-        that has nothing below them yet."""
-        names: set[bytes] = set()
-        for holder in self.held_in:
-            below = holder
-            while below.parent is not None:
-                if below.parent is directory:
-                    names.add(name_in(below.mark))
-                below = below.parent
-        return frozenset(names)
 
     def horizon(self, directory: Directory, since: float, now: float) -> float:
         """The oldest knowledge that a request which began at `since` may use."""

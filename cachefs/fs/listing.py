@@ -365,7 +365,7 @@ class Lister:
         ]
         if first:
             shown = {mark for mark, _ in entries}
-            kept = {mark_of_directory(name) for name in self._freshness.kept_in(directory)}
+            kept = {mark_of_directory(name) for name in self._freshness.held.names_in(directory)}
             entries += [(mark, None) for mark in sorted(kept - shown)]
         return entries
 
@@ -399,7 +399,7 @@ class Lister:
         while after is not None and directory.complete == generation:
             async with self._tree.writing:
                 after, gone = await trio.to_thread.run_sync(
-                    sweep, self._tree, directory, generation, after, self._freshness.kept_in(directory)
+                    sweep, self._tree, directory, generation, after, self._freshness.held.names_in(directory)
                 )
             await self.lost(directory, gone)
 

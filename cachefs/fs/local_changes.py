@@ -10,7 +10,6 @@ What is done at the store is written down here as an answer of the store would b
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -118,15 +117,13 @@ class LocalChanges:
         self._writer = writer
         self._clock = clock
         self._wall = wall
-        self.held: dict[tuple[int, bytes], Node] = {}
         self.nodes: dict[int, Node] = {}  # by number: those that are open
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
         self._by_dirty_file: dict[str, Node] = {}
         self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
         self.on_change: Callable[[], None] = lambda: None
         self._doomed: list[int] = []  # directories that have lost their names
-        self._held_in: Counter[Directory] = Counter()
-        freshness.held, freshness.held_in = self.held, self._held_in
+        self.held = freshness.held
 
     def at(self, directory: Directory, name: bytes) -> Node | None:
         """The node of a name, held or only open."""
@@ -233,8 +230,7 @@ class LocalChanges:
 
     def _held(self, node: Node) -> None:
         node.held = True
-        self.held[node.directory.ino, node.name] = node
-        self._held_in[node.directory] += 1
+        self.held.hold(node)
         self.add(node)
         self._tree.note_change(node.directory, node.name)
         if not node.stored:
@@ -340,10 +336,7 @@ class LocalChanges:
 
     def _let_go(self, node: Node) -> None:
         node.held = False
-        del self.held[node.directory.ino, node.name]
-        self._held_in[node.directory] -= 1
-        if not self._held_in[node.directory]:
-            del self._held_in[node.directory]
+        self.held.let_go(node)
         self._tree.note_change(node.directory, node.name)
 
     def _forget(self, node: Node) -> None:

@@ -27,7 +27,7 @@ def check_unused(fs: FileSystem) -> None:
         )
         assert node.held == ((number, name) in local_changes.held)
     held = Counter(node.directory for node in local_changes.held.values())
-    assert local_changes._held_in == held, "directories are counted that hold nothing"
+    assert local_changes.held.in_directory == held, "directories are counted that hold nothing"
     for node in local_changes._by_dirty_file.values():
         assert not node.settled or node.held or node.ino in local_changes.nodes, (
             f"{node.name!r}: a dirty file is left"
