@@ -101,12 +101,9 @@ class Listing:
         "landed_at",
         "leftovers",
         "misses",
-        "names",
         "ordered",
         "pages",
         "position",
-        "running",
-        "scope",
         "token",
         "turn",
     )
@@ -122,11 +119,8 @@ class Listing:
         self.pages = 0
         self.allowed = 0
         self.misses = 0
-        self.names = 0
         self.hidden = 0
         self.failures = 0
-        self.running = False
-        self.scope = trio.CancelScope()
         self.asked: Asked | None = None  # the next page, while it is requested
         self.turn = Ticket()
 
@@ -159,7 +153,7 @@ class Lister:
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
-        self._running: set[Listing] = set()
+        self._running: dict[Listing, trio.CancelScope] = {}
         self._all_done = trio.Event()
         self._closed = False
         self._disordered: set[str] = set()  # sources caught breaking the order they claim
@@ -170,7 +164,7 @@ class Lister:
         early, directory.early = directory.early, False
         if listing is not None:
             if self._freshness.in_force(directory, listing.epoch) and (
-                listing.running or not listing.pages or (listing.landed_at >= horizon and not early)
+                listing in self._running or not listing.pages or (listing.landed_at >= horizon and not early)
             ):
                 return listing
             self.cancel(directory)
@@ -182,12 +176,10 @@ class Lister:
     def allow(self, directory: Directory, listing: Listing, pages: int) -> None:
         """Let it go on for this many pages from where it is."""
         listing.allowed = max(listing.allowed, listing.pages + pages)
-        if not listing.running and directory.listing is listing:
+        if listing not in self._running and directory.listing is listing:
             if self._closed:
                 raise OriginFailed("the filesystem is closing")
-            listing.running = True
-            listing.scope = trio.CancelScope()
-            self._running.add(listing)
+            self._running[listing] = trio.CancelScope()
             context = copy_context()  # the first request is the one that it is for
             trio.lowlevel.spawn_system_task(
                 self._run, directory, listing, name="cachefs listing", context=context
@@ -202,7 +194,8 @@ class Lister:
         """Stop and forget the listing; its waiters look again."""
         listing, directory.listing = directory.listing, None
         if listing is not None:
-            listing.scope.cancel()
+            if (scope := self._running.get(listing)) is not None:
+                scope.cancel()
             listing.next_turn()
 
     def active(self) -> int:
@@ -210,15 +203,15 @@ class Lister:
 
     async def aclose(self) -> None:
         self._closed = True
-        for listing in list(self._running):
-            listing.scope.cancel()
+        for scope in self._running.values():
+            scope.cancel()
         if self._running:
             await self._all_done.wait()
 
     async def _run(self, directory: Directory, listing: Listing) -> None:
         failure: CachefsError | None = None
         vanished = False
-        with listing.scope:
+        with self._running[listing]:
             async with trio.open_nursery() as nursery:
                 try:
                     while directory.listing is listing and listing.pages < listing.allowed:
@@ -233,8 +226,7 @@ class Lister:
                     failure = OriginFailed(f"listing {directory.prefix!r}: {exc}")
                 nursery.cancel_scope.cancel()
         listing.asked = None
-        listing.running = False
-        self._running.discard(listing)
+        del self._running[listing]
         if self._closed and not self._running:
             self._all_done.set()
         if failure is None and self._closed:
@@ -303,7 +295,6 @@ class Lister:
                 self._freshness.note_below(directory)
             listing.token, listing.landed_at = listed.next_token, now
             listing.pages += 1
-            listing.names += len(page.entries) + len(page.hidden) + (page.marker is not None)
             if page.last is not None:
                 listing.position = max(listing.position or b"", page.last)
             current = directory.listing is listing
@@ -311,7 +302,7 @@ class Lister:
                 directory.complete, directory.listed_epoch = listing.generation, listing.epoch
                 directory.listed_at, directory.hidden = now, listing.hidden
                 directory.listing = None
-                if not listing.names and not directory.is_top:
+                if listing.position is None and not directory.is_top:
                     self._freshness.doubt(directory.ino)  # nothing is left in it: it may be gone itself
         await self.lost(directory, written.lost)
         if done and current:
