@@ -339,7 +339,7 @@ class Changing:
 
     def _moved(self, place: Place, row: Row, to: Place, info: ObjectInfo) -> None:
         """Write down that a file is at another path, and that the origin has it there as `info`; while `applying`."""
-        generation = to[0].generation
+        generation = to[0].listed.generation
         self._local_changes.moves(place, to, _row_of(row, info)._replace(generation=generation))
         self._turn(to[0], row, info)
         kept = _of_copy(self._kept.get(row.ino), row.mtime_ns, info)

@@ -105,12 +105,12 @@ class DirectoryReader:
                 return rest
             if (
                 after
-                or not directory.complete
+                or not directory.listed.complete
                 or directory.origin is None
                 or not directory.origin.serves_stale
             ):
                 raise
-            handle.generation = directory.complete  # nothing of the new listing was shown yet
+            handle.generation = directory.listed.complete  # nothing of the new listing was shown yet
             more = await self._fill(handle, after, rest)
         return handle.chunk[:limit] if more else rest
 
@@ -139,7 +139,7 @@ class DirectoryReader:
     def _fresh(self, directory: Directory, horizon: float) -> int:
         """The generation of the last listing, if it is complete, not older than `horizon` and not `early`; 0 if not."""
         whole = self._freshness.whole(directory)
-        return whole[0] if whole is not None and whole[1] >= horizon and not directory.early else 0
+        return whole[0] if whole is not None and whole[1] >= horizon and not directory.listed.early else 0
 
     def _begin(self, directory: Directory) -> int:
         """The generation that a reader which begins now may use; its listing is under way if it is not complete."""
@@ -147,8 +147,8 @@ class DirectoryReader:
         horizon = self._freshness.horizon(directory, now, now)
         if fresh := self._fresh(directory, horizon):
             return fresh
-        if directory.complete and directory.origin is not None and directory.origin.serves_stale:
-            return directory.complete
+        if directory.listed.complete and directory.origin is not None and directory.origin.serves_stale:
+            return directory.listed.complete
         if directory.origin is None or not directory.origin.can_list:
             raise Unsupported("this origin cannot be listed: open its files by their full names")
         return self._lister.demand(directory, horizon).generation
@@ -159,7 +159,7 @@ class DirectoryReader:
         directory = handle.directory
         while True:
             rows = self._tree.scan(directory, after, CHUNK)
-            waiting = handle.generation > directory.complete
+            waiting = handle.generation > directory.listed.complete
             listing = None
             if waiting:
                 listing = self._lister.demand(directory, float("-inf"))

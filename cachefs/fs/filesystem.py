@@ -130,7 +130,7 @@ class FileSystem:
             whole = self._freshness.whole(top)
             if whole is None or whole[1] < horizon:
                 self._lister.allow(top, self._lister.demand(top, horizon), 1)
-                top.early = True
+                top.listed.early = True
 
     def renew_names(self) -> None:
         """From now on, names whose database is cut short are learnt again. Call it on the trio thread."""

@@ -101,8 +101,9 @@ class Freshness:
 
     def whole(self, directory: Directory) -> tuple[int, float] | None:
         """(generation, time) of the last complete listing, unless a refresh was requested since."""
-        if directory.complete and self.in_force(directory, directory.listed_epoch):
-            return directory.complete, directory.listed_at
+        listed = directory.listed
+        if listed.complete and self.in_force(directory, listed.epoch):
+            return listed.complete, listed.at
         return None
 
     def in_force(self, directory: Directory, epoch: int) -> bool:
@@ -136,7 +137,7 @@ class Freshness:
             return Found(ino, is_dir, row, seen + ttls.ttl)
         if doubtful:
             return None
-        if cover is not None and not directory.early:
+        if cover is not None and not directory.listed.early:
             return min(ttls.negative_ttl, cover[1] + ttls.ttl - now)
         if self._absent:
             until = self._absent.get((directory.ino, name), 0.0)
@@ -148,7 +149,7 @@ class Freshness:
         """The same without a limit to how old it is, and of refreshes below a directory: for a store that cannot
         be asked. Not a file that is known to have changed since, or whose refresh was requested."""
         as_dir, as_file = self._tree.find(directory, name)
-        listing, generation = directory.listing, directory.complete
+        listing, generation = directory.listing, directory.listed.complete
         if listing is not None and listing.covers(name):
             generation = listing.generation
         for row, is_dir in ((as_dir, True), (as_file, False)):

@@ -161,16 +161,15 @@ class Lister:
     def demand(self, directory: Directory, horizon: float) -> Listing:
         """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""
         listing = directory.listing
-        early, directory.early = directory.early, False
+        early, directory.listed.early = directory.listed.early, False
         if listing is not None:
             if self._freshness.in_force(directory, listing.epoch) and (
                 listing in self._running or not listing.pages or (listing.landed_at >= horizon and not early)
             ):
                 return listing
             self.cancel(directory)
-        directory.generation += 1
         leftovers = bool(self._tree.scan(directory, b"", 1))
-        directory.listing = Listing(directory.generation, self._tree.epoch, leftovers)
+        directory.listing = Listing(directory.listed.next(), self._tree.epoch, leftovers)
         return directory.listing
 
     def allow(self, directory: Directory, listing: Listing, pages: int) -> None:
@@ -299,8 +298,7 @@ class Lister:
                 listing.position = max(listing.position or b"", page.last)
             current = directory.listing is listing
             if done and current:
-                directory.complete, directory.listed_epoch = listing.generation, listing.epoch
-                directory.listed_at, directory.hidden = now, listing.hidden
+                directory.listed.ended(listing.generation, listing.epoch, now, listing.hidden)
                 directory.listing = None
                 if listing.position is None and not directory.is_top:
                     self._freshness.doubt(directory.ino)  # nothing is left in it: it may be gone itself
@@ -314,14 +312,12 @@ class Lister:
         """It was just made, with a marker: that is as good as a listing which showed nothing else."""
         self.cancel(directory)
         directory.marked = True
-        directory.generation += 1
-        directory.complete, directory.listed_epoch = directory.generation, self._tree.epoch
-        directory.listed_at, directory.hidden = self._clock(), 0
+        directory.listed.ended(directory.listed.next(), self._tree.epoch, self._clock())
         await self._write_state(directory)
 
     async def _write_state(self, directory: Directory) -> None:
         async with self._tree.writing:
-            puts = [directory.state(), self._tree.newest(directory.listed_at)]
+            puts = [directory.state(), self._tree.newest(directory.listed.at)]
             self._tree.database.write(puts)
 
     def _check_order(self, directory: Directory, listing: Listing, page: Page, listed: ListPage) -> None:
@@ -374,7 +370,7 @@ class Lister:
         count = len(page.hidden) + conflicts
         if not count:
             return
-        known = max(directory.hidden, listing.hidden)
+        known = max(directory.listed.hidden, listing.hidden)
         listing.hidden += count
         self._metrics.hidden_names += max(0, listing.hidden - known)
         if not directory.warned:
@@ -387,7 +383,7 @@ class Lister:
     async def _sweep(self, directory: Directory, generation: int) -> None:
         """Remove what listing `generation`, complete, did not show; and what was below it."""
         after: bytes | None = b""
-        while after is not None and directory.complete == generation:
+        while after is not None and directory.listed.complete == generation:
             async with self._tree.writing:
                 after, gone = await trio.to_thread.run_sync(
                     sweep, self._tree, directory, generation, after, self._freshness.held.names_in(directory)

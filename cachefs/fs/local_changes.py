@@ -313,7 +313,7 @@ class LocalChanges:
         if node.moving:
             return
         info = dirty_file.committed
-        new = Row(node.directory.generation, info.mtime_ns, info.size, info.etag, node.ino)
+        new = Row(node.directory.listed.generation, info.mtime_ns, info.size, info.etag, node.ino)
         key = node.directory.key + node.name
         self._tree.database.write([("names", key, encode(new)), ("local", key, None)])
         self._kept.put(node.ino, node.attrs)
@@ -415,7 +415,7 @@ class LocalChanges:
         row = self._tree.row(place[0], mark)
         if row is None or row.ino != directory.ino:  # another client has removed it meanwhile
             row = _NO_ROW._replace(ino=directory.ino)
-        row = row._replace(generation=to[0].generation)
+        row = row._replace(generation=to[0].listed.generation)
         lost = move(self._tree, (place[0], mark), (to[0], new), row)
         for one in self._tree.replace(directory, to[0], new):
             self._lister.cancel(one)
@@ -456,7 +456,7 @@ class LocalChanges:
         """What was listed of it does not count any more."""
         self._freshness.forget_answers()
         self._lister.cancel(directory)
-        directory.complete, directory.marked = 0, False
+        directory.listed.complete, directory.marked = 0, False
 
     def _give_up(self, directory: Directory, name: bytes) -> None:
         node = self._places.get((directory.ino, name))
@@ -495,7 +495,7 @@ class LocalChanges:
     def written(self, directory: Directory, name: bytes, said: ObjectInfo | bool) -> int:
         """Write down what there is under a name from now on, while `applying`. Returns its number."""
         also = [("local", directory.key + name, None)]
-        written = write_answer(self._tree, directory, name, said, directory.generation, also)
+        written = write_answer(self._tree, directory, name, said, directory.listed.generation, also)
         self._tree.note_change(directory, name)
         self._give_up(directory, name)
         self.touch(directory)

@@ -125,7 +125,7 @@ class Looker:
             answer = self._freshness.decide(directory, name, since, self._clock())
             if answer is not None:
                 return answer
-            if directory.listing is listing or directory.complete == listing.generation:
+            if directory.listing is listing or directory.listed.complete == listing.generation:
                 break
         if directory.listing is listing and directory.ttls.ttl:
             self._lister.missed(directory, listing)
@@ -161,12 +161,9 @@ class Looker:
             return True
         if not directory.ttls.ttl:
             return True  # a listing is not used any longer than an answer
-        if directory.complete and self._freshness.whole(directory) is None:
+        if directory.listed.complete and self._freshness.whole(directory) is None:
             return False
-        if now - directory.stale_since > directory.ttls.ttl or directory.stale_since > now:
-            directory.stale_since, directory.stale_asks = now, 0
-        directory.stale_asks += 1
-        return directory.stale_asks <= SINGLE_ASKS
+        return directory.asks.one_more(now, directory.ttls.ttl) <= SINGLE_ASKS
 
     async def ask(self, directory: Directory, name: bytes, *, share: bool = True) -> Found | float:
         """Ask the origin about this very name. With `share`, an answer that is already on its way will do."""

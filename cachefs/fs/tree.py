@@ -58,6 +58,7 @@ CHANGES_REMEMBERED = 16_384
 ALWAYS = 0xFFFFFFFF
 
 _STATE = struct.Struct(">IIdIII")
+_NEVER = (-1, 0)
 _EPOCH = b"epoch"
 _FINGERPRINT = b"volumes"
 _CLOCK = b"clock"
@@ -98,32 +99,69 @@ class KernelListing:
 _versions = count(1)
 
 
+@dataclass(slots=True)
+class Listed:
+    """What the listings of a directory came to. `generation` is the last one given to a listing, `complete` that of the last
+    listing that reached its end (0: none did): it began in `epoch`, ended `at` that time, and met so many `hidden` keys.
+    `refreshed` is the epoch in which a refresh of everything below was requested. `early`: the listing was begun before a
+    reader came. It shows what is there, but not what is missing: that may have come since."""
+
+    generation: int = 0
+    complete: int = 0
+    at: float = 0.0
+    epoch: int = 0
+    refreshed: int = 0
+    hidden: int = 0
+    early: bool = False
+
+    def next(self) -> int:
+        """The generation of a new listing."""
+        self.generation += 1
+        return self.generation
+
+    def ended(self, generation: int, epoch: int, at: float, hidden: int = 0) -> None:
+        self.complete, self.epoch, self.at, self.hidden = generation, epoch, at, hidden
+
+    def packed(self) -> bytes:
+        """For `_STATE`, without `early`."""
+        return _STATE.pack(self.generation, self.complete, self.at, self.epoch, self.refreshed, self.hidden)
+
+
+class SingleAsks:
+    """Names of a directory that were asked for one by one, lately."""
+
+    __slots__ = ("count", "since")
+
+    def __init__(self) -> None:
+        self.count, self.since = 0, 0.0
+
+    def one_more(self, now: float, ttl: float) -> int:
+        """How many there are within a TTL, with this one."""
+        if now - self.since > ttl or self.since > now:
+            self.count, self.since = 0, now
+        self.count += 1
+        return self.count
+
+
 class Directory:
-    """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes. `early`: its
-    listing was begun before a reader came. It shows what is there, but not what is missing: that may have come since."""
+    """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes. `marked`: the
+    origin is known to have a marker of it. `needed` is an epoch, and the one since which a listing may have begun to be used
+    then (`Tree.epoch_needed`)."""
 
     __slots__ = (
         "__weakref__",
-        "complete",
-        "early",
-        "epoch_needed",
-        "epoch_seen",
-        "generation",
-        "hidden",
+        "asks",
         "ino",
         "kernel",
         "key",
-        "listed_at",
-        "listed_epoch",
+        "listed",
         "listing",
         "mark",
         "marked",
+        "needed",
         "origin",
         "parent",
         "prefix",
-        "refreshed",
-        "stale_asks",
-        "stale_since",
         "ttls",
         "version",
         "warned",
@@ -137,28 +175,20 @@ class Directory:
         origin: Origin | None,
         prefix: str,
         ttls: Ttls,
+        state: bytes | None = None,
     ) -> None:
         self.ttls = ttls
-        self.early = False
         self.ino = ino
         self.key = inode_key(ino)
         self.parent = parent
         self.mark = mark
         self.origin = origin
         self.prefix = prefix
-        self.generation = 0  # the last one given to a listing
-        self.complete = 0  # that of the last listing that reached the end; 0: none did
-        self.listed_at = 0.0
-        self.listed_epoch = 0
-        self.refreshed = 0  # the epoch in which a refresh of everything below was requested
-        self.hidden = 0
+        self.listed = Listed(*_STATE.unpack(state)) if state else Listed()
         self.listing: Listing | None = None
-        self.marked = False  # whether it is known that the store has a marker of it
-        self.stale_asks = 0
-        self.stale_since = 0.0
-        self.warned = False
-        self.epoch_seen = -1
-        self.epoch_needed = 0
+        self.asks = SingleAsks()
+        self.marked = self.warned = False
+        self.needed = _NEVER
         self.kernel: KernelListing | None = None
         self.changed()
 
@@ -166,27 +196,9 @@ class Directory:
         """A name has come or gone since the last complete listing, or may have. To be called once that is written."""
         self.version = next(_versions)  # in the whole process: the object may be made again
 
-    def load(self, state: bytes) -> None:
-        (
-            self.generation,
-            self.complete,
-            self.listed_at,
-            self.listed_epoch,
-            self.refreshed,
-            self.hidden,
-        ) = _STATE.unpack(state)
-
     def state(self) -> Put:
-        """The row that says all this."""
-        packed = _STATE.pack(
-            self.generation,
-            self.complete,
-            self.listed_at,
-            self.listed_epoch,
-            self.refreshed,
-            self.hidden,
-        )
-        return ("directories", self.key, packed)
+        """The row that says what was `listed`."""
+        return ("directories", self.key, self.listed.packed())
 
     @property
     def is_top(self) -> bool:
@@ -246,9 +258,8 @@ class Tree:
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
         ttls = (only and volumes[0].ttls) or self._ttls
-        self.root = Directory(ROOT, None, b"", only, _prefix_of(only) if only else "", ttls)
-        if state := database.get("directories", self.root.key):
-            self.root.load(state)
+        state = database.get("directories", inode_key(ROOT))
+        self.root = Directory(ROOT, None, b"", only, _prefix_of(only) if only else "", ttls, state)
         if only is None:
             self._write_volumes(volumes)
         self._by_ino[ROOT] = self.root
@@ -292,8 +303,8 @@ class Tree:
     def _write_volumes(self, volumes: Sequence[Volume]) -> None:
         """The root is the list of volumes: always listed, always fresh."""
         root = self.root
-        root.generation = root.complete = 1
-        root.listed_at, root.listed_epoch = float("inf"), ALWAYS
+        root.listed.generation = 1
+        root.listed.ended(1, ALWAYS, float("inf"), root.listed.hidden)
         puts: list[Put] = [root.state()]
         for volume in volumes:
             name = volume.name.encode()
@@ -338,14 +349,13 @@ class Tree:
         return None if ino >> 8 * NUMBER_BYTES else self.database.get("inodes", inode_key(ino))
 
     def _adopt(self, parent: Directory, ino: int, mark: bytes) -> Directory:
+        state = self.database.get("directories", inode_key(ino))
         if parent.origin is None:
             origin, ttls = self._volumes[name_in(mark)]
-            directory = Directory(ino, parent, mark, origin, _prefix_of(origin), ttls)
+            directory = Directory(ino, parent, mark, origin, _prefix_of(origin), ttls, state)
         else:
             prefix = parent.prefix + mark.decode("utf-8")
-            directory = Directory(ino, parent, mark, parent.origin, prefix, parent.ttls)
-        if (state := self.database.get("directories", directory.key)) is not None:
-            directory.load(state)
+            directory = Directory(ino, parent, mark, parent.origin, prefix, parent.ttls, state)
         self._by_ino[ino] = self._kept[ino] = directory
         if len(self._kept) > KEPT_DIRECTORIES:
             del self._kept[next(iter(self._kept))]
@@ -359,13 +369,13 @@ class Tree:
     def replace(self, directory: Directory, parent: Directory, mark: bytes) -> list[Directory]:
         """A directory has another place now. Returns it and those below it that are in use: what they hold is under other
         keys."""
-        directory.refreshed = self.epoch_needed(directory)  # as it was above
+        directory.listed.refreshed = self.epoch_needed(directory)  # as it was above
         directory.parent, directory.mark = parent, mark
         before, after = directory.prefix, parent.prefix + mark.decode()
         moved = [one for one in self.in_use() if is_below(one, directory)]
         for one in moved:
             one.prefix = after + one.prefix.removeprefix(before)
-            one.epoch_seen = -1
+            one.needed = _NEVER
         return moved
 
     def known(self, ino: int) -> Directory | None:
@@ -374,18 +384,18 @@ class Tree:
 
     def epoch_needed(self, directory: Directory) -> int:
         """The epoch since which a listing of `directory` may have begun to be used."""
-        if directory.epoch_seen != self.epoch:
+        if directory.needed[0] != self.epoch:
             needed, above = 0, directory
             while above is not None:
-                needed = max(needed, above.refreshed)
+                needed = max(needed, above.listed.refreshed)
                 above = above.parent  # type: ignore[assignment]
-            directory.epoch_needed, directory.epoch_seen = needed, self.epoch
-        return directory.epoch_needed
+            directory.needed = self.epoch, needed
+        return directory.needed[1]
 
     def refresh(self, directory: Directory) -> list[Put]:
         """From now on nothing known about `directory` and below is used. Returns the rows that make it last."""
         self.epoch += 1
-        directory.refreshed = self.epoch
+        directory.listed.refreshed = self.epoch
         return [directory.state(), ("state", _EPOCH, self.epoch.to_bytes(4, "big"))]
 
     def renew(self) -> None:
@@ -394,7 +404,7 @@ class Tree:
         puts = list(self._lasting)
         for directory in self.in_use():
             if directory.origin is not None:
-                directory.complete = 0
+                directory.listed.complete = 0
             directory.changed()
             puts.append(directory.state())
             parent, mark = directory.parent, directory.mark

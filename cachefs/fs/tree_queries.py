@@ -62,7 +62,7 @@ class TreeQueries:
     def knows(self, origin: Origin) -> bool:
         """Whether anything is written down of what is mounted of a store."""
         tops = (top for top in self._tree.tops() if top.origin is origin)
-        return any(top.complete or self._tree.scan(top, b"", 1) for top in tops)
+        return any(top.listed.complete or self._tree.scan(top, b"", 1) for top in tops)
 
     def known(self, path: str) -> tuple[Origin, ObjectId] | None:
         """The file at `path` as it is written down; None when it is not."""

@@ -43,7 +43,7 @@ def of_directory(directory: Directory, whole: tuple[int, float] | None, name: by
     """`whole` is the last complete listing: (generation, time)."""
     if name == HIDDEN:
         listing = directory.listing
-        return str(max(directory.hidden, listing.hidden if listing else 0)).encode()
+        return str(max(directory.listed.hidden, listing.hidden if listing else 0)).encode()
     if name == LISTED:
         if whole is None or whole[1] == float("inf"):
             return b""
