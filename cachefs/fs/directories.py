@@ -8,7 +8,7 @@ when it has caught up. It never ends before the listing did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
@@ -60,6 +60,27 @@ class DirectoryHandle:
         self.last = b""  # the mark the chunk ends with
 
 
+class OpenDirectories(dict[int, DirectoryHandle]):
+    """By number."""
+
+    def __init__(self) -> None:
+        self.follow(1)
+
+    def follow(self, first: int) -> None:
+        """Go on where another daemon died: handles have numbers from `first` on."""
+        self._first = self._next = first
+
+    def are_before(self, number: int) -> bool:
+        """Whether another daemon has given this number, and none has gone on with it."""
+        return number < self._first and number not in self
+
+    def add(self, handle: DirectoryHandle) -> int:
+        number = self._next
+        self._next += 1
+        self[number] = handle
+        return number
+
+
 class DirectoryReader:
     def __init__(
         self, tree: Tree, freshness: Freshness, lister: Lister, clock: Callable[[], float], shape: Shape
@@ -69,6 +90,7 @@ class DirectoryReader:
         self._lister = lister
         self._clock = clock
         self._shape = shape
+        self.handles = OpenDirectories()
 
     async def read(self, handle: DirectoryHandle, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind the cookie `offset` (0: from the beginning); none at the end."""
@@ -114,10 +136,11 @@ class DirectoryReader:
             more = await self._fill(handle, after, rest)
         return handle.chunk[:limit] if more else rest
 
-    def kept(self, handle: DirectoryHandle, others: Iterable[DirectoryHandle]) -> bool:
-        """Whether the kernel may keep the listing that it has, for the reader behind `handle`; otherwise it drops it
+    def kept(self, number: int) -> bool:
+        """Whether the kernel may keep the listing that it has, for the reader behind this handle; otherwise it drops it
         now. It may while the listing is complete and fresh, which is as long as the attributes of its names that it has,
-        too, and no name has come or gone. `others` are all handles."""
+        too, and no name has come or gone."""
+        handle = self.handles[number]
         directory, kernel = handle.directory, handle.directory.kernel
         now = self._clock()
         fresh = self._fresh(directory, self._freshness.horizon(directory, now, now))
@@ -129,7 +152,9 @@ class DirectoryReader:
         ):
             return True
         # What a reader has begun before is kept by the kernel as its reading goes on.
-        began = (other for other in others if other.directory is directory and other.generation)
+        began = (
+            other for other in self.handles.values() if other.directory is directory and other.generation
+        )
         if any((other.generation, other.version) != (fresh, directory.version) for other in began):
             directory.kernel = None
         else:

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from cachefs.fs.attributes import Attributes
     from cachefs.fs.local_changes import Node
     from cachefs.fs.reader import Backing, Reader
-    from cachefs.fs.tree import Directory
+    from cachefs.fs.tree import Directory, Found
     from cachefs.origin import Origin
+
+WARM_OPENS = 16_384
+"""Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
 
 CLOSED_REMEMBERED = 16_384
 """Closed files in passthrough whose handles are kept, about 500 bytes each. Beyond it all go the general way once."""
@@ -39,6 +42,9 @@ DIRECTORIES_KEPT = 1_024
 
 LARGE = 4 << 20
 """Opens of larger files are always reported: each costs more than the report. Borrowed from what is fetched in one GET."""
+
+Warm = tuple[float, "Origin", "ObjectId", int, "Found"]
+"""Until when it is fresh; origin, version and mtime_ns of a file; what its name led to."""
 
 PassthroughHook = Callable[[Any], bool]
 """Tells the kernel of a file that it may read by itself; whether it took it."""
@@ -138,6 +144,8 @@ class OpenFiles:
         # call.
         self.on_open: OpenHook | None = None
         self.awaited: Container[bytes] = frozenset()
+        # What lately opened files are, and until when that is fresh. Dropped whole on any news.
+        self.warm: dict[int, Warm] = {}
         self.nameless: dict[
             int, Attributes
         ] = {}  # of open ones only; without links if the name was removed here
@@ -159,6 +167,15 @@ class OpenFiles:
         self._reader = reader
 
     # -- inodes ------------------------------------------------------------------------------------
+
+    def keep_warm(self, ino: int, warm: Warm) -> None:
+        if len(self.warm) >= WARM_OPENS:
+            self.warm.clear()
+        self.warm[ino] = warm
+
+    def forget_warm(self) -> None:
+        """There is news of a name."""
+        self.warm.clear()
 
     def lose_name(self, ino: int, *, removed: bool = False) -> None:
         """No name leads to this inode any more: the origin has another version, or it was `removed` here."""

@@ -54,17 +54,11 @@ from cachefs.origin import Origin
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT | os.O_APPEND
 
-WARM_OPENS = 16_384
-"""Lately opened files remembered, under 1 KiB each. Measured: an open from here costs 2 µs, through the tables 9."""
-
 DAEMON_BITS = 40
 """Handles that a daemon may give out in its life, as a power of two: at 100,000 a second enough for four months."""
 
 InvalidateHook = Callable[[int, int, bytes], None]
 """(ino, parent, name): whatever the kernel keeps of this inode (0: of none) and this name (b"": of none) is out of date."""
-
-Warm = tuple[float, Origin, ObjectId, int, Found]
-"""Until when it is fresh; origin, version and mtime_ns of a file; what its name led to."""
 
 Opened = tuple[int, int]
 """A handle; the kernel's number of the file of the cache to read by itself (0: none, and then reads are ours). It may keep
@@ -100,37 +94,24 @@ class FileSystem:
         self._looker = Looker(self._tree, self._freshness, self._lister, metrics, clock, self._changed)
         self._directories = DirectoryReader(self._tree, self._freshness, self._lister, clock, self._shape)
         self._files = OpenFiles(reader, self._of_handle, wall)
-        self._handles = self._files.handles
         self.tree_queries = TreeQueries(
             self._tree, self._freshness, self._looker, self._directories, self._locate
         )
         known = (self._tree, self._freshness, self._lister, clock)
-        self._refreshing = Refreshing(*known, self._forget_warm, self._tell, lambda: self.told())
+        self._refreshing = Refreshing(*known, self._files.forget_warm, self._tell, lambda: self.told())
         self._writing: Writing | None = None
         if writer is not None:
             parts = (self._tree, self._freshness, self._looker, self._lister, self._files)
-            self._writing = Writing(*parts, writer, options, clock, wall, self._forget_warm)
-        self._open_directories: dict[int, DirectoryHandle] = {}
-        self._next_directory = self._first_directory = 1
-        self.origins = [volume.origin for volume in volumes]
-        # What lately opened files are, and until when that is fresh. Dropped whole on any news.
-        self._warm: dict[int, Warm] = {}
-        self._file_mode = stat.S_IFREG | options.file_mode
-        self._dir_mode = stat.S_IFDIR | options.dir_mode
+            self._writing = Writing(*parts, writer, options, clock, wall)
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [top.origin for top in self._tree.tops() if top.origin is not None]
 
     def list_tops(self, absent: Container[Origin] = ()) -> None:
         """Begin to list what is mounted, a page of it, where names may be used for a while: the first reader need not wait
         for that. Not where a listing is fresh, nor of origins that are `absent`."""
-        self._tops = self._tree.tops()  # kept: they know that their listings are early
-        for top in self._tops:
-            origin, now = top.origin, self._clock()
-            if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
-                continue
-            horizon = self._freshness.horizon(top, now, now)
-            whole = self._freshness.whole(top)
-            if whole is None or whole[1] < horizon:
-                self._lister.allow(top, self._lister.demand(top, horizon), 1)
-                top.listed.early = True
+        self._lister.list_tops(absent)
 
     def renew_names(self) -> None:
         """From now on, names whose database is cut short are learnt again. Call it on the trio thread."""
@@ -174,7 +155,7 @@ class FileSystem:
         """Go on where `count` daemons before have died."""
         first = count << DAEMON_BITS
         self._files.follow(first)
-        self._next_directory = self._first_directory = first
+        self._directories.handles.follow(first)
 
     def open_file(self, fh: int) -> FileHandle:
         return self._files.handles[fh]
@@ -196,9 +177,9 @@ class FileSystem:
 
     def reopen_directory(self, dh: int, ino: int) -> None:
         """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""
-        if dh < self._first_directory and dh not in self._open_directories:
+        if self._directories.handles.are_before(dh):
             directory = self._directory(ino)
-            self._open_directories[dh] = DirectoryHandle(ino, directory)
+            self._directories.handles[dh] = DirectoryHandle(ino, directory)
             directory.kernel = None  # the reader began on a listing that nothing is known of
 
     # -- names and attributes ----------------------------------------------------------------------
@@ -210,7 +191,7 @@ class FileSystem:
             return self._root()
         if (nameless := self._nameless(ino)) is not None:
             return nameless
-        warm = self._warm.get(ino)
+        warm = self._files.warm.get(ino)
         try:
             if warm is not None and warm[0] > self._clock():
                 return self._known(ino, warm[4])
@@ -237,7 +218,7 @@ class FileSystem:
             return self._files.nameless[ino], 0.0
         if ino in self._files.gone:
             return self._files.gone[ino][1], 0.0
-        for handle in self._open_directories.values():
+        for handle in self._directories.handles.values():
             if handle.ino == ino and handle.attributes is not None:
                 return replace(handle.attributes, nlink=0), 0.0
         raise
@@ -350,9 +331,9 @@ class FileSystem:
             return self._writing.shape(ino, is_dir, row)
         options = self._options
         if is_dir:
-            mode, links, size = self._dir_mode, 2, DIRECTORY_SIZE
+            mode, links, size = stat.S_IFDIR | options.dir_mode, 2, DIRECTORY_SIZE
         else:
-            mode, links, size = self._file_mode, 1, row.size
+            mode, links, size = stat.S_IFREG | options.file_mode, 1, row.size
         time_ns = row.mtime_ns
         return Attributes(ino, mode, links, size, time_ns, options.uid, options.gid, time_ns, time_ns)
 
@@ -366,15 +347,12 @@ class FileSystem:
         directory = self._directory(ino) if gone is None else gone[0]
         found = self.attributes_now(ino)
         handle = DirectoryHandle(ino, directory, None if found is None else found[0])
-        number = self._next_directory
-        self._next_directory += 1
-        self._open_directories[number] = handle
-        return number
+        return self._directories.handles.add(handle)
 
     async def readdir(self, dh: int, offset: int, limit: int) -> list[Entry]:
         """At most `limit` entries behind `offset`, in the store's order, without "." and ".."; none at the end. Raises
         when the listing fails, rather than end early; `NotFound` when the directory was removed."""
-        handle = self._open_directories.get(dh)
+        handle = self._directories.handles.get(dh)
         if handle is None:
             raise NotFound(f"no directory handle {dh}")
         if self._tree.known(handle.ino) is not handle.directory:
@@ -384,15 +362,15 @@ class FileSystem:
     def listing_kept(self, dh: int) -> bool:
         """Whether the kernel may keep what it has read of the directory until now, for the reader of this handle. The answer
         to the open has to say so, or else to drop it. Call `listing_lost` if the answer cannot be given."""
-        return self._directories.kept(self._open_directories[dh], self._open_directories.values())
+        return self._directories.kept(dh)
 
     def listing_lost(self, dh: int) -> None:
         """The next reader is not to have what the kernel has of the directory, or it was not told to drop that."""
-        if (handle := self._open_directories.get(dh)) is not None:
+        if (handle := self._directories.handles.get(dh)) is not None:
             handle.directory.kernel = None
 
     def releasedir(self, dh: int) -> None:
-        self._open_directories.pop(dh, None)
+        self._directories.handles.pop(dh, None)
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -403,7 +381,7 @@ class FileSystem:
     def open_known(self, ino: int, pid: int) -> tuple[int, Backing] | None:
         """`open_now`, for reading, of a file that was opened so before, lies in passthrough, and is open nowhere: a handle,
         and the backing file. None: `open_now` knows. The caller has its use noted (`note_use`) once it has answered."""
-        warm = self._warm.get(ino)
+        warm = self._files.warm.get(ino)
         if warm is None or warm[0] <= self._clock():
             return None
         return self._files.reopen(ino, warm[2], pid)
@@ -419,7 +397,7 @@ class FileSystem:
             return None
         if ino == ROOT:
             raise IsADirectory("the root is a directory")
-        warm = self._warm.get(ino)
+        warm = self._files.warm.get(ino)
         if warm is not None and warm[0] > self._clock():
             return self._files.open(ino, warm[1], warm[2], warm[3], pid)
         if ino in self._files.nameless and (again := self._open_again(ino, pid)) is not None:
@@ -493,7 +471,7 @@ class FileSystem:
         """What an open should wait a moment for: the version that it will open, if no other is found meanwhile."""
         if flags & _WRITING or not self._files.decides(ino):
             return None
-        warm = self._warm.get(ino)
+        warm = self._files.warm.get(ino)
         obj = warm[2] if warm is not None else self.tree_queries.version(ino)
         return obj if obj is not None and self._reader.arrives(obj) else None
 
@@ -513,15 +491,13 @@ class FileSystem:
             assert self._writing is not None  # stored, and perhaps still written through a mapping
             return self._writing.open_again(others[0], pid)
         opened = self._files.open(ino, directory.origin, obj, mtime_ns, pid)
-        if len(self._warm) >= WARM_OPENS:
-            self._warm.clear()
         if not directory.ttls.revalidate:
-            self._warm[ino] = (found.until, directory.origin, obj, mtime_ns, found)
+            self._files.keep_warm(ino, (found.until, directory.origin, obj, mtime_ns, found))
         return opened
 
     def read_now(self, fh: int, offset: int, size: int) -> Buffer | None:
         """Bytes, clipped to the object; None when `read` has to be awaited."""
-        handle = self._handles[fh]
+        handle = self._files.handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else self._dirty_file(handle).read_now(offset, size)
@@ -532,7 +508,7 @@ class FileSystem:
 
     async def read(self, fh: int, offset: int, size: int) -> Buffer:
         """Bytes, clipped to the object. `ObjectChanged` for what is not cached of a version that the origin has no more."""
-        handle = self._handles[fh]
+        handle = self._files.handles[fh]
         count = min(size, handle.size - offset)
         if count <= 0:
             return b"" if handle.size != DIRTY_FILE else await self._dirty_file(handle).read(offset, size)
@@ -561,7 +537,7 @@ class FileSystem:
             handle.lost = True
             self._metrics.objects_changed += 1
             if handle.ino not in self._files.nameless:
-                self._warm.clear()
+                self._files.forget_warm()
                 self._freshness.doubt(handle.ino)
                 self._invalidate(handle.ino)
         return ObjectChanged(f"{handle.object.key} was replaced or removed while it was open")
@@ -736,12 +712,9 @@ class FileSystem:
         await self._refreshing.path(path)
         await self.told()
 
-    def _forget_warm(self) -> None:
-        self._warm.clear()
-
     def _changed(self, directory: Directory, ino: int, name: bytes) -> None:
         """The origin has something else under a name now, or nothing: it led to this inode (0: to none) until now."""
-        self._warm.clear()
+        self._files.forget_warm()
         self._files.lose_name(ino)
         if self._writing is not None:
             self._writing.forget_inode(ino)
@@ -771,7 +744,7 @@ class FileSystem:
         return {
             "names": self._tree.database.count("names"),
             "open_files": len(self._files),
-            "open_directories": len(self._open_directories),
+            "open_directories": len(self._directories.handles),
             "listings": self._lister.active(),
         }
 
@@ -779,13 +752,13 @@ class FileSystem:
         """Stop listing and close what is still open, unless another daemon goes on with it. `unmounted`: no process has
         anything open, though the kernel's last messages may not have come; what is written is kept then. Otherwise what
         processes were writing is given up."""
-        for fh, handle in {} if handed_over else dict(self._handles).items():
+        for fh, handle in {} if handed_over else dict(self._files.handles).items():
             if unmounted or not handle.writes:
                 self.release(fh)
             else:
                 self._files.release(fh)
         await self._lister.aclose()
-        self._open_directories.clear()
+        self._directories.handles.clear()
 
 
 _NO_ROW = Row(0, 0, 0, "")

@@ -12,7 +12,7 @@ last page those of earlier ones are what has vanished; they are swept in bounded
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
@@ -157,6 +157,19 @@ class Lister:
         self._all_done = trio.Event()
         self._closed = False
         self._disordered: set[str] = set()  # sources caught breaking the order they claim
+
+    def list_tops(self, absent: Container[Origin]) -> None:
+        """See `FileSystem.list_tops`."""
+        self._tops = self._tree.tops()  # kept: they know that their listings are early
+        for top in self._tops:
+            origin, now = top.origin, self._clock()
+            if origin is None or origin in absent or not origin.can_list or not top.ttls.ttl:
+                continue
+            horizon = self._freshness.horizon(top, now, now)
+            whole = self._freshness.whole(top)
+            if whole is None or whole[1] < horizon:
+                self.allow(top, self.demand(top, horizon), 1)
+                top.listed.early = True
 
     def demand(self, directory: Directory, horizon: float) -> Listing:
         """The listing that is under way, or rests and is not older than `horizon`, or a new one. Call `allow` next."""

@@ -121,7 +121,6 @@ class LocalChanges:
         self._places: dict[tuple[int, bytes], Node] = {}  # those that have a name, held or open
         self._by_dirty_file: dict[str, Node] = {}
         self.times: dict[int, int] = {}  # of directories in which something was changed here, ns
-        self.on_change: Callable[[], None] = lambda: None
         self._doomed: list[int] = []  # directories that have lost their names
         self.held = freshness.held
 
@@ -197,7 +196,7 @@ class LocalChanges:
             self._kept.put(new.ino, self._kept.get(ino))
             self._kept.put(ino, {})
             self._freshness.note_answer(directory, name, new.ino, self._clock())
-            self.on_change()
+            self._files.forget_warm()
 
     def share(self, node: Node, dirty_file: DirtyFile, handles: list[FileHandle]) -> None:
         """What its readers have in passthrough is the dirty file from now on, under the same number."""
@@ -208,7 +207,7 @@ class LocalChanges:
         for handle in handles:
             self.attach(handle, node)
             handle.backing = dirty_file.backing
-        self.on_change()
+        self._files.forget_warm()
 
     async def hold(self, node: Node) -> None:
         """From now on its name shows its dirty file, and all its handles read that. Raises `ObjectChanged` where another
@@ -223,7 +222,7 @@ class LocalChanges:
             self._lose(lost)
             self._files.nameless.pop(node.ino, None)  # another client's version may just have come
             self._held(node)
-            self.on_change()
+            self._files.forget_warm()
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
             for handle in self._files.under(node.ino):
                 self.attach(handle, node)
@@ -431,7 +430,7 @@ class LocalChanges:
         now = self._clock()
         self._freshness.note_answer(*place, None, now)
         self._freshness.note_answer(*to, row.ino, now)
-        self.on_change()
+        self._files.forget_warm()
 
     def _lose(self, lost: list[Lost]) -> None:
         """These have no name any more; while `applying`."""
@@ -499,7 +498,7 @@ class LocalChanges:
         self._tree.note_change(directory, name)
         self._give_up(directory, name)
         self.touch(directory)
-        self.on_change()
+        self._files.forget_warm()
         self._lose(written.lost)
         ino = written.inos[0] if written.inos else None
         self._freshness.note_answer(directory, name, ino, self._clock())

@@ -42,9 +42,8 @@ T = TypeVar("T")
 
 
 class Writing:
-    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. `forget` drops what the other half
-    knows of lately opened files. The age of answers is by `clock`; the times that files and directories show are by
-    `wall`."""
+    """`dirty_files` is for what is done by handle, `names` for unlink, rmdir and rename. The age of answers is by `clock`;
+    the times that files and directories show are by `wall`."""
 
     def __init__(
         self,
@@ -57,17 +56,14 @@ class Writing:
         options: Options,
         clock: Callable[[], float],
         wall: Callable[[], float],
-        forget: Callable[[], None],
     ) -> None:
         self._tree = tree
         self._looker = looker
         self._files = files
         self._options = options
-        self._forget = forget
         self._wall = wall
         self._kept = Overrides(tree.database)
         self._local_changes = LocalChanges(tree, freshness, lister, files, self._kept, writer, clock, wall)
-        self._local_changes.on_change = forget
         self.locks = NameLocks()
         self.dirty_files = DirtyFiles(self._local_changes, self._kept, files, writer, wall, self.locks)
         writer.on_changed = self._changed_unseen
@@ -280,7 +276,7 @@ class Writing:
         """A handle to write what was found. The caller has claimed the name."""
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{mark.decode()} is a directory")
-        self._forget()
+        self._files.forget_warm()
         obj = object_of(directory, mark, found.row)
         return await self.dirty_files.open(directory, mark, obj, found.row, flags, pid)
 
@@ -335,7 +331,7 @@ class Writing:
             raise ObjectChanged(f"inode {ino} was replaced")
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-        self._forget()
+        self._files.forget_warm()
         obj = object_of(directory, name, found.row)
         if found.row.known and obj.size == size:
             return

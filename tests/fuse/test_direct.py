@@ -1,5 +1,5 @@
 """Files that are known are opened directly, in a few steps (`NativeBackend.direct`), and what is shown of them is found in a
-table (`FileSystem._warm`).
+table (`OpenFiles.warm`).
 
 Each answer is the one that the general way gives: histories of requests, refreshes and changes from a seed are played both
 ways, and compared byte for byte."""
@@ -182,7 +182,7 @@ async def played(
     bucket = WritableBucket(FILES)
     async with kernel(bucket, writer=MemoryWriter() if writes else None) as asking:
         if not direct:
-            asking.fs._warm = Forgetful()
+            asking.fs._files.warm = Forgetful()
         asking.backend._eager = False  # or real time would decide which tasks run first
         asking.cache.whole.update(FILES)
         history = History(asking, bucket, seed, writes=writes)
