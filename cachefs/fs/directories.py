@@ -9,6 +9,7 @@ when it has caught up. It never ends before the listing did.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cachefs.base.errors import OriginFailed, Unreachable, Unsupported
@@ -33,31 +34,22 @@ Shape = Callable[[int, bool, "Row"], Attributes]
 """(ino, is_dir, row) → attributes."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DirectoryHandle:
-    """One open directory. `attributes` are those it was opened with, if
-    they were known. `generation` is the oldest listing whose rows it shows, 0 until it has begun; `version` is the
-    directory's then."""
+    """One open directory. `attributes` are those it was opened with, if they were known. `generation` is the oldest listing
+    whose rows it shows, 0 until it has begun; `version` is the directory's then."""
 
-    __slots__ = (
-        "attributes",
-        "chunk",
-        "directory",
-        "generation",
-        "ino",
-        "last",
-        "places",
-        "renewals",
-        "version",
-    )
-
-    def __init__(self, ino: int, directory: Directory, attributes: Attributes | None = None) -> None:
-        self.ino = ino
-        self.attributes = attributes
-        self.directory = directory
-        self.generation = self.version = self.renewals = 0
-        self.chunk: list[Entry] = []
-        self.places: dict[int, int] = {}  # cookie → index in the chunk of what comes behind it
-        self.last = b""  # the mark the chunk ends with
+    ino: int
+    directory: Directory
+    attributes: Attributes | None = None
+    generation: int = 0
+    version: int = 0
+    renewals: int = 0
+    chunk: list[Entry] = field(default_factory=list)
+    places: dict[int, int] = field(
+        default_factory=dict
+    )  # cookie → index in the chunk of what comes behind it
+    last: bytes = b""  # the mark the chunk ends with
 
 
 class OpenDirectories(dict[int, DirectoryHandle]):

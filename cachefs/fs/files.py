@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cachefs.base.errors import NotFound, ObjectChanged
@@ -67,51 +67,30 @@ DIRTY_FILE = -1
 nothing."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class FileHandle:
     """`ino` is the inode. `mtime_ns` is the time of its version. `backing` is what the kernel reads it from by itself, if it
     does. `node` is there when it is open for writing, or reads what is written; `flushed` when a descriptor of it was
     closed, so that no later close need follow. `record` is what a holder keeps of it for the next daemon (b"": not made
     yet). `lost`: its version was found to be gone from the origin."""
 
-    __slots__ = (
-        "backing",
-        "flushed",
-        "former",
-        "ino",
-        "lost",
-        "mtime_ns",
-        "node",
-        "object",
-        "opened",
-        "origin",
-        "pid",
-        "record",
-        "size",
-        "writes",
-    )
+    ino: int
+    origin: Origin
+    object: ObjectId
+    mtime_ns: int
+    opened: Any
+    pid: int
+    backing: Backing | None
+    record: bytes = b""
+    node: Node | None = None
+    writes: bool = False
+    flushed: bool = False
+    lost: bool = False
+    former: tuple[Any, ...] = ()  # what it read under names its file does not have any more
+    size: int = field(init=False)
 
-    def __init__(
-        self,
-        ino: int,
-        origin: Origin,
-        obj: ObjectId,
-        mtime_ns: int,
-        opened: Any,
-        pid: int,
-        backing: Backing | None,
-    ) -> None:
-        self.ino = ino
-        self.origin = origin
-        self.object = obj
-        self.mtime_ns = mtime_ns
-        self.size = obj.size
-        self.opened = opened
-        self.pid = pid
-        self.backing = backing
-        self.record = b""
-        self.node: Node | None = None
-        self.writes = self.flushed = self.lost = False
-        self.former: tuple[Any, ...] = ()  # what it read under names its file does not have any more
+    def __post_init__(self) -> None:
+        self.size = self.object.size
 
     def can_reopen(self) -> bool:
         """Whether this handle of a file in passthrough, now closed, may be given out again (`OpenFiles.reopen`)."""

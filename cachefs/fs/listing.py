@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -67,18 +68,16 @@ class Ticket:
             raise type(self._failure)(*self._failure.args) from self._failure
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Asked:
     """A page that was requested `at` a time, after so many `changes` made here."""
 
-    __slots__ = ("at", "changes", "ended", "failure", "listed", "token")
-
-    def __init__(self, token: str | None, at: float, changes: int) -> None:
-        self.token = token
-        self.at = at
-        self.changes = changes
-        self.ended = trio.Event()
-        self.listed: ListPage | None = None
-        self.failure: Exception | None = None
+    token: str | None
+    at: float
+    changes: int
+    ended: trio.Event = field(default_factory=trio.Event)
+    listed: ListPage | None = None
+    failure: Exception | None = None
 
     def page(self) -> ListPage:
         """The page, once it has `ended`. Raises what kept it from coming."""
@@ -88,41 +87,24 @@ class Asked:
         return self.listed
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Listing:
     """One generation of one directory, running or resting."""
 
-    __slots__ = (
-        "allowed",
-        "asked",
-        "epoch",
-        "failures",
-        "generation",
-        "hidden",
-        "landed_at",
-        "leftovers",
-        "misses",
-        "ordered",
-        "pages",
-        "position",
-        "token",
-        "turn",
-    )
-
-    def __init__(self, generation: int, epoch: int, leftovers: bool) -> None:
-        self.generation = generation
-        self.epoch = epoch
-        self.leftovers = leftovers  # whether rows of earlier generations may exist
-        self.token: str | None = None
-        self.position: bytes | None = None  # the last key seen, relative to the directory
-        self.ordered = True
-        self.landed_at = 0.0
-        self.pages = 0
-        self.allowed = 0
-        self.misses = 0
-        self.hidden = 0
-        self.failures = 0
-        self.asked: Asked | None = None  # the next page, while it is requested
-        self.turn = Ticket()
+    generation: int
+    epoch: int
+    leftovers: bool  # whether rows of earlier generations may exist
+    token: str | None = None
+    position: bytes | None = None  # the last key seen, relative to the directory
+    ordered: bool = True
+    landed_at: float = 0.0
+    pages: int = 0
+    allowed: int = 0
+    misses: int = 0
+    hidden: int = 0
+    failures: int = 0
+    asked: Asked | None = None  # the next page, while it is requested
+    turn: Ticket = field(default_factory=Ticket)
 
     def covers(self, name: bytes) -> bool:
         """Whether nothing that comes can be `name` any more, neither as a file nor as a directory."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -42,47 +43,33 @@ DIRTY_FILE_ETAG = "draft "
 """What the version of a dirty file begins with, in place of an etag; no store's etag is like that."""
 
 
+_NO_ROW = Row(0, 0, 0, "")
+
 Place = tuple[Directory, bytes]
 """The directory and the name of a file."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """`ino` is its inode, 0 until it has one. `stored` says that the store may have an object of its name. A node that was
     `removed` has no name any more, only handles; one that is `moving` is about to get another. `settled` says that its
     dirty file is not to be opened any more: the cache has its content, or only the store. `clears`: a process that may
     not keep set-uid and set-gid bits may write it unseen."""
 
-    __slots__ = (
-        "attrs",
-        "clears",
-        "directory",
-        "dirty_file",
-        "held",
-        "ino",
-        "lock",
-        "moving",
-        "name",
-        "removed",
-        "row",
-        "settled",
-        "stored",
-        "writers",
-    )
-
-    def __init__(self, directory: Directory, name: bytes, ino: int, *, stored: bool) -> None:
-        self.directory = directory
-        self.name = name
-        self.ino = ino
-        self.stored = stored
-        self.dirty_file: DirtyFile | None = None
-        self.row = _NO_ROW
-        self.held = False
-        self.removed = False
-        self.settled = True
-        self.moving = self.clears = False
-        self.writers = 0
-        self.attrs: dict[str, Any] = {}
-        self.lock = trio.Lock()
+    directory: Directory
+    name: bytes
+    ino: int
+    stored: bool
+    dirty_file: DirtyFile | None = None
+    row: Row = _NO_ROW
+    held: bool = False
+    removed: bool = False
+    settled: bool = True
+    moving: bool = False
+    clears: bool = False
+    writers: int = 0
+    attrs: dict[str, Any] = field(default_factory=dict)
+    lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
     def origin(self) -> Origin:
@@ -524,6 +511,3 @@ class LocalChanges:
     def unhide(self, directory: Directory, name: bytes) -> None:
         self._freshness.hidden.discard((directory.ino, name))
         self._tree.note_change(directory, name)  # what was asked before counts no more
-
-
-_NO_ROW = Row(0, 0, 0, "")

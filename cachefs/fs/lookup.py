@@ -15,6 +15,7 @@ Questions about one name are asked once for all who want to know.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -38,15 +39,13 @@ SINGLE_ASKS = 3
 about as much time as two HEADs and answers a thousand."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Question:
     """A question in progress. Neither `answer` nor `failure` after `ended`: its caller was cancelled."""
 
-    __slots__ = ("answer", "ended", "failure")
-
-    def __init__(self) -> None:
-        self.ended = trio.Event()
-        self.answer: Found | float | None = None
-        self.failure: CachefsError | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+    answer: Found | float | None = None
+    failure: CachefsError | None = None
 
 
 class Looker:

@@ -24,7 +24,7 @@ import logging
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,16 +84,14 @@ class Found(NamedTuple):
     until: float
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KernelListing:
     """The listing of a directory that the kernel has, or is reading: what it has read under the number `ino` since it last
     dropped what it had. `version` is the directory's then, `generation` the listing that it is read from, 0 until then."""
 
-    __slots__ = ("generation", "ino", "version")
-
-    def __init__(self, ino: int, version: int) -> None:
-        self.ino = ino
-        self.version = version
-        self.generation = 0
+    ino: int
+    version: int
+    generation: int = 0
 
 
 _versions = count(1)
@@ -127,13 +125,12 @@ class Listed:
         return _STATE.pack(self.generation, self.complete, self.at, self.epoch, self.refreshed, self.hidden)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SingleAsks:
     """Names of a directory that were asked for one by one, lately."""
 
-    __slots__ = ("count", "since")
-
-    def __init__(self) -> None:
-        self.count, self.since = 0, 0.0
+    count: int = 0
+    since: float = 0.0
 
     def one_more(self, now: float, ttl: float) -> int:
         """How many there are within a TTL, with this one."""
@@ -143,53 +140,30 @@ class SingleAsks:
         return self.count
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Directory:
     """One directory in use. `prefix` is the key prefix of what is in it; no origin means the list of volumes. `marked`: the
     origin is known to have a marker of it. `needed` is an epoch, and the one since which a listing may have begun to be used
     then (`Tree.epoch_needed`)."""
 
-    __slots__ = (
-        "__weakref__",
-        "asks",
-        "ino",
-        "kernel",
-        "key",
-        "listed",
-        "listing",
-        "mark",
-        "marked",
-        "needed",
-        "origin",
-        "parent",
-        "prefix",
-        "ttls",
-        "version",
-        "warned",
-    )
+    ino: int
+    parent: Directory | None
+    mark: bytes
+    origin: Origin | None
+    prefix: str
+    ttls: Ttls
+    listed: Listed
+    listing: Listing | None = None
+    asks: SingleAsks = field(default_factory=SingleAsks)
+    marked: bool = False
+    warned: bool = False
+    needed: tuple[int, int] = _NEVER
+    kernel: KernelListing | None = None
+    key: bytes = field(init=False)
+    version: int = field(init=False)
 
-    def __init__(
-        self,
-        ino: int,
-        parent: Directory | None,
-        mark: bytes,
-        origin: Origin | None,
-        prefix: str,
-        ttls: Ttls,
-        state: bytes | None = None,
-    ) -> None:
-        self.ttls = ttls
-        self.ino = ino
-        self.key = inode_key(ino)
-        self.parent = parent
-        self.mark = mark
-        self.origin = origin
-        self.prefix = prefix
-        self.listed = Listed(*_STATE.unpack(state)) if state else Listed()
-        self.listing: Listing | None = None
-        self.asks = SingleAsks()
-        self.marked = self.warned = False
-        self.needed = _NEVER
-        self.kernel: KernelListing | None = None
+    def __post_init__(self) -> None:
+        self.key = inode_key(self.ino)
         self.changed()
 
     def changed(self) -> None:
@@ -258,8 +232,8 @@ class Tree:
         self.epoch = int.from_bytes(database.get("state", _EPOCH) or b"", "big")
         only = volumes[0].origin if len(volumes) == 1 and not volumes[0].name else None
         ttls = (only and volumes[0].ttls) or self._ttls
-        state = database.get("directories", inode_key(ROOT))
-        self.root = Directory(ROOT, None, b"", only, _prefix_of(only) if only else "", ttls, state)
+        prefix = _prefix_of(only) if only else ""
+        self.root = Directory(ROOT, None, b"", only, prefix, ttls, self._listed(ROOT))
         if only is None:
             self._write_volumes(volumes)
         self._by_ino[ROOT] = self.root
@@ -349,17 +323,17 @@ class Tree:
         return None if ino >> 8 * NUMBER_BYTES else self.database.get("inodes", inode_key(ino))
 
     def _adopt(self, parent: Directory, ino: int, mark: bytes) -> Directory:
-        state = self.database.get("directories", inode_key(ino))
-        if parent.origin is None:
-            origin, ttls = self._volumes[name_in(mark)]
-            directory = Directory(ino, parent, mark, origin, _prefix_of(origin), ttls, state)
-        else:
-            prefix = parent.prefix + mark.decode("utf-8")
-            directory = Directory(ino, parent, mark, parent.origin, prefix, parent.ttls, state)
+        origin, ttls = (parent.origin, parent.ttls) if parent.origin else self._volumes[name_in(mark)]
+        prefix = parent.prefix + mark.decode("utf-8") if parent.origin else _prefix_of(origin)
+        directory = Directory(ino, parent, mark, origin, prefix, ttls, self._listed(ino))
         self._by_ino[ino] = self._kept[ino] = directory
         if len(self._kept) > KEPT_DIRECTORIES:
             del self._kept[next(iter(self._kept))]
         return directory
+
+    def _listed(self, ino: int) -> Listed:
+        state = self.database.get("directories", inode_key(ino))
+        return Listed(*_STATE.unpack(state)) if state else Listed()
 
     def drop(self, directory: Directory) -> None:
         """Forget the object of a directory that is gone."""
