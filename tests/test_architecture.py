@@ -165,6 +165,38 @@ def test_no_modules_of_a_room_import_each_other(room: str) -> None:
     assert not left, f"a circle among {sorted(left)}"
 
 
+MOST_ATTRIBUTES = 15
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """What an instance of the class has: what its methods assign to `self`, its fields, and its slots."""
+    found = {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+        if isinstance(part.value, ast.Name) and part.value.id == "self"
+    }
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            found.add(part.target.id)
+        elif isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "__slots__":
+            found |= set(ast.literal_eval(part.value))
+    return found
+
+
+@pytest.mark.parametrize("room", ["fs", "upload"])
+def test_no_class_of_a_room_has_more_attributes_than_a_reader_can_follow(room: str) -> None:
+    classes = {
+        f"{path.name}: {node.name}": attributes_of(node)
+        for path in MODULES
+        if path.parent == PACKAGE / room
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert max(map(len, classes.values())) > 10, "attributes are not found"
+    assert not {name: len(found) for name, found in classes.items() if len(found) > MOST_ATTRIBUTES}
+
+
 def test_every_exception_of_ours_has_an_errno() -> None:
     for module in pkgutil.walk_packages([str(PACKAGE)], "cachefs."):
         if not module.name.endswith("__main__"):
