@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from cachefs.fs.lookup import Looker
     from cachefs.fs.overrides import Overrides
     from cachefs.fs.tree import Tree
-    from cachefs.fs.writer import DirtyFile, Writer
+    from cachefs.fs.writer import Writer
     from cachefs.origin import Origin
     from cachefs.origin.protocol import ObjectInfo
 
@@ -283,13 +283,19 @@ class Changing:
         async def rename() -> None:
             nonlocal base, left
             base = base if over is None else over.base
-            left = await self._writer.rename(dirty_file, *_key(to), base=base, over=over, upload=upload)
+            left = await self._writer.rename(
+                dirty_file, *_key(to), base=base, over=over, upload=upload, leaves=leaves
+            )
+
+        async def leaves(older: ObjectInfo) -> None:
+            """Note for the next start what goes from the old name, if a crash brings the file back under the new one."""
+            note = uuid4().hex
+            stack.push_async_callback(self._remove_note, note)
+            row = {"source": origin.source, "from": key, "to": _key(to)[1], "versions": [older.etag]}
+            await self._writer.note(note, row)
 
         async with AsyncExitStack() as stack:
             stack.enter_context(self._local_changes.moving(node))  # first: its dirty file stays meanwhile
-            note = await self._note_older(dirty_file, to)
-            if note is not None:
-                stack.push_async_callback(self._remove_note, note)
             try:
                 await self._instead(replaced, rename)
             except BaseException:
@@ -309,20 +315,6 @@ class Changing:
                     self._moved(place, row, to, dirty_file.committed)
             if left:
                 await self._delete(origin, key, place)
-
-    async def _note_older(self, dirty_file: DirtyFile, to: Place) -> str | None:
-        """Note for the next start which version goes from the old name, if a crash brings the file back under the new one.
-
-        Without an acknowledged content nothing comes back, and the older version must stay. Returns the note's name."""
-        if not (dirty_file.acknowledged and dirty_file.dirty):
-            return None
-        versions, tokens = dirty_file.known()
-        if not versions and not tokens:
-            return None
-        name = uuid4().hex
-        row = {"source": dirty_file.origin.source, "from": dirty_file.key, "to": _key(to)[1]}
-        await self._writer.note(name, {**row, "versions": versions, "tokens": tokens})
-        return name
 
     async def _remove_note(self, note: str) -> None:
         with trio.CancelScope(shield=True):
@@ -532,10 +524,10 @@ class Changing:
         try:
             if row["to"] not in there:
                 await origin.head(row["to"])
-            older, token = await origin.look(row["from"])
+            older = await origin.head(row["from"])
         except NotFound:
             return
-        if older.etag in row["versions"] or token in row["tokens"]:
+        if older.etag in row["versions"]:
             place = await find(origin, row["from"])
             await self._delete(origin, row["from"], place)
             log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])

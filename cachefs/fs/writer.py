@@ -38,16 +38,6 @@ class DirtyFile(Protocol):
         """The etag of the version that it replaces at the store; None: there is none."""
 
     @property
-    def acknowledged(self) -> bool:
-        """True if it comes back after a crash."""
-        ...
-
-    def known(self) -> tuple[list[str], list[str]]:
-        """The versions of its own that the origin may have under its key: their etags, and the idempotency tokens of
-        uploads whose outcome is unknown."""
-        ...
-
-    @property
     def conflicts(self) -> bool:
         """Whether its last upload was refused, because what the store has under its name is another client's object."""
         ...
@@ -140,11 +130,13 @@ class Writer(Protocol):
         base: str | None,
         over: Any = None,
         upload: bool = True,
+        leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
         """Its content goes to another key, where it is to replace the version `base`, or the dirty file `over` that is being
         discarded. What the store has of it is there, too, when this returns, copied or, unless `upload` is not wanted,
         replaced by what it holds; when the store has all of it, `on_committed` was called. When this raises, it has its old
-        name. Returns whether something of it is left under the old key, for the caller to delete."""
+        name. Returns whether something of it is left under the old key, for the caller to delete. `leaves` is told what that
+        will be, before a crash may bring the dirty file back under the new key."""
         ...
 
     async def discard(

@@ -360,14 +360,16 @@ class Uploads:
         base: str | None = None,
         over: DirtyFile | None = None,
         upload: bool = True,
+        leaves: Callable[[ObjectInfo], Awaitable[object]] | None = None,
     ) -> bool:
         """Its content goes to `key` (of the same store). `base` is the etag of what it is to replace there, `over` the
         dirty file, which the caller is discarding: after a crash at most one of them is back. Free as long as nothing of it
         is at the store; else it is uploaded under the new name first, or, if it is half a change, or all at the store, or
         `upload` is not wanted, what the store has is copied.
 
-        Returns whether the store has something of it under the old key still, which the caller deletes. Raises what
-        uploads and copies do, and then it has its old name."""
+        Returns whether the store has something of it under the old key still, which the caller deletes; `leaves` is told
+        what, before a crash may bring the dirty file back under the new one. Raises what uploads and copies do, and then it
+        has its old name."""
         async with dirty_file.trying.turn:
             await self._queue.halt(dirty_file)
             if dirty_file.discarded:
@@ -377,13 +379,14 @@ class Uploads:
             whole = not dirty_file.between and (not dirty_file.kernel.in_passthrough or dirty_file.reclaim())
             first = upload and whole and dirty_file.dirty and own is not None
             before = dirty_file.origin, dirty_file.key, dirty_file.base, dirty_file.record.tokens
-            if own is None:
-                await self._move(dirty_file, origin, key, base, over)
-            elif not first:
-                await self._copy(dirty_file, own, origin, key, over)
-            else:
+            if first:
                 await self._records.acknowledge(dirty_file)
+            if own is not None and leaves is not None and dirty_file.dirty and dirty_file.acknowledged:
+                await leaves(own)
+            if own is None or first:
                 await self._move(dirty_file, origin, key, base, over)
+            else:
+                await self._copy(dirty_file, own, origin, key, over)
             if dirty_file.dirty and not first:
                 self._soon(dirty_file)
         if first:

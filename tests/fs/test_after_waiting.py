@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, NotFound, ObjectChanged, OriginFailed
 from cachefs.base.names import ObjectId
+from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bytes, WritableBucket
 from tests.fs.mount import mounted
 from tests.fs.test_writing_model import World
@@ -22,9 +24,10 @@ RW: dict[str, Any] = {"file_mode": 0o644, "dir_mode": 0o755}
 
 
 @asynccontextmanager
-async def world(path: Path, *, writeback: bool = False) -> AsyncIterator[World]:
+async def world(path: Path, *, writeback: bool = False, bucket: Any = None) -> AsyncIterator[World]:
     async with trio.open_nursery() as nursery:
         world = World(path, nursery, writeback=writeback)
+        world.bucket = bucket or world.bucket
         await world.start()
         yield world
         await world.stop()
@@ -260,3 +263,43 @@ async def test_a_file_that_is_rewritten_here_while_it_is_read() -> None:
         await trio.sleep(1)
         assert found == [b"another"]
         await mount.close_file(reader)
+
+
+class Tokens(WritableBucket):
+    """Remembers with which token an object was made."""
+
+    def __init__(self, *what: Any, **how: Any) -> None:
+        super().__init__(*what, **how)
+        self.tokens: dict[str, str] = {}
+
+    async def put(self, *what: Any, token: str = "", **how: Any) -> Any:  # type: ignore[override]
+        made = await super().put(*what, **how)
+        self.tokens[made.etag] = token
+        return made
+
+    async def look(self, key: str) -> tuple[ObjectInfo, str]:
+        info = await self.head(key)
+        return info, self.tokens.get(info.etag, "")
+
+
+async def test_a_kill_between_the_upload_of_a_renamed_file_and_its_copy(tmp_path: Path) -> None:
+    """What was under the new name is no sign that the rename was done: the file keeps its old name."""
+    bucket = Tokens(delay=0.001)
+    async with world(tmp_path / "killed", writeback=True, bucket=bucket) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        await mount.write("new", b"is replaced")
+        assert not await w.uploads.flush()
+        put = Held(w.bucket, "put")
+        await mount.write("f", b"was acknowledged")
+        await put.reached.wait()
+        copy = Held(w.bucket, "copy", before=True)
+        nursery.start_soon(mount.rename, "f", "new")
+        await trio.sleep(1)
+        put.released.set()
+        await copy.reached.wait()
+        await trio.sleep(1)
+        shutil.copytree(tmp_path / "killed", tmp_path / "again")
+        async with world(tmp_path / "again", writeback=True, bucket=bucket) as later:
+            assert await later.mount.read("f") == b"was acknowledged"
+            assert await later.mount.read("new") == b"is replaced"
+        copy.released.set()

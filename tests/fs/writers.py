@@ -41,10 +41,6 @@ class MemoryDirtyFile:
         self.passthrough: MemoryBacking | None = None
         self.writers = 0
         self.base: str | None = None
-        self.acknowledged = False
-
-    def known(self) -> tuple[list[str], list[str]]:
-        return [etag for etag in (self.base, self.made and self.made.etag) if etag], []
 
     @property
     def size(self) -> int:
@@ -203,6 +199,7 @@ class MemoryWriter:
         base: str | None,
         over: Any = None,
         upload: bool = True,
+        leaves: Any = None,
     ) -> bool:
         old, made = dirty_file.key, dirty_file.made
         if made is not None and not dirty_file.dirty:
