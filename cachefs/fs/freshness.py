@@ -79,6 +79,7 @@ class Freshness:
         self._stale: dict[int, float] = {}
         self._absent: dict[tuple[int, bytes], float] = {}
         self.held = HeldNames()
+        self.doubts = 0  # how often something was found to have changed, or a refresh requested
         # Names that are missing here whatever the origin says, by directory number and name (`EVERY_NAME`: all in it).
         self.hidden: set[tuple[int, bytes]] = set()
 
@@ -229,6 +230,7 @@ class Freshness:
 
     def doubt(self, ino: int) -> None:
         """Something is known to have changed there: do not use what is written."""
+        self.doubts += 1
         self._checked.pop(ino, None)
         self._arrived.pop(ino, None)
         if len(self._stale) >= REMEMBERED and ino not in self._stale:
@@ -244,6 +246,7 @@ class Freshness:
 
     def forget_answers(self) -> None:
         """A refresh was requested somewhere: drop all single answers, which are cheap to ask for again."""
+        self.doubts += 1
         self._checked.clear()
         self._arrived.clear()
         self._absent.clear()

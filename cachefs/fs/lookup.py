@@ -41,8 +41,10 @@ about as much time as two HEADs and answers a thousand."""
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Question:
-    """A question in progress. Neither `answer` nor `failure` after `ended`: its caller was cancelled."""
+    """A question in progress, asked after so many `doubts` (`Freshness`). Neither `answer` nor `failure` after `ended`: its
+    caller was cancelled."""
 
+    doubts: int
     ended: trio.Event = field(default_factory=trio.Event)
     answer: Found | float | None = None
     failure: CachefsError | None = None
@@ -168,12 +170,14 @@ class Looker:
         """Ask the origin about this very name. With `share`, an answer that is already on its way will do."""
         key = (directory.ino, name)
         while share and (under_way := self._questions.get(key)) is not None:
+            if under_way.doubts != self._freshness.doubts:
+                break  # its answer may be older than what the caller knows of
             await under_way.ended.wait()
             if under_way.failure is not None:
                 raise type(under_way.failure)(*under_way.failure.args) from under_way.failure
             if under_way.answer is not None:
                 return under_way.answer
-        question = _Question()
+        question = _Question(self._freshness.doubts)
         if share:
             self._questions[key] = question
         try:
@@ -185,7 +189,7 @@ class Looker:
                 raise
             question.answer = answer
         finally:
-            if share:
+            if self._questions.get(key) is question:
                 del self._questions[key]
             question.ended.set()
         return question.answer

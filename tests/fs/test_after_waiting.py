@@ -265,6 +265,29 @@ async def test_a_file_that_is_rewritten_here_while_it_is_read() -> None:
         await mount.close_file(reader)
 
 
+async def test_a_question_that_was_asked_before_a_refresh() -> None:
+    """Who looks after the refresh is not content with its answer."""
+    bucket = WritableBucket(["f"])
+    async with mounted(bucket, **RW) as mount, trio.open_nursery() as nursery:
+        await mount.stat("f")
+        mount.clock.now += 61
+        head = Held(bucket, "head")
+        nursery.start_soon(mount.stat, "f")
+        await head.reached.wait()
+        bucket.set("f", size=5, version=1)
+        await mount.fs.refresh("f")
+        seen: list[Any] = []
+
+        async def look() -> None:
+            seen.append(await mount.stat("f"))
+
+        nursery.start_soon(look)
+        await trio.sleep(1)
+        head.released.set()
+        await trio.sleep(1)
+        assert [found.size for found in seen] == [5]
+
+
 class Tokens(WritableBucket):
     """Remembers with which token an object was made."""
 
