@@ -128,7 +128,7 @@ class Changing:
 
     async def _must_be_empty(self, origin: Origin, directory: Directory) -> None:
         """By what is written here and by the store's own word. Hidden keys count."""
-        if self._local_changes.below(directory):
+        if any(node.held for node in self._local_changes.below(directory)):
             raise NotEmpty(f"{directory.prefix} has files in it")
         page = await origin.list_page(directory.prefix, limit=2)
         if page.prefixes or any(info.key != directory.prefix for info in page.objects):
@@ -141,7 +141,7 @@ class Changing:
         found = await self._found(directory, name)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
-        node = self._local_changes.at(directory, name)
+        node = self._node_of((directory, name), found)
         if node is None or node.stored:
             await self._mark_last(origin, directory, name)
         key = directory.prefix + name.decode()
@@ -220,8 +220,8 @@ class Changing:
     # -- renaming a file -----------------------------------------------------------------------------
 
     async def _move_file(self, place: Place, found: Found, to: Place, there: Found | None) -> None:
-        node = self._local_changes.at(*place)
-        replaced = self._local_changes.at(*to)
+        node = self._node_of(place, found)
+        replaced = there and self._node_of(to, there)
         async with AsyncExitStack() as locks:
             for one in (replaced, node):
                 if one is not None:
@@ -232,6 +232,11 @@ class Changing:
                 await self._stored(place, found, to, replaced)
             else:
                 await self._node(node, found, to, base, replaced)
+
+    def _node_of(self, place: Place, found: Found) -> Node | None:
+        """The node of what was found there. Another may be left of a file that another client has replaced."""
+        node = self._local_changes.at(*place)
+        return node if node is not None and node.ino == found.ino else None
 
     def _now(self, place: Place, found: Found) -> Found:
         """What was found there may have been stored meanwhile."""

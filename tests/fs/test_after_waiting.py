@@ -326,3 +326,47 @@ async def test_a_kill_between_the_upload_of_a_renamed_file_and_its_copy(tmp_path
             assert await later.mount.read("f") == b"was acknowledged"
             assert await later.mount.read("new") == b"is replaced"
         copy.released.set()
+
+
+@pytest.mark.parametrize("change", ["rename", "rename over it", "unlink"])
+async def test_a_name_that_another_client_gave_away_while_its_file_is_read(
+    change: str, tmp_path: Path
+) -> None:
+    """The reader keeps what was written here; a change of the name is one of the other client's file."""
+    async with world(tmp_path) as w:
+        mount = w.mount
+        await mount.write("f", b"written here")
+        reader = await mount.open("f")
+        await mount.write("f", b"and again")
+        theirs = w.bucket._made("f", b"theirs")
+        await mount.fs.refresh()
+        assert await mount.read("f") == b"theirs"
+        if change == "rename":
+            await mount.rename("f", "g")
+            assert await mount.read("g") == b"theirs" == w.bucket.content("g") and "f" not in w.bucket.objects
+        elif change == "unlink":
+            await mount.unlink("f")
+            assert await mount.stat("f") is None and "f" not in w.bucket.objects
+        else:
+            await mount.rename("old", "f")
+            assert w.bucket.objects["f"].etag != theirs.etag and "old" not in w.bucket.objects
+        assert await mount.pread(reader) == b"and again"
+        await mount.close_file(reader)
+
+
+async def test_a_directory_whose_file_another_client_removes_while_it_is_open(tmp_path: Path) -> None:
+    """Nothing is in it."""
+    async with world(tmp_path) as w:
+        mount = w.mount
+        await mount.mkdir("d")
+        await mount.write("d/f", b"data")
+        fh = await mount.open("d/f", os.O_RDWR)
+        del w.bucket.objects["d/f"]
+        await mount.fs.refresh()
+        assert await mount.names("d") == []
+        await mount.rmdir("d")
+        assert await mount.stat("d") is None and not [key for key in w.bucket.objects if key[:2] == "d/"]
+        with pytest.raises(ObjectChanged):
+            await mount.fs.write(fh, 0, b"late")
+        await mount.close_file(fh)
+        assert not [key for key in w.bucket.objects if key[:2] == "d/"]
