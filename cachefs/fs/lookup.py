@@ -216,7 +216,7 @@ class Looker:
                 as_file = None
             prefix = directory.prefix
             said = await _ask_origin(origin, prefix + text, as_dir, as_file)
-            said = said or name in self._freshness.held.names_in(directory)
+            said = name in self._freshness.held.names_in(directory) or said
             if prefix == directory.prefix and await self._write(directory, name, said, before, changes):
                 break
         row = None if said is False else self._tree.row(directory, name + b"/" if said is True else name)

@@ -370,3 +370,20 @@ async def test_a_directory_whose_file_another_client_removes_while_it_is_open(tm
             await mount.fs.write(fh, 0, b"late")
         await mount.close_file(fh)
         assert not [key for key in w.bucket.objects if key[:2] == "d/"]
+
+
+async def test_a_directory_that_another_client_replaces_by_a_file_while_one_is_written_in_it(
+    tmp_path: Path,
+) -> None:
+    """It is shown, as where keys below it stand beside the object."""
+    async with world(tmp_path) as w:
+        mount = w.mount
+        fh = await mount.open("dir/deep/new", os.O_RDWR | os.O_CREAT)
+        await mount.fs.write(fh, 0, b"data")
+        del w.bucket.objects["dir/deep/y"]
+        w.bucket.set("dir/deep", size=5)
+        mount.clock.now += 61
+        shown = await mount.stat("dir/deep/new")
+        assert shown is not None and shown.size == 4
+        await mount.close_file(fh)
+        assert await mount.read("dir/deep/new") == b"data" == w.bucket.content("dir/deep/new")
