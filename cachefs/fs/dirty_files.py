@@ -115,8 +115,8 @@ class DirtyFiles:
         node = self._local_changes.nodes.get(ino)
         node = node or self._local_changes.nameless(self._files.under(ino)[0], attrs)
         async with node.lock:
-            if node.dirty_file is None:
-                await self._take(node, self._files.under(ino)[0].object)
+            if node.dirty_file is None and (others := self._files.under(ino)):
+                await self._take(node, others[0].object)
             if not (others := self._files.under(ino)):
                 raise ObjectChanged(f"{node.key} has no name, and is not open any more")
             obj = others[0].object

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +387,22 @@ async def test_a_directory_that_another_client_replaces_by_a_file_while_one_is_w
         assert shown is not None and shown.size == 4
         await mount.close_file(fh)
         assert await mount.read("dir/deep/new") == b"data" == w.bucket.content("dir/deep/new")
+
+
+async def test_a_removed_file_whose_last_handle_is_closed_while_it_is_opened_again() -> None:
+    bucket = WritableBucket([f"f{n}" for n in range(20)])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        nodes = mount.fs._writing._local_changes.nodes  # type: ignore[union-attr]
+        for name in list(bucket.objects):
+            ino, fh = await mount.ino(name), await mount.open(name)
+            await mount.unlink(name)
+
+            async def again(ino: int = ino) -> None:
+                with suppress(ObjectChanged):
+                    mount.fs.release((await mount.fs.open(ino, os.O_RDWR, 1))[0])
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(again)
+                while ino not in nodes:
+                    await trio.lowlevel.checkpoint()
+                mount.fs.release(fh)
