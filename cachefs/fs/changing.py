@@ -257,7 +257,7 @@ class Changing:
         await self._writer.moved(object_of(*place, found.row), info.version(origin.source))
         async with self._local_changes.applying():
             self._moved(place, found.row, to, info)
-        await self._delete(origin, key, place)
+        await self._delete(origin, key, place, to)
 
     async def _instead(self, replaced: Node | None, work: Callable[[], Awaitable[None]]) -> None:
         """Put another file in the place of `replaced`, which is not given up before it is there."""
@@ -304,7 +304,7 @@ class Changing:
             try:
                 await self._instead(replaced, rename)
             except BaseException:
-                self._local_changes.look_again(to[0])  # what was asked for may have come about
+                self._local_changes.look_again(to)  # what was asked for may have come about
                 raise
             clean = dirty_file.committed is not None
             node.stored = base is not None or clean or left
@@ -319,7 +319,7 @@ class Changing:
                         row = found.row._replace(ino=node.ino)
                     self._moved(place, row, to, dirty_file.committed)
             if left:
-                await self._delete(origin, key, place)
+                await self._delete(origin, key, place, to)
 
     async def _remove_note(self, note: str) -> None:
         with trio.CancelScope(shield=True):
@@ -348,14 +348,14 @@ class Changing:
         version = info.version(directory.origin.source)
         self._files.turn(row.ino, version, info.mtime_ns, reopen=directory.origin)
 
-    async def _delete(self, origin: Origin, key: str, place: Place) -> None:
+    async def _delete(self, origin: Origin, key: str, place: Place, to: Place) -> None:
         """Nothing shows the old name meanwhile: its file has the new one."""
         self._local_changes.hide(*place)
         try:
             await origin.delete(key)
             await self._local_changes.gone(*place)
         except BaseException:
-            self._local_changes.look_again(place[0])
+            self._local_changes.look_again(place, to)
             raise
         finally:
             self._local_changes.unhide(*place)
@@ -409,7 +409,9 @@ class Changing:
                 kept = await origin.delete_many(keys)
         except BaseException:
             with trio.CancelScope(shield=True):
-                if not switched:
+                if switched:
+                    self._local_changes.look_again(place, to)
+                else:
                     await self._send_back(inside, sent, to)
                     await copies.undo(objects, before)
                 await self._writer.note(note, None)
@@ -422,6 +424,7 @@ class Changing:
         for key, error in kept.items():
             if not isinstance(error, NotFound):
                 log.warning("%s was copied to %s and is still there: %s", key, new, error)
+                self._local_changes.look_again(place, to)
                 raise error
 
     async def _send(
@@ -533,8 +536,8 @@ class Changing:
         except NotFound:
             return
         if older.etag in row["versions"]:
-            place = await find(origin, row["from"])
-            await self._delete(origin, row["from"], place)
+            place, to = await find(origin, row["from"]), await find(origin, row["to"])
+            await self._delete(origin, row["from"], place, to)
             log.info("removed the older version of %s, which was renamed to %s", row["from"], row["to"])
 
     async def _finish(self, origin: Origin, prefix: str, new: str, find: Find) -> None:

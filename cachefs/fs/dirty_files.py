@@ -284,7 +284,7 @@ class DirtyFiles:
         node = handle.node
         if node is None or not handle.writes:
             raise BadHandle("the file is not open for writing")
-        if not node.held and not (node.removed and node.dirty_file is not None):
+        if not node.held and (node.dirty_file is None or self._local_changes.named(node)):
             if end > node.origin.limits.largest_object:
                 raise TooLarge(f"{node.key}: the origin takes no object of {end} bytes")
             if claimed:

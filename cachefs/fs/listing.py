@@ -385,6 +385,10 @@ class Lister:
                 )
             await self.lost(directory, gone)
 
+    def tell(self, directory: Directory, name: bytes) -> None:
+        """The name may show something else now, or nothing."""
+        self._on_change(directory, 0, name)
+
     async def lost(self, directory: Directory, lost: list[Lost]) -> None:
         """These have no name any more."""
         for ino, mark in lost:

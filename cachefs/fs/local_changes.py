@@ -353,18 +353,10 @@ class LocalChanges:
         except BaseException:
             if node.dirty_file is None or not node.dirty_file.discarded:
                 node.removed = False
-                await self._stays(node)
             else:  # it is given up already: the store says what is there
                 await self.gone(node.directory, node.name)
-                self.look_again(node.directory)
+                self.look_again((node.directory, node.name))
             raise
-
-    async def _stays(self, node: Node) -> None:
-        """Its name was to go, and does not: what was changed meanwhile is changed under the name."""
-        if not node.held:
-            self._kept.put(node.ino, self._kept.get(node.ino) | node.attrs)
-            if node.dirty_file is not None and node.dirty_file.dirty:
-                await self.hold(node)
 
     async def abandon(self, node: Node) -> None:
         """It was never held: nothing of its dirty file is uploaded."""
@@ -438,11 +430,13 @@ class LocalChanges:
         if len(self.times) > TIMES_KEPT:
             del self.times[next(iter(self.times))]
 
-    def look_again(self, directory: Directory) -> None:
-        """What was listed of it does not count any more."""
+    def look_again(self, *places: Place) -> None:
+        """A change of these names failed: what was listed around them does not count any more, nor what the kernel has."""
         self._freshness.forget_answers()
-        self._lister.cancel(directory)
-        directory.listed.complete, directory.marked = 0, False
+        for directory, name in places:
+            self._lister.cancel(directory)
+            directory.listed.complete, directory.marked = 0, False
+            self._lister.tell(directory, name)
 
     def _give_up(self, directory: Directory, name: bytes) -> None:
         node = self._places.get((directory.ino, name))

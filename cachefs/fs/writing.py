@@ -206,7 +206,7 @@ class Writing:
         if ino != ROOT:
             directory, mark = self._locate(ino)
             node = self._local_changes.at(directory, name_in(mark))
-            if node is not None and not node.removed and node.ino == ino:
+            if node is not None and node.ino == ino:
                 if node.held and node.dirty_file is not None:
                     return self._keep_of_node(node, node.dirty_file, news)
                 node.attrs.update(news)  # its first change would bring the old ones back
@@ -230,7 +230,7 @@ class Writing:
         closed."""
         dirty_file.look()  # a later one would take what is set now for older than the change
         node.attrs.update(_with_atime(node.attrs, _content(node)[1], news))
-        if node.held:
+        if self._local_changes.named(node):
             self._kept.put(node.ino, node.attrs)
         return False
 
@@ -302,10 +302,6 @@ class Writing:
     async def truncate(self, ino: int, size: int, fh: int | None) -> None:
         if fh is not None and self._files.handles[fh].writes:
             await self.dirty_files.truncate_open(fh, size)
-            return
-        node = self._local_changes.nodes.get(ino)
-        if node is not None and node.removed and node.dirty_file is not None:
-            await node.dirty_file.truncate(size)
             return
         if self._files.removed(ino):
             fh, _ = await self.open_nameless(ino, os.O_WRONLY, 0)

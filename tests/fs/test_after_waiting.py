@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +172,14 @@ async def test_a_file_that_is_changed_while_a_removal_fails(what: str, tmp_path:
         nursery.start_soon(unlink)
         await delete.reached.wait()
         if what == "write":
-            await mount.fs.write(writer, 0, b"written")
+            nursery.start_soon(mount.fs.write, writer, 0, b"written")
         elif what == "truncate":
-            await mount.fs.setattr(ino, size=7)
+            nursery.start_soon(partial(mount.fs.setattr, ino, size=7))
         else:
             await mount.fs.setattr(ino, mode=0o600)
+            changed = await mount.stat("f")
+            assert changed is not None and changed.mode & 0o777 == 0o600
+        await trio.sleep(1)
         w.bucket.before = lambda kind, key: OriginFailed("no") if kind == "delete" else None
         delete.released.set()
         await trio.sleep(1)
@@ -406,3 +410,54 @@ async def test_a_removed_file_whose_last_handle_is_closed_while_it_is_opened_aga
                 while ino not in nodes:
                     await trio.lowlevel.checkpoint()
                 mount.fs.release(fh)
+
+
+async def test_a_removed_file_whose_last_handle_is_closed_while_it_is_truncated(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        fh = await mount.open("f", os.O_RDWR | os.O_CREAT)
+        await mount.fs.write(fh, 0, b"data")
+        ino = await mount.ino("f")
+        await mount.unlink("f")
+        node = mount.fs._files.handles[fh].node
+        assert node is not None and node.dirty_file is not None
+
+        async def truncate() -> None:
+            with suppress(ObjectChanged):
+                await mount.fs.setattr(ino, size=2)
+
+        async with node.dirty_file.lock:  # type: ignore[attr-defined]
+            nursery.start_soon(truncate)
+            await trio.sleep(1)
+            mount.fs.release(fh)
+
+
+async def test_a_mode_that_is_set_while_a_file_goes_that_is_not_open(tmp_path: Path) -> None:
+    """The name shows it until it is gone."""
+    async with world(tmp_path, writeback=True) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        await mount.write("old", b"is here alone")
+        delete = Held(w.bucket, "delete", before=True)
+        nursery.start_soon(mount.unlink, "old")
+        await delete.reached.wait()
+        await mount.fs.setattr(await mount.ino("old"), mode=0o600)
+        shown = await mount.stat("old")
+        assert shown is not None and shown.mode & 0o777 == 0o600
+        delete.released.set()
+
+
+@pytest.mark.parametrize("name", ["old", "dir"])
+async def test_the_kernel_looks_again_at_the_names_of_a_rename_that_failed_in_the_end(
+    name: str, tmp_path: Path
+) -> None:
+    """It knows the new one as missing, and the old one as the inode that has the new one."""
+    async with world(tmp_path) as w:
+        mount = w.mount
+        assert await mount.stat("new") is None and await mount.stat(name) is not None
+        w.bucket.before = lambda kind, key: OriginFailed("no") if kind == "delete" else None
+        mount.invalidated.clear()
+        with pytest.raises(OriginFailed):
+            await mount.rename(name, "new")
+        w.bucket.before = lambda kind, key: None
+        assert {told[2] for told in mount.invalidated} >= {name.encode(), b"new"}
+        assert await mount.stat("new") is not None and await mount.stat(name) is not None
