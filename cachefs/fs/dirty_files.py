@@ -236,7 +236,7 @@ class DirtyFiles:
         """The same if that takes no waiting; None: nothing has happened."""
         handle = self._files.handles[fh]
         node = handle.node
-        if node is None or node.dirty_file is None or not handle.writes or not (node.held or node.removed):
+        if node is None or node.dirty_file is None or not handle.writes or not self._is_begun(node):
             return None
         if not node.dirty_file.write_now(offset, data):
             return None
@@ -284,7 +284,7 @@ class DirtyFiles:
         node = handle.node
         if node is None or not handle.writes:
             raise BadHandle("the file is not open for writing")
-        if not node.held and (node.dirty_file is None or self._local_changes.named(node)):
+        if not self._is_begun(node):
             if end > node.origin.limits.largest_object:
                 raise TooLarge(f"{node.key}: the origin takes no object of {end} bytes")
             if claimed:
@@ -293,6 +293,10 @@ class DirtyFiles:
                 await self._begin_alone(node, handle, upto)
         assert node.dirty_file is not None
         return node, node.dirty_file
+
+    def _is_begun(self, node: Node) -> bool:
+        """Whether its first change is done: its name shows its dirty file, or it has none. A name that goes may yet stay."""
+        return node.held or (node.dirty_file is not None and not self._local_changes.named(node))
 
     async def _begin_alone(self, node: Node, handle: FileHandle, upto: int | None) -> None:
         """Begin while no other change runs at its name, which a rename may change until then."""

@@ -172,6 +172,7 @@ async def test_a_file_that_is_changed_while_a_removal_fails(what: str, tmp_path:
         nursery.start_soon(unlink)
         await delete.reached.wait()
         if what == "write":
+            assert mount.fs.write_now(writer, 0, b"written") is None
             nursery.start_soon(mount.fs.write, writer, 0, b"written")
         elif what == "truncate":
             nursery.start_soon(partial(mount.fs.setattr, ino, size=7))
