@@ -389,9 +389,13 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "programs could write to.": (
         "tests/mount/test_dead_mount.py::test_a_daemon_that_a_failure_ends_leaves_no_bare_directory",
     ),
-    "With `--restart` (read-only mount, native backend, Linux 6.9), when the daemon is killed or fails, no program "
-    "gets an errno: opens, reads, mappings, stats and directory streams wait, and get the right bytes from the next "
-    "daemon.": (
+    "With `--restart` (native backend, Linux 6.9), when the daemon is killed or fails, no program that reads gets an "
+    "errno: opens, reads, mappings, stats and directory streams wait, and get the right bytes from the next daemon. "
+    "Changes of names are made once. Only a file that is open for writing fails, with EIO, and is then what it was "
+    "when it was last synced.": (
+        "tests/mount/test_restart.py::test_a_file_that_is_being_written_fails_and_no_other_call_does",
+        "tests/mount/test_restart.py::test_who_has_written_is_told_and_the_file_is_what_it_was",
+        "tests/mount/test_restart.py::test_who_reads_what_waits_for_its_upload_goes_on",
         "tests/mount/test_restart.py::test_no_reader_notices_that_the_daemon_was_killed",
         "tests/mount/test_restart.py::test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon",
         "tests/mount/test_restart.py::test_a_failure_in_the_daemon_is_a_death_like_any_other",

@@ -246,7 +246,12 @@ SERIES = (
         "longest time in which the event loop answered nothing, within 0.1 s: of the last minute, or of the run",
         ("over",),
     ),
-    Series("restarts", "counter", "restarts", "times that another daemon went on with the mount, after a death or an upgrade (--restart)"),
+    Series(
+        "restarts",
+        "counter",
+        "restarts",
+        "times that another daemon went on with the mount (--restart)",
+    ),
     Series(
         "restart_pause_seconds_max",
         "gauge",

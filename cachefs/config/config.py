@@ -286,8 +286,8 @@ class Config:
         value=False,
     )
     restart: bool = SWITCH(
-        "Start the daemon again when it dies, so that programs only wait. Needs --read-only, --fuse native or auto, and "
-        "Linux 6.9.",
+        "Start the daemon again when it dies, so that programs only wait; what is being written then fails with EIO. Needs "
+        "--fuse native or auto, and Linux 6.9.",
         value=False,
     )
     nonempty: bool = SWITCH("Mount over a directory that is not empty.", value=False)

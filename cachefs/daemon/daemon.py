@@ -33,6 +33,7 @@ from cachefs.base.linux import resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import in_thread
+from cachefs.base.units import about_files
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
 from cachefs.daemon.locating import Locator
@@ -47,7 +48,7 @@ from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
-from cachefs.fuse.held import Held
+from cachefs.fuse.held import LOOK_S, Held
 from cachefs.fuse.holder import HANDED_OVER
 from cachefs.fuse.notices import Notices
 from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
@@ -87,6 +88,9 @@ GARBAGE_THRESHOLDS = (50_000, 20, 50)
 
 LOADING_S = 30.0
 """How long another daemon may take to load what it needs, beside this one. Guessed: a node's disk may be slow."""
+
+CLOSED_S = 5.0
+"""How long `cachefs upgrade` waits for files that are being written. Guessed: small ones are closed by then."""
 
 LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")
 """Options that SIGHUP changes while the mount is in use."""
@@ -456,7 +460,7 @@ class Daemon:
                 self._fs,
                 self._metrics,
                 writable=self._uploading is not None,
-                held=self._held if self._uploading is None and not config.zero_open else None,
+                held=self._held if not config.zero_open else None,
             )
         except MountError as exc:
             if config.descriptor is not None:
@@ -489,8 +493,6 @@ class Daemon:
             return ""
         if self._config.descriptor is not None:
             return "another process has mounted it"
-        if self._uploading is not None:
-            return "only a mount that is --read-only goes on without its daemon"
         if self._config.zero_open:
             return "with --zero-open the kernel does not say which files are open"
         if self._backend.backend.name != "native":
@@ -608,10 +610,24 @@ class Daemon:
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
         version = await self._held.renewed(LOADING_S)
+        if self._uploading is not None:
+            await self._until_nothing_is_written()
+            self._uploading.hurry()
         log.info("handing the mount over to version %s", version)
         self._handing_over, self._stopped_by = True, "upgrade"
         self._serving.cancel()
         return version
+
+    async def _until_nothing_is_written(self) -> None:
+        """Return at a moment at which no request waits, and no file is open to be written. Raises `MountError`."""
+        operations = self._backend.backend.operations
+        with trio.move_on_after(CLOSED_S):
+            while operations.writers or operations.admission.held_bytes:  # noqa: ASYNC110 (rare)
+                await trio.sleep(LOOK_S)
+            return
+        count = len(operations.writers)
+        what = f"{about_files(count)} open for writing" if count else "requests wait for the origin"
+        raise MountError(f"{what}, and programs would get errors: try again when that is done")
 
     async def _refresh(self, path: str = "") -> str:
         await self._fs.refresh(path)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cachefs.base.errors import NotFound, ObjectChanged
+from cachefs.base.errors import CacheUnusable, NotFound, ObjectChanged
 
 if TYPE_CHECKING:
     from cachefs.base.names import ObjectId
@@ -98,11 +98,17 @@ class FileHandle:
 
 
 class Handles(dict[int, FileHandle]):
-    """By number. Of an unknown one: `NotFound`, or `ObjectChanged` where they `follow` those of daemons that died."""
+    """By number. Of an unknown one: `NotFound`, or `ObjectChanged` where they `follow` those of daemons that died. `unsaved`
+    are those that had been opened to write, or to read what was written: number → key."""
 
     follow = False
 
+    def __init__(self) -> None:
+        self.unsaved: dict[int, str] = {}
+
     def __missing__(self, fh: int) -> FileHandle:
+        if (key := self.unsaved.get(fh)) is not None:
+            raise CacheUnusable(f"{key} was being written when its daemon died: what was not synced is lost")
         if self.follow:
             raise ObjectChanged(f"the daemon that opened handle {fh} has died")
         raise NotFound(f"no file handle {fh}")
@@ -250,6 +256,10 @@ class OpenFiles:
         self._by_ino.setdefault(ino, []).append(handle)
         self.handles[fh] = handle
 
+    def renumber(self, number: int, fh: int) -> None:
+        """A handle that was just opened is one of the daemon before."""
+        self.handles[fh] = self.handles.pop(number)
+
     def decides(self, ino: int) -> bool:
         """Whether the next open under this number decides how the file is read, and may decide that the kernel does."""
         return self.on_passthrough is not None and ino not in self._by_ino
@@ -306,6 +316,7 @@ class OpenFiles:
         """The handle that this was, if it was one."""
         handle = self.handles.pop(fh, None)
         if handle is None:
+            self.handles.unsaved.pop(fh, None)
             return None
         ino = handle.ino
         handles = self._by_ino[ino]

@@ -171,9 +171,38 @@ class FileSystem:
         mtime_ns: int,
         backing_id: int,
     ) -> None:
-        """A handle that an earlier daemon has opened."""
+        """A handle that an earlier daemon has opened to read this version."""
         version = ObjectId(origin.source, key, etag, size)
+        if self._writing is not None:
+            # Pages of what was written, and is lost, must not be read with those of the version that is there.
+            self.on_invalidate(ino, 0, b"")
+            if not backing_id and self._restore_present(fh, ino):
+                return
         self._files.restore(fh, ino, origin, version, mtime_ns, backing_id)
+
+    def restore_unsaved(self, fh: int, ino: int, key: str, *, writes: bool) -> None:
+        """A handle that an earlier daemon has opened to write this file, or to read what was written."""
+        if writes or not self._restore_present(fh, ino):
+            self._files.handles.unsaved[fh] = key
+
+    def _restore_present(self, fh: int, ino: int) -> bool:
+        """A handle that reads what its inode is now, which may be what was written here; False if that is not known."""
+        try:
+            directory, mark = self._locate(ino)
+        except (NotFound, ObjectChanged):
+            return False
+        row = self._tree.row(directory, mark)
+        if row is None or row.ino != ino:
+            return False
+        opened = self._write.open_reader(directory, mark, row, 0)
+        if opened is not None:
+            self._files.renumber(opened[0], fh)
+        elif row.known and directory.origin is not None:
+            version = object_of(directory, mark, row)
+            self._files.restore(fh, ino, directory.origin, version, row.mtime_ns, 0)
+        else:
+            return False
+        return True
 
     def reopen_directory(self, dh: int, ino: int) -> None:
         """A reader goes on with a handle. An earlier daemon may have opened it: the reader's place says where it is."""

@@ -15,6 +15,7 @@ from cachefs.config.config import Config
 from cachefs.fs import Backing, FileSystem
 from cachefs.fuse.held import Held
 from cachefs.fuse.native_backend import Device, NativeBackend, Negotiated
+from cachefs.fuse.operations import Operations
 from cachefs.fuse.protocol import Init
 from cachefs.fuse.records import Records
 
@@ -29,6 +30,7 @@ class Backend(Protocol):
 
     name: str
     max_background: int
+    operations: Operations
 
     def mount(self, mountpoint: Path, name: str, *, allow_other: bool) -> None:
         """Make the mount visible. Its requests wait until `serve` runs. Raises `MountError`, OSError."""
@@ -138,7 +140,7 @@ def _native(
     """Raises `NotHere`, `MountError`."""
     places = () if config.zero_open else places
     if held is not None and held.taking_over:
-        device, agreed, refused = adopt(held, config.mountpoint, places)
+        device, agreed, refused = adopt(held, config.mountpoint, places, writable=writable)
     elif config.descriptor is None:
         device, agreed, refused = connect(title, config.allow_other, places, writable=writable)
     else:
@@ -197,10 +199,10 @@ def take(fd: int, places: Sequence[Path], *, writable: bool = False) -> Connecte
     return Connected(device, agreed, _try_passthrough(device, agreed, places))
 
 
-def adopt(held: Held, mountpoint: Path, places: Sequence[Path]) -> Connected:
+def adopt(held: Held, mountpoint: Path, places: Sequence[Path], *, writable: bool) -> Connected:
     """The connection of a daemon that has died."""
     number, minor, flags = held.agreed()
-    device = Device.adopt(held.fd, mountpoint, number)
+    device = Device.adopt(held.fd, mountpoint, number, writable=writable)
     agreed = Negotiated(minor, Init(flags))
     return Connected(device, agreed, _try_passthrough(device, agreed, places))
 

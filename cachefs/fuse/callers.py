@@ -74,6 +74,9 @@ class Writers:
         self._opened: dict[int, tuple[int, int]] = {}  # handle → (inode, process)
         self._count: dict[int, int] = {}  # inode → handles
 
+    def __len__(self) -> int:
+        return len(self._opened)
+
     def __contains__(self, fh: int) -> bool:
         return fh in self._opened
 

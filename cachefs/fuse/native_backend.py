@@ -36,6 +36,7 @@ from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND
+from cachefs.fuse.notifier import Notifier
 from cachefs.fuse.operations import (
     CHANGING,
     WRITING,
@@ -176,6 +177,7 @@ class Device:
         self.number = ""  # "major:minor" of the mount; "" where the kernel does not report it
         self._gone = False
         self.held = False  # another process keeps the connection for the next daemon
+        self._notifier: Notifier | None = None
 
     # -- mounting and unmounting -------------------------------------------------------------------
 
@@ -264,6 +266,8 @@ class Device:
     def close(self, *, unmount: bool = True) -> None:
         """Unmount if attached, even while in use, and end the connection; requests that wait fail with ECONNABORTED. Without
         `unmount` the dead mount stays where it is; if another process holds the connection, it is not dead."""
+        if self._notifier is not None:
+            self._notifier.close()
         if self.held and not unmount:
             fd, self.fd = self.fd, -1
             os.close(fd)
@@ -349,7 +353,15 @@ class Device:
 
     def notify(self, code: int, body: bytes) -> None:
         """Send a notification. The kernel may wait for readers of the inode meanwhile: from a worker thread only."""
-        self.write(protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), code, 0) + body)
+        message = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size + len(body), code, 0) + body
+        if self._notifier is None:
+            self.write(message)
+        else:
+            self._notifier.send(message)
+
+    def notify_beside(self) -> None:
+        """From now on another process sends notifications, so that no thread of this one waits in the kernel."""
+        self._notifier = Notifier(self.fd)
 
     # -- backing files -----------------------------------------------------------------------------
 
@@ -864,6 +876,10 @@ class NativeBackend:
     def _create(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
         name = name_of(body[protocol.CREATE_IN.size :])
+        if unique & RESENT:
+            flags &= ~os.O_EXCL  # the file may be there because of it
+            if self._records is not None:
+                self._records.asked_again(unique)
         pending = self.operations.create(thread, inode, name, flags, mode, *self._user)
         self._begin(unique, pending, self._created)
 
@@ -981,25 +997,32 @@ class NativeBackend:
     def _mknod(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, *_ = protocol.MKNOD_IN.unpack_from(body)
         name = name_of(body[protocol.MKNOD_IN.size :])
-        self._begin(unique, self.operations.mknod(thread, inode, name, mode, *self._user), self._entered)
+        again = bool(unique & RESENT)
+        pending = self.operations.mknod(thread, inode, name, mode, *self._user, again=again)
+        self._begin(unique, pending, self._entered)
 
     def _mkdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, _ = protocol.MKDIR_IN.unpack_from(body)
         name = name_of(body[protocol.MKDIR_IN.size :])
-        self._begin(unique, self.operations.mkdir(thread, inode, name, mode, *self._user), self._entered)
+        again = bool(unique & RESENT)
+        pending = self.operations.mkdir(thread, inode, name, mode, *self._user, again=again)
+        self._begin(unique, pending, self._entered)
 
     def _unlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._begin(unique, self.operations.unlink(thread, inode, name_of(body)), self._done)
+        again = bool(unique & RESENT)
+        self._begin(unique, self.operations.unlink(thread, inode, name_of(body), again=again), self._done)
 
     def _rmdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        self._begin(unique, self.operations.rmdir(thread, inode, name_of(body)), self._done)
+        again = bool(unique & RESENT)
+        self._begin(unique, self.operations.rmdir(thread, inode, name_of(body), again=again), self._done)
 
     def _rename(
         self, arguments: struct.Struct, unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
-        to, *flags = arguments.unpack_from(body)
+        to, *more = arguments.unpack_from(body)
         old, new = protocol.names_of(body[arguments.size :])
-        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0)
+        flags, again = more[0] if more else 0, bool(unique & RESENT)
+        pending = self.operations.rename(thread, inode, old, to, new, flags, again=again)
         self._begin(unique, pending, self._done)
 
     def _link(self, unique: int, inode: int, thread: int, body: memoryview) -> None:

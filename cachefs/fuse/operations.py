@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import trio
 
-from cachefs.base.errors import ObjectChanged
+from cachefs.base.errors import AlreadyExists, CachefsError, NotFound, ObjectChanged
 from cachefs.base.ledger import NAMES, WRITES, Wait, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
@@ -373,36 +373,73 @@ class Operations:
         self.writers.opened(opened[0], attributes.ino, thread)
         return made
 
-    def mknod(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
+    def mknod(
+        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
+    ) -> Pending[Shown]:
+        """`again`, here and below: the kernel repeats the request, and a daemon that has died may have carried it out."""
         self._changing()
         self.metrics.fuse_create += 1
         if not stat.S_ISREG(mode):
             raise Errno(errno.EPERM)  # pipes, sockets, devices
         work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid)
+        if again:
+            work = partial(_unless, AlreadyExists, work, partial(self._found, parent, name))
         return self._in_turn(MKNOD, thread, work, parent)
 
-    def mkdir(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
+    def mkdir(
+        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
+    ) -> Pending[Shown]:
         self._changing()
         self.metrics.fuse_change += 1
-        return self._in_turn(MKDIR, thread, partial(self._fs.mkdir, parent, name, mode, uid, gid), parent)
+        work = partial(self._fs.mkdir, parent, name, mode, uid, gid)
+        if again:
+            work = partial(_unless, AlreadyExists, work, partial(self._found, parent, name))
+        return self._in_turn(MKDIR, thread, work, parent)
 
-    def unlink(self, thread: int, parent: int, name: bytes) -> Pending[None]:
+    def unlink(self, thread: int, parent: int, name: bytes, *, again: bool = False) -> Pending[None]:
         self._changing()
         self.metrics.fuse_change += 1
-        return self._in_turn(UNLINK, thread, partial(self._fs.unlink, parent, name), parent)
+        work = partial(self._fs.unlink, parent, name)
+        return self._in_turn(
+            UNLINK, thread, partial(_unless, NotFound, work, _nothing) if again else work, parent
+        )
 
-    def rmdir(self, thread: int, parent: int, name: bytes) -> Pending[None]:
+    def rmdir(self, thread: int, parent: int, name: bytes, *, again: bool = False) -> Pending[None]:
         self._changing()
         self.metrics.fuse_change += 1
-        return self._in_turn(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
+        work = partial(self._fs.rmdir, parent, name)
+        return self._in_turn(
+            RMDIR, thread, partial(_unless, NotFound, work, _nothing) if again else work, parent
+        )
 
     def rename(
-        self, thread: int, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+        self,
+        thread: int,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        *,
+        again: bool = False,
     ) -> Pending[None]:
         self._changing()
         self.metrics.fuse_change += 1
         work = partial(self._fs.rename, parent, name, new_parent, new_name, flags)
+        if again:
+            work = partial(_unless, NotFound, work, partial(self._is_there, new_parent, new_name))
         return self._in_turn(RENAME, thread, work, parent, new_parent)
+
+    async def _is_there(self, parent: int, name: bytes) -> None:
+        """Raises `NotFound` if it is not."""
+        await self._found(parent, name)
+
+    async def _found(self, parent: int, name: bytes) -> Shown:
+        """What a request that is repeated has made. Raises `NotFound`."""
+        attributes, ttl = await self._fs.lookup(parent, name)
+        if attributes is None:
+            raise NotFound("the name is not there")
+        return attributes, ttl
 
     def setattr(
         self,
@@ -511,3 +548,19 @@ class Operations:
             if not lock.statistics().tasks_waiting:
                 del self._turns[directory]
             lock.release()
+
+
+async def _unless(
+    done: type[CachefsError],
+    work: Callable[[], Awaitable[T]],
+    found: Callable[[], Awaitable[T]],
+) -> T:
+    """What `work` returns; where it fails because it was done before, what is `found` then."""
+    try:
+        return await work()
+    except done:
+        return await found()
+
+
+async def _nothing() -> None:
+    pass

@@ -23,6 +23,11 @@ UNRECORDED_IDS = 8
 writing down its id. The kernel numbers them one after the other. Guessed."""
 
 
+WRITES, READS = (1 << 64) - 1, (1 << 64) - 2
+"""In place of the size of a file that was opened to write it, or to read what is being written: what the next daemon has of
+it is not what the daemon had that has opened it."""
+
+
 class Records:
     """The open files of one mount that a holder keeps. `origins` are those of the mount's volumes."""
 
@@ -40,6 +45,7 @@ class Records:
             flags = int(agreed.flags)
             self._held.hold(device.fd, mountpoint, device.number, agreed.minor, flags)
             device.held = True
+            device.notify_beside()
 
     def take_over(self, device: Device) -> None:
         """Go on with the handles of the daemon before, and have the kernel repeat what it did not answer."""
@@ -47,6 +53,13 @@ class Records:
         used = set()
         count = 0
         for record in list(self._table.records()):
+            if record.size in (WRITES, READS):
+                writes = record.size == WRITES
+                if writes:
+                    log.warning("%s was open for writing: what was not synced of it is lost", record.key)
+                self._fs.restore_unsaved(record.fh, record.ino, record.key, writes=writes)
+                self._unanswered[record.unique] = record.fh
+                continue
             try:
                 origin = self._origins[record.volume]
                 self._fs.restore_file(
@@ -77,6 +90,7 @@ class Records:
                 device.notify(code, b"")
             except OSError as exc:  # before Linux 6.16 it does not know the first
                 log.debug("notification %d: %s", code, exc)
+        device.notify_beside()
 
     @property
     def follows(self) -> bool:
@@ -91,11 +105,11 @@ class Records:
     def opened(self, fh: int, unique: int, backing_id: int) -> None:
         """Before the reply."""
         handle = self._fs.open_file(fh)
-        if not handle.record:
+        if not handle.record or handle.node is not None:
             obj = handle.object
             handle.record = described(
                 handle.ino,
-                obj.size,
+                obj.size if handle.node is None else WRITES if handle.writes else READS,
                 handle.mtime_ns,
                 backing_id,
                 self._volumes[handle.origin],

@@ -114,6 +114,9 @@ class _Device:
     def unregister(self, number: int) -> None:
         self.released.add(number)
 
+    def notify_beside(self) -> None:
+        """No thread waits in this kernel."""
+
     def notify(self, code: int, body: bytes) -> None:
         self.told.append(code)
 
@@ -123,7 +126,9 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
     writer = Records(files, SimpleNamespace(table=before), [files.origin])  # type: ignore[arg-type]
     obj = ObjectId("s3://b", "key", "etag", 10)
     for fh in (1, 2):
-        files.open[fh] = SimpleNamespace(ino=40 + fh, origin=files.origin, object=obj, mtime_ns=5, record=b"")
+        files.open[fh] = SimpleNamespace(
+            ino=40 + fh, origin=files.origin, object=obj, mtime_ns=5, record=b"", node=None
+        )
         before.registered(fh)
         writer.opened(fh, 1000 + fh, fh)
     before.registered(7)

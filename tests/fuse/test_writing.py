@@ -35,6 +35,7 @@ class Noted:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fails: dict[str, Exception] = {}
+        self.there = True
         self.gate: trio.Event | None = None
         self.finished: list[str] = []
         self.released: list[int] = []
@@ -56,6 +57,9 @@ class Noted:
     async def create(self, *arguments: Any) -> tuple[Attributes, float, tuple[int, int]]:
         await self._note("create", *arguments)
         return NEW, 1.5, (9, 0)
+
+    async def lookup(self, parent: int, name: bytes) -> tuple[Attributes | None, float]:
+        return (NEW if self.there else None), 1.5
 
     async def mknod(self, *arguments: Any) -> tuple[Attributes, float]:
         await self._note("mknod", *arguments)
@@ -604,3 +608,49 @@ async def test_a_write_that_waits_for_nothing_is_answered_at_once(size: int) -> 
             reply = await asking.ask(Op.WRITE, DIRECTORY, write_in(9, offset, data))
             assert reply.body == size.to_bytes(8, "little") and asking.line.kept == 0
             assert fs.calls[-1] == ("write_now", 9, offset, data)
+
+
+# -- requests that the kernel repeats ----------------------------------------------------------------
+
+MISSING, THERE = errors.NotFound("it is not there"), errors.AlreadyExists("it is there")
+TWO_NAMES = protocol.RENAME_IN.pack(6) + b"old\0new\0"
+REPEATED: dict[str, tuple[int, bytes, Exception, int]] = {
+    "unlink": (Op.UNLINK, b"name\0", MISSING, errno.ENOENT),
+    "rmdir": (Op.RMDIR, b"name\0", MISSING, errno.ENOENT),
+    "rename": (Op.RENAME, TWO_NAMES, MISSING, errno.ENOENT),
+    "mkdir": (Op.MKDIR, protocol.MKDIR_IN.pack(0o755, 0) + b"name\0", THERE, errno.EEXIST),
+    "mknod": (Op.MKNOD, protocol.MKNOD_IN.pack(0o100644, 0, 0, 0) + b"name\0", THERE, errno.EEXIST),
+}
+"""Request → opcode, body, what it raises when it was carried out before, and what that is to the first who asks."""
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("found", [True, False])
+async def test_a_change_that_is_repeated_may_have_been_made(name: str, found: bool) -> None:
+    """A daemon that has died may have made it, and its answer never came. Where that cannot be, it is an error as usual."""
+    opcode, body, raised, number = REPEATED[name]
+    fs = Noted()
+    fs.there = found
+    fs.fails[name] = raised
+    async with writing(fs) as asking:
+        assert (await asking.ask(opcode, DIRECTORY, body)).error == number
+        reply = await asking.reply(asking.send(opcode, DIRECTORY, body, unique=777 | protocol.RESENT))
+        made = found or name in ("unlink", "rmdir")
+        assert reply.error == (0 if made else errno.ENOENT)
+        if found and name in ("mkdir", "mknod"):
+            assert len(reply.body) == ENTRY_BYTES
+        fs.fails[name] = errors.CacheUnusable("another failure")
+        reply = await asking.reply(asking.send(opcode, DIRECTORY, body, unique=779 | protocol.RESENT))
+        assert reply.error == errno.EIO
+        del fs.fails[name]
+        reply = await asking.reply(asking.send(opcode, DIRECTORY, body, unique=781 | protocol.RESENT))
+        assert not reply.error
+
+
+async def test_a_create_that_is_repeated_takes_what_it_may_have_made() -> None:
+    async with writing(fs := Noted()) as asking:
+        body = create_in(b"name", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for unique in (777, 777 | protocol.RESENT):
+            assert not (await asking.reply(asking.send(Op.CREATE, DIRECTORY, body, unique=unique))).error
+        asked = [flags for called, _, _, flags, *_ in fs.calls if called == "create"]
+        assert asked == [os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.O_WRONLY | os.O_CREAT]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench.lab.client import LabStore
 from cachefs.fuse import holder
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
 from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run
+from tests.mount.written import stored
 
 pytestmark = [
     pytest.mark.root,
@@ -339,7 +341,6 @@ def test_status_and_metrics_show_restarts_and_the_holder_is_small(mounted: Mount
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"read_only": None}, "only a mount that is --read-only"),
         ({"fuse": "pyfuse3"}, "the FUSE backend is pyfuse3"),
         ({"zero_open": True, "consistency": "immutable"}, "with --zero-open"),
     ],
@@ -563,3 +564,127 @@ def test_a_mount_that_ends_with_its_daemon_is_not_upgraded(mounted: Mounted, buc
     done = mount.cli("upgrade", mount.path)
     assert done.returncode == 1 and "it was not made with --restart" in done.stderr
     assert (mount.path / "file").read_bytes() == b"1"
+
+
+# -- mounts that are written -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+def test_a_file_that_is_being_written_fails_and_no_other_call_does(
+    mounted: Mounted, bucket: Bucket, writeback: bool
+) -> None:
+    """Readers go on; changes of names are made once, also where the daemon died between the change and its answer."""
+    cached = bucket.put("cached", 3 * MIB)
+    mount = restarting(mounted, bucket, read_only=None, writeback=writeback)
+    mount.allowed += [
+        "was open for writing",
+        "was being written",
+        "given up",
+        "never acknowledged",
+        "is lost",
+    ]
+    assert (mount.path / "cached").read_bytes() == cached
+    kept = os.open(mount.path / "cached", os.O_RDONLY)
+    failed = {"saved": 0}
+    saved: dict[str, bytes] = {}
+    numbers = iter(range(1 << 30))
+
+    def read() -> bool:
+        os.posix_fadvise(kept, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.pread(kept, MIB, MIB) == cached[MIB : 2 * MIB]
+
+    def save() -> bool:
+        """A temporary file, renamed once it is whole."""
+        number = next(numbers)
+        name, data = f"{number:05}.bin", b"%05d" % number * 20_000
+        try:
+            with open(mount.path / f"{name}.tmp", "wb", buffering=0) as file:
+                file.write(data)
+                os.fsync(file.fileno())
+        except OSError as exc:
+            assert exc.errno in (errno.EIO, errno.ESTALE), exc
+            failed["saved"] += 1
+            with suppress(FileNotFoundError):
+                os.unlink(mount.path / f"{name}.tmp")
+            return True
+        os.rename(mount.path / f"{name}.tmp", mount.path / name)
+        saved[name] = data
+        return (mount.path / name).read_bytes() == data
+
+    def change_names() -> bool:
+        directory = mount.path / "made"
+        os.mkdir(directory)
+        os.rename(directory, mount.path / "moved")
+        os.mknod(mount.path / "moved" / "empty", 0o644)
+        os.unlink(mount.path / "moved" / "empty")
+        os.rmdir(mount.path / "moved")
+        return not directory.exists()
+
+    readers = Readers()
+    for work in (read, save, change_names):
+        readers.add(work)
+    with readers.running():
+        for _ in range(6):
+            time.sleep(0.6)
+            kill(mount)
+        time.sleep(0.3)
+    assert not readers.wrong, readers.wrong[:5]
+    assert all(readers.rounds.values()), readers.rounds
+    os.close(kept)
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert saved and all((mount.path / name).read_bytes() == data for name, data in saved.items())
+    assert all(stored(bucket, name) == data for name, data in saved.items())
+    assert set(os.listdir(mount.path)) == {"cached", *saved}
+
+
+def test_who_has_written_is_told_and_the_file_is_what_it_was(mounted: Mounted, bucket: Bucket) -> None:
+    old = bucket.put("file", MIB)
+    mount = restarting(mounted, bucket, read_only=None)
+    mount.allowed += ["was open for writing", "was being written", "given up", "never acknowledged"]
+    with open(mount.path / "file", "r+b", buffering=0) as writer, open(mount.path / "file", "rb") as reader:
+        new = os.open(mount.path / "new", os.O_WRONLY | os.O_CREAT)
+        os.write(new, b"half of it")
+        writer.write(b"new bytes")
+        assert reader.read(9) == b"new bytes"
+        kill(mount)
+        for fd in (writer.fileno(), new):
+            with pytest.raises(OSError, match="Input/output error"):
+                os.write(fd, b"more")
+        with pytest.raises(OSError, match="Input/output error"):
+            os.fsync(new)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.close(new)
+        assert os.pread(reader.fileno(), MIB, 0) == old
+        with pytest.raises(OSError, match="Input/output error"):
+            writer.close()
+    assert (mount.path / "file").read_bytes() == old == stored(bucket, "file")
+    assert os.listdir(mount.path) == ["file"]
+    assert "file was open for writing" in mount.log()
+
+
+def test_an_upgrade_waits_for_files_that_are_being_written(mounted: Mounted, bucket: Bucket) -> None:
+    mount = restarting(mounted, bucket, read_only=None, writeback=True)
+    mount.allowed.append("not at the origin")  # yet
+    with open(mount.path / "file", "wb", buffering=0) as file:
+        file.write(b"1")
+        done = upgraded(mount)
+        assert done.returncode == 1 and "1 file open for writing" in done.stderr
+        file.write(b"2")
+    assert upgraded(mount).returncode == 0
+    assert (mount.path / "file").read_bytes() == b"12"
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert stored(bucket, "file") == b"12"
+
+
+def test_who_reads_what_waits_for_its_upload_goes_on(mounted: Mounted, bucket: Bucket) -> None:
+    mount = restarting(mounted, bucket, read_only=None, writeback=True, upload_delay="1h")
+    data = os.urandom(MIB)
+    (mount.path / "file").write_bytes(data)
+    with open(mount.path / "file", "rb", buffering=0) as reader:
+        assert reader.read(10) == data[:10]
+        os.chmod(mount.path / "file", 0o640)  # returns when the names are on the disk
+        kill(mount)
+        assert reader.read() == data[10:]
+        assert (mount.path / "file").read_bytes() == data
+    assert mount.cli("flush", mount.path).returncode == 0
+    assert stored(bucket, "file") == data
