@@ -285,6 +285,8 @@ class FileSystem:
 
     def lookup_now(self, parent: int, name: bytes) -> tuple[Attributes | None, float] | None:
         """Attributes and for how many seconds they hold; no attributes when there is no such name."""
+        if parent in self._files.gone:
+            return None, 0.0  # it was removed here, and a process is in it
         directory = self._directory(parent)
         found = self._looker.now(directory, name)
         if directory.ttls.strict:

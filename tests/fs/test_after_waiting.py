@@ -462,3 +462,18 @@ async def test_the_kernel_looks_again_at_the_names_of_a_rename_that_failed_in_th
         w.bucket.before = lambda kind, key: None
         assert {told[2] for told in mount.invalidated} >= {name.encode(), b"new"}
         assert await mount.stat("new") is not None and await mount.stat(name) is not None
+
+
+async def test_a_name_that_is_looked_up_in_a_directory_which_has_just_been_removed(tmp_path: Path) -> None:
+    """It is missing: a process is in the directory, and its number is no older one's."""
+    async with world(tmp_path) as w, trio.open_nursery() as nursery:
+        mount = w.mount
+        ino = await mount.mkdir("d")
+        async with mount.fs._tree.writing:
+            nursery.start_soon(mount.rmdir, "d")
+            await trio.sleep(1)
+        for _ in range(20):
+            assert (await mount.fs.lookup(ino, b"x"))[0] is None
+            await trio.lowlevel.checkpoint()
+        with pytest.raises(ObjectChanged):
+            await mount.fs.mkdir(ino, b"x", 0o755, 1000, 1000)
