@@ -11,8 +11,8 @@ The caller has claimed the names (`NameLocks`)."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,8 @@ class Changing:
         if inside.is_top:
             raise NotPermitted(f"{name.decode()} is a source of the mount")
         await self._must_be_empty(origin, inside)
-        await origin.delete(inside.prefix)
+        with self._in_doubt(found, directory, name):
+            await origin.delete(inside.prefix)
         async with self._local_changes.applying():
             self._directory_goes(inside, found)
             self._local_changes.written(directory, name, False)
@@ -145,16 +146,26 @@ class Changing:
         if node is None or node.stored:
             await self._mark_last(origin, directory, name)
         key = directory.prefix + name.decode()
-        if node is None:
-            await origin.delete(key)
-        else:
-            async with node.lock:
-                delete = partial(self._delete_stored, origin, key, node) if node.stored else None
-                await self._local_changes.remove(node, replaced=False, instead=delete)
+        with self._in_doubt(found, directory, name):
+            if node is None:
+                await origin.delete(key)
+            else:
+                async with node.lock:
+                    delete = partial(self._delete_stored, origin, key, node) if node.stored else None
+                    await self._local_changes.remove(node, replaced=False, instead=delete)
         await self._local_changes.gone(directory, name)
         if node is not None and node.dirty_file is not None and node.dirty_file.conflicts:
             with suppress(NotFound):
                 await self._local_changes.is_file(directory, name, await origin.head(key))
+
+    @contextmanager
+    def _in_doubt(self, found: Found, directory: Directory, name: bytes) -> Iterator[None]:
+        """If this fails, what was found may be gone all the same: it is asked for before it is shown again."""
+        try:
+            yield
+        except BaseException:
+            self._local_changes.doubt(found.ino, directory, name)
+            raise
 
     async def _delete_stored(self, origin: Origin, key: str, node: Node) -> None:
         """What was refused because of another client's object goes alone."""

@@ -430,6 +430,12 @@ class LocalChanges:
         if len(self.times) > TIMES_KEPT:
             del self.times[next(iter(self.times))]
 
+    def doubt(self, ino: int, directory: Directory, name: bytes) -> None:
+        """The inode that the name leads to may be gone at the origin."""
+        self._files.forget_warm()
+        self._freshness.doubt(ino)
+        self._lister.tell(directory, name)
+
     def look_again(self, *places: Place) -> None:
         """A change of these names failed: what was listed around them does not count any more, nor what the kernel has."""
         self._freshness.forget_answers()

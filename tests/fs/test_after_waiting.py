@@ -477,3 +477,22 @@ async def test_a_name_that_is_looked_up_in_a_directory_which_has_just_been_remov
             await trio.lowlevel.checkpoint()
         with pytest.raises(ObjectChanged):
             await mount.fs.mkdir(ino, b"x", 0o755, 1000, 1000)
+
+
+@pytest.mark.parametrize("name", ["old", "d"])
+async def test_a_removal_whose_answer_is_lost_is_asked_about(name: str, tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        mount = w.mount
+        await mount.mkdir("d")
+        assert {b"old", b"d"} <= set(await mount.names())
+        plain = w.bucket.delete
+
+        async def delete(key: str) -> None:
+            await plain(key)
+            raise OriginFailed("silence")
+
+        w.bucket.delete = delete  # type: ignore[method-assign]
+        with pytest.raises(OriginFailed):
+            await (mount.rmdir(name) if name == "d" else mount.unlink(name))
+        assert await mount.stat(name) is None and (await mount.stat("dir/x")) is not None
+        w.bucket.delete = plain  # type: ignore[method-assign]
