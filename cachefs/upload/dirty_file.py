@@ -206,11 +206,9 @@ class DirtyFile:
         stored = self.content.stored
         return stored is not None and stored.generation >= generation
 
-    def known(self) -> tuple[list[str], list[str]]:
-        """Versions of its own that the store may have under its name: their etags, and the tokens of attempts whose
-        outcome is unknown."""
-        versions = (self.base, self.stored.etag if self.stored else None)
-        return [etag for etag in versions if etag is not None], list(self.record.tokens)
+    def is_own(self, etag: str, token: str) -> bool:
+        """Whether the store's object under its name is a version that it began with or made, perhaps without being told."""
+        return etag in (self.base, self.stored and self.stored.etag) or token in self.record.tokens
 
     @property
     def conflicts(self) -> bool:

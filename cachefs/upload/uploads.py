@@ -113,16 +113,13 @@ class Uploads:
             nursery,
             self._records,
             metrics,
-            self._committed,
+            lambda dirty_file, info: self.on_committed(dirty_file, info),
             self._settle,
             delay_s=upload_delay_s,
             conditional=on_conflict == "fail",
         )
         self._passthrough = Passthrough(staging_dir, self._room.relieve)
         self._dirty_files: dict[str, DirtyFile] = {}
-
-    def _committed(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
-        self.on_committed(dirty_file, info)
 
     # -- dirty files ------------------------------------------------------------------------------------
 
@@ -401,8 +398,7 @@ class Uploads:
             info, token = await dirty_file.origin.look(dirty_file.key)
         except NotFound:
             return None
-        versions, tokens = dirty_file.known()
-        return info if info.etag in versions or token in tokens else None
+        return info if dirty_file.is_own(info.etag, token) else None
 
     async def _copy(
         self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
