@@ -13,7 +13,8 @@ from cachefs.base.names import block_length
 from cachefs.store import Store
 from cachefs.store import catalog as index
 from cachefs.store.catalog import Copy
-from cachefs.store.tier import allocated
+from cachefs.store.eviction import Class
+from cachefs.store.tier import RAM, allocated
 
 
 def block_bytes(store: Store, copy: Copy, bits: int) -> int:
@@ -78,9 +79,26 @@ def check_unused(store: Store, *, files: bool = True) -> None:
         assert not tier.disk._calls and not tier.disk._readers, (
             f"{tier.name}: calls are counted, and none is made"
         )
+        assert not tier.disk._threads.borrowed_tokens, f"{tier.name}: a thread reads"
         backings = [obj.backing for obj in store.catalog._objects.values() if obj.backing is not None]
         known = sum(backing.tier is tier for backing in backings)
         assert tier.registered == known, f"{tier.name}: {tier.registered} passthrough files are counted"
+    assert not store._threads.borrowed_tokens, "a thread reads"
+    check_passthrough(store)
+
+
+def check_passthrough(store: Store) -> None:
+    """Of each file that the kernel has: whether it has users, and that its copies are pinned for these alone."""
+    files = store.backing_files
+    known = {obj.backing: obj for obj in store.catalog._objects.values() if obj.backing is not None}
+    idle = {backing for backing in known if not backing.users}
+    assert idle == set(files._idle), f"{len(files._idle)} idle passthrough files are kept of {len(idle)}"
+    assert not files._closed or not idle, "idle passthrough files outlive the end"
+    for backing, obj in known.items():
+        assert backing.object is obj
+        assert not backing.id or backing.fd < 0, f"{obj.id.key}: the kernel has it, and it is open here"
+        if backing.users:
+            assert all(copy.pins for copy in backing.copies), f"{obj.id.key}: bytes in use may go"
 
 
 def check_counted(store: Store) -> None:
@@ -135,6 +153,50 @@ def check_counted(store: Store) -> None:
         totals = catalog._index.totals(tier.number)
         assert totals == (held, counted["blocks"][1], counted["pinned"][1]), f"{tier.name}: totals {totals}"
     check_order(store, known)
+    check_remembered(store, known)
+    check_places(store, copies)
+
+
+def check_remembered(store: Store, known: dict[Any, Copy]) -> None:
+    """What is in memory beside the rows says what they say, and says it once."""
+    catalog, order = store.catalog, store.eviction
+    for copy in loaded(store):
+        assert copy.key not in catalog._checked, f"{copy.key}: its own bookkeeping says what is verified"
+        assert copy.used in (0, copy.clock), f"{copy.key}: its last use is none of its clock"
+        assert copy.clock <= catalog.clock, f"{copy.key}: it is younger than the clock"
+        assert copy.tier != RAM or not copy.first_use, f"{copy.key}: a use of a copy that is not promoted"
+        assert not (copy.pinned and copy.key in order.remote_owned), f"{copy.key}: pinned for another node"
+    assert catalog._recent == catalog.clock, "a flush begins with what was used until then"
+    assert not catalog._objects.keys() & catalog._looked_at.keys(), "a version has two bookkeepings"
+    for obj in catalog._looked_at.values():
+        assert not obj.refs and not obj.fds and not obj.leaving and obj.backing is None, obj.id.key
+        for (tier, extent), copy in obj.copies.items():
+            row = known.get((tier, obj.id.digest, extent))
+            here = None if copy is None else (copy.bitmap, copy.stored_clock, copy.pinned)
+            assert here == (None if row is None else (row.bitmap, row.stored_clock, row.pinned)), obj.id.key
+    heap = store.space.heap
+    assert heap._bytes == sum(map(len, heap._blocks.values())), "the heap is miscounted"
+
+
+def check_places(store: Store, copies: dict[Any, Copy]) -> None:
+    """A search for what is evictable comes to each such row: it lies before it, or is held."""
+    order = store.eviction
+    for key, waits in order._waiting.items():
+        assert (waits.clock, waits.dataset) == (copies[key].clock, copies[key].dataset), (
+            f"{key}: waits as another"
+        )
+    for tier in store.tiers:
+        if order._seen_version != order.epochs.version:
+            continue  # the next search begins anew
+        for walk in (order._evictable[tier.number], order._any[tier.number]):
+            assert not walk._held, "a flush leaves nothing for the next"
+        walk = order._evictable[tier.number]
+        held = {(key, clock) for _, key, clock, _ in walk._rows}
+        for _, key, clock, dataset in store.catalog._index.oldest(tier.number, b"", 1 << 20):
+            evictable = order.class_of(key, clock, dataset) is Class.EVICTABLE
+            if evictable and clock <= walk.passed and key not in order._spent:
+                assert (key, clock) in held, f"{key}: no search finds it"
+        assert order._any[tier.number].passed == -1, "all of them are looked at again after a flush"
 
 
 def check_order(store: Store, known: dict[Any, Copy]) -> None:

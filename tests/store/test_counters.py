@@ -446,6 +446,35 @@ def _add(owner: Callable[[Lab], Any], name: str, count: int) -> Callable[[Lab], 
     return lambda lab: setattr(owner(lab), name, getattr(owner(lab), name) + count)
 
 
+def _outdated_look(lab: Lab) -> None:
+    """Of a version that is only looked at."""
+    catalog = lab.store.catalog
+    obj = next(iter(catalog._objects.values()))
+    while catalog._objects:
+        catalog._forget_some()
+    [copy] = catalog.copies(catalog.look(obj.id), SSD)
+    copy.bitmap |= 2
+
+
+def _passed_over(lab: Lab) -> None:
+    """A search has come further than it should have."""
+    lab.store.eviction._evictable[SSD].passed = 1 << 40
+
+
+def _another_wait(lab: Lab) -> None:
+    copy = _first(lab)
+    lab.store.eviction._waiting[copy.key] = Waiting(1e18, copy.clock - 1, copy.dataset)
+
+
+def _kept_idle(lab: Lab) -> None:
+    obj = next(iter(lab.store.catalog._objects.values()))
+    backing = lab.store.open_backing(obj)
+    assert backing is not None
+    backing.registered(1)
+    lab.store.release_backing(backing)
+    lab.store.backing_files._idle.clear()
+
+
 DAMAGES: dict[str, Callable[[Lab], None]] = {
     "used": _add(_tier, "used_bytes", 4 * KIB),
     "unlisted": _add(_tier, "unlisted_bytes", -1),
@@ -464,6 +493,17 @@ DAMAGES: dict[str, Callable[[Lab], None]] = {
     "one of another node": lambda lab: lab.store.eviction.remote_owned.add(NOT_THERE),
     "one that is spent": lambda lab: lab.store.eviction._spent.add(NOT_THERE),
     "bytes on their way out": lambda lab: _tier(lab).disposal._pending.update([b"digest"]),
+    "one that was checked, twice": lambda lab: lab.store.catalog._checked.add(_first(lab).key),
+    "another clock of its use": _add(_first, "used", -1),
+    "a clock behind it": _add(lambda lab: lab.store.catalog, "clock", -1),
+    "two bookkeepings": lambda lab: lab.store.catalog._looked_at.update(lab.store.catalog._objects),
+    "an outdated look": _outdated_look,
+    "the heap": _add(lambda lab: lab.store.space.heap, "_bytes", 1),
+    "one that no search finds": _passed_over,
+    "one that waits as another": _another_wait,
+    "a row that is held": lambda lab: lab.store.eviction._any[SSD]._held.append((b"", NOT_THERE, 1, 0)),
+    "a search that goes on": lambda lab: setattr(lab.store.eviction._any[SSD], "passed", 0),
+    "an idle passthrough file": _kept_idle,
     "a call on the disk": lambda lab: _tier(lab).disk._calls.update({"call": 0.0}),
 }
 

@@ -8,6 +8,9 @@ import os
 from pathlib import Path
 
 from cachefs.upload import DirtyFile, Uploads, staging
+from cachefs.upload.content import Row, State
+from cachefs.upload.dirty_file import Way
+from cachefs.upload.journal import DIRTY_FILES
 
 
 def check_unused(uploads: Uploads) -> None:
@@ -53,3 +56,53 @@ def check_dirty_file(dirty_file: DirtyFile) -> None:
     assert not file._landing.locked()
     assert parts.waiting_bytes >= 0
     assert dirty_file.committed is None or dirty_file.committed.size == dirty_file.size
+    check_content(dirty_file)
+    check_parts(dirty_file)
+
+
+def check_content(dirty_file: DirtyFile) -> None:
+    """Its state says what it holds and who has its file, and its size is that of the file."""
+    content, kernel, file, name = dirty_file.content, dirty_file.kernel, dirty_file.file, dirty_file.key
+    assert content.state is State.ADOPTED or content.state is (
+        State.DIRTY if content.dirty else State.CLEAN
+    ), f"{name}: {content.state}, and it is {'dirty' if content.dirty else 'clean'}"
+    assert content.synced <= content.generation, f"{name}: more is on the disk than there was"
+    assert content.stored is None or content.stored.generation <= content.generation, (
+        f"{name}: the origin has what never was"
+    )
+    assert (kernel.shape is None) <= (kernel.way is Way.HERE), (
+        f"{name}: no look was taken of what others write"
+    )
+    assert file.in_passthrough is (kernel.way is not Way.HERE) or content.adopted, (
+        f"{name}: {kernel.way}, and its file says otherwise"
+    )
+    if file._held is not None:
+        assert len(file._held) == dirty_file.size, f"{name}: in memory it has another length"
+    elif kernel.way is Way.HERE and content.is_ours and file.path.exists():
+        assert file.path.stat().st_size == dirty_file.size, f"{name}: its file has another length"
+
+
+def check_parts(dirty_file: DirtyFile) -> None:
+    """What is to be sent early lies within the file, and what was sent is of the upload that there is."""
+    parts, sender, name = dirty_file.parts, dirty_file.sender, dirty_file.key
+    assert 0 <= parts._frontier, name
+    assert parts._next >= 1, name
+    sent = set(parts._sent)
+    known = set() if sender.upload is None else set(sender.upload.known)
+    assert sent <= known, f"{name}: parts {sent - known} are counted, and no upload has them"
+
+
+def check_rows(uploads: Uploads) -> None:
+    """The journal has what is said of it, except for rows that are being written."""
+    if uploads.journal._database._closed:
+        return
+    rows = uploads.journal.rows(DIRTY_FILES)
+    for dirty_file in uploads._dirty_files.values():
+        if dirty_file.record.turn.locked():
+            continue
+        row, name = rows.get(dirty_file.id), dirty_file.key
+        acknowledged = row is not None and row["acknowledged"]
+        assert acknowledged or not dirty_file.acknowledged, f"{name}: it would not come back after a crash"
+        if dirty_file.id not in uploads._records._stale:
+            assert dirty_file.acknowledged or not acknowledged, f"{name}: it would come back after a crash"
+            assert dirty_file.content.row is not Row.NONE or row is None, f"{name}: a row is left of it"

@@ -445,6 +445,7 @@ async def desk(
                 await uploads.recover()
                 nursery.start_soon(uploads.run)
             yield Desk(uploads, store, cache, metrics, path)
+            counters.check_rows(uploads)
         finally:
             nursery.cancel_scope.cancel()
             uploads.journal.close()
