@@ -159,8 +159,8 @@ def pytest_here(tree: Path, targets: Iterable[str], plugin: object, *more: str) 
 
 
 class Cost(NamedTuple):
-    """Of a test: the processor time that it takes, and how long it took while what it covers was read, which is several times
-    as long as otherwise."""
+    """Of a test: the processor time that it takes, and how long it took while what it covers was read: several times as long
+    as otherwise."""
 
     processor_s: float
     seconds: float

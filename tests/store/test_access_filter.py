@@ -1,4 +1,4 @@
-"""The access filter against plain sets of places: it answers as they do, for each unit, and takes the memory that is said."""
+"""The access filter against plain sets of places: it answers as they do for each unit, and takes the memory that is said."""
 
 from __future__ import annotations
 

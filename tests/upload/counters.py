@@ -85,7 +85,7 @@ def check_content(dirty_file: DirtyFile) -> None:
 def check_parts(dirty_file: DirtyFile) -> None:
     """What is to be sent early lies within the file, and what was sent is of the upload that there is."""
     parts, sender, name = dirty_file.parts, dirty_file.sender, dirty_file.key
-    assert 0 <= parts._frontier, name
+    assert parts._frontier >= 0, name
     assert parts._next >= 1, name
     sent = set(parts._sent)
     known = set() if sender.upload is None else set(sender.upload.known)
