@@ -1079,10 +1079,7 @@ class Eviction:
             if not self._catalog.changes and not closing:
                 return
             try:
-                placed = await self._catalog.flush(self._notes(closing))
-                if placed is None:
-                    self._seen_version = -1  # look again
-                for key, clock, dataset in placed or ():
+                for key, clock, dataset in await self._catalog.flush(self._notes(closing)) or ():
                     self._evictable[key[0]].add(key, clock, dataset)
             finally:
                 for walk in self._evictable.values():

@@ -15,7 +15,7 @@ stays their backing file (`DirtyFile.share`): then it is mapped past the daemon,
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import trio
@@ -130,6 +130,12 @@ class Passthrough:
         backing, dirty_file.kernel.backing = dirty_file.kernel.backing, None
         if backing is not None:
             self._retire(backing)
+
+    def unmounted(self, dirty_files: Iterable[DirtyFile]) -> None:
+        """See `Uploads.unmounted`; of all files."""
+        self._writers = 0
+        for dirty_file in dirty_files:
+            dirty_file.kernel.writers = 0
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -257,7 +257,7 @@ class Uploads:
     def returned(self, dirty_file: DirtyFile) -> None:
         """One passthrough writer has closed it. Never raises, never waits."""
         self._passthrough.returned(dirty_file)
-        if not dirty_file.kernel.writers and (dirty_file.acknowledged or dirty_file.kernel.shared):
+        if not dirty_file.kernel.writers and dirty_file.acknowledged:
             self._plan(dirty_file)
         if dirty_file.kernel.mapped:
             contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
@@ -278,8 +278,7 @@ class Uploads:
 
     def unmounted(self) -> None:
         """The kernel will report no more closes. Files that are still being written are found before they are sent."""
-        for dirty_file in self._dirty_files.values():
-            dirty_file.kernel.writers = 0
+        self._passthrough.unmounted(self._dirty_files.values())
 
     async def _after_release(self, dirty_file: DirtyFile) -> None:
         if self._writeback:
