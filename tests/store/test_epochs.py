@@ -110,9 +110,15 @@ class Rules:
     def correlated(self) -> float:
         return min(max(len(self._last()) / 8, eviction.CORRELATED_LEAST), eviction.CORRELATED_MOST)
 
+    def is_together(self, unit: int) -> bool:
+        return len(self.uses) - self.joined[unit] <= self.correlated()
+
+    def edge_uses(self) -> float:
+        return self.correlated()
+
     def used(self, unit: int, clock: int) -> bool:
         before = self._last().get(unit)
-        together = before is not None and len(self.uses) - self.joined[unit] <= self.correlated()
+        together = before is not None and self.is_together(unit)
         if not together:
             self.uses.append((unit, clock))
         self.joined[unit] = len(self.uses)
@@ -145,7 +151,7 @@ class Rules:
         self.epochs = min(density, used / self.size) >= eviction.EPOCH_SHARE
         self.fresh = sum(at >= clock for at in last.values())
         before = [at for _, at in self.uses[-eviction.CORRELATED_MOST :] if at < clock]
-        edge = before[-min(len(before), math.ceil(self.correlated()))] if before else clock
+        edge = before[-min(len(before), math.ceil(self.edge_uses()))] if before else clock
         self.previous, self.start, self.edge, self.again = self.edge, clock, edge, []
 
 

@@ -1,0 +1,128 @@
+"""Datasets of which a part is sampled, against the same rules over that part; what a row keeps of them; their course."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cachefs.base.names import ObjectId
+from cachefs.store import eviction
+from cachefs.store.catalog import UNITS, unit_hash
+from cachefs.store.eviction import Course, Dataset, Datasets, Epochs
+from tests.store.test_epochs import Rules, mixed
+
+
+class SampledRules(Rules):
+    """The rules, of the units below `threshold` that are still known."""
+
+    def __init__(self, clock: int, noisy: bool) -> None:
+        super().__init__(clock, noisy)
+        self.threshold = UNITS
+        self.forgotten: set[int] = set()
+
+    def _last(self) -> dict[int, int]:
+        return {unit: at for unit, at in dict(self.uses).items() if unit not in self.forgotten}
+
+    def correlated(self) -> float:
+        units = len(self._last()) * UNITS / self.threshold
+        return min(max(units / 8, eviction.CORRELATED_LEAST), eviction.CORRELATED_MOST)
+
+    def is_together(self, unit: int) -> bool:
+        others = (len(self.uses) - self.joined[unit]) * UNITS / self.threshold
+        return others <= self.correlated()
+
+    def edge_uses(self) -> float:
+        return self.correlated() * self.threshold / UNITS
+
+    def used(self, unit: int, clock: int) -> bool:
+        fresh = self.fresh
+        begun = super().used(unit, clock)
+        self.forgotten.discard(unit)
+        if self.fresh > fresh and not begun and len(self._last()) > eviction.SAMPLE:
+            self.sample_less()
+        return begun
+
+    def sample_less(self) -> None:
+        last, oldest = self._last(), self.starts[-eviction.EPOCHS_REMEMBERED :][0]
+        if sum(at >= oldest for at in last.values()) > 0.75 * eviction.SAMPLE:
+            self.threshold //= 2
+            self.forgotten |= {unit for unit in last if unit >= self.threshold}
+        else:
+            self.forgotten |= {unit for unit, at in last.items() if at < oldest}
+        self.fresh = sum(at >= self.start for at in self._last().values())
+        self.size, self.again = 0, []
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("units", [20, 70, 300])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sample_has_epochs_by_the_rules(
+    monkeypatch: pytest.MonkeyPatch, seed: int, units: int, noisy: bool
+) -> None:
+    """Of more units than are sampled, of which some are left for good."""
+    monkeypatch.setattr(eviction, "SAMPLE", 32)
+    monkeypatch.setattr(eviction, "CORRELATED_LEAST", 2)
+    rng = random.Random(f"{seed} {units}")
+    dataset, rules, clock = Dataset.begun(1, noisy=noisy), SampledRules(1, noisy), 0
+    hashes = [rng.getrandbits(64) for _ in range(units + 60)]
+    uses = [unit + shift for shift in (0, 0, 30, 60) for unit in mixed(rng, units)]
+    for number in uses:
+        unit = hashes[number]
+        clock += rng.randrange(1, 4)
+        assert dataset.threshold == rules.threshold
+        if unit >= dataset.threshold:
+            continue
+        assert dataset.used(unit, clock, 1 << 20, False) == rules.used(unit, clock)
+        assert (dataset.start, dataset.previous, dataset.edge) == (rules.start, rules.previous, rules.edge)
+        assert (dataset.number, dataset.epochs) == (len(rules.starts), rules.epochs)
+        assert (dataset.fresh, dataset.size, dataset.count) == (rules.fresh, rules.size, len(rules.uses))
+        assert {unit: at for unit, (at, _) in dataset.sample.items()} == rules._last()
+    assert units < 70 or dataset.rate < 1.0
+
+
+def test_the_length_of_a_unit_is_a_mean_that_forgets() -> None:
+    dataset, mean = Dataset.begun(1), 0.0
+    rng = random.Random(1)
+    for number in range(1, 2501):
+        length = rng.randrange(1, 1000) * (1 if number < 1500 else 10)
+        mean += (length - mean) / min(number, 1000)
+        dataset.used(number << 32, number, length, False)
+        assert dataset.unit_bytes == mean
+
+
+def test_a_row_keeps_the_last_re_references_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "SAMPLE", 32)
+    for count in (0, 3, 4, 5, 20, 40):
+        dataset = Dataset.begun(1)
+        dataset.agains.extend((number, 2 * number) for number in range(count))
+        again = Dataset.unpacked(dataset.packed())
+        assert again is not None
+        assert list(again.agains) == list(dataset.agains)[-4:]
+        assert again.agains.maxlen == dataset.agains.maxlen == 32
+        assert list(again.starts) == [1] and again.starts.maxlen == eviction.EPOCHS_REMEMBERED
+
+
+def test_a_damaged_row_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Dataset.begun(1)
+    for number in range(3):
+        dataset.used(number, number + 2, 5, True)
+    row = dataset.packed()
+    assert Dataset.unpacked(row) is not None
+    for cut in (0, 3, 4, 10, len(row) - 24, len(row) - 16, len(row) - 8, len(row) - 1):
+        found = Dataset.unpacked(row[:cut])
+        assert found is None or (cut == len(row) - 24 and len(found.sample) == 2), cut
+    assert Dataset.unpacked(row + b"\0") is None
+
+
+def test_what_prefetch_asks_is_asked_of_the_beginning_of_a_version() -> None:
+    epochs, datasets = Epochs(), Datasets()
+    course = Course(epochs, datasets)
+    one, other = (ObjectId("s", f"d/{n}", "1", 1) for n in range(2))
+    assert (course.epoch(one), course.had(one)) == (0, False)
+    epochs.used(datasets(one), unit_hash(one.digest, 1), 1, 1, hit=False)
+    assert (course.epoch(one), course.had(one)) == (1, False), "a later part of it was used"
+    epochs.used(datasets(one), unit_hash(one.digest, 0), 2, 1, hit=False)
+    assert course.had(one) and not course.had(other)
+    course.comes(other)
+    assert course.had(other)

@@ -1,0 +1,112 @@
+"""What becomes of a dirty file when its writers have gone, readers stay, or the mount goes; and whose turn it is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.origin import attempts
+from cachefs.upload import sending
+from tests.fetch.scripted import content
+from tests.upload.scripted import PART, Desk, desk, in_trio
+from tests.upload.test_passthrough import Kernel, in_passthrough, taken
+
+
+@in_trio
+async def test_what_a_mapping_wrote_is_uploaded_when_the_last_reader_has_gone(tmp_path: Path) -> None:
+    """No commit has asked for it, and no mapping is left when its writer closes it."""
+    async with desk(tmp_path) as d:
+        kernel, data = Kernel(d), bytearray(content(1, 2 * PART))
+        dirty_file, fd = await taken(d, tmp_path, bytes(data))
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        d.uploads.open(dirty_file)  # the reader
+        with mmap.mmap(fd, 2 * PART) as mapping:
+            mapping[5] = data[5] = 77 ^ data[5]
+        os.close(fd)
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        await trio.sleep(10)
+        assert dirty_file.dirty and not d.settled and kernel.backings
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert d.store.content("k") == data and not dirty_file.dirty
+        assert d.settled == ["k"] and kernel.backings == []
+
+
+@in_trio
+async def test_when_the_mount_has_gone_writers_are_looked_for(tmp_path: Path) -> None:
+    """The kernel will report no closes: what one wrote is sent once no process has the file open."""
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"written")
+        await d.uploads.commit(dirty_file)
+        assert d.uploads._passthrough._writers == dirty_file.kernel.writers == 1
+        d.uploads.unmounted()
+        assert d.uploads._passthrough._writers == dirty_file.kernel.writers == 0
+        await trio.sleep(10)
+        assert not d.store.counts
+        os.close(fd)
+        assert await d.uploads.aclose(20.0) == [] and d.store.content("k") == b"written"
+
+
+class Turns:
+    """The tickets of requests in the order in which they were made."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.all: list[attempts.Ticket] = []
+        made = attempts.Ticket
+
+        def noted(background: bool = False) -> attempts.Ticket:
+            self.all.append(made(background))
+            return self.all[-1]
+
+        patch.setattr(sending, "Ticket", noted)
+
+    @property
+    def background(self) -> list[bool]:
+        return [turn.background for turn in self.all]
+
+
+async def held_back(d: Desk, kind: str) -> Any:
+    hold = d.store.hold(kind)
+    await hold.reached.wait()
+    return hold
+
+
+@pytest.mark.parametrize("waits", ["before", "meanwhile", "never"])
+@pytest.mark.parametrize("parts", [False, True])
+@in_trio
+async def test_what_a_caller_waits_for_comes_before_what_none_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: bool, waits: str
+) -> None:
+    """Of all its requests: those that are made already, and those that follow."""
+    monkeypatch.setattr(sending, "PUT_BYTES", 0 if parts else PART)
+    monkeypatch.setattr(sending, "AT_ONCE", 1)
+    turns = Turns(monkeypatch)
+    kind = "part" if parts else "put"
+    async with desk(tmp_path, writeback=True) as d:
+        dirty_file = await d.create("k", content(1, 3 * PART if parts else 5))
+        await d.uploads.commit(dirty_file)
+        held = d.store.hold(kind)
+        assert held.release is not None
+        async with trio.open_nursery() as nursery:
+            if waits == "before":
+                nursery.start_soon(d.uploads._queue.upload, dirty_file)
+            await held.reached.wait()
+            assert turns.background == [waits != "before"]
+            if waits == "meanwhile":
+                nursery.start_soon(d.uploads._queue.upload, dirty_file)
+                await d.quiet()
+                assert turns.background == [False]
+            held.release.set()
+        await trio.sleep(1)
+        assert d.store.content("k") == content(1, dirty_file.size)
+        assert turns.background == [waits == "never"] * (3 if parts else 1)
+        assert not dirty_file.sender._turns
+        d.uploads.release(dirty_file)
+        await d.quiet()
