@@ -1,0 +1,317 @@
+"""Rules of the cache as tables: each case beside its neighbours, so that a bound or a condition that is off by one shows."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.store import catalog, space
+from cachefs.store.catalog import Copy
+from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, Waiting
+from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO, Moves
+from cachefs.store.tier import RAM, SSD
+from tests.fetch.scripted import content, in_trio
+from tests.store.lab import BLOCK, EXTENT, cache_files, running
+from tests.store.test_adopting import dirty_file
+from tests.store.test_shared_epochs import put
+
+# -- uses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", range(6))
+@pytest.mark.parametrize("flush", ["", "before", "after"])
+@in_trio
+async def test_a_use_goes_on_until_so_many_others_or_a_flush(
+    cache_dir: Path, flush: str, others: int
+) -> None:
+    async with running(cache_dir) as lab:
+        one, other = lab.origin.put("k", bytes(BLOCK)), lab.origin.put("o", bytes(BLOCK))
+        assert put(lab, other) and put(lab, one)
+        rows, order = lab.store.catalog, lab.store.eviction
+        [copy], [beside] = (rows.copies(lab.store.object(i), SSD) for i in (one, other))
+        if flush == "before":
+            await lab.store.flush()
+        order.touch(copy)
+        assert rows.lately_used(copy) and rows.used_since_flush(copy)
+        for _ in range(others):
+            order.touch(beside)
+        if flush == "after":
+            await lab.store.flush()
+        clock = copy.clock
+        goes_on = others < catalog.SAME_USE and flush != "after"
+        assert rows.lately_used(copy) is goes_on
+        assert rows.used_since_flush(copy) is (flush != "after")
+        assert order.touch_if_flushed(copy) is (flush == "after")
+        assert (copy.clock > clock) is (flush == "after")
+        clock = copy.clock
+        assert order.touch_if_old(copy) is not (goes_on or flush == "after")
+        assert (copy.clock > clock) is not (goes_on or flush == "after")
+        bits, copy.bitmap = copy.bitmap, 0
+        await lab.store.flush()
+        assert not order.touch_if_flushed(copy) and not order.touch_if_old(copy), "it has no blocks"
+        copy.bitmap = bits
+        rows.changed(copy)
+
+
+@pytest.mark.parametrize("size, promoted", [(BLOCK, True), (EXTENT, True)])
+@pytest.mark.parametrize(
+    "passed_s, ram, epochs, large",
+    [
+        (REUSE_AFTER_S, "", False, False),
+        (REUSE_AFTER_S + 1, "", False, False),
+        (REUSE_AFTER_S - 0.01, "", False, False),
+        (0.0, "", False, False),
+        (REUSE_AFTER_S, "fails", False, False),
+        (REUSE_AFTER_S, "", True, False),
+        (REUSE_AFTER_S, "", False, True),
+    ],
+)
+@in_trio
+async def test_a_copy_is_promoted_at_its_next_separate_use(
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    passed_s: float,
+    ram: str,
+    epochs: bool,
+    large: bool,
+    size: int,
+    promoted: bool,
+) -> None:
+    assert size <= PROMOTED_AT_MOST
+    monkeypatch.setattr(space, "PROMOTED_AT_MOST", size - large)
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        moves, now = lab.store._moves, 100.0
+        assert moves is not None
+        moves._now = lambda: now
+        monkeypatch.setattr(lab.store.eviction.epochs, "has_epochs", lambda dataset: epochs)
+        copy = Copy(SSD, bytes(16), 0, size)
+        moves.used(copy)
+        assert not moves._promotions and not moves._wake.is_set()
+        assert copy.first_use == (0.0 if epochs or large else 100.0)
+        now += passed_s
+        if ram:
+            lab.store.tiers[0].failed(OSError(5, "broken"))
+        moves.used(copy)
+        wanted = promoted and passed_s >= REUSE_AFTER_S and not (ram or epochs or large)
+        assert list(moves._promotions) == ([copy.key] if wanted else [])
+        assert moves._wake.is_set() is wanted
+        moves._promotions.clear()
+
+
+# -- when and how far RAM spills -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 74, 75, 76, 89, 90, 91, 100])
+@pytest.mark.parametrize("room", [True, False])
+def test_ram_spills_above_a_share_and_down_to_another(kept: int, room: bool) -> None:
+    """As long as SSD has room for all of that without evicting for it; else no further than it has to."""
+    asked: list[Any] = []
+
+    def evict_for(tier: Any, need: int, classes: Any, **_: Any) -> bool:
+        asked.append((tier, need, classes))
+        return room
+
+    ram = SimpleNamespace(kept_bytes=kept, limit_bytes=lambda: 100, number=RAM)
+    parts = SimpleNamespace(catalog=None, eviction=None, metrics=None, evict_for=evict_for)
+    moves = Moves(parts, ram, "ssd", lambda: 0.0)  # type: ignore[arg-type]
+    assert moves._over(SPILL_ABOVE) is (kept > 90) and moves._over(SPILL_TO) is (kept > 75)
+    assert moves._spill_to() == (SPILL_TO if room else SPILL_ABOVE)
+    assert asked == [("ssd", int((SPILL_ABOVE - SPILL_TO) * 100), ())]
+    moves.filled()
+    assert moves._wake.is_set() is (kept > 90)
+
+
+@pytest.mark.parametrize("kept, short", [(0, True), (8, True), (9, False), (10, False)])
+@in_trio
+async def test_a_reader_displaces_what_waits_for_others_while_ram_has_little_of_its_own(
+    cache_dir: Path, kept: int, short: bool
+) -> None:
+    async with running(cache_dir, ram=10 * BLOCK, ssd=0) as lab:
+        fills: Any = lab.store.begin_fill.__self__  # type: ignore[attr-defined]
+        for number in range(kept):
+            assert put(lab, lab.origin.put(f"k{number}", bytes(BLOCK)))
+        nothing, then, *_ = (classes for _, classes in fills._places(False, False))
+        assert (nothing, then) == (NOTHING, ANY_REMOTE_OWNED if short else LOWEST)
+
+
+# -- moves ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target_clock", [4, 5, 6])
+@pytest.mark.parametrize("source_waits", [True, False])
+@pytest.mark.parametrize("target_waits", [True, False])
+@pytest.mark.parametrize("spent", [True, False])
+@in_trio
+async def test_what_is_moved_keeps_its_place(
+    cache_dir: Path, spent: bool, target_waits: bool, source_waits: bool, target_clock: int
+) -> None:
+    async with running(cache_dir) as lab:
+        order = lab.store.eviction
+        source, target = (Copy(tier, bytes(16), 0, 1, bitmap=1) for tier in (RAM, SSD))
+        source.clock, source.used, source.dataset = 5, 0 if source_waits else 5, 7
+        target.clock, target.used, target.dataset = target_clock, target_clock, 7
+        if source_waits:
+            order._waiting[source.key] = Waiting(50.0, 5, 7)
+        if target_waits:
+            order._waiting[target.key] = Waiting(90.0, target_clock, 7)
+        if spent:
+            order._spent.add(source.key)
+        order.moved(source, target)
+        younger = target_clock < 5
+        assert (target.clock, target.used) == (
+            (5, source.used) if younger else (target_clock, target_clock)
+        ) or target_clock == 5
+        waits = order._waiting.get(target.key)
+        if target_waits:
+            assert waits is not None and waits.until == 90.0
+        else:
+            assert waits == (Waiting(50.0, max(5, target_clock), 7) if source_waits else None)
+        assert (target.key in order._spent) is spent
+        assert (source.key in order._spent) is spent and (source.key in order._waiting) is source_waits
+        assert lab.store.catalog._dirty == {target.key: target}
+        lab.store.catalog._dirty.clear()
+        order._waiting.clear()
+        order._spent.clear()
+
+
+# -- what is in memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@in_trio
+async def test_versions_are_forgotten_in_the_order_of_their_last_use(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """An eighth at a time; those in use are looked at again after all others, and a look is no use."""
+    monkeypatch.setattr(catalog, "OBJECTS_IN_MEMORY", 16)
+    rng = random.Random(seed)
+    async with running(cache_dir) as lab:
+        rows, ids = lab.store.catalog, [lab.origin.put(f"k{n}", bytes(5)) for n in range(40)]
+        plain, held = OrderedDict[bytes, int](), dict[bytes, Any]()
+
+        def get(digest: bytes) -> None:
+            if digest in plain:
+                plain.move_to_end(digest)
+                return
+            if len(plain) >= 16:
+                for old in list(plain)[:2]:
+                    if old in held:
+                        plain.move_to_end(old)
+                    else:
+                        del plain[old]
+            plain[digest] = 0
+
+        for _ in range(400):
+            object_id = rng.choice(ids)
+            match rng.randrange(7):
+                case 0 | 1:
+                    rows.object(object_id)
+                    get(object_id.digest)
+                case 2:
+                    rows.by_digest(object_id.digest)
+                    get(object_id.digest)
+                case 3:
+                    found = rows.remembered(object_id)
+                    assert (found is not None) is (object_id.digest in plain)
+                    if found is not None:
+                        plain.move_to_end(object_id.digest)
+                case 4:
+                    looked = rows.look(object_id)
+                    assert rows._remembers(looked) is (object_id.digest in plain) and looked.id == object_id
+                    rows.look_soon(rng.sample(ids, 3))
+                case 5:
+                    idle = rows.idle(object_id.digest)
+                    assert (idle is None) is (object_id.digest in held)
+                case 6:
+                    if held and rng.random() < 0.5:
+                        held.pop(next(iter(held))).release()
+                    elif len(held) < 5 and object_id.digest not in held:
+                        held[object_id.digest] = rows.object(object_id)
+                        get(object_id.digest)
+                        held[object_id.digest].hold()
+            assert list(rows._objects) == list(plain)
+        for obj in held.values():
+            obj.release()
+
+
+@in_trio
+async def test_looks_are_forgotten_beyond_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "LOOKED_AT", 4)
+    async with running(cache_dir) as lab:
+        rows = lab.store.catalog
+        for number in range(20):
+            obj = rows.look(object_id := lab.origin.put(f"k{number}", bytes(5)))
+            assert rows.look(object_id) is obj, "what was looked at last is there"
+            assert len(rows._looked_at) == number % 5 + 1
+
+
+@in_trio
+async def test_a_place_without_a_row_goes_with_the_search_that_finds_it(cache_dir: Path) -> None:
+    """As of a row that was damaged."""
+    async with running(cache_dir) as lab:
+        ids = [lab.origin.put(f"k{n}", bytes(BLOCK)) for n in range(3)]
+        assert all(put(lab, object_id) for object_id in ids)
+        await lab.store.flush()
+        rows, index = lab.store.catalog, lab.store.catalog._index
+        while rows._objects:
+            rows._forget_some()
+        index._db.write([("copies", catalog.pack_key((SSD, ids[0].digest, 0)), None)])
+        victim = lab.store.eviction.victim(SSD, ANY)
+        assert victim is not None and victim[1].digest == ids[1].digest
+        await lab.store.flush()
+        assert [row[1][1] for row in index.oldest(SSD, b"", 9)] == [i.digest for i in ids[1:]]
+        lab.store.tiers[0].used_bytes -= BLOCK
+        lab.store.tiers[0].blocks -= 1
+        rows.changed(victim[1])
+        os_path = lab.store.tiers[0].file_path(ids[0].digest)
+        os_path.unlink()
+
+
+# -- rare moments of adopting --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comes", ["nothing", "a block", "all of it", "a reader"])
+@in_trio
+async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    async with running(cache_dir) as lab:
+        data = content(1, 2 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        path, [tier] = dirty_file(lab, data), lab.store.tiers
+        obj, going = lab.store.object(object_id), [True]
+
+        def settle(_: bytes) -> None:
+            if going:  # else it is the fill that asks
+                going.clear()
+                trio.from_thread.run_sync(come)
+
+        def come() -> None:
+            stop = {"nothing": 0, "a block": 1, "a reader": 1}.get(comes, 2)
+            if not stop:
+                return
+            fill = lab.store.begin_fill(obj, 0, stop)
+            assert fill is not None
+            fill.write(data[: stop * BLOCK])
+            lab.store.end_fill(obj, fill)
+            if comes == "a reader":
+                lab.store.space.pin(*lab.store.catalog.copies(obj, SSD))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tier.disposal, "pending", lambda digest: bool(going))
+            patch.setattr(tier.disposal, "settle", settle)
+            assert await lab.store.adopt(object_id, path) is (comes == "nothing")
+        assert not going and path.exists() is (comes != "nothing")
+        if comes == "a reader":
+            lab.store.space.unpin(obj, *lab.store.catalog.copies(obj, SSD))
+        assert lab.store.cached_bytes(object_id) == (BLOCK if comes in ("a block", "a reader") else 2 * BLOCK)
+        assert await lab.read(object_id) == data
+        await lab.quiet()
+        lab.check_accounts()
+        assert len(cache_files(tier.path)) == 1
