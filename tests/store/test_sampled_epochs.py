@@ -63,6 +63,7 @@ def test_a_sample_has_epochs_by_the_rules(
     """Of more units than are sampled, of which some are left for good."""
     monkeypatch.setattr(eviction, "SAMPLE", 32)
     monkeypatch.setattr(eviction, "CORRELATED_LEAST", 2)
+    monkeypatch.setattr(eviction, "CORRELATED_MOST", 3 if seed % 2 else 256)
     rng = random.Random(f"{seed} {units}")
     dataset, rules, clock = Dataset.begun(1, noisy=noisy), SampledRules(1, noisy), 0
     hashes = [rng.getrandbits(64) for _ in range(units + 60)]
