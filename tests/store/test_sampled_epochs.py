@@ -82,6 +82,18 @@ def test_a_sample_has_epochs_by_the_rules(
     assert units < 70 or dataset.rate < 1.0
 
 
+@pytest.mark.parametrize("others", [1, 3, 4, 5])
+def test_a_use_is_a_separate_one_after_so_many_of_others(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    monkeypatch.setattr(eviction, "CORRELATED_LEAST", 4)
+    monkeypatch.setattr(eviction, "CORRELATED_MOST", 4)
+    dataset = Dataset.begun(1)
+    for clock, unit in enumerate([*range(40), 99, *range(40, 40 + others), 99], 1):
+        dataset.used(unit, clock, 1, False)
+    assert dataset.count == 41 + others + (others > 4)
+
+
 def test_the_length_of_a_unit_is_a_mean_that_forgets() -> None:
     dataset, mean = Dataset.begun(1), 0.0
     rng = random.Random(1)
