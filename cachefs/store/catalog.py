@@ -525,7 +525,7 @@ class Catalog:
                 obj.backing.retire()  # it has no users: those pin copies
             self._loaded -= len(copies)
             for copy in copies:
-                if copy.bitmap and copy.verified == copy.bitmap:
+                if copy.verified == copy.bitmap:
                     self._checked.add(copy.key)
             obj.close_files()
             del self._objects[digest]

@@ -120,7 +120,7 @@ class Space:
             fits = tier.counted_bytes() + need <= limit
             if fits and (tier.takes_files or not need):
                 return True
-            if classes == NOTHING or need > limit:
+            if need > limit:
                 return False
             if not fits and tier.used_bytes + need <= limit:
                 return False  # what it takes is on its way out
@@ -162,7 +162,7 @@ class Space:
         """One user of the copies (of one tier) less."""
         for copy in copies:
             copy.pins -= 1
-        if obj.leaving and copies and copies[0].tier in obj.leaving:
+        if copies and copies[0].tier in obj.leaving:
             self._free_file(obj, self._tiers[copies[0].tier])
             return
         for copy in copies:

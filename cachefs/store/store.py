@@ -190,8 +190,6 @@ class Store:
                 if data is not None and count:
                     self._hit(obj, copy, last - first + 1)
                 return data
-        if first == last and copy is not None:
-            return None  # not verified yet
         parts: list[Buffer] = []
         for block, at, length in self._pieces(offset, size):
             part: Buffer | None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from cachefs.base.errors import NoRoom
 from cachefs.store import catalog, space
 from cachefs.store.catalog import Copy
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, Waiting
@@ -138,6 +139,45 @@ async def test_a_reader_displaces_what_waits_for_others_while_ram_has_little_of_
             assert put(lab, lab.origin.put(f"k{number}", bytes(BLOCK)))
         nothing, then, *_ = (classes for _, classes in fills._places(False, False))
         assert (nothing, then) == (NOTHING, ANY_REMOTE_OWNED if short else LOWEST)
+
+
+@in_trio
+async def test_ram_is_looked_at_when_a_fill_begins_and_when_it_ends(cache_dir: Path) -> None:
+    """What it has reserved counts already; what it has brought can be moved only then."""
+    async with running(cache_dir, ram=10 * BLOCK) as lab:
+        moves, store = lab.store._moves, lab.store
+        assert moves is not None
+        for number in range(10):
+            obj = store.object(lab.origin.put(f"k{number}", bytes(BLOCK)))
+            fill = store.begin_fill(obj, 0, 1)
+            assert fill is not None
+            in_ram = fill.copy.tier == RAM  # type: ignore[attr-defined]
+            assert in_ram and moves._wake.is_set() is (number == 9)
+            moves._wake = trio.Event()
+            fill.write(bytes(BLOCK))
+            store.end_fill(obj, fill)
+            assert moves._wake.is_set() is (number == 9)
+            moves._wake = trio.Event()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@in_trio
+async def test_a_stop_that_could_not_forget_ram_leaves_an_index_that_is_looked_at(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Though all other rows could be written after that."""
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        await lab.read(lab.origin.put("k", bytes(BLOCK)))
+        await lab.quiet()
+
+        def full(*_: object) -> None:
+            raise NoRoom("full")
+
+        if fails:
+            monkeypatch.setattr(lab.store.catalog._index, "forget_tier", full)
+        await lab.aclose()
+    async with running(cache_dir) as lab:
+        assert lab.store.was_clean is not fails
 
 
 # -- moves ---------------------------------------------------------------------------------------------
