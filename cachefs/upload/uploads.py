@@ -210,8 +210,7 @@ class Uploads:
         dirty_file.release()
         if dirty_file.handles:
             return
-        if dirty_file.backing is not None:
-            self._passthrough.released(dirty_file)
+        self._passthrough.released(dirty_file)
         if dirty_file.discarded:
             if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
                 self._dirty_files.pop(dirty_file.id, None)
