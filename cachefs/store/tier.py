@@ -438,7 +438,7 @@ class Tier:
         try:
             (path / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = path / "probe"
-            probe.touch(mode=0o600)
+            probe.touch()
             probe.unlink()
             self._identity = _identity(path)
         except OSError as exc:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import shutil
+import stat
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +15,12 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.errors import NoRoom
-from cachefs.store import catalog, space
+from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.store import catalog, space, tier
 from cachefs.store.catalog import Copy
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, Waiting
 from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO, Moves
-from cachefs.store.tier import RAM, SSD
+from cachefs.store.tier import RAM, SSD, Tier
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, cache_files, running
 from tests.store.test_adopting import dirty_file
@@ -313,6 +317,55 @@ async def test_a_place_without_a_row_goes_with_the_search_that_finds_it(cache_di
         os_path.unlink()
 
 
+# -- a tier that begins ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO])
+def test_a_disk_without_room_can_still_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    now = [5.0]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def made() -> Tier:
+        return Tier(SSD, "ssd", tmp_path, 100, blocking=True, keep_free_bytes=0, clock=lambda: now[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", refuse)
+        if number not in (errno.ENOSPC, errno.EDQUOT):
+            with pytest.raises(CacheUnusable, match=str(tmp_path)):
+                made()
+            return
+        one = made()
+    assert one.limit_bytes() == 0 and one.writable() and one.state == "normal"
+    now[0] += tier.FREE_SPACE_EVERY_S
+    assert one.limit_bytes() == 100
+
+
+@pytest.mark.parametrize("missing", ["", "objects", "the folder of a file"])
+@in_trio
+async def test_directories_are_made_again_for_their_owner_alone(cache_dir: Path, missing: str) -> None:
+    umask = os.umask(0)
+    try:
+        async with running(cache_dir) as lab:
+            await lab.read(lab.origin.put("k", bytes(BLOCK)))
+        objects = cache_dir / "objects"
+        if missing:
+            shutil.rmtree(objects if missing == "objects" else next(objects.iterdir()))
+        async with running(cache_dir, lab.origin) as lab:
+            assert stat.S_IMODE(objects.stat().st_mode) == 0o700
+            for number in range(3):
+                await lab.read(lab.origin.put(f"k{number}", bytes(BLOCK)))
+            await lab.quiet()
+            assert [stat.S_IMODE(folder.stat().st_mode) for folder in objects.iterdir()].count(0o700) >= 3
+            assert not (cache_dir / "probe").exists()
+            lab.counts = not missing
+    finally:
+        os.umask(umask)
+
+
 # -- rare moments of adopting --------------------------------------------------------------------------
 
 
@@ -324,7 +377,7 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
     async with running(cache_dir) as lab:
         data = content(1, 2 * BLOCK)
         object_id = lab.origin.put("k", data)
-        path, [tier] = dirty_file(lab, data), lab.store.tiers
+        path, [only] = dirty_file(lab, data), lab.store.tiers
         obj, going = lab.store.object(object_id), [True]
 
         def settle(_: bytes) -> None:
@@ -344,8 +397,8 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
                 lab.store.space.pin(*lab.store.catalog.copies(obj, SSD))
 
         with monkeypatch.context() as patch:
-            patch.setattr(tier.disposal, "pending", lambda digest: bool(going))
-            patch.setattr(tier.disposal, "settle", settle)
+            patch.setattr(only.disposal, "pending", lambda digest: bool(going))
+            patch.setattr(only.disposal, "settle", settle)
             assert await lab.store.adopt(object_id, path) is (comes == "nothing")
         assert not going and path.exists() is (comes != "nothing")
         if comes == "a reader":
@@ -354,4 +407,4 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
         assert await lab.read(object_id) == data
         await lab.quiet()
         lab.check_accounts()
-        assert len(cache_files(tier.path)) == 1
+        assert len(cache_files(only.path)) == 1
