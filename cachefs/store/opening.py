@@ -145,7 +145,8 @@ def _open_index(
             temporary.append(place)  # the next start looks in the cache directory again
             warnings.append(f"{first}; keeping the index in {place} instead, a restart may be cold")
         return index, place
-    raise first or CacheUnusable("no directory can be written")
+    assert first is not None
+    raise first
 
 
 def _check_tag(index: Index, tier: Tier) -> None:

@@ -554,7 +554,7 @@ class Moves:
             else:
                 self._metrics.evicted_blocks += sum(c.bitmap.bit_count() for c in going)
             # Meanwhile it may have gone, or come into use; or it was opened in passthrough, and now more would go with it.
-            free = copy.bitmap and not any(c.pins for c in going)
+            free = not any(c.pins for c in going)
             if free and len(self._space.goes_with(obj, copy)) == len(going):
                 self._space.drop(obj, copy, copy.bitmap)
 
@@ -581,8 +581,7 @@ class Moves:
             saved = await self._move_down(obj, self._space.goes_with(obj, copy), ANY)
             if not saved and copy.bitmap and (wanted or not self._ssd.writable()):
                 return
-            if copy.bitmap:
-                self._space.drop(obj, copy, copy.bitmap)
+            self._space.drop(obj, copy, copy.bitmap)
 
     async def _move_down(self, obj: CachedObject, going: list[Copy], for_wanted: Classes) -> bool:
         """Copy to SSD what will leave RAM together, but for remote-owned copies; `for_wanted`: what may be evicted there for
@@ -940,7 +939,7 @@ class Fills:
         remote_owned: bool,
     ) -> TierFill | None:
         need = allocated(min(obj.id.size, stop * self._block_size) - start * self._block_size)
-        left = self._space.left_to_readers(tier, need) if ahead and evict == LOWEST else 0
+        left = self._space.left_to_readers(tier, need) if ahead else 0
         if remote_owned and ahead:
             left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._space.evict_for(tier, need + left, evict):

@@ -305,7 +305,7 @@ def _remove(path: str) -> None:
     if size <= SLICE_BYTES:
         os.unlink(path)
         return
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDWR)
     try:
         found = os.fstat(fd)
         os.unlink(path)
@@ -368,12 +368,12 @@ def allocated(length: int) -> int:
     return -(-length // PAGE) * PAGE
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    """Of the directory that is there now; of none when there is none."""
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the directory that is there now; None when there is none."""
     try:
         found = os.stat(path)
     except OSError:
-        return 0, 0
+        return None
     return found.st_dev, found.st_ino
 
 
@@ -583,7 +583,7 @@ class Tier:
             if exc.errno not in (errno.EACCES, errno.EROFS):
                 raise
             # It is immutable, or its file system was remounted read-only after an error.
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            return os.open(path, os.O_RDONLY)
 
     def new_file(self, digest: bytes, size: int) -> int | None:
         """A descriptor of the version's file, made here, for `size` bytes; None when there is one already."""

@@ -114,6 +114,21 @@ def test_what_comes_in_pieces_is_in_the_file_as_it_is(
     assert filled.failure is None and filled.not_opened is None and not tier.disk._calls
 
 
+@pytest.mark.parametrize("wake_at", [0, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE, SIZE + 1])
+def test_whole_blocks_wake_those_who_wait_for_them(wake_at: int) -> None:
+    filled, woken = HeapFill(SIZE, BLOCK, 0, 6), list[int]()
+    filled.wake_at = wake_at
+    filled.on_landed = lambda: woken.append(filled.landed)
+    for at in range(0, SIZE, BLOCK):
+        filled.write_block(memoryview(content(at, min(at + BLOCK, SIZE))), 0)
+    ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
+    assert woken == [end for end in ends if end >= wake_at]
+    alone = HeapFill(SIZE, BLOCK, 5, 6)
+    alone.wake_at, alone.on_landed = 0, lambda: woken.append(-1)
+    alone.write_block(memoryview(content(5 * BLOCK, SIZE)), 0)
+    assert -1 not in woken, "its end wakes them"
+
+
 def test_a_block_that_is_none_is_refused() -> None:
     for before, length in ((0, BLOCK - 1), (0, BLOCK + 1), (1, BLOCK), (1, BLOCK - 1)):
         filled = HeapFill(SIZE, BLOCK, 0, 6)

@@ -125,6 +125,8 @@ async def test_a_share_is_a_use_whoever_it_is_for(cache_dir: Path) -> None:
             assert (shared.offset, shared.length, shared.checksum) == (0, BLOCK, copy.checksums[0])
             lab.store.unshare(obj, shared)
             assert copy.clock > clock and lab.store.eviction.epochs._now > uses and not copy.pins
+            known = lab.store.eviction.epochs._datasets[copy.dataset]
+            assert known.uses == known.hits + 1, "all but the fill found it here"
         copy.verified = 0
         assert lab.store.share(obj, 0) is None and not copy.pins, "it has yet to be verified"
         shared = lab.store.share(obj, 0, checked=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 import signal
@@ -121,6 +123,56 @@ def test_databases_of_a_killed_daemon_are_taken_away_from_shared_memory() -> Non
         child.communicate()
         for place in (names, state):
             shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.mark.parametrize("name", [ram.OWNER, "lock.pid", "a/lock.pid"])
+def test_a_link_in_the_place_of_an_owner_or_a_lock_says_nothing(tmp_path: Path, name: str) -> None:
+    """Any user can make a name in /dev/shm."""
+    place = ram.SHM / f"cachefs-{os.getuid()}-0123456789ab"
+    said = tmp_path / "said"
+    said.write_text(json.dumps({"cache_dir": str(tmp_path / "gone"), "pid": 1, "started": 0}))
+    try:
+        (place / name).parent.mkdir(parents=True)
+        (place / name).symlink_to(said)
+        remove_orphans()
+        assert (place / name).is_symlink() and said.exists()
+        if name == ram.OWNER:
+            with pytest.raises(OSError):
+                ram.claim(place, tmp_path)
+            assert said.read_text().startswith("{")
+        (place / name).unlink()
+        said.rename(tmp_path / "again")
+        shutil.copy(tmp_path / "again", place / name)
+        remove_orphans()
+        assert not (place / name).exists()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_link_to_a_tier_is_not_taken_away(tmp_path: Path) -> None:
+    (tmp_path / "tier" / "objects").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "tier")
+    ram.take_away(tmp_path / "link")
+    assert (tmp_path / "tier" / "objects").is_dir() and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("held", ["lock.pid", "a/lock.pid", "b/lock.pid"])
+def test_one_of_several_databases_that_is_in_use_keeps_all(held: str) -> None:
+    place = ram.SHM / f"cachefs-{os.getuid()}-test-several"
+    try:
+        for name in ("lock.pid", "a/lock.pid", "b/lock.pid"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).touch()
+        fd = os.open(place / held, os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        before = len(os.listdir("/proc/self/fd"))
+        remove_orphans()
+        assert len(list(place.rglob("lock.pid"))) == 3 and len(os.listdir("/proc/self/fd")) == before
+        os.close(fd)
+        remove_orphans()
+        assert not place.exists()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def test_what_belongs_to_another_user_or_is_a_link_is_left_alone(tmp_path: Path) -> None:

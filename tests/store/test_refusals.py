@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,29 @@ import trio
 
 from cachefs.base.names import ObjectId
 from cachefs.store.catalog import CachedObject
+from cachefs.store.scrub import reclaim
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import content, in_trio
 from tests.store.lab import BLOCK, EXTENT, MIB, Lab, cache_files, running
 from tests.store.test_adopting import adopt, dirty_file
 from tests.store.test_passthrough import Backend
 
+scrub_module = sys.modules["cachefs.store.scrub"]
+
 SIZE = EXTENT + 2 * BLOCK + 5
 
 
 def copies(lab: Lab, obj: CachedObject, tier: int = SSD) -> list[Any]:
     return lab.store.catalog.copies(obj, tier)
+
+
+def come(lab: Lab, obj: CachedObject, data: bytes, first: int, stop: int) -> None:
+    """These blocks come."""
+    fill = lab.store.begin_fill(obj, first, stop)
+    assert fill is not None
+    fill.write(data[fill.start : fill.stop])
+    lab.store.end_fill(obj, fill)
+    obj.rest()
 
 
 def state(lab: Lab, *ids: ObjectId) -> list[object]:
@@ -341,3 +354,46 @@ async def test_what_is_adopted_while_a_part_of_it_is_in_use_stays_where_it_is(
         store.space.unpin(obj, copy)
         assert await store.adopt(object_id, path)
         lab.check_accounts()
+
+
+@pytest.mark.parametrize("meanwhile", ["", "it comes into use", "it was used", "a block comes", "it goes"])
+@in_trio
+async def test_what_is_used_while_the_scrub_looks_at_it_is_left_as_it_is(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    async with running(cache_dir) as lab:
+        [tier], store, data = lab.store.tiers, lab.store, content(1, 4 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        obj, path = store.object(object_id), tier.file_path(object_id.digest)
+        come(lab, obj, data, 0, 3)
+        fd = os.open(path, os.O_RDWR)
+        tier.punch(fd, BLOCK, BLOCK)
+        os.close(fd)
+        look = scrub_module._inspect
+
+        def looked(*arguments: Any) -> Any:
+            found = look(*arguments)
+            trio.from_thread.run_sync(use)
+            return found
+
+        def use() -> None:
+            match meanwhile:
+                case "it comes into use":
+                    obj.hold()
+                case "it was used":
+                    store.eviction.touch(copies(lab, obj)[0])
+                case "a block comes":
+                    come(lab, obj, data, 3, 4)
+                case "it goes":
+                    store.evict(obj)
+
+        monkeypatch.setattr(scrub_module, "_inspect", looked)
+        on_disk = path.stat().st_blocks * 512
+        right = meanwhile in ("", "it was used")
+        assert await reclaim(store, tier, object_id.digest, on_disk) == (BLOCK if right else 0)
+        held = {"it goes": 0, "a block comes": 4, "it comes into use": 3}.get(meanwhile, 2)
+        assert store.cached_bytes(object_id) == held * BLOCK
+        if meanwhile == "it comes into use":
+            obj.release()
+        if held > 2:  # the hole is there yet
+            store.evict(obj)

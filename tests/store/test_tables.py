@@ -8,6 +8,7 @@ import random
 import shutil
 import stat
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,50 @@ async def test_what_is_moved_keeps_its_place(
         order._spent.clear()
 
 
+@pytest.mark.parametrize("down", ["", "ram", "ssd"])
+@pytest.mark.parametrize("ram", [None, 0, 1])
+@pytest.mark.parametrize("ssd", [None, 0, 1])
+@in_trio
+async def test_a_block_is_found_verified_or_else_where_it_is_fastest(
+    cache_dir: Path, ssd: int | None, ram: int | None, down: str
+) -> None:
+    """None: it is not there; 0: there, and not verified."""
+    async with running(cache_dir, ram=64 * BLOCK) as lab:
+        object_id = lab.origin.put("k", bytes(2 * BLOCK))
+        obj, rows = lab.store.object(object_id), lab.store.catalog
+        made: list[Copy] = []
+        for number, verified in ((RAM, ram), (SSD, ssd)):
+            copy = rows.create(obj, number, 0, 2 * BLOCK, 0)
+            copy.bitmap = copy.verified = 1
+            if verified is not None:
+                copy.bitmap, copy.verified = 3, 1 | verified << 1
+            made.append(copy)
+            lab.store.tiers[number].disk.down = down == ("ram", "ssd")[number]
+        here = [(not v, n) for n, v in enumerate((ram, ssd)) if v is not None and down != ("ram", "ssd")[n]]
+        assert rows.find(obj, 1) is (made[min(here)[1]] if here else None)
+        obj.copies.clear()
+        rows._dirty.clear()
+        rows._loaded = 0
+        for one in lab.store.tiers:
+            one.disk.down = False
+
+
+@pytest.mark.parametrize("size", [1, BLOCK, EXTENT, EXTENT + 1, 2 * EXTENT - 1, 2 * EXTENT])
+@in_trio
+async def test_a_use_is_of_the_length_of_its_extent(cache_dir: Path, size: int) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", bytes(size))
+        lengths = [min(EXTENT, size - at) for at in range(0, size, EXTENT)]
+        copies = [Copy(SSD, object_id.digest, extent, size) for extent in range(len(lengths))]
+        assert [lab.store.catalog.extent_bytes(copy) for copy in copies] == lengths
+        await lab.read(object_id)
+        await lab.quiet()
+        [(_, known)] = lab.store.eviction.epochs.status()
+        assert known["footprint_bytes"] in (size, size - 1)
+        [(extent, bits), *_] = lab.store.catalog.extents(lab.store.object(object_id))
+        assert (extent, bits.bit_count()) == (0, min(16, -(-size // BLOCK)))
+
+
 # -- what is in memory ---------------------------------------------------------------------------------
 
 
@@ -284,6 +329,25 @@ async def test_versions_are_forgotten_in_the_order_of_their_last_use(
             obj.release()
 
 
+@pytest.mark.parametrize("policy", ["auto", "epoch"])
+@in_trio
+async def test_a_restart_goes_on_with_what_is_known_of_datasets(cache_dir: Path, policy: str) -> None:
+    async with running(cache_dir, eviction=policy) as lab:
+        ids = [lab.origin.put(f"d{n % 2}/{n}", bytes(5)) for n in range(12)]
+        for _ in range(3):
+            for object_id in ids:
+                await lab.read(object_id)
+                await lab.quiet()
+                await lab.store.flush()
+        before, now = list(lab.store.eviction.epochs.status()), lab.store.eviction.epochs._now
+        names = lab.store.eviction_status()["datasets"]
+        assert len(before) == 2 and any(known["epoch"] > 1 for _, known in before)
+    async with running(cache_dir, lab.origin, eviction=policy) as lab:
+        assert list(lab.store.eviction.epochs.status()) == before
+        assert lab.store.eviction.epochs._now == now
+        assert lab.store.eviction_status()["datasets"] == names, "by the same names"
+
+
 @in_trio
 async def test_looks_are_forgotten_beyond_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "LOOKED_AT", 4)
@@ -342,6 +406,31 @@ def test_a_disk_without_room_can_still_be_read(
     assert one.limit_bytes() == 0 and one.writable() and one.state == "normal"
     now[0] += tier.FREE_SPACE_EVERY_S
     assert one.limit_bytes() == 100
+
+
+LINKED: dict[str, Callable[[Tier, Path], object]] = {
+    "open": lambda one, aside: one.open_file(DIGEST),
+    "fill": lambda one, aside: one.open_to_fill(DIGEST, 5, known=True),
+    "give": lambda one, aside: one.give(DIGEST, aside),
+    "make immutable": lambda one, aside: one.make_immutable(DIGEST, 9),
+    "punch": lambda one, aside: tier._punch(str(one.file_path(DIGEST)), [(0, 4096)]),
+}
+DIGEST = bytes(16)
+
+
+@pytest.mark.parametrize("how", LINKED)
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, how: str) -> None:
+    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    elsewhere, path = tmp_path / "elsewhere", one.file_path(DIGEST)
+    elsewhere.write_bytes(b"not ours!")
+    path.parent.mkdir()
+    path.symlink_to(elsewhere)
+    before = len(os.listdir("/proc/self/fd")), elsewhere.stat()
+    with pytest.raises(OSError) as error:
+        LINKED[how](one, tmp_path / "aside")
+    assert error.value.errno == errno.ELOOP
+    assert elsewhere.read_bytes() == b"not ours!" and path.is_symlink()
+    assert (len(os.listdir("/proc/self/fd")), elsewhere.stat()) == before
 
 
 @pytest.mark.parametrize("missing", ["", "objects", "the folder of a file"])
