@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ def test_named_and_harmless_faults_are_of_the_code_as_it_is() -> None:
 
 
 class Covered:
-    """What `Coverage.of` says: test → (processor seconds, seconds)."""
+    """What `Coverage.of` says: test → (processor seconds, seconds, functions)."""
 
-    def __init__(self, tests: dict[str, tuple[float, float]]) -> None:
+    def __init__(self, tests: Mapping[str, tuple[Any, ...]]) -> None:
         self.tests = {name: Cost(*cost) for name, cost in tests.items()}
 
     def of(self, mutant: Mutant, near: tuple[str, ...]) -> dict[str, Cost]:
@@ -116,6 +117,14 @@ def test_the_tests_of_a_module_come_first_and_waiting_costs_nothing() -> None:
     assert [list(stage) for stage in _stages(mutant, coverage, 9.3)] == [order, ["tests/fs/test_fast.py::a"]]
     assert [list(stage) for stage in _stages(mutant, coverage, 4.3)] == [order[:3], []]
     assert [list(stage) for stage in _stages(mutant, coverage, 0.0)] == [order[:1], []], "one at least"
+
+
+def test_of_tests_that_cost_the_same_the_one_that_runs_little_else_comes_first() -> None:
+    mutant = Mutant("cachefs/store/space.py", "f", 1, 0, 1, "a", "b", frozenset())
+    tests = {"all": (0.001, 1, 300), "none seen": (0.001, 1, 0), "much": (0.5, 1, 2), "little": (0.05, 1, 5)}
+    coverage: Any = Covered({f"tests/store/test_a.py::{name}": cost for name, cost in tests.items()})
+    own, _ = _stages(mutant, coverage, 9.0)
+    assert [name.split("::")[1] for name in own] == ["little", "much", "all", "none seen"]
 
 
 def test_a_test_that_starts_a_process_may_run_any_line_of_its_room(tmp_path: Path) -> None:
@@ -145,4 +154,5 @@ def test_a_test_that_starts_a_process_may_run_any_line_of_its_room(tmp_path: Pat
         "tests/store/test_a.py::starts_one",
         "tests/fs/test_a.py::runs_it",
     }
-    assert set(found.values()) == {Cost(1.0, 2.0)}
+    assert {cost[:2] for cost in found.values()} == {(1.0, 2.0)}
+    assert {cost.functions for cost in found.values()} == {0, 1}

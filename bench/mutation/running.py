@@ -159,11 +159,12 @@ def pytest_here(tree: Path, targets: Iterable[str], plugin: object, *more: str) 
 
 
 class Cost(NamedTuple):
-    """Of a test: the processor time that it takes, and how long it took while what it covers was read: several times as long
-    as otherwise."""
+    """Of a test: the processor time that it takes, how long it took while what it covers was read, which is several times as
+    long as otherwise, and how many of our functions it runs."""
 
     processor_s: float
     seconds: float
+    functions: int = 1
 
 
 # -- which tests cover what ---------------------------------------------------------------------------
@@ -257,7 +258,9 @@ class Coverage:
         found = {name for name in users if self._runs(good[name]["ran"][mutant.path], mutant)} or users
         found |= {name for name, test in good.items() if test["spawned"] and name.startswith(near)}
         return {
-            name: Cost(float(test["processor_s"]), float(test["seconds"]))
+            name: Cost(
+                float(test["processor_s"]), float(test["seconds"]), sum(map(len, test["ran"].values()))
+            )
             for name, test in good.items()
             if name in found
         }

@@ -377,6 +377,8 @@ async def test_eviction_goes_round_a_file_in_use(cache_dir: Path, pinned_by: str
         assert lab.metrics.evicted_blocks == 5 * 16
         lab.check_accounts()
         backend.check()
+        if pinned_by == "a reading thread":
+            passthrough.copies[1].pins -= 1
 
 
 @pytest.mark.parametrize("size", [1, 3 * BLOCK - 1, EXTENT + 5])

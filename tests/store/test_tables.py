@@ -110,6 +110,16 @@ async def test_a_copy_is_promoted_at_its_next_separate_use(
         moves._promotions.clear()
 
 
+@in_trio
+async def test_uses_beside_what_others_own_are_uses(cache_dir: Path) -> None:
+    async with running(cache_dir, ram=64 * BLOCK, ssd=0) as lab:
+        own, other = (lab.origin.put(f"{name}/k", bytes(BLOCK)) for name in ("own", "other"))
+        assert put(lab, other, remote_owned=True) and put(lab, own)
+        known = lab.store.eviction.epochs._datasets
+        assert [dataset.uses for dataset in known.values()] == [0, 1]
+        assert lab.store.eviction.course.had(other), "its reader has come for it"
+
+
 # -- when and how far RAM spills -----------------------------------------------------------------------
 
 
@@ -381,6 +391,56 @@ async def test_a_place_without_a_row_goes_with_the_search_that_finds_it(cache_di
         os_path.unlink()
 
 
+# -- what goes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept_by", ["", "a pin", "a user"])
+@in_trio
+async def test_for_an_inode_all_of_a_file_goes_that_may(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, kept_by: str
+) -> None:
+    """Of a file with a part that stays, the other part goes, and the next file."""
+    async with running(cache_dir) as lab:
+        [only], store = lab.store.tiers, lab.store
+        ids = [lab.origin.put(f"k{n}", bytes(EXTENT + BLOCK)) for n in range(2)]
+        for object_id in ids:
+            await lab.read(object_id)
+            await lab.quiet()
+            await store.flush()
+        paths = [only.file_path(object_id.digest) for object_id in ids]
+        obj = store.object(ids[0])
+        first, second = store.catalog.copies(obj, SSD)
+        if kept_by == "a pin":
+            store.space.set_pinned(second, True)
+            await store.flush()
+        elif kept_by == "a user":
+            store.space.pin(second)
+        monkeypatch.setattr(Tier, "takes_files", property(lambda self: not all(p.exists() for p in paths)))
+        assert store.space.evict_for(only, BLOCK, ANY)
+        assert [path.exists() for path in paths] == ([True, False] if kept_by else [False, True])
+        assert lab.metrics.evicted_blocks == (16 + 17 if kept_by else 17)
+        assert (first.bitmap, second.bitmap) == (0, 1 if kept_by else 0)
+        if kept_by == "a user":
+            store.space.unpin(obj, second)
+        obj.rest()
+
+
+def test_one_thread_removes_what_is_to_go(tmp_path: Path) -> None:
+    begun: list[int] = []
+    going = tier.Disposal(tier.Disk("ssd", tmp_path), lambda exc: None)
+    going._begin = lambda: begun.append(len(going._jobs))  # type: ignore[method-assign]
+    for number in range(3):
+        (tmp_path / f"{number}").touch()
+        going.remove(bytes([number]), str(tmp_path / f"{number}"), (), 5)
+    assert begun == [1] and (going.going_bytes, going.going_files) == (15, 3)
+    assert all(going.pending(bytes([number])) for number in range(3)) and not going.idle(0.0)
+    going._work(0.0)
+    assert os.listdir(tmp_path) == [] and (going.going_bytes, going.going_files) == (0, 0)
+    assert going.idle(0.0) and not going.pending(bytes([1]))
+    going.remove(b"again", str(tmp_path / "none"), (), 5)
+    assert begun == [1, 1]
+
+
 # -- a tier that begins ------------------------------------------------------------------------------
 
 
@@ -425,12 +485,12 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, how: str)
     elsewhere.write_bytes(b"not ours!")
     path.parent.mkdir()
     path.symlink_to(elsewhere)
-    before = len(os.listdir("/proc/self/fd")), elsewhere.stat()
+    before = len(os.listdir("/proc/self/fd")), elsewhere.stat().st_mode
     with pytest.raises(OSError) as error:
         LINKED[how](one, tmp_path / "aside")
     assert error.value.errno == errno.ELOOP
     assert elsewhere.read_bytes() == b"not ours!" and path.is_symlink()
-    assert (len(os.listdir("/proc/self/fd")), elsewhere.stat()) == before
+    assert (len(os.listdir("/proc/self/fd")), elsewhere.stat().st_mode) == before
 
 
 @pytest.mark.parametrize("missing", ["", "objects", "the folder of a file"])
