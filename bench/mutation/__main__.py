@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ TICK_S = 0.01
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     trees, place = [], Path(tempfile.mkdtemp(prefix="cachefs-mutation-"))
     try:
         paths, chosen = _mutants(options)

@@ -67,6 +67,7 @@ COPIED = (
     "systemd",
     "docker",
 )
+PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, MS_REC, MS_PRIVATE, MNT_DETACH = 0x00020000, 0x4000, 1 << 18, 2
 
 SLOWER = 10
@@ -103,6 +104,8 @@ def fork(tree: Path, log: Path, work: Callable[[], int], *, fresh: bool = True) 
     status = 70
     try:
         os.setsid()
+        # Else a command that is killed leaves processes that wait for their next mutant for ever, with what they inherited.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -305,7 +308,7 @@ class Verdicts:
                 with turn:
                     done(mutant, outcome, time.monotonic() - begun)
 
-        threads = [threading.Thread(target=work, args=(session,)) for session in self._sessions]
+        threads = [threading.Thread(target=work, args=(session,), daemon=True) for session in self._sessions]
         for thread in threads:
             thread.start()
         for thread in threads:
