@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -397,3 +398,24 @@ async def test_what_is_used_while_the_scrub_looks_at_it_is_left_as_it_is(
             obj.release()
         if held > 2:  # the hole is there yet
             store.evict(obj)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_file_has_is_told_to_the_page(tmp_path: Path, seed: int) -> None:
+    """Of ranges within it, over its end and behind it."""
+    rng, page, pages = random.Random(seed), 4096, 12
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    there = {at for at in range(pages) if rng.random() < 0.6}
+    for at in there:
+        os.pwrite(fd, bytes([1]) * page, at * page)
+    size = max(there) + 1
+    for start in range(pages + 2):
+        for count in (1, 2, 5):
+            held = [at in there for at in range(start, start + count)]
+            assert scrub_module._has_data(fd, start * page, count * page) is any(held)
+            assert scrub_module._is_whole(fd, start * page, count * page) is all(held)
+    assert os.fstat(fd).st_size == size * page
+    os.close(fd)
+    for look in (scrub_module._has_data, scrub_module._is_whole):
+        with pytest.raises(OSError):
+            look(fd, 0, page)
