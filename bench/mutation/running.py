@@ -163,7 +163,7 @@ def pytest_here(tree: Path, targets: Iterable[str], plugin: object, *more: str) 
 
 class Cost(NamedTuple):
     """Of a test: the processor time that it takes, how long it took while what it covers was read, which is several times as
-    long as otherwise, and how many of our functions it runs."""
+    long as otherwise, and how many of our functions it runs; 0 where it was not seen to run what is changed."""
 
     processor_s: float
     seconds: float
@@ -259,13 +259,15 @@ class Coverage:
         good = {name: test for name, test in self.tests.items() if not test["failed"]}
         users = {name for name, test in good.items() if mutant.path in test["ran"]}
         found = {name for name in users if self._runs(good[name]["ran"][mutant.path], mutant)} or users
-        found |= {name for name, test in good.items() if test["spawned"] and name.startswith(near)}
+        unseen = {name for name, test in good.items() if test["spawned"] and name.startswith(near)} - found
         return {
             name: Cost(
-                float(test["processor_s"]), float(test["seconds"]), sum(map(len, test["ran"].values()))
+                float(test["processor_s"]),
+                float(test["seconds"]),
+                0 if name in unseen else sum(map(len, test["ran"].values())),
             )
             for name, test in good.items()
-            if name in found
+            if name in found | unseen
         }
 
     def _runs(self, ran: dict[str, Any], mutant: Mutant) -> bool:

@@ -18,13 +18,14 @@ import trio
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.store import catalog, space, tier
+from cachefs.store import store as store_module
 from cachefs.store.catalog import Copy
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, Waiting
 from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO, Moves
 from cachefs.store.tier import RAM, SSD, Tier
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, cache_files, running
-from tests.store.test_adopting import dirty_file
+from tests.store.lab import BLOCK, EXTENT, cache_files, running, until
+from tests.store.test_adopting import adopt, dirty_file
 from tests.store.test_shared_epochs import put
 
 # -- uses ------------------------------------------------------------------------------------------
@@ -439,6 +440,22 @@ def test_one_thread_removes_what_is_to_go(tmp_path: Path) -> None:
     assert going.idle(0.0) and not going.pending(bytes([1]))
     going.remove(b"again", str(tmp_path / "none"), (), 5)
     assert begun == [1, 1]
+
+
+@pytest.mark.parametrize("ram", [0, 64 * BLOCK])
+@in_trio
+async def test_a_limit_that_sinks_is_kept_though_nothing_comes(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, ram: int
+) -> None:
+    monkeypatch.setattr(store_module, "FLUSH_EVERY_S", 0.01)
+    async with running(cache_dir, ram=ram, background=True) as lab:
+        ssd = lab.store.tiers[-1]
+        for number in range(4):
+            object_id = lab.origin.put(f"k{number}", content(number, 2 * BLOCK))
+            assert await adopt(lab, object_id)
+        ssd.cap_bytes = 5 * BLOCK
+        await until(lambda: ssd.used_bytes <= 5 * BLOCK, 10.0)
+        assert ssd.used_bytes == 4 * BLOCK
 
 
 # -- a tier that begins ------------------------------------------------------------------------------
