@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,30 @@ def test_a_copy_goes_on_until_all_is_there(
     finally:
         os.close(source)
         os.close(sink)
+
+
+def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        os.close(staging._written_file(tmp_path / "f", b"ours"))
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("in_passthrough", [True, False])
+@in_trio
+async def test_a_link_in_the_place_of_a_staging_file_is_not_followed(
+    tmp_path: Path, in_passthrough: bool
+) -> None:
+    disk = StagingDisk(tmp_path / "staging")
+    (tmp_path / "theirs").write_bytes(b"theirs")  # noqa: ASYNC240
+    (disk.directory / "f").symlink_to(tmp_path / "theirs")
+    file = StagingFile(disk, "f")
+    file.in_passthrough = in_passthrough
+    with pytest.raises(CacheUnusable):
+        file.take()
+    assert (file._users, file._fd) == (0, -1)
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
