@@ -104,7 +104,7 @@ async def test_a_link_in_the_place_of_a_staging_file_is_not_followed(
     tmp_path: Path, in_passthrough: bool
 ) -> None:
     disk = StagingDisk(tmp_path / "staging")
-    (tmp_path / "theirs").write_bytes(b"theirs")  # noqa: ASYNC240
+    (tmp_path / "theirs").write_bytes(b"theirs")
     (disk.directory / "f").symlink_to(tmp_path / "theirs")
     file = StagingFile(disk, "f")
     file.in_passthrough = in_passthrough
