@@ -91,7 +91,7 @@ async def reclaim(store: Store, tier: Tier, digest: bytes, on_disk_bytes: int) -
     if not known:
         space.unlink(obj, tier)
         return excess
-    if excess == 0 and len(known) == 1 and max(known) == 0:
+    if excess == 0 and max(known) == 0:
         return 0  # one block, and it is there; with more blocks, a hole may hide a stray
     strays, holes = await trio.to_thread.run_sync(_inspect, tier, digest, size, known)
     again = catalog.idle(digest)

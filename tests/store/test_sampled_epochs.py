@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from cachefs.base.names import ObjectId
 from cachefs.store import eviction
 from cachefs.store.catalog import UNITS, unit_hash
-from cachefs.store.eviction import Course, Dataset, Datasets, Epochs
+from cachefs.store.eviction import MOST, Course, Dataset, Datasets, Epochs
+from cachefs.store.tier import SSD
+from tests.fetch.scripted import in_trio
+from tests.store.lab import BLOCK, running
 from tests.store.test_epochs import Rules, mixed
+from tests.store.test_shared_epochs import put
 
 
 class SampledRules(Rules):
@@ -126,6 +131,31 @@ def test_a_damaged_row_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         found = Dataset.unpacked(row[:cut])
         assert found is None or (cut == len(row) - 24 and len(found.sample) == 2), cut
     assert Dataset.unpacked(row + b"\0") is None
+
+
+@in_trio
+async def test_a_copy_is_of_the_dataset_that_its_version_is_of_now(cache_dir: Path) -> None:
+    """What is mounted may change that, and so may one component too many."""
+    async with running(cache_dir) as lab:
+        datasets, object_id = lab.store.datasets, lab.origin.put("data/train/1", bytes(BLOCK))
+        datasets.mounted([(object_id.source, "")])
+        assert put(lab, object_id)
+        [copy] = lab.store.catalog.copies(lab.store.object(object_id), SSD)
+        before, version = copy.dataset, datasets.version
+        assert datasets.name(before) == "data"
+        datasets.mounted([(object_id.source, "data/")])
+        assert datasets.version > version
+        await lab.store.flush()
+        await lab.read(object_id)
+        assert copy.dataset == datasets(object_id) != before and datasets.name(copy.dataset) == "data/train"
+        version = datasets.version
+        for number in range(MOST + 1):
+            datasets(ObjectId(object_id.source, f"data/n{number}/1", "1", 1))
+        assert datasets.version == version + 1
+        await lab.store.flush()
+        await lab.read(object_id)
+        assert copy.dataset == datasets(object_id) and datasets.name(copy.dataset) == "data/"
+        assert copy.dataset_version == datasets.version
 
 
 def test_what_prefetch_asks_is_asked_of_the_beginning_of_a_version() -> None:

@@ -14,7 +14,7 @@ from cachefs.origin import attempts
 from cachefs.upload import sending
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, Desk, desk, in_trio
-from tests.upload.test_passthrough import Kernel, in_passthrough, taken
+from tests.upload.test_passthrough import Kernel, in_passthrough, open_backing, taken
 
 
 @in_trio
@@ -110,3 +110,34 @@ async def test_what_a_caller_waits_for_comes_before_what_none_waits_for(
         assert not dirty_file.sender._turns
         d.uploads.release(dirty_file)
         await d.quiet()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@in_trio
+async def test_a_file_that_was_removed_is_not_looked_at_when_its_writer_goes(
+    tmp_path: Path, direct: bool
+) -> None:
+    """Though it is still mapped: nothing of it goes to the origin."""
+    async with desk(tmp_path, writeback=not direct) as d:
+        kernel, data = Kernel(d), content(1, PART)
+        if direct:
+            dirty_file, fd = await taken(d, tmp_path, data)
+            kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        else:
+            dirty_file = await d.create("k", data)
+            await d.uploads.commit(dirty_file)
+            await trio.sleep(10)
+            fd = await open_backing(d, dirty_file)
+        assert not dirty_file.dirty
+        changed: list[Any] = []
+        d.uploads.on_changed = changed.append
+        with mmap.mmap(fd, PART):
+            os.close(fd)
+            await d.uploads.discard(dirty_file)
+            generation, way = dirty_file.content.generation, dirty_file.kernel.way
+            d.uploads.returned(dirty_file)
+            assert (dirty_file.content.generation, dirty_file.kernel.way) == (generation, way)
+            assert not changed and not dirty_file.kernel.mapped
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert kernel.backings == [] and d.uploads.pending() == [] and not d.uploads._dirty_files
