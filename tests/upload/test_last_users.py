@@ -141,3 +141,33 @@ async def test_a_file_that_was_removed_is_not_looked_at_when_its_writer_goes(
         d.uploads.release(dirty_file)
         await d.quiet()
         assert kernel.backings == [] and d.uploads.pending() == [] and not d.uploads._dirty_files
+
+
+@pytest.mark.parametrize("what", ["durable", "writeback", "removed", "shared"])
+@in_trio
+async def test_parts_are_sent_early_of_what_a_commit_will_want_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    async with desk(tmp_path, writeback=what == "writeback") as d:
+        kernel, fd = Kernel(d), -1
+        if what == "shared":
+            dirty_file, fd = await taken(d, tmp_path, b"x")
+            kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        else:
+            dirty_file = await d.create("k", b"x")
+        if what == "removed":
+            await d.uploads.discard(dirty_file)
+        for number in range(4):
+            await dirty_file.write(number * PART, content(number, PART))
+            await d.quiet()
+        assert d.store.counts["part"] == (3 if what == "durable" else 0)
+        assert d.store.counts["begin"] == (1 if what == "durable" else 0)
+        await d.uploads.commit(dirty_file)
+        if fd >= 0:
+            os.close(fd)
+            d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        await trio.sleep(10)
+        await d.quiet()
+        assert ("k" in d.store.objects) is (what != "removed") and not d.store.uploads
