@@ -13,7 +13,7 @@ import trio
 from cachefs.origin import attempts
 from cachefs.upload import sending
 from tests.fetch.scripted import content
-from tests.upload.scripted import PART, Desk, desk, in_trio
+from tests.upload.scripted import PART, desk, in_trio
 from tests.upload.test_passthrough import Kernel, in_passthrough, open_backing, taken
 
 
@@ -70,12 +70,6 @@ class Turns:
     @property
     def background(self) -> list[bool]:
         return [turn.background for turn in self.all]
-
-
-async def held_back(d: Desk, kind: str) -> Any:
-    hold = d.store.hold(kind)
-    await hold.reached.wait()
-    return hold
 
 
 @pytest.mark.parametrize("waits", ["before", "meanwhile", "never"])
