@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from pathlib import Path
@@ -12,6 +13,8 @@ import trio
 
 from cachefs.origin import attempts
 from cachefs.upload import sending
+from cachefs.upload.content import Row
+from cachefs.upload.journal import DIRTY_FILES
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
 from tests.upload.test_passthrough import Kernel, in_passthrough, open_backing, taken
@@ -165,3 +168,42 @@ async def test_parts_are_sent_early_of_what_a_commit_will_want_as_it_is(
         await trio.sleep(10)
         await d.quiet()
         assert ("k" in d.store.objects) is (what != "removed") and not d.store.uploads
+
+
+@pytest.mark.parametrize("deadline_s", [math.inf, 30.0])
+@in_trio
+async def test_a_flush_tries_a_file_that_is_being_written_once_or_until_its_deadline(
+    tmp_path: Path, deadline_s: float
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"written")
+        await d.uploads.commit(dirty_file)
+        begun = trio.current_time()
+        with trio.fail_after(100):
+            left = await d.uploads.flush(deadline_s=deadline_s)
+        assert left == [dirty_file] and not d.store.counts
+        assert trio.current_time() - begun == pytest.approx(30.0 if deadline_s == 30.0 else 0.0, abs=0.5)
+        os.close(fd)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.uploads.flush, None, 30.0)
+            await trio.sleep(1)
+            d.uploads.returned(dirty_file)
+        assert d.store.content("k") == b"written"
+        d.uploads.release(dirty_file)
+        await d.quiet()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.parametrize("how", ["keep", "acknowledge"])
+@in_trio
+async def test_no_row_is_written_of_a_file_that_was_removed(tmp_path: Path, how: str, removed: bool) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        dirty_file = await d.create("k", b"data")
+        dirty_file.content.removed = removed
+        await getattr(d.uploads._records, how)(dirty_file)
+        assert len(d.uploads.journal.rows(DIRTY_FILES)) == (not removed)
+        assert (dirty_file.content.row is Row.NONE) is removed
+        assert dirty_file.acknowledged is (how == "acknowledge" and not removed)
+        dirty_file.content.removed = False
+        await d.close(dirty_file)
