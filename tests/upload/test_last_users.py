@@ -207,3 +207,58 @@ async def test_no_row_is_written_of_a_file_that_was_removed(tmp_path: Path, how:
         assert dirty_file.acknowledged is (how == "acknowledge" and not removed)
         dirty_file.content.removed = False
         await d.close(dirty_file)
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("state", ["new", "acknowledged", "clean", "changed since"])
+@in_trio
+async def test_of_a_removed_file_its_users_have_all_and_nobody_else_anything(
+    tmp_path: Path, state: str, writeback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(tmp_path, writeback=writeback) as d:
+        dirty_file, uploads = await d.create("k", b"data"), d.uploads
+        if state == "acknowledged":
+            await uploads._records.acknowledge(dirty_file)
+        elif state != "new":
+            await uploads.commit(dirty_file)
+            await trio.sleep(10)
+        if state == "changed since":
+            await dirty_file.write(0, b"D")
+        await uploads.discard(dirty_file)
+        before = dict(d.store.counts)
+        assert dirty_file.discarded and not dirty_file.waits and uploads.pending() == []
+        await dirty_file.write(4, b" and more")
+        held = (b"Data" if state == "changed since" else b"data") + b" and more"
+        assert await dirty_file.read(0, 99) == held and not dirty_file.waits and uploads.pending() == []
+        await uploads.commit(dirty_file)
+        await uploads._queue.upload(dirty_file)
+        assert not await uploads.rename(dirty_file, d.store, "new") and dirty_file.key == "k"
+        assert await uploads.flush(at_the_end=True) == [] and uploads.status()["pending"] == 0
+        await trio.sleep(100)
+        assert d.store.counts == before and not dirty_file.acknowledged
+        assert not uploads.journal.rows(DIRTY_FILES) and list(uploads._dirty_files.values()) == [dirty_file]
+        assert await uploads.aclose(5.0) == []
+        assert "given up" not in caplog.text and d.store.counts == before
+        assert not d.settled and not d.cache.adopted and await d.files() == []
+
+
+@in_trio
+async def test_a_mapping_of_a_removed_file_is_not_waited_for(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        kernel, data = Kernel(d), content(1, PART)
+        dirty_file, fd = await taken(d, tmp_path, data)
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        with mmap.mmap(fd, PART) as mapping:
+            os.close(fd)
+            d.uploads.returned(dirty_file)
+            assert dirty_file.kernel.mapped
+            await d.uploads.discard(dirty_file)
+            before = dict(d.store.counts)
+            looked: list[int] = []
+            dirty_file.look_for_mappings = lambda: looked.append(1)  # type: ignore[method-assign]
+            mapping[0] = 1
+            await trio.sleep(10)
+            assert not looked and d.store.counts == before and not d.told
+        d.uploads.release(dirty_file)
+        await d.quiet()
+        assert kernel.backings == [] and not d.settled
