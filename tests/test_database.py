@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -1105,6 +1105,7 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path, left: int) -> None:
         db = Database(path, ["a", "b"], version="v1", fsync=False)
         called = []
         db.on_cut_short = lambda: called.append(db)
+        before = len(os.listdir("/proc/self/fd"))
         assert not db.renew()
         for n in range(50):
             db.write([("a", b"%03d" % n, b"x" * 3000)])
@@ -1130,6 +1131,7 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path, left: int) -> None:
         readers_left = db._readers_left
         db._readers_left = lambda: db._opened is None and readers_left()  # no other reader begins meanwhile
         assert db.renew() and not db.renew()
+        assert len(os.listdir("/proc/self/fd")) == before
         assert db.scan("a") == [] and db.count("b") == 0
         db.write([("b", b"k", b"v")])
         db.close()
@@ -1141,6 +1143,54 @@ def test_a_file_that_was_cut_begins_anew(tmp_path: Path, left: int) -> None:
     again = Database(tmp_path / "db", ["a", "b"], version="v1", fsync=False)
     assert again.was_clean and again.scan("b") == [(b"k", b"v")]
     again.close()
+
+
+class Damaged:
+    """Stands in for an environment whose page holds keys out of order."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys = keys
+        self.env, self.tables, self.committed = self, {"a": None}, 0
+
+    def length(self) -> int:
+        return 0
+
+    @contextmanager
+    def begin(self, **_: object) -> Iterator[Damaged]:
+        yield self
+
+    cursor = begin
+
+    def set_range(self, start: bytes) -> bool:
+        self.keys = [key for key in self.keys if key >= start or key == b"0"]
+        return bool(self.keys)
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        return iter([(key, b"v") for key in self.keys])
+
+
+@pytest.mark.parametrize(
+    "keys, start, stop, limit, found",
+    [
+        ([b"3", b"4", b"0", b"5"], b"2", None, None, [b"3", b"4"]),
+        ([b"3", b"4", b"5"], b"2", None, None, [b"3", b"4", b"5"]),
+        ([b"3", b"4", b"5"], b"3", b"5", None, [b"3", b"4"]),
+        ([b"3", b"4", b"5"], b"3", None, 2, [b"3", b"4"]),
+        ([b"3", b"4", b"5"], b"3", b"9", 0, []),
+        ([b"1"], b"3", None, None, []),
+    ],
+)
+def test_a_scan_is_never_led_back(
+    tmp_path: Path, keys: list[bytes], start: bytes, stop: bytes | None, limit: int | None, found: list[bytes]
+) -> None:
+    db = opened(tmp_path / "db")
+    whole: Any = db._opened
+    db._opened = Damaged(keys)  # type: ignore[assignment]
+    try:
+        assert [key for key, _ in db.scan("a", start, stop, limit)] == found
+    finally:
+        db._opened = whole
+        db.close()
 
 
 def test_nothing_that_was_in_memory_reaches_the_disk(tmp_path: Path) -> None:
