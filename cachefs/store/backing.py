@@ -212,15 +212,11 @@ class Passthrough:
         if found is None:
             return
         tier, copies = found
-        immutable = [False]
 
         def make_immutable() -> None:
             os.close(tier.make_immutable(obj.id.digest, obj.id.size))
-            immutable[0] = True
 
         def finish(_: object) -> None:
-            if immutable[0]:
-                obj.immutable.add(tier.number)
             self._space.unpin(obj, *copies)
             obj.release()
 

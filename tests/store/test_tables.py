@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import stat
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,11 @@ import pytest
 import trio
 
 from cachefs.base.errors import CacheUnusable, NoRoom
-from cachefs.store import catalog, space, tier
+from cachefs.base.metrics import Metrics
+from cachefs.store import catalog, opening, space, tier
+from cachefs.store import ram as ram_module
 from cachefs.store import store as store_module
-from cachefs.store.catalog import Copy
+from cachefs.store.catalog import Copy, Index
 from cachefs.store.eviction import ANY, ANY_REMOTE_OWNED, LOWEST, NOTHING, Waiting
 from cachefs.store.space import PROMOTED_AT_MOST, REUSE_AFTER_S, SPILL_ABOVE, SPILL_TO, Moves
 from cachefs.store.tier import RAM, SSD, Tier
@@ -280,6 +283,45 @@ async def test_a_use_is_of_the_length_of_its_extent(cache_dir: Path, size: int) 
         assert (extent, bits.bit_count()) == (0, min(16, -(-size // BLOCK)))
 
 
+@pytest.mark.parametrize("why", ["", "no source", "no sink", "short", "read error", "write error"])
+def test_what_is_copied_is_closed_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    data, sent = content(1, 100), os.sendfile
+    (tmp_path / "source").write_bytes(data)
+    (tmp_path / "sink").write_bytes(bytes(100))
+
+    def opened(name: str, flags: int) -> int:
+        if why == f"no {name}":
+            raise OSError(errno.EIO, "broken")
+        return os.open(tmp_path / name, flags)
+
+    def some(sink: int, source: int, offset: int, count: int) -> int:
+        if why == "write error":
+            raise OSError(errno.ENOSPC, "full")
+        return 0 if why == "short" and offset > 50 else sent(sink, source, offset, min(count, 7))
+
+    monkeypatch.setattr(os, "sendfile", some)
+    before = len(os.listdir("/proc/self/fd"))
+    errors = {"no source": space._SourceFailed, "no sink": space._NotOpened, "short": space._SourceFailed}
+
+    def copy() -> None:
+        space._copy_ranges(
+            lambda: opened("source", os.O_RDONLY), lambda: opened("sink", os.O_RDWR), [(3, 20), (40, 60)]
+        )
+
+    if why in errors:
+        with pytest.raises(errors[why]):
+            copy()
+    elif why == "write error":
+        with pytest.raises(OSError, match="full"):
+            copy()
+    else:
+        copy()
+        assert (tmp_path / "sink").read_bytes() == bytes(3) + data[3:23] + bytes(17) + data[40:]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 # -- what is in memory ---------------------------------------------------------------------------------
 
 
@@ -456,6 +498,34 @@ async def test_a_limit_that_sinks_is_kept_though_nothing_comes(
         ssd.cap_bytes = 5 * BLOCK
         await until(lambda: ssd.used_bytes <= 5 * BLOCK, 10.0)
         assert ssd.used_bytes == 4 * BLOCK
+
+
+@pytest.mark.parametrize("place", ["the cache directory", "shared memory", "another"])
+def test_a_store_that_cannot_be_opened_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Wherever its index found a place."""
+    path, made = tmp_path / "cache", tmp_path / "made"
+    shared = ram_module.shared_directory(path)
+    if place != "the cache directory":
+        path.write_bytes(b"no directory")
+    if place == "another":
+        shared.write_bytes(b"no directory")
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    monkeypatch.setattr(opening, "Store", lambda *_: 1 // 0)
+    before = set(os.listdir("/proc/self/fd"))
+    try:
+        with pytest.raises(ZeroDivisionError):
+            opening.open_store(path, 64 * BLOCK, 64 * BLOCK, 0, BLOCK, "first", Metrics())
+        assert os.listdir(made) == [] and not ram_module.own_directory(path).exists()
+        assert shared.exists() is (place == "another")
+        assert set(os.listdir("/proc/self/fd")) == before
+        if place == "the cache directory":  # and can be opened again
+            Index(path / "index", BLOCK).close()
+    finally:
+        shared.unlink(missing_ok=True) if place == "another" else None
+        ram_module.remove_ram(path)
 
 
 # -- a tier that begins ------------------------------------------------------------------------------
