@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import shutil
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +78,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
         here = Path(__file__).parent
         items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+
+
+def open_files() -> Counter[str]:
+    """What this process has open of files and directories."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # of the list itself
+        if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
+            found[target] += 1
+    return found
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """Each file that a test or what it runs has opened is closed after it."""
+    before = open_files()
+    yield
+    if left := open_files() - before:
+        gc.collect()  # of what nothing closes but its end
+        left = open_files() - before
+    assert not left, f"open: {dict(left)}"
 
 
 @pytest.fixture

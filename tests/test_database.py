@@ -27,6 +27,8 @@ from cachefs.fs.tree import FORMAT as TREE
 from cachefs.upload.journal import FORMAT as JOURNAL
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.usefixtures("descriptors")
+
 TABLES = ["a", "b"]
 
 LEAF = 2

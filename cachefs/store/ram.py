@@ -212,7 +212,7 @@ def _own(path: Path, cap_bytes: int) -> str:
     for folder in (path.parent.parent, path.parent, path):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != 0 or found.st_mode & 0o022:
+        if found.st_uid != 0 or found.st_mode & 0o022:  # as of a link, too
             raise PermissionError(errno.EPERM, f"others can write to {folder}")
     huge = HUGE if cap_bytes >= HUGE_FROM_BYTES else "huge=never"
     size = f"size={cap_bytes + SLACK_BYTES}"

@@ -149,6 +149,9 @@ async def running(
             await lab.aclose(10.0 if clean else 0.0)
         while opened.claims:  # as the end of a process does, also of one that was "killed"
             os.close(opened.claims.pop())
+        for obj in opened.store.catalog._objects.values():
+            if obj.backing is not None:
+                obj.backing.close()
         for path in opened.temporary:
             shutil.rmtree(path, ignore_errors=True)
 

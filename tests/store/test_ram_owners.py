@@ -197,8 +197,10 @@ def test_what_belongs_to_another_user_or_is_a_link_is_left_alone(tmp_path: Path)
 def test_a_tier_has_one_daemon(killed: Path) -> None:
     where = ram.provide(killed, MIB).path
     claim = ram.claim(where, killed)
+    before = len(os.listdir("/proc/self/fd"))
     try:
         with pytest.raises(OSError):
             ram.claim(where, killed)
+        assert len(os.listdir("/proc/self/fd")) == before
     finally:
         os.close(claim)

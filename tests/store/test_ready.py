@@ -240,6 +240,19 @@ async def test_who_may_have_a_file_and_who_is_the_last(cache_dir: Path) -> None:
         backend.check()
 
 
+@in_trio
+async def test_of_an_empty_version_there_is_nothing_for_the_kernel(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        obj, [tier] = lab.store.object(lab.origin.put("k", b"")), lab.store.tiers
+        monkeypatch.setattr(tier, "make_immutable", None)
+        assert not lab.store.must_seal(obj) and lab.store.open_backing(obj) is None
+        assert parts(lab)._whole(obj, tier, verified=True) is None and not parts(lab)._ready(obj)
+        await lab.store.make_immutable(obj)
+        assert not await parts(lab)._prepare(obj)
+
+
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 @in_trio
 async def test_so_many_files_are_kept_registered(

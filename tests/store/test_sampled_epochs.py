@@ -10,7 +10,16 @@ import pytest
 from cachefs.base.names import ObjectId
 from cachefs.store import eviction
 from cachefs.store.catalog import UNITS, unit_hash
-from cachefs.store.eviction import MOST, Course, Dataset, Datasets, Epochs
+from cachefs.store.eviction import (
+    FIRST_AGAIN,
+    FIRST_LEAST,
+    MOST,
+    Course,
+    Dataset,
+    Datasets,
+    Epochs,
+    SharedDataset,
+)
 from cachefs.store.tier import SSD
 from tests.fetch.scripted import in_trio
 from tests.store.lab import BLOCK, running
@@ -97,6 +106,31 @@ def test_a_use_is_a_separate_one_after_so_many_of_others(
     for clock, unit in enumerate([*range(40), 99, *range(40, 40 + others), 99], 1):
         dataset.used(unit, clock, 1, False)
     assert dataset.count == 41 + others + (others > 4)
+
+
+@pytest.mark.parametrize("slots", [[5], [0], [0, 5], [1, 2, 3]])
+def test_in_the_first_epoch_pairs_decide_where_several_nodes_read(slots: list[int]) -> None:
+    shared, clock = SharedDataset(1), 1
+    for number in range(FIRST_LEAST):
+        assert not shared.epochs
+        clock += 1
+        shared.used((number // len(slots) + 1) << 40, slots[number % len(slots)], clock, 5, False)
+    assert shared.pairs.count == FIRST_LEAST and shared.epochs is (len(slots) > 1)
+    for number in range(len(slots) * 20):  # pairs that come again
+        clock += 1
+        shared.used((number // len(slots) + 1) << 40, slots[number % len(slots)], clock, 5, False)
+        if shared.pairs.number == 1:
+            few = len(shared.pairs.agains) <= FIRST_AGAIN * shared.pairs.count
+            assert shared.epochs is (len(slots) > 1 and few)
+
+
+def test_of_units_beyond_the_sample_only_the_filter_knows() -> None:
+    shared = SharedDataset(1)
+    shared.pairs.threshold = UNITS // 2
+    for unit, sampled in ((UNITS // 2 - 1, 1), (UNITS // 2, 1), (UNITS - 1, 1), (5, 2)):
+        assert shared.used(unit, 0, 2, 5, True) is False
+        assert len(shared.pairs.sample) == sampled and shared.had_here(unit)
+    assert not shared.had_here(6) and shared.pairs.last == 2 and shared._requesters == {0: 1}
 
 
 def test_the_length_of_a_unit_is_a_mean_that_forgets() -> None:

@@ -894,9 +894,12 @@ def test_a_disk_that_does_not_make_a_small_file_hangs(
     monkeypatch.setattr(staging, "_written_file", lambda *a: answers.wait(30) and write(*a))
     disk = StagingDisk(tmp_path)
 
+    async def make() -> None:
+        os.close(await disk.make(tmp_path / "f", b"data"))
+
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(disk.make, tmp_path / "f", b"data")
+            nursery.start_soon(make)
             while not disk._new:  # noqa: ASYNC110 - of a thread
                 await trio.sleep(0.001)
             now[0] = staging.HANGS_AFTER_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom
+from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom
 from cachefs.origin import Part
 from cachefs.upload import sending
-from cachefs.upload.content import Row
+from cachefs.upload.content import Attempt, Row
 from cachefs.upload.journal import DIRTY_FILES
+from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
-from tests.upload.scripted import desk, in_trio
+from tests.upload.scripted import PART, desk, in_trio
 
 
 @pytest.mark.parametrize("again", ["", "written", "acknowledged"])
@@ -96,3 +98,78 @@ def test_a_part_is_the_same_if_its_size_and_its_digest_are(tmp_path: Path, size:
         assert sending.same(Part(etag, length), fd, 2, size) is same
     assert not sending.same(Part(digest, size), fd, 3, size)
     os.close(fd)
+
+
+@pytest.mark.parametrize("size", [5, 3 * PART])
+@pytest.mark.parametrize("new", [True, False])
+@in_trio
+async def test_another_clients_object_stays_and_what_it_was_to_replace_is_known_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool, size: int
+) -> None:
+    """One request says so."""
+    monkeypatch.setattr(sending, "PUT_BYTES", PART)
+    async with desk(tmp_path, on_conflict="fail") as d:
+        base = None
+        if not new:
+            d.store.show("k", b"first")
+            base = d.store.version("k")
+        dirty_file = await d.create("k", base=base)
+        await dirty_file.truncate(0)
+        await dirty_file.write(0, content(1, size))
+        d.store.show("k", b"theirs")
+        before = dirty_file.base
+        with pytest.raises(Conflict):
+            await d.uploads.commit(dirty_file)
+        assert dirty_file.base == before and dirty_file.conflicts and dirty_file.dirty
+        assert d.store.content("k") == b"theirs"
+        assert d.store.counts["put" if size == 5 else "complete"] == 1
+        await d.uploads.discard(dirty_file)
+        d.uploads.release(dirty_file)
+        assert d.store.content("k") == b"theirs"
+
+
+@in_trio
+async def test_what_is_not_begun_is_in_no_writers_way(tmp_path: Path) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"data")
+        attempt = Attempt()
+        dirty_file.content.begin(attempt)
+        with trio.fail_after(5):
+            for offset in (-1, 0, 1, 4):
+                await dirty_file.unsent(offset)
+        assert not attempt.scope.cancel_called and attempt.frozen == attempt.generation == -1
+        attempt.frozen = 2
+        with trio.fail_after(5):
+            await dirty_file.unsent(2)
+        with trio.move_on_after(1):
+            await dirty_file.unsent(1)
+            raise AssertionError("it is being sent")
+        assert attempt.scope.cancel_called, "no caller waits for it"
+        dirty_file.content.end()
+        await d.close(dirty_file)
+
+
+@pytest.mark.parametrize("refusals", [0, 1, 3])
+@in_trio
+async def test_what_may_not_be_settled_yet_is_settled_later(tmp_path: Path, refusals: int) -> None:
+    async with desk(tmp_path) as d:
+        asked: list[float] = []
+
+        def may(_: Any) -> bool:
+            asked.append(trio.current_time())
+            return len(asked) > refusals
+
+        d.uploads.on_settling = may
+        await d.save("k", b"data")
+        await d.quiet()
+        assert d.settled == ([] if refusals else ["k"])
+        await trio.sleep(refusals * LOOK_S + 0.01)
+        await d.quiet()
+        assert d.settled == ["k"] and len(asked) == refusals + 1 and len(d.cache.adopted) == 1
+        assert [b - a for a, b in itertools.pairwise(asked)] == pytest.approx([LOOK_S] * refusals, abs=0.05)
+
+
+def test_where_nothing_can_be_kept_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CacheUnusable, match="cannot keep what is written"):
+        StagingDisk(tmp_path / "file" / "staging")
