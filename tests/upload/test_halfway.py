@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import trio
 
 from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom
 from cachefs.origin import Part
-from cachefs.upload import sending
+from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
-from cachefs.upload.journal import DIRTY_FILES
+from cachefs.upload.journal import DIRTY_FILES, DiskHangs, Journal
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -173,3 +174,46 @@ def test_where_nothing_can_be_kept_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CacheUnusable, match="cannot keep what is written"):
         StagingDisk(tmp_path / "file" / "staging")
+
+
+@pytest.mark.parametrize("within_s", [math.inf, 5.0])
+@pytest.mark.parametrize("hangs", [False, True])
+@in_trio
+async def test_a_row_is_waited_for_unless_a_disk_is_known_to_hang(
+    tmp_path: Path, hangs: bool, within_s: float
+) -> None:
+    """By those who have a deadline; it is written all the same."""
+    journal = Journal(tmp_path / "journal")
+    journal.hangs_elsewhere = lambda: hangs
+    try:
+        if hangs and within_s < math.inf:
+            with pytest.raises(DiskHangs):
+                await journal.write(DIRTY_FILES, "k", {"a": 1}, within_s=within_s)
+            journal.hangs_elsewhere = lambda: False
+            await journal.write(DIRTY_FILES, "other", {}, within_s=within_s)
+        else:
+            await journal.write(DIRTY_FILES, "k", {"a": 1}, within_s=within_s)
+        assert journal.rows(DIRTY_FILES)["k"] == {"a": 1} and not journal.hangs
+        await journal.write(DIRTY_FILES, "k", None)
+        assert "k" not in journal.rows(DIRTY_FILES)
+    finally:
+        journal.close()
+
+
+@pytest.mark.parametrize("said", [{}, {"mtime_ns": 0}, {"mtime_ns": 77, "source": "s", "key": "a/b"}])
+def test_a_file_that_is_kept_aside_says_what_it_is(tmp_path: Path, said: dict[str, Any]) -> None:
+    """Without that, it has the time that the file system knows."""
+    place = tmp_path / "staging.orphaned-1"
+    place.mkdir()
+    (place / "f").write_bytes(b"12345")
+    os.utime(place / "f", ns=(5, 999))
+    if said:
+        orphans.describe(place / "f", {"source": "", "key": "", **said})
+    [found] = orphans.found(tmp_path, waiting=False)
+    wanted = (place / "f", 5, said.get("mtime_ns") or 999, said.get("source", ""), said.get("key", ""), False)
+    assert found == wanted
+    assert orphans.warning(tmp_path).startswith("1 file ")
+    orphans.remove(found)
+    assert (
+        not place.exists() and orphans.warning(tmp_path) == "" and orphans.found(tmp_path, waiting=True) == []
+    )
