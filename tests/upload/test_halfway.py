@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom
+from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, OriginFailed
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
@@ -217,3 +217,54 @@ def test_a_file_that_is_kept_aside_says_what_it_is(tmp_path: Path, said: dict[st
     assert (
         not place.exists() and orphans.warning(tmp_path) == "" and orphans.found(tmp_path, waiting=True) == []
     )
+
+
+@pytest.mark.parametrize(
+    "state, hope",
+    [("", False), ("written", False), ("due", True), ("due later", True), ("failed", False), ("sent", True)],
+)
+@in_trio
+async def test_others_give_hope_of_room_that_are_on_their_way(tmp_path: Path, state: str, hope: bool) -> None:
+    """Those that only wait for their time begin now."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        mine = await d.create("mine", b"data")
+        d.uploads._queue.plan(mine, 0.0 if state == "due later" else 1e6)
+        other = await d.create("other", b"data") if state else None
+        held = d.store.hold("put")
+        if other is not None and state != "written":
+            await d.uploads.commit(other)
+            if state == "due":
+                other.trying.due = trio.current_time()
+            elif state == "failed":
+                other.trying.failure = OriginFailed("no")
+            elif state == "sent":
+                d.uploads._queue.plan(other, 0.0)
+                await held.reached.wait()
+        due = None if other is None else other.trying.due
+        assert d.uploads._hopeful(mine) is hope
+        if other is not None:
+            now = trio.current_time()
+            assert other.trying.due == (now if state == "due later" else due)
+        assert held.release is not None
+        held.release.set()
+        d.store.rules.clear()
+
+
+@pytest.mark.parametrize("why", ["", "removed", "stored"])
+@in_trio
+async def test_a_file_gets_its_old_name_back_if_it_is_there_and_not_stored(tmp_path: Path, why: str) -> None:
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file = await d.create("new", b"data")
+        await d.uploads.commit(dirty_file)
+        if why == "stored":
+            await d.uploads._queue.upload(dirty_file)
+        wanted = dirty_file.content.generation
+        dirty_file.content.removed = why == "removed"
+        await d.uploads._back(dirty_file, wanted, d.store, "old", "base", ["token"])
+        back = why == ""
+        assert dirty_file.key == ("old" if back else "new") and not dirty_file.trying.turn.locked()
+        assert (dirty_file.record.tokens == ["token"]) is back and dirty_file.trying.unsure is back
+        assert (dirty_file.base == "base") is back
+        rows = [row["key"] for row in d.uploads.journal.rows(DIRTY_FILES).values()]
+        assert rows == ([] if why == "stored" else ["old" if back else "new"])
+        dirty_file.content.removed = False
