@@ -268,3 +268,32 @@ async def test_a_file_gets_its_old_name_back_if_it_is_there_and_not_stored(tmp_p
         rows = [row["key"] for row in d.uploads.journal.rows(DIRTY_FILES).values()]
         assert rows == ([] if why == "stored" else ["old" if back else "new"])
         dirty_file.content.removed = False
+
+
+@pytest.mark.parametrize("waiters", [1, 2, 3])
+@in_trio
+async def test_those_who_wait_for_an_upload_are_counted(tmp_path: Path, waiters: int) -> None:
+    """One that is cancelled waits no longer; as long as one waits, nothing breaks it off."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file = await d.create("k", b"data")
+        held, scopes = d.store.hold("put"), [trio.CancelScope() for _ in range(waiters)]
+
+        async def wait(scope: trio.CancelScope) -> None:
+            with scope:
+                await d.uploads._queue.upload(dirty_file)
+
+        async with trio.open_nursery() as nursery:
+            for scope in scopes:
+                nursery.start_soon(wait, scope)
+            await held.reached.wait()
+            await d.quiet()
+            attempt = dirty_file.attempt
+            assert attempt is not None and attempt.waiters == waiters
+            for left in reversed(range(waiters)):
+                scopes[left].cancel()
+                await d.quiet()
+                assert attempt.waiters == left and dirty_file.attempt is attempt
+            assert held.release is not None
+            held.release.set()
+        await d.quiet()
+        assert d.store.content("k") == b"data" and not dirty_file.dirty
