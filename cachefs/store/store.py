@@ -165,7 +165,7 @@ class Store:
         """Let it go after everything that was used up to now. To the policy this is no use. The age of protected copies
         stays: a younger clock would gain nothing."""
         for copy in self.catalog.all_copies(obj):
-            if copy.bitmap and not self.eviction.protected(copy):
+            if not self.eviction.protected(copy):
                 self.eviction.touch(copy)
 
     def evict(self, obj: CachedObject) -> int:
@@ -206,7 +206,7 @@ class Store:
             parts.append(part)
         if count:
             self.hit(obj, range(first, last + 1))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
     def _pieces(self, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
         """(block, offset, length) of each block's share of the range."""
@@ -270,7 +270,7 @@ class Store:
         if count:
             for step in steps:
                 self._hit(obj, step.copy, -(-step.length // self.block_size))
-        return good[0] if len(good) == 1 else b"".join(good)
+        return b"".join(good)
 
     async def _take(self, obj: CachedObject, steps: list[Step]) -> list[bytes | OSError | None] | None:
         """What a thread reads; None if a disk does not answer. Until the thread is done, however long that takes, the copies

@@ -307,7 +307,7 @@ def test_no_access_times_are_kept_where_that_can_be_said(
 
     def ioctl(fd: int, request: int, argument: Any) -> int:
         if request == tier_module._GETFLAGS:
-            argument[:4] = flags.to_bytes(4, "little")
+            argument[:] = flags.to_bytes(4, "little") + b"\xff" * 4  # of which the first half is the answer
         else:
             said.append(int.from_bytes(argument, "little"))
         return 0

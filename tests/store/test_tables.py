@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import trio
+import xxhash
 
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.metrics import Metrics
@@ -124,6 +125,37 @@ async def test_uses_beside_what_others_own_are_uses(cache_dir: Path) -> None:
         assert lab.store.eviction.course.had(other), "its reader has come for it"
 
 
+@pytest.mark.parametrize("seed", range(4))
+@in_trio
+async def test_what_is_not_flushed_yet_goes_in_the_order_of_its_last_use(cache_dir: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    async with running(cache_dir) as lab:
+        order, rows = lab.store.eviction, lab.store.catalog
+        ids = [lab.origin.put(f"k{n}", bytes(5)) for n in range(6)]
+        assert all(put(lab, object_id) for object_id in ids)
+        copies = [rows.copies(lab.store.object(object_id), SSD)[0] for object_id in ids]
+        for copy in rng.choices(copies, k=10):
+            if rng.random() < 0.7:
+                order.touch(copy)
+            else:
+                rows.changed(copy)
+        gone: list[int] = []
+        while (victim := order.victim(SSD, ANY)) is not None:
+            gone.append(victim[1].clock)
+            lab.store.space.drop(*victim, victim[1].bitmap)
+        assert len(gone) == 6 and gone == sorted(gone)
+
+
+@pytest.mark.parametrize("length", range(catalog._HEAD.size + 1))
+def test_a_row_that_is_too_short_is_none(length: int) -> None:
+    """Even if its checksum fits."""
+    body = bytes(length)
+    row = body + catalog._CHECK.pack(xxhash.xxh32_intdigest(body))
+    found = catalog.unpack_copy((SSD, bytes(16), 0), row)
+    assert (found is not None) is (length == catalog._HEAD.size)
+    assert catalog.unpack_copy((SSD, bytes(16), 0), row[:-1]) is None
+
+
 # -- when and how far RAM spills -----------------------------------------------------------------------
 
 
@@ -179,10 +211,10 @@ async def test_ram_is_looked_at_when_a_fill_begins_and_when_it_ends(cache_dir: P
             moves._wake = trio.Event()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", ["", "RAM is not forgotten", "files are left"])
 @in_trio
-async def test_a_stop_that_could_not_forget_ram_leaves_an_index_that_is_looked_at(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+async def test_a_stop_that_did_not_end_well_leaves_an_index_that_is_looked_at(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """Though all other rows could be written after that."""
     async with running(cache_dir, ram=64 * BLOCK) as lab:
@@ -192,11 +224,13 @@ async def test_a_stop_that_could_not_forget_ram_leaves_an_index_that_is_looked_a
         def full(*_: object) -> None:
             raise NoRoom("full")
 
-        if fails:
+        if fails == "RAM is not forgotten":
             monkeypatch.setattr(lab.store.catalog._index, "forget_tier", full)
+        if fails == "files are left":
+            monkeypatch.setattr(lab.store.tiers[-1].disposal, "idle", lambda within_s: False)
         await lab.aclose()
     async with running(cache_dir) as lab:
-        assert lab.store.was_clean is not fails
+        assert lab.store.was_clean is (fails == "")
 
 
 # -- moves ---------------------------------------------------------------------------------------------
@@ -399,6 +433,33 @@ async def test_a_restart_goes_on_with_what_is_known_of_datasets(cache_dir: Path,
         assert list(lab.store.eviction.epochs.status()) == before
         assert lab.store.eviction.epochs._now == now
         assert lab.store.eviction_status()["datasets"] == names, "by the same names"
+
+
+@pytest.mark.parametrize("loaded", [[], [0], [1], [0, 1], [5]])
+@pytest.mark.parametrize("gone", [[], [0], [1], [0, 1]])
+@in_trio
+async def test_a_version_has_copies_as_long_as_one_is_there(
+    cache_dir: Path, gone: list[int], loaded: list[int]
+) -> None:
+    """In memory, in the index alone, or gone and not written yet."""
+    async with running(cache_dir) as lab:
+        rows, object_id = lab.store.catalog, lab.origin.put("k", bytes(EXTENT + BLOCK))
+        await lab.read(object_id)
+        await lab.quiet()
+        await lab.store.flush()
+        while rows._objects:
+            rows._forget_some()
+        obj = lab.store.object(object_id)
+        for extent in loaded:
+            rows.copy(obj, SSD, extent)
+        for extent in gone:
+            copy = rows.copy(obj, SSD, extent)
+            assert copy is not None
+            lab.store.space.drop(obj, copy, copy.bitmap)
+        assert rows.has_copies(obj, SSD) is (len(gone) < 2) and not rows.has_copies(obj, RAM)
+        await lab.store.flush()
+        assert rows.has_copies(obj, SSD) is (len(gone) < 2)
+        assert len(cache_files(cache_dir)) == (len(gone) < 2)
 
 
 @in_trio
