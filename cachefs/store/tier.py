@@ -741,7 +741,7 @@ class Tier:
     def sync(self) -> bool:
         """Wait until all its files are on the device; False if that failed. Blocking."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fd = os.open(self.path, os.O_RDONLY)
         except OSError:
             return False
         try:

@@ -589,6 +589,17 @@ def test_a_store_that_cannot_be_opened_leaves_nothing(
         ram_module.remove_ram(path)
 
 
+@pytest.mark.parametrize("ram", [0, BLOCK - 1, BLOCK, BLOCK + 1])
+@pytest.mark.parametrize("ssd", [0, BLOCK - 1, BLOCK])
+@in_trio
+async def test_a_tier_has_room_for_a_block_or_is_none(cache_dir: Path, ssd: int, ram: int) -> None:
+    async with running(cache_dir, ssd=ssd, ram=ram) as lab:
+        wanted = [(number, cap) for number, cap in ((RAM, ram), (SSD, ssd)) if cap >= BLOCK]
+        assert [(one.number, one.cap_bytes) for one in lab.store.tiers] == wanted
+        assert bool(lab.opened.warnings) is not bool(wanted)
+        assert (lab.store._moves is not None) is (len(wanted) == 2)
+
+
 # -- a tier that begins ------------------------------------------------------------------------------
 
 
