@@ -1,0 +1,342 @@
+"""How a store begins and ends, part by part: with stand-ins for what is beside each part."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from cachefs.base.errors import CacheUnusable, NoRoom
+from cachefs.base.metrics import Metrics
+from cachefs.base.names import ObjectId
+from cachefs.store import opening, ram
+from cachefs.store.catalog import CachedObject, Catalog, Copy
+from cachefs.store.store import DISPOSAL_S, Store
+from cachefs.store.tier import RAM, SSD
+from tests.fetch.scripted import in_trio
+
+
+class Index:
+    """Knows nothing, and notes what it is told."""
+
+    def __init__(self, trusted: bool = True, clock: int = 0) -> None:
+        self.was_clean, self.trusted, self.clock = True, trusted, clock
+        self.told: list[tuple[object, ...]] = []
+        self.fails = False
+
+    def newest_clock(self) -> int:
+        return self.clock
+
+    def totals(self, tier: int) -> tuple[int, int, int]:
+        return 10 + tier, 20 + tier, 30 + tier
+
+    def note(self, name: bytes) -> None:
+        return None
+
+    def forget_tier(self, tier: int, tag: bytes) -> None:
+        self.told.append(("forget", tier, tag))
+        if self.fails:
+            raise NoRoom("full")
+
+    def close(self, whole: bool = True, trusted: bool = False) -> None:
+        self.told.append(("close", whole, trusted))
+
+
+def tiers_of(*numbers: int) -> list[Any]:
+    return [
+        SimpleNamespace(number=number, name=f"tier {number}", passthrough=True, unlinked=[])
+        for number in numbers
+    ]
+
+
+@pytest.mark.parametrize("numbers", [(), (RAM,), (SSD,), (RAM, SSD)])
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("verify", ["first", "full", "none"])
+@in_trio
+async def test_what_a_store_is_made_of(verify: str, trusted: bool, numbers: tuple[int, ...]) -> None:
+    index: Any = Index(trusted)
+    tiers = tiers_of(*numbers)
+    store = Store(index, tiers, 4096, verify, Metrics(), lambda: 7.0)
+    assert store._check_always is (verify == "full") and store._trusting is (verify == "none")
+    assert store.catalog._trust is (verify == "none" and trusted) and not store._closed
+    assert store.backing_files._tiers == ([] if verify == "full" else tiers)
+    assert store.passthrough is (bool(numbers) and verify != "full")
+    moves = store._moves
+    assert (moves is not None) is (len(numbers) == 2)
+    if moves is not None:
+        assert [moves._ram, moves._ssd] == tiers and moves._now() == 7.0
+    assert [(t.used_bytes, t.blocks, t.pinned_bytes) for t in tiers] == [index.totals(n) for n in numbers]
+    assert store.catalog.clock == store.catalog._recent and not store.catalog.unfinished
+    assert store.catalog._loaded == 0 and store.was_clean
+
+
+@pytest.mark.parametrize("clock", [0, 5])
+def test_a_catalog_begins_behind_the_newest_row(clock: int) -> None:
+    index: Any = Index(clock=clock)
+    assert Catalog(index, [], 4096, trust=False).clock > clock
+
+
+class Ending:
+    """A store whose parts only note that they are called, in which order."""
+
+    def __init__(self, numbers: tuple[int, ...], verify: str) -> None:
+        self.called: list[Any] = []
+        index: Any = Index()
+        tiers = tiers_of(*numbers)
+        self.store = store = Store(index, tiers, 4096, verify, Metrics(), lambda: 0.0)
+        self.idle = self.syncs = True
+        self.closed: dict[str, Any] = {}
+        for tier in tiers:
+            tier.remove = lambda: self.called.append("remove RAM")
+            tier.sync = lambda number=tier.number: (self.called.append(f"sync {number}"), self.syncs)[1]
+            tier.disposal = SimpleNamespace(
+                idle=lambda s, number=tier.number: (self.called.append(f"idle {number} {s}"), self.idle)[1]
+            )
+        changed: Any = store
+        changed.backing_files.close = lambda: self.called.append("no passthrough")
+        if store._moves is not None:
+            changed._moves.save_all = self.save_all
+        changed.flush = self.flush
+        changed.catalog.forget_tier = lambda number: self.called.append(f"forget rows {number}")
+        changed.eviction.forget_tier = lambda number: self.called.append(f"forget places {number}")
+        changed.catalog.aclose = self.close
+        changed.catalog.abandon = lambda: self.called.append("abandon")
+
+    async def save_all(self) -> None:
+        self.called.append("save")
+        await trio.sleep(0.01)
+        self.called.append("saved")
+
+    async def flush(self, closing: bool = False) -> None:
+        self.called.append("flush, closing" if closing else "flush")
+        await trio.lowlevel.checkpoint()
+
+    async def close(self, **how: bool) -> None:
+        self.closed = how
+        self.called.append("close")
+
+
+@pytest.mark.parametrize("numbers", [(), (RAM,), (SSD,), (RAM, SSD)])
+@pytest.mark.parametrize("verify", ["first", "none"])
+@pytest.mark.parametrize("trouble", ["", "not idle", "not synced", "the index"])
+@in_trio
+async def test_a_stop_takes_its_steps_in_order(trouble: str, verify: str, numbers: tuple[int, ...]) -> None:
+    end = Ending(numbers, verify)
+    end.idle, end.syncs = trouble != "not idle", trouble != "not synced"
+    if trouble == "the index":
+        end.store.catalog.index_error = "full"
+    await end.store.aclose(5.0)
+    both = len(numbers) == 2
+    forgets = [f"forget rows {RAM}", f"forget places {RAM}", "remove RAM"] if RAM in numbers else []
+    syncs = [f"sync {SSD}"] if verify == "none" and SSD in numbers else []
+    assert end.called == [
+        "no passthrough",
+        *(["save", "saved"] if both else []),
+        "flush",
+        *forgets,
+        *(f"idle {number} {DISPOSAL_S}" for number in numbers),
+        *syncs,
+        "flush, closing",
+        "close",
+    ]
+    trusted = verify == "none" and not (trouble == "not synced" and SSD in numbers)
+    assert end.closed == {"whole": trouble != "the index", "trusted": trusted}
+    assert end.store.catalog.unfinished is (trouble == "not idle" and bool(numbers))
+    end.called.clear()
+    end.store.abandon()
+    assert not end.called, "it has stopped"
+
+
+@in_trio
+async def test_what_is_saved_at_a_stop_is_saved_though_its_task_is_cancelled() -> None:
+    end = Ending((RAM, SSD), "first")
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await end.store.aclose(5.0)
+    assert end.called == ["no passthrough", "save", "saved", "flush"] and not end.closed
+    late = Ending((RAM, SSD), "first")
+    await late.store.aclose(0.0)
+    assert late.called[:3] == ["no passthrough", "save", "flush"], "no longer than its deadline"
+    assert late.called[-1] == "close"
+
+
+@pytest.mark.parametrize("numbers", [(), (RAM,), (SSD,), (RAM, SSD)])
+@in_trio
+async def test_a_store_is_given_up_once(numbers: tuple[int, ...]) -> None:
+    end = Ending(numbers, "first")
+    for _ in range(2):
+        end.store.abandon()
+    assert end.called == [*(["remove RAM"] if RAM in numbers else []), "abandon"]
+
+
+# -- the catalog -----------------------------------------------------------------------------------------
+
+
+def catalog_with(index: Any) -> tuple[Catalog, CachedObject, dict[tuple[int, int], Copy]]:
+    """One version with a copy on each tier, and none of its second extent."""
+    rows = Catalog(index, tiers_of(RAM, SSD), 4096, trust=False)
+    object_id = ObjectId("s", "k", "1", 5)
+    obj = CachedObject(object_id)
+    copies = {(tier, 0): Copy(tier, object_id.digest, 0, 5, bitmap=1) for tier in (RAM, SSD)}
+    obj.copies = {**copies, (RAM, 1): None, (SSD, 1): None}  # type: ignore[dict-item]
+    rows._objects[object_id.digest] = obj
+    rows._loaded = 2
+    rows._dirty = {copy.key: copy for copy in copies.values()}
+    rows._removed = {(tier, bytes(16), 7): 5 for tier in (RAM, SSD)}
+    rows._looked_at = {bytes(16): CachedObject(object_id)}
+    rows._checked.add((SSD, bytes(16), 9))
+    return rows, obj, copies
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("tier", [RAM, SSD])
+def test_a_tier_that_is_given_up_leaves_nothing_in_memory(tmp_path: Path, tier: int, fails: bool) -> None:
+    index: Any = Index()
+    index.fails = fails
+    rows, obj, copies = catalog_with(index)
+    (tmp_path / "f").touch()
+    obj.fds = {number: os.open(tmp_path / "f", os.O_RDONLY) for number in (RAM, SSD)}
+    other = SSD if tier == RAM else RAM
+    rows.forget_tier(tier)
+    assert obj.copies == {(other, 0): copies[other, 0], (other, 1): None} and rows._loaded == 1
+    assert list(rows._dirty) == [copies[other, 0].key] and list(rows._removed) == [(other, bytes(16), 7)]
+    assert list(obj.fds) == [other] and not rows._looked_at and not len(rows._checked)
+    assert index.told == [("forget", tier, b"")] and bool(rows.index_error) is fails
+    obj.close_files()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("trouble", ["", "an error", "files are left"])
+@in_trio
+async def test_a_catalog_says_at_its_end_how_it_ends(
+    tmp_path: Path, trouble: str, trusted: bool, whole: bool
+) -> None:
+    index: Any = Index()
+    rows, obj, _ = catalog_with(index)
+    (tmp_path / "f").touch()
+    obj.fds = {SSD: os.open(tmp_path / "f", os.O_RDONLY)}
+    obj.leaving = {SSD}
+    gone: list[bytes] = []
+    rows._tier[SSD].unlink = gone.append  # type: ignore[method-assign,assignment]
+    rows.index_error, rows.unfinished = "full" if trouble == "an error" else "", trouble == "files are left"
+    await rows.aclose(whole=whole, trusted=trusted)
+    assert index.told == [("close", whole and not trouble, trusted)]
+    assert not obj.fds and gone == [obj.id.digest]
+    rows.abandon()
+    assert index.told[1:] == [("close", False, False)]
+
+
+# -- opening ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [None, b"", b"one", b"two"])
+@pytest.mark.parametrize("in_index", [None, b"", b"one"])
+@pytest.mark.parametrize("objects", [True, False])
+def test_a_directory_that_is_not_the_one_of_the_rows_begins_empty(
+    tmp_path: Path, objects: bool, in_index: bytes | None, on_disk: bytes | None
+) -> None:
+    told: list[tuple[int, bytes]] = []
+    index: Any = SimpleNamespace(
+        tag=lambda number: in_index, forget_tier=lambda number, tag: told.append((number, tag))
+    )
+    tier: Any = SimpleNamespace(number=SSD, name="ssd", path=tmp_path)
+    if objects:
+        (tmp_path / "objects").mkdir()
+        (tmp_path / "objects" / "f").touch()
+    if on_disk is not None:
+        (tmp_path / "tag").write_bytes(on_disk)
+    opening._check_tag(index, tier)
+    same = bool(on_disk) and on_disk == in_index
+    assert (tmp_path / "objects" / "f").exists() is (same and objects)
+    tag = (tmp_path / "tag").read_bytes()
+    assert told == ([] if same else [(SSD, tag)]) and (tag == on_disk) is same
+    assert same or ((tmp_path / "objects").is_dir() and len(tag) == 16)
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.startswith("Thread") and "rmtree" in thread.name:
+            thread.join(5)
+
+
+def test_what_is_ours_was_made_by_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    places = [tmp_path, tmp_path / "none", tmp_path / "file", tmp_path / "link", tmp_path / "file" / "below"]
+    assert [opening._ours(place) for place in places] == [True, True, False, False, False]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not opening._ours(tmp_path) and opening._ours(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "blocks, left", [(0, 0), (16, 8 * 4096), (1 << 18, 1 << 29), (1 << 19, 1 << 30), (1 << 20, 1 << 30)]
+)
+def test_shared_memory_is_left_to_others_by_half(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: int, left: int
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_frsize=4096))
+    assert ram._left_to_others(tmp_path) == left
+
+    def fails(path: object) -> None:
+        raise OSError(5, "broken")
+
+    monkeypatch.setattr(os, "statvfs", fails)
+    assert ram._left_to_others(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "mounts, found",
+    [
+        ("tmpfs /dev/shm tmpfs rw 0 0", True),
+        ("shm /dev/shm tmpfs rw 0 0\nnone / ext4 rw 0 0", True),
+        ("none / ext4 rw 0 0\nshm /dev/shm tmpfs rw 0 0", True),
+        ("tmpfs /dev/shm ext4 tmpfs 0 0", False),
+        ("/dev/shm /other tmpfs rw 0 0", False),
+        ("/dev/shm tmpfs tmpfs rw 0 0", False),
+        ("x /other tmpfs rw 0 0\ny /dev/shm ext4 rw 0 0", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_tmpfs_is_told_by_its_mount(
+    monkeypatch: pytest.MonkeyPatch, mounts: str | None, found: bool
+) -> None:
+    def read(path: Path) -> str:
+        assert str(path) == "/proc/self/mounts"
+        if mounts is None:
+            raise OSError(2, "none")
+        return mounts
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert ram._is_tmpfs(Path("/dev/shm")) is found
+    if not found:
+        with pytest.raises(CacheUnusable, match="is not a tmpfs"):
+            ram._shared(Path("/dev/shm/cachefs-none"))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("more", [-5, 0, 5 << 20])
+def test_ram_lies_in_one_place_and_nothing_is_left_in_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool, more: int
+) -> None:
+    """A tmpfs that could not be made as small as the cap keeps that much free."""
+    cap, forgotten = 64 << 20, list[Path]()
+
+    def mounted(path: Path, cap_bytes: int) -> str:
+        assert (path, cap_bytes) == (ram.own_directory(tmp_path), cap)
+        if not own:
+            raise OSError(1, "not permitted")
+        return "as it is"
+
+    size = cap + ram.SLACK_BYTES + more
+    monkeypatch.setattr(ram, "_own", mounted)
+    monkeypatch.setattr(ram, "forget", lambda *paths: forgotten.extend(paths))
+    monkeypatch.setattr(ram, "_shared", lambda path: ram.Place(path, 77))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=size, f_frsize=1))
+    found = ram.provide(tmp_path, cap)
+    places = [ram.own_directory(tmp_path), ram.shared_directory(tmp_path)]
+    assert found == ram.Place(places[not own], max(0, more) if own else 77)
+    assert forgotten == [places[own]]
