@@ -154,8 +154,7 @@ def _check_tag(index: Index, tier: Tier) -> None:
     file = tier.path / "tag"
     tag = ownership.read(file) if file.exists() else b""
     if not tag or index.tag(tier.number) != tag:
-        if index.tag(tier.number) is not None:
-            log.debug("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
+        log.debug("the %s tier in %s is new: its blocks are forgotten", tier.name, tier.path)
         tag = uuid.uuid4().bytes
         _discard(tier.path / "objects")
         (tier.path / "objects").mkdir(mode=ownership.DIRECTORY_MODE, exist_ok=True)

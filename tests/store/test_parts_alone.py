@@ -15,10 +15,12 @@ from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.store import opening, ram
+from cachefs.store import tier as tier_module
 from cachefs.store.catalog import CachedObject, Catalog, Copy
 from cachefs.store.store import DISPOSAL_S, Store
 from cachefs.store.tier import RAM, SSD
 from tests.fetch.scripted import in_trio
+from tests.store.lab import until
 
 
 class Index:
@@ -340,3 +342,117 @@ def test_ram_lies_in_one_place_and_nothing_is_left_in_the_other(
     places = [ram.own_directory(tmp_path), ram.shared_directory(tmp_path)]
     assert found == ram.Place(places[not own], max(0, more) if own else 77)
     assert forgotten == [places[own]]
+
+
+# -- the disk --------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The machine's, as a test sets it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        patch.setattr(tier_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.mark.parametrize(
+    "since_s, down, answers",
+    [(None, False, True), (0.0, False, True), (0.5, False, True), (0.51, False, False), (None, True, False)],
+)
+@in_trio
+async def test_a_disk_is_asked_at_once_unless_it_is_known_to_be_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since_s: float | None, down: bool, answers: bool
+) -> None:
+    clock, disk, asked = Clock(monkeypatch), tier_module.Disk("ssd", tmp_path), list[int]()
+    disk.down = down
+    if since_s is not None:
+        disk._calls["another"] = clock.now - since_s
+    assert disk.at_once(lambda: asked.append(len(disk._calls)) or 5) == (5 if answers else None)
+    assert asked == ([1 + (since_s is not None)] if answers else []), "it is noted while it lasts"
+    assert len(disk._calls) == (since_s is not None)
+    if answers:
+        with pytest.raises(ZeroDivisionError):
+            disk.at_once(lambda: 1 // 0)
+        monkeypatch.setattr(trio.lowlevel, "start_thread_soon", raises(RuntimeError("no thread")))
+        assert disk.at_once(lambda: 5) is None
+
+
+@in_trio
+async def test_a_disk_that_does_not_answer_at_once_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "AT_ONCE_S", 0.01)
+    disk, answers = tier_module.Disk("ssd", tmp_path), threading.Event()
+    assert disk.at_once(lambda: answers.wait(30)) is None and len(disk._calls) == 1
+    answers.set()
+    await until(lambda: not disk._calls, 10)
+    assert not disk._calls
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_what_is_still_to_go_is_waited_for_unless_its_disk_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It is begun again, if no thread could be started before."""
+    monkeypatch.setattr(tier_module, "IDLE_S", 0.01)
+    disk = tier_module.Disk("ssd", tmp_path)
+    going, refused = tier_module.Disposal(disk, lambda exc: None), [number]
+
+    def begin() -> None:
+        if refused[0]:
+            refused[0] -= 1
+            raise RuntimeError("no thread")
+        going._work(0.0)
+
+    monkeypatch.setattr(going, "_begin", begin)
+    going._changed = threading.Condition(threading.RLock())
+    (tmp_path / "f").touch()
+    going.remove(b"digest", str(tmp_path / "f"), (), 5)
+    going.settle(b"other")
+    assert going.pending(b"digest") is (number > 0)
+    disk.down = True
+    if number:
+        with pytest.raises(TimeoutError):
+            going.settle(b"digest")
+        assert going.pending(b"digest") and (tmp_path / "f").exists()
+    disk.down = False
+    going.settle(b"digest")
+    assert not going.pending(b"digest") and not (tmp_path / "f").exists() and not refused[0]
+
+
+@pytest.mark.parametrize("hangs_s, goes", [(4.9, False), (5.0, False), (5.1, True)])
+@in_trio
+async def test_a_disk_goes_down_once_and_comes_back_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_s: float, goes: bool
+) -> None:
+    clock, disk, heard = Clock(monkeypatch), tier_module.Disk("ssd", tmp_path), list[str]()
+    answers = threading.Event()
+    monkeypatch.setattr(
+        tier_module, "_write_and_remove", lambda path: heard.append(path.name) or answers.wait(30)
+    )
+    disk.on_down = [lambda: heard.append("one"), lambda: heard.append("other")]
+    disk.look()
+    disk._calls["a call"] = clock.now - hangs_s
+    disk._calls["a later one"] = clock.now
+    disk.look()
+    disk.look()
+    assert disk.down is goes and heard[:2] == (["one", "other"] if goes else [])
+    if goes:
+        ended: list[object] = []
+        with pytest.raises(TimeoutError):
+            await disk.run(lambda: 5, ended.append)
+        assert ended == [None], "what it would have used is given back"
+    answers.set()
+    await until(lambda: not disk.down, 10)
+    assert heard == (["one", "other", "probe"] if goes else [])
+    assert await disk.run(lambda: 5, heard.append) == 5 and heard[-1] == 5
+    with pytest.raises(ZeroDivisionError):
+        await disk.run(lambda: 1 // 0, heard.append)
+    assert heard[-1] is None and not disk._readers
