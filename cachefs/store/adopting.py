@@ -215,8 +215,7 @@ class Adopting:
             self._space.land(copy, bits, bits)
             self._eviction.touch(copy)
             copy.used = 0  # its first reader is a use, however soon it comes
-        if tier.errors_in_a_row:
-            tier.worked()
+        tier.worked()
         self._metrics.admitted_blocks += len(checksums)
         self._metrics.adopted_versions += 1
 

@@ -1013,7 +1013,7 @@ class Fills:
             self._space.not_opened(obj, tier, fill.not_opened)
         elif fill.failure is not None:
             self._space.failed(tier, fill.failure)
-        elif tier.errors_in_a_row and not missing:
+        elif not missing:
             tier.worked()
         self._space.unpin(obj, copy)
         obj.rest()

@@ -14,7 +14,7 @@ import trio
 from cachefs.base.errors import CacheUnusable, NoRoom
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
-from cachefs.store import opening, ram
+from cachefs.store import opening, ram, space
 from cachefs.store import tier as tier_module
 from cachefs.store.catalog import CachedObject, Catalog, Copy
 from cachefs.store.store import DISPOSAL_S, Store
@@ -456,3 +456,111 @@ async def test_a_disk_goes_down_once_and_comes_back_when_it_answers(
     with pytest.raises(ZeroDivisionError):
         await disk.run(lambda: 1 // 0, heard.append)
     assert heard[-1] is None and not disk._readers
+
+
+# -- making room -------------------------------------------------------------------------------------------
+
+
+class Room:
+    """A tier and what lies in it: files of one or two copies, of ten bytes each."""
+
+    def __init__(
+        self, files: int, *, going: int = 0, limit: int = 100, inodes: bool = True, kept: str = ""
+    ) -> None:
+        self.number, self.disposal = SSD, None
+        self.going, self.limit, self.inodes = going, limit, inodes
+        self.files = {number: [number, number + 0.5] for number in range(files)}
+        self.gone: list[float] = []
+        self.here: list[int] = []
+        self.kept = kept
+
+    @property
+    def used_bytes(self) -> int:
+        return 10 * sum(map(len, self.files.values()))
+
+    def counted_bytes(self) -> int:
+        return self.used_bytes + self.going
+
+    def limit_bytes(self, here: int = 0) -> int:
+        self.here.append(here)
+        return self.limit
+
+    @property
+    def takes_files(self) -> bool:
+        return self.inodes or any(not held for held in self.files.values())
+
+    def victim(self, tier: int, classes: Any, *, older_than: int | None) -> Any:
+        number = next((n for n, held in self.files.items() if held), None) if classes else None
+        return None if number is None else (number, SimpleNamespace(bitmap=self.files[number][0]))
+
+    def copies(self, obj: int, tier: int) -> list[Any]:
+        pins, pinned = int(self.kept == "in use"), self.kept == "pinned"
+        return [SimpleNamespace(pins=0, pinned=False), SimpleNamespace(pins=pins, pinned=pinned)]
+
+    def drop(self, obj: int, copy: Any, bits: Any) -> int:
+        self.gone.append(self.files[obj].pop(0))
+        return 1
+
+    def drop_file(self, obj: int, tier: Any) -> int:
+        count = len(self.files[obj])
+        self.gone += self.files[obj]
+        self.files[obj] = []
+        return count
+
+
+ROOMS: list[tuple[Room, int, tuple[int, ...], bool, list[float]]] = [
+    (Room(0), 100, (), True, []),
+    (Room(0), 101, (1,), False, []),
+    (Room(1), 80, (), True, []),
+    (Room(1), 81, (), False, []),
+    (Room(1), 81, (1,), True, [0]),
+    (Room(1), 91, (1,), True, [0, 0.5]),
+    (Room(2), 75, (1,), True, [0, 0.5]),
+    (Room(1, going=80), 1, (1,), False, []),
+    (Room(1, going=80), 80, (1,), False, []),
+    (Room(1, going=80), 81, (1,), False, [0]),
+    (Room(1, inodes=False), 0, (1,), True, []),
+    (Room(2, inodes=False), 5, (1,), True, [0, 0.5]),
+    (Room(2, inodes=False, kept="pinned"), 5, (1,), True, [0, 0.5]),
+    (Room(2, inodes=False, kept="in use"), 5, (1,), True, [0, 0.5]),
+    (Room(2, inodes=False), 5, (), False, []),
+    (Room(2, inodes=False), 65, (1,), True, [0, 0.5]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ROOMS)))
+def test_room_is_made_as_far_as_it_is_wanted(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    room, need, classes, fits, gone = ROOMS[number]
+    room.files, room.gone, room.here = {n: [n, n + 0.5] for n in room.files}, [], []
+    metrics, stand_in = Metrics(), room
+    parts: Any = SimpleNamespace(victim=room.victim), SimpleNamespace(copies=room.copies)
+    made = space.Space(parts[1], parts[0], [], 4096, metrics)
+    monkeypatch.setattr(made, "drop", room.drop)
+    dropped: list[int] = []
+
+    def drop_file(obj: int, tier: Any) -> int:
+        dropped.append(obj)
+        return room.drop_file(obj, tier)
+
+    monkeypatch.setattr(made, "drop_file", drop_file)
+    wanted: Any = classes
+    there: Any = stand_in
+    assert made.evict_for(there, need, wanted) is fits
+    assert room.gone == gone and metrics.evicted_blocks == len(gone)
+    assert set(room.here) == {0}
+    assert (
+        dropped == ([0] if gone == [0, 0.5] and not room.inodes and not room.kept and need == 5 else [])
+        or need == 65
+    )
+
+
+def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "VICTIMS_AT_ONCE", 3)
+    room = Room(5)
+    parts: Any = SimpleNamespace(victim=room.victim), SimpleNamespace(copies=room.copies)
+    made = space.Space(parts[1], parts[0], [], 4096, Metrics())
+    monkeypatch.setattr(made, "drop", room.drop)
+    there: Any = room
+    assert not made.evict_for(there, 40, (1,)) and len(room.gone) == 3  # type: ignore[arg-type]
+    assert made.evict_for(there, 40, (1,), here=7) and len(room.gone) == 4  # type: ignore[arg-type]
+    assert room.here[-1] == 7

@@ -240,6 +240,67 @@ async def test_who_may_have_a_file_and_who_is_the_last(cache_dir: Path) -> None:
         backend.check()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@in_trio
+async def test_what_an_earlier_daemon_registered_is_on_the_tier_that_has_it_or_on_the_last(
+    cache_dir: Path, whole: bool
+) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        object_id = lab.origin.put("k", content(1, 2 * BLOCK))
+        await fill(lab, object_id)
+        obj, (ram, ssd) = lab.store.object(object_id), lab.store.tiers
+        [copy] = lab.store.catalog.copies(obj, RAM)
+        copy.verified = 0  # since then
+        if whole:
+            os.close(ram.make_immutable(object_id.digest, object_id.size))
+        backing = lab.store.restore_backing(obj, 7)
+        assert (backing.tier, backing.copies) == ((ram, [copy]) if whole else (ssd, []))
+        assert (ram.registered, ssd.registered, copy.pins) == ((1, 0, 1) if whole else (0, 1, 0))
+        assert lab.store.restore_backing(obj, 7) is backing and (backing.users, copy.pins) == (2, int(whole))
+        for _ in range(2):
+            lab.store.release_backing(backing)
+        assert ram.registered + ssd.registered == 1 and copy.pins == 0
+
+
+@pytest.mark.parametrize("users", [0, 1])
+@pytest.mark.parametrize("same", [True, False])
+@in_trio
+async def test_a_passthrough_file_is_retired_with_its_own_file_alone(
+    cache_dir: Path, same: bool, users: int
+) -> None:
+    async with running(cache_dir, ram=8 * MIB) as lab:
+        backend, data = Backend(lab), content(1, 2 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        await fill(lab, object_id)
+        obj, (ram, ssd) = lab.store.object(object_id), lab.store.tiers
+        [copy] = lab.store.catalog.copies(obj, RAM)
+        assert lab.store._moves is not None and await lab.store._moves.move(obj, copy, ssd, ())
+        backing = backend.open_backing(object_id, data)
+        assert backing is not None and backing.tier is ram
+        if not users:
+            lab.store.release_backing(backing)
+        assert lab.store.space.drop_file(obj, ram if same else ssd) == 2
+        assert backend.retired == ([backing] if same and not users else [])
+        assert (obj.backing is None) is (same and not users)
+        if users:
+            lab.store.release_backing(backing)
+        assert (obj.backing is None) is same and lab.store.cached_bytes(object_id) == 2 * BLOCK
+
+
+@in_trio
+async def test_what_has_gone_while_it_was_read_is_no_use(cache_dir: Path) -> None:
+    async with running(cache_dir) as lab:
+        object_id = lab.origin.put("k", content(1, BLOCK))
+        await fill(lab, object_id)
+        obj, rows = lab.store.object(object_id), lab.store.catalog
+        [copy] = rows.copies(obj, SSD)
+        await lab.store.flush()
+        lab.store.evict(obj)
+        clock, hits = copy.clock, lab.metrics.ssd_hits
+        lab.store._hit(obj, copy, 1)
+        assert copy.clock == clock and copy.key not in rows._dirty and lab.metrics.ssd_hits == hits + 1
+
+
 @in_trio
 async def test_of_an_empty_version_there_is_nothing_for_the_kernel(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
