@@ -896,7 +896,8 @@ def test_a_reader_that_does_not_end_keeps_the_file_open(
     db, end = reader
     monkeypatch.setattr(database, "time", Patient(None))
     monkeypatch.setattr(database, "WAIT_S", 0.05)
-    before = len(os.listdir("/proc/self/fd"))
+    before, left = len(os.listdir("/proc/self/fd")), db._opened
+    assert left is not None
     break_meta(tmp_path / "db")
     for _ in range(2):
         with pytest.raises(CacheUnusable, match="a reader does not end"):
@@ -904,6 +905,8 @@ def test_a_reader_that_does_not_end_keeps_the_file_open(
     db.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1, "the lock alone is given back"
     end.set()
+    assert db._readers_left()
+    left.close()
     db = opened(tmp_path / "db")
     assert not db.was_clean and db.get("a", b"k") == b"v"
     db.close()
@@ -1320,7 +1323,8 @@ def test_a_writer_that_does_not_end_is_not_waited_for_for_ever(
     """Its disk hangs. Others are told so, and a stop goes on."""
     db = opened(tmp_path / "db")
     db.write([("a", b"k", b"v")])
-    fds = len(os.listdir("/proc/self/fd"))
+    fds, left = len(os.listdir("/proc/self/fd")), db._opened
+    assert left is not None
     monkeypatch.setattr(database, "WAIT_S", 0.02)
     db._turn.acquire()
     with pytest.raises(CacheUnusable, match="does not answer"):
@@ -1329,6 +1333,7 @@ def test_a_writer_that_does_not_end_is_not_waited_for_for_ever(
     db.close()
     assert len(os.listdir("/proc/self/fd")) == fds - 1, "the lock is given back"
     db._turn.release()
+    left.close()
     again = opened(tmp_path / "db")
     assert not again.was_clean and dict(again.scan("a")) == {b"k": b"v"}
     again.close()

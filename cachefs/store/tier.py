@@ -613,9 +613,12 @@ class Tier:
             if fd is not None:
                 return fd
             fd = self.open_file(digest)
-            if is_immutable(os.fstat(fd)):
+            try:
+                if is_immutable(os.fstat(fd)):
+                    raise OSError(errno.EROFS, "immutable")  # noqa: TRY301 - as of a call
+            except OSError:
                 os.close(fd)
-                raise OSError(errno.EROFS, "immutable")
+                raise
             return fd
 
     def _make_folder(self, path: str) -> None:

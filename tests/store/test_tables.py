@@ -652,6 +652,33 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, how: str)
     assert (len(os.listdir("/proc/self/fd")), elsewhere.stat().st_mode) == before
 
 
+@pytest.mark.parametrize("why, number", [("immutable", errno.EROFS), ("fstat", errno.EIO), ("", 0)])
+def test_a_file_that_cannot_be_filled_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, number: int
+) -> None:
+    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    fd = one.open_to_fill(DIGEST, 5, known=False)
+    os.close(fd)
+    if why == "immutable":
+        one.file_path(DIGEST).chmod(0o400)
+
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        if why == "fstat":
+            patch.setattr(os, "fstat", fails)
+        for known in (True, False):
+            if why:
+                with pytest.raises(OSError) as error:
+                    one.open_to_fill(DIGEST, 5, known=known)
+                assert error.value.errno == number
+            else:
+                os.close(one.open_to_fill(DIGEST, 5, known=known))
+    assert len(os.listdir("/proc/self/fd")) == before and not one.disk._calls
+
+
 @pytest.mark.parametrize("missing", ["", "objects", "the folder of a file"])
 @in_trio
 async def test_directories_are_made_again_for_their_owner_alone(cache_dir: Path, missing: str) -> None:
