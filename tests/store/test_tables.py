@@ -156,6 +156,26 @@ def test_a_row_that_is_too_short_is_none(length: int) -> None:
     assert catalog.unpack_copy((SSD, bytes(16), 0), row[:-1]) is None
 
 
+def test_rows_of_another_length_name_nothing(tmp_path: Path) -> None:
+    """As damage leaves them: too short or too long, in the key or in the value, before, between and behind whole ones."""
+    index, key = Index(tmp_path / "index", BLOCK), (SSD, b"\x55" * 16, 3)
+    place, name = catalog._CLOCK.pack(SSD, 1 << 40), catalog.pack_key(key)
+    value = catalog._ORDERED.pack(*key, 7)
+    index._db.write([("order", place, value), ("copies", name, b"row")])
+    for length in (1, 5, 8, 10, 20):
+        for first in (b"\x00", b"\x55", b"\xff"):
+            odd = bytes([SSD]) + first * (length - 1)
+            if len(odd) != len(place):
+                index._db.write([("order", odd, value)])
+            index._db.write([("copies", odd, b"row"), ("copies", name[:17] + first * (length + 4), b"row")])
+    index._db.write([("order", catalog._CLOCK.pack(SSD, 5), value[:-1]), ("meta", b"total1", b"123")])
+    assert [row[1:] for row in index.oldest(SSD, b"", 100)] == [(key, 1 << 40, 7)]
+    assert list(index.extents_of(SSD, key[1])) == [3]
+    assert index.digests(SSD, b"", 100)[0] == [key[1]]
+    assert index.totals(SSD) == (0, 0, 0) and index.newest_clock() in (0, 1 << 40)
+    index.close()
+
+
 # -- when and how far RAM spills -----------------------------------------------------------------------
 
 
