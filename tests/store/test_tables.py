@@ -672,6 +672,18 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, how: str)
     assert (len(os.listdir("/proc/self/fd")), elsewhere.stat().st_mode) == before
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("size", [1, tier.HUGE_PAGE + 1])
+def test_a_large_file_in_memory_has_its_length_at_once(tmp_path: Path, size: int, blocking: bool) -> None:
+    """Where its pages may be huge."""
+    one = Tier(RAM, "ram", tmp_path, 1 << 30, blocking=blocking, keep_free_bytes=0, clock=lambda: 0.0)
+    fd = one.new_file(DIGEST, size)
+    assert fd is not None and one.new_file(DIGEST, size) is None
+    assert os.fstat(fd).st_size in ((0,) if blocking else (size,) if size > 1 else (0, 1))
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
+
+
 @pytest.mark.parametrize("why, number", [("immutable", errno.EROFS), ("fstat", errno.EIO), ("", 0)])
 def test_a_file_that_cannot_be_filled_is_not_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, number: int
