@@ -240,7 +240,7 @@ class Index:
         saved: list[Saved],
         removed: list[tuple[CopyKey, int | None]],
         totals: dict[int, Totals],
-        notes: dict[bytes, bytes] | None = None,
+        notes: dict[bytes, bytes],
     ) -> None:
         """One durable transaction. `removed`: (key, stored clock). Blocking."""
         puts: list[Put] = []
@@ -256,7 +256,7 @@ class Index:
                 puts.append(("order", _CLOCK.pack(key[0], clock), _ORDERED.pack(*key, dataset)))
         for tier, total in totals.items():
             puts.append(("meta", b"total%d" % tier, _TOTAL.pack(*total)))
-        puts += [("meta", b"note-" + name, note) for name, note in (notes or {}).items()]
+        puts += [("meta", b"note-" + name, note) for name, note in notes.items()]
         self._db.write(puts)
 
     def close(self, whole: bool = True, trusted: bool = False) -> None:

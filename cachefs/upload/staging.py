@@ -245,7 +245,7 @@ class StagingFile:
     async def lands(self) -> bool:
         """Move what lies in memory to the disk; the caller is a user. False when the disk does not answer within
         `HANGS_AFTER_S`: the move goes on. Raises `NoRoom`, `CacheUnusable`."""
-        if self._disk.hangs:
+        if self._held is None or self._disk.hangs:
             return self._held is None
         ended, failed = trio.Event(), list[Exception]()
 

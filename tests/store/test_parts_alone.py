@@ -16,6 +16,7 @@ from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.store import opening, ram, space
 from cachefs.store import tier as tier_module
+from cachefs.store.backing import Backing, Passthrough
 from cachefs.store.catalog import CachedObject, Catalog, Copy
 from cachefs.store.store import DISPOSAL_S, Store
 from cachefs.store.tier import RAM, SSD
@@ -562,3 +563,40 @@ def test_one_call_makes_no_more_room_than_a_reader_waits_for(monkeypatch: pytest
     assert not made.evict_for(there, 40, (1,)) and len(room.gone) == 3  # type: ignore[arg-type]
     assert made.evict_for(there, 40, (1,), here=7) and len(room.gone) == 4  # type: ignore[arg-type]
     assert room.here[-1] == 7
+
+
+# -- passthrough -------------------------------------------------------------------------------------------
+
+
+def test_after_the_end_no_file_is_opened_and_the_idle_ones_are_retired() -> None:
+    parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None)
+    tier = SimpleNamespace(registered=3)
+    files = Passthrough(parts, [], None, None)  # type: ignore[arg-type]
+    retired: list[Any] = []
+    files.on_retired = retired.append
+    assert not files._closed and not files.possible
+    made: list[Any] = []
+    for number in range(3):
+        obj: Any = SimpleNamespace(backing=None)
+        there: Any = tier
+        backing = obj.backing = Backing(files, obj, there, -1, [])
+        made.append(backing)
+        if number:
+            files._idle[backing] = None
+    files.close()
+    assert files._closed and not files._idle and retired == made[1:] and tier.registered == 1
+    assert [backing.object.backing for backing in made] == [made[0], None, None]
+    files.close()
+    assert retired == made[1:]
+
+
+@pytest.mark.parametrize("takes", [(), (False,), (True,), (False, True), (True, True), (False, False)])
+def test_passthrough_is_possible_where_the_kernel_takes_files(takes: tuple[bool, ...]) -> None:
+    parts: Any = SimpleNamespace(catalog=None, eviction=None, metrics=None)
+    tiers: list[Any] = [SimpleNamespace(passthrough=one, name="tier") for one in takes]
+    files = Passthrough(parts, tiers, None, None)  # type: ignore[arg-type]
+    assert files.possible is any(takes)
+    for tier in tiers:
+        files.refuse(tier, "a test")
+        files.refuse(tier, "a test")
+    assert not files.possible and not any(tier.passthrough for tier in tiers)

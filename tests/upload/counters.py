@@ -77,7 +77,7 @@ def check_content(dirty_file: DirtyFile) -> None:
         f"{name}: {kernel.way}, and its file says otherwise"
     )
     if file._held is not None:
-        assert len(file._held) == dirty_file.size, f"{name}: in memory it has another length"
+        assert file._start + len(file._held) == dirty_file.size, f"{name}: in memory it has another length"
     elif kernel.way is Way.HERE and content.is_ours and file.path.exists():
         assert file.path.stat().st_size == dirty_file.size, f"{name}: its file has another length"
 

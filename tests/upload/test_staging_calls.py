@@ -155,12 +155,12 @@ async def test_what_lies_in_memory_is_sent_from_there(tmp_path: Path) -> None:
     file = StagingFile(StagingDisk(tmp_path), "f", new=True)
     with file.used():
         await file.write(0, b"small")
-        assert file.source(3).read(0, 9) == b"sma" and file.held == b"small"
+        assert (await file.source(3)).read(0, 9) == b"sma" and file.held == b"small"
         await file.land()
-        assert file.held is None and file.source(5).read(0, 5) == b"small"
+        assert file.held is None and (await file.source(5)).read(0, 5) == b"small"
         await file.write(0, bytes(HELD + 1))
-        assert type(file.source(HELD)).__name__ == "InMemory"
-        assert type(file.source(HELD + 1)).__name__ == "FileRange"
+        assert type(await file.source(HELD)).__name__ == "InMemory"
+        assert type(await file.source(HELD + 1)).__name__ == "FileRange"
     file.remove()
 
 
