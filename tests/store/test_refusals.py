@@ -419,3 +419,22 @@ def test_what_a_file_has_is_told_to_the_page(tmp_path: Path, seed: int) -> None:
     for look in (scrub_module._has_data, scrub_module._is_whole):
         with pytest.raises(OSError):
             look(fd, 0, page)
+
+
+@pytest.mark.parametrize("holes", [1, 2])
+@in_trio
+async def test_an_immutable_file_that_lacks_blocks_goes_whole(cache_dir: Path, holes: int) -> None:
+    async with running(cache_dir) as lab:
+        [tier], data = lab.store.tiers, content(1, 4 * BLOCK)
+        object_id = lab.origin.put("k", data)
+        assert await adopt(lab, object_id)
+        path = tier.file_path(object_id.digest)
+        path.chmod(0o600)
+        fd = os.open(path, os.O_RDWR)
+        tier.punch(fd, BLOCK, holes * BLOCK)
+        os.close(fd)
+        path.chmod(0o400)
+        on_disk = path.stat().st_blocks * 512
+        assert await reclaim(lab.store, tier, object_id.digest, on_disk) == holes * BLOCK
+        assert not lab.store.cached_bytes(object_id) and not path.exists()
+        assert lab.metrics.ledger.misses.missed(object_id, 0, late=False) == "damaged"

@@ -620,6 +620,19 @@ async def test_a_tier_has_room_for_a_block_or_is_none(cache_dir: Path, ssd: int,
         assert (lab.store._moves is not None) is (len(wanted) == 2)
 
 
+@in_trio
+async def test_what_others_own_goes_where_the_limit_of_ram_sinks(cache_dir: Path) -> None:
+    """Of this node's own there is little."""
+    async with running(cache_dir, ram=16 * BLOCK, background=True) as lab:
+        ram = lab.store.tiers[0]
+        for number in range(8):
+            assert put(lab, lab.origin.put(f"k{number}", bytes(BLOCK)), remote_owned=True)
+        assert ram.used_bytes == ram.remote_owned_bytes == 8 * BLOCK
+        ram.cap_bytes = 5 * BLOCK
+        await until(lambda: ram.used_bytes <= 5 * BLOCK, 10.0)
+        assert ram.used_bytes == 5 * BLOCK
+
+
 # -- a tier that begins ------------------------------------------------------------------------------
 
 
