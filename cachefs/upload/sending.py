@@ -235,8 +235,7 @@ class Sender:
                 self.failed = expected(exc)
                 log.info("%s; trying again at the commit", self.failed)
         finally:
-            del self._early[piece.number]
-            self._landing.unpark_all()
+            del self._early[piece.number]  # before those whom its end has woken go on
             self.push(nursery)
 
     async def landed(self) -> None:

@@ -7,12 +7,16 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
 
-from cachefs.base.errors import CachefsError, Conflict, NoRoom, OriginFailed
+from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, OriginFailed
+from cachefs.upload import room
+from cachefs.upload.content import Attempt, State
+from cachefs.upload.dirty_file import Way
 from cachefs.upload.staging import HELD, StagingDisk
 from cachefs.upload.uploads import FLUSH_RETRY_S
 from tests.upload.scripted import Desk, Room, desk, in_trio
@@ -219,3 +223,85 @@ async def test_what_is_there_is_its_own_by_its_version_or_its_token(
         found = await d.uploads._own(dirty_file)
         assert (found is not None) is ours
         assert d.store.counts["head"] == (1 if base or unsure else 0)
+
+
+NOW = [
+    ("", True),
+    ("nothing", False),
+    ("locked", False),
+    ("in passthrough", False),
+    ("the cache takes it", False),
+    ("too large", False),
+    ("no room", False),
+    ("landed", False),
+    ("sent", False),
+    ("behind what is sent", True),
+]
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("why, can", NOW)
+@in_trio
+async def test_what_takes_no_waiting_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, can: bool, offset: int
+) -> None:
+    """Else nothing has happened."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file = await d.create("k", b"data")
+        content, data = dirty_file.content, b"" if why == "nothing" else b"more"
+        with monkeypatch.context() as patch:
+            match why:
+                case "locked":
+                    await dirty_file.lock.acquire()
+                case "in passthrough":
+                    dirty_file.kernel.way = Way.SHARED
+                case "the cache takes it":
+                    content.state = State.SETTLING
+                case "too large":
+                    largest = offset + len(data) - 1
+                    patch.setattr(
+                        dirty_file, "origin", SimpleNamespace(limits=SimpleNamespace(largest_object=largest))
+                    )
+                case "no room":
+                    patch.setattr(d.uploads._room, "free_bytes", lambda: len(data) - 1)
+                case "landed":
+                    with dirty_file.file.used():
+                        await dirty_file.file.land()
+                case "sent" | "behind what is sent":
+                    content.attempt = Attempt()
+                    content.attempt.frozen = offset + (why == "sent")
+            before = (dirty_file.size, content.generation)
+            assert dirty_file.write_now(offset, data) is can
+            after = (dirty_file.size, content.generation)
+            assert after == ((offset + 4, before[1] + 1) if can else before)
+        if why == "locked":
+            dirty_file.lock.release()
+        content.attempt, content.state, dirty_file.kernel.way = None, State.DIRTY, Way.HERE
+        held = (b"data"[:offset] + b"more") if can else b"data"
+        assert bytes(await dirty_file.read(0, 99)) == held and dirty_file.dirty
+        await d.uploads._queue.upload(dirty_file)
+        assert d.store.content("k") == held
+
+
+@pytest.mark.parametrize(
+    "under_way, waiting, free, admits",
+    [(0, 0, 4, True), (0, 0, 3, False), (1, 0, 4, True), (1, 1, 4, False), (0, 1, 4, True)],
+)
+@in_trio
+async def test_a_writer_is_admitted_that_is_not_ahead_of_the_wire_and_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: int, waiting: int, free: int, admits: bool
+) -> None:
+    async with desk(tmp_path) as d:
+        dirty_file, staging_room = await d.create("k"), d.uploads._room
+        parts: Any = SimpleNamespace(under_way=[1] * under_way, waiting_bytes=room.UNSENT + waiting)
+        stand_in: Any = SimpleNamespace(parts=parts)
+        monkeypatch.setattr(staging_room, "free_bytes", lambda: free)
+        assert staging_room.admits(stand_in, 4) is admits
+
+        def fails() -> int:
+            raise CacheUnusable("broken")
+
+        monkeypatch.setattr(staging_room, "free_bytes", fails)
+        assert not staging_room.admits(stand_in, 4)
+        monkeypatch.undo()
+        await d.close(dirty_file)

@@ -16,7 +16,7 @@ from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, O
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
-from cachefs.upload.journal import DIRTY_FILES, DiskHangs, Journal
+from cachefs.upload.journal import AGAIN_S, DIRTY_FILES, DiskHangs, Journal
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -298,3 +298,46 @@ async def test_those_who_wait_for_an_upload_are_counted(tmp_path: Path, waiters:
             held.release.set()
         await d.quiet()
         assert d.store.content("k") == b"data" and not dirty_file.dirty
+
+
+@pytest.mark.parametrize("answers", [[True, False], [True, False, False], [False, True, False]])
+@in_trio
+async def test_what_is_opened_by_its_name_while_the_cache_takes_it_is_settled_later(
+    tmp_path: Path, answers: list[bool]
+) -> None:
+    """It is asked before the file is given, and once more before the name shows the cache's."""
+    async with desk(tmp_path) as d:
+        left = list(answers)
+        d.uploads.on_settling = lambda _: left.pop(0) if left else True
+        await d.save("k", b"data")
+        await d.quiet()
+        assert not d.settled
+        await trio.sleep(len(answers) * LOOK_S + 0.1)
+        await d.quiet()
+        assert d.settled == ["k"] and not d.uploads._dirty_files and len(d.cache.adopted) == 1
+        assert await d.files() == []
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+@in_trio
+async def test_a_row_that_could_not_be_removed_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    async with desk(tmp_path, writeback=True) as d:
+        write, left = d.uploads.journal.write, [NoRoom("full") for _ in range(failures)]
+
+        async def fails(table: str, key: str, row: Any, **how: Any) -> None:
+            if row is None and left:
+                raise left.pop()
+            await write(table, key, row, **how)
+
+        dirty_file = await d.create("k", b"data")
+        await d.uploads.commit(dirty_file)
+        monkeypatch.setattr(d.uploads.journal, "write", fails)
+        await d.uploads._queue.upload(dirty_file)
+        await d.quiet()
+        assert len(d.uploads.journal.rows(DIRTY_FILES)) == (failures > 0)
+        await trio.sleep(2 + max(0, failures - 1) * (AGAIN_S + 2))
+        await d.quiet()
+        assert not d.uploads.journal.rows(DIRTY_FILES) and not d.uploads._records._stale
+        await d.close(dirty_file)
