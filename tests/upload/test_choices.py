@@ -17,7 +17,7 @@ from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, O
 from cachefs.upload import room
 from cachefs.upload.content import Attempt, State
 from cachefs.upload.dirty_file import Way
-from cachefs.upload.staging import HELD, StagingDisk
+from cachefs.upload.staging import HELD, LOOK_S, StagingDisk
 from cachefs.upload.uploads import FLUSH_RETRY_S
 from tests.upload.scripted import Desk, Room, desk, in_trio
 from tests.upload.test_passthrough import Kernel, in_passthrough
@@ -304,4 +304,46 @@ async def test_a_writer_is_admitted_that_is_not_ahead_of_the_wire_and_has_room(
         monkeypatch.setattr(staging_room, "free_bytes", fails)
         assert not staging_room.admits(stand_in, 4)
         monkeypatch.undo()
+        await d.close(dirty_file)
+
+
+@pytest.mark.parametrize(
+    "passthrough, reclaims, writers, quiet, due_s",
+    [
+        (False, None, 0, True, 7.0),
+        (True, True, 0, True, 7.0),
+        (True, False, 1, False, math.inf),
+        (True, False, 0, False, LOOK_S),
+        (True, None, 0, True, 7.0),
+        (True, None, 1, True, 7.0),
+    ],
+)
+@in_trio
+async def test_what_a_process_writes_is_sent_when_it_is_quiet(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    passthrough: bool,
+    reclaims: bool | None,
+    writers: int,
+    quiet: bool,
+    due_s: float,
+) -> None:
+    """None: its file cannot be looked at, and an attempt will say so."""
+    async with desk(tmp_path, writeback=True) as d:
+        dirty_file = await d.create("k", b"data")
+
+        def reclaim() -> bool:
+            if reclaims is None:
+                raise CacheUnusable("broken")
+            return reclaims
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dirty_file, "reclaim", reclaim)
+            dirty_file.kernel.way = Way.PASSTHROUGH if passthrough else Way.HERE
+            dirty_file.kernel.writers = writers
+            now = trio.current_time()
+            dirty_file.trying.due = now + 7.0
+            assert d.uploads._queue._is_quiet(dirty_file) is quiet
+            assert dirty_file.trying.due == now + due_s
+        dirty_file.kernel.way, dirty_file.kernel.writers = Way.HERE, 0
         await d.close(dirty_file)
