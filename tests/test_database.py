@@ -1198,6 +1198,29 @@ def test_a_scan_is_never_led_back(
         db.close()
 
 
+@pytest.mark.parametrize("panics, told", [(0, False), (1, False), (2, True)])
+def test_an_environment_that_is_useless_twice_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, panics: int, told: bool
+) -> None:
+    db, left, opened_again = opened(tmp_path / "db"), [panics], list[int]()
+    db.write([("a", b"k", b"v")])
+
+    def take(environment: Any) -> str:
+        if left[0]:
+            left[0] -= 1
+            raise lmdb.PanicError("useless")
+        return "read"
+
+    monkeypatch.setattr(db, "_reopen", lambda: opened_again.append(1))
+    if told:
+        with pytest.raises(CacheUnusable, match="cannot be read"):
+            db._read(take)
+    else:
+        assert db._read(take) == "read"
+    assert len(opened_again) == min(panics, 1) and not db._reading and not db._turn.locked()
+    db.close()
+
+
 def test_nothing_that_was_in_memory_reaches_the_disk(tmp_path: Path) -> None:
     done = child(
         """
