@@ -1198,6 +1198,16 @@ def test_a_scan_is_never_led_back(
         db.close()
 
 
+def test_why_a_precious_one_is_refused_is_said_as_it_is(tmp_path: Path) -> None:
+    opened(tmp_path / "db").close()
+    for _ in range(2):
+        with pytest.raises(CacheUnusable, match=r"^the database in .* cannot be read"):
+            Database(tmp_path / "db", TABLES, version="v2", fsync=True, precious=True)
+    again = opened(tmp_path / "db")
+    assert again.dropped is None and again.was_clean
+    again.close()
+
+
 @pytest.mark.parametrize("panics, told", [(0, False), (1, False), (2, True)])
 def test_an_environment_that_is_useless_twice_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, panics: int, told: bool
