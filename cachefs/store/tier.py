@@ -305,7 +305,7 @@ def _remove(path: str) -> None:
     if size <= SLICE_BYTES:
         os.unlink(path)
         return
-    fd = os.open(path, os.O_RDWR)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
         os.unlink(path)
@@ -438,7 +438,7 @@ class Tier:
         try:
             (path / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = path / "probe"
-            probe.touch()
+            probe.touch(mode=0o600)
             probe.unlink()
             self._identity = _identity(path)
         except OSError as exc:
@@ -583,7 +583,7 @@ class Tier:
             if exc.errno not in (errno.EACCES, errno.EROFS):
                 raise
             # It is immutable, or its file system was remounted read-only after an error.
-            return os.open(path, os.O_RDONLY)
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def new_file(self, digest: bytes, size: int) -> int | None:
         """A descriptor of the version's file, made here, for `size` bytes; None when there is one already."""
@@ -744,7 +744,7 @@ class Tier:
     def sync(self) -> bool:
         """Wait until all its files are on the device; False if that failed. Blocking."""
         try:
-            fd = os.open(self.path, os.O_RDONLY)
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return False
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import free_ports
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
-from tests.mount.mounts import Mount
+from tests.mount.mounts import Mount, eventually
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -19,10 +19,17 @@ KIB, MIB = 1 << 10, 1 << 20
 def together(mounted: Mounted, bucket: Bucket, count: int, **options: object) -> list[Mount]:
     found = free_ports(count)
     peers = "static:" + ",".join(f"127.0.0.1:{port}" for port in found)
-    return [
+    mounts = [
         mounted(bucket, peers=peers, peer_listen=f"127.0.0.1:{port}", **{"prefetch": "off", **options})
         for port in found
     ]
+
+    def met(mount: Mount) -> bool:
+        members = mount.status()["peers"]["members"]
+        return [row["state"] for row in members] == ["healthy"] * count
+
+    eventually(lambda: all(map(met, mounts)), "the nodes know each other")
+    return mounts
 
 
 def put_files(bucket: Bucket, count: int = 24) -> dict[str, bytes]:
