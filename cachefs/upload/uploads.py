@@ -210,7 +210,8 @@ class Uploads:
         dirty_file.release()
         if dirty_file.handles:
             return
-        self._passthrough.released(dirty_file)
+        if dirty_file.backing is not None:
+            self._passthrough.released(dirty_file)
         if dirty_file.discarded:
             if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
                 self._dirty_files.pop(dirty_file.id, None)
@@ -256,7 +257,7 @@ class Uploads:
     def returned(self, dirty_file: DirtyFile) -> None:
         """One passthrough writer has closed it. Never raises, never waits."""
         self._passthrough.returned(dirty_file)
-        if not dirty_file.kernel.writers and dirty_file.acknowledged:
+        if not dirty_file.kernel.writers and (dirty_file.acknowledged or dirty_file.kernel.shared):
             self._plan(dirty_file)
         if dirty_file.kernel.mapped:
             contained(self._queue.nursery, f"mappings of {dirty_file.key}", self._until_unmapped, dirty_file)
