@@ -788,3 +788,29 @@ async def test_what_comes_while_the_old_file_goes_keeps_the_new_one_out(
         await lab.quiet()
         lab.check_accounts()
         assert len(cache_files(only.path)) == 1
+
+
+def test_a_link_in_place_of_a_cache_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to read what it leads to, where the file cannot be written, nor to cut it."""
+    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    path, elsewhere = one.file_path(b"d" * 16), tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(elsewhere)
+    real = os.open
+
+    def read_only(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "read-only")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(OSError, match="symbolic"):
+        one.open_file(b"d" * 16)
+    monkeypatch.undo()
+    monkeypatch.setattr(tier, "SLICE_BYTES", -1)
+    with pytest.raises(OSError, match="symbolic"):
+        tier._remove(str(path))
+    assert elsewhere.read_bytes() == b"not ours"
