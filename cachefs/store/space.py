@@ -939,7 +939,7 @@ class Fills:
         remote_owned: bool,
     ) -> TierFill | None:
         need = allocated(min(obj.id.size, stop * self._block_size) - start * self._block_size)
-        left = self._space.left_to_readers(tier, need) if ahead else 0
+        left = self._space.left_to_readers(tier, need) if ahead and evict == LOWEST else 0
         if remote_owned and ahead:
             left = max(need, tier.limit_bytes() // READERS_SHARE)
         if not self._space.evict_for(tier, need + left, evict):

