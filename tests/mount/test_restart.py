@@ -519,7 +519,8 @@ def test_an_upgrade_runs_what_is_installed_now_or_changes_nothing(mounted: Mount
     mount = restarting(mounted, bucket, start=False)
     installed = mount.place / "installed"
     shutil.copytree(Path(cachefs.__file__).parent, installed / "cachefs")
-    mount.env["PYTHONPATH"] = str(installed)
+    # A cached module of the same length and second would be taken for the changed one.
+    mount.env |= {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def change(module: str, old: str, new: str) -> None:
         path = installed / "cachefs" / module
