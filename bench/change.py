@@ -137,7 +137,7 @@ def _crowd(mount: Cachefs, count: int) -> None:
             saved.append((copy.key, pack_copy(copy), copy.dataset, copy.clock, None))
             if len(saved) == _BATCH or number == count - 1:
                 done = number + 1
-                index.write(saved, [], {SSD: (used + done * allocated(4096), blocks + done, pinned)})
+                index.write(saved, [], {SSD: (used + done * allocated(4096), blocks + done, pinned)}, {})
                 saved = []
     finally:
         index.close()
