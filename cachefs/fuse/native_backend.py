@@ -997,32 +997,39 @@ class NativeBackend:
     def _mknod(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, *_ = protocol.MKNOD_IN.unpack_from(body)
         name = name_of(body[protocol.MKNOD_IN.size :])
-        again = bool(unique & RESENT)
-        pending = self.operations.mknod(thread, inode, name, mode, *self._user, again=again)
+        pending = self.operations.mknod(thread, inode, name, mode, *self._user)
+        if unique & RESENT:
+            pending = self.operations.made_again(pending, inode, name)
         self._begin(unique, pending, self._entered)
 
     def _mkdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         mode, _ = protocol.MKDIR_IN.unpack_from(body)
         name = name_of(body[protocol.MKDIR_IN.size :])
-        again = bool(unique & RESENT)
-        pending = self.operations.mkdir(thread, inode, name, mode, *self._user, again=again)
+        pending = self.operations.mkdir(thread, inode, name, mode, *self._user)
+        if unique & RESENT:
+            pending = self.operations.made_again(pending, inode, name)
         self._begin(unique, pending, self._entered)
 
     def _unlink(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        again = bool(unique & RESENT)
-        self._begin(unique, self.operations.unlink(thread, inode, name_of(body), again=again), self._done)
+        pending = self.operations.unlink(thread, inode, name_of(body))
+        if unique & RESENT:
+            pending = self.operations.gone_again(pending)
+        self._begin(unique, pending, self._done)
 
     def _rmdir(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
-        again = bool(unique & RESENT)
-        self._begin(unique, self.operations.rmdir(thread, inode, name_of(body), again=again), self._done)
+        pending = self.operations.rmdir(thread, inode, name_of(body))
+        if unique & RESENT:
+            pending = self.operations.gone_again(pending)
+        self._begin(unique, pending, self._done)
 
     def _rename(
         self, arguments: struct.Struct, unique: int, inode: int, thread: int, body: memoryview
     ) -> None:
-        to, *more = arguments.unpack_from(body)
+        to, *flags = arguments.unpack_from(body)
         old, new = protocol.names_of(body[arguments.size :])
-        flags, again = more[0] if more else 0, bool(unique & RESENT)
-        pending = self.operations.rename(thread, inode, old, to, new, flags, again=again)
+        pending = self.operations.rename(thread, inode, old, to, new, flags[0] if flags else 0)
+        if unique & RESENT:
+            pending = self.operations.gone_again(pending, (to, new))
         self._begin(unique, pending, self._done)
 
     def _link(self, unique: int, inode: int, thread: int, body: memoryview) -> None:

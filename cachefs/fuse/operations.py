@@ -11,14 +11,14 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import trio
 
-from cachefs.base.errors import AlreadyExists, CachefsError, NotFound, ObjectChanged
+from cachefs.base.errors import AlreadyExists, NotFound, ObjectChanged
 from cachefs.base.ledger import NAMES, WRITES, Wait, current_call
 from cachefs.base.linux import memory_limit
 from cachefs.base.logs import Repeats
@@ -373,69 +373,63 @@ class Operations:
         self.writers.opened(opened[0], attributes.ino, thread)
         return made
 
-    def mknod(
-        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
-    ) -> Pending[Shown]:
-        """`again`, here and below: the kernel repeats the request, and a daemon that has died may have carried it out."""
+    def mknod(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
         self._changing()
         self.metrics.fuse_create += 1
         if not stat.S_ISREG(mode):
             raise Errno(errno.EPERM)  # pipes, sockets, devices
         work = partial(self._fs.mknod, parent, name, mode, thread, uid, gid)
-        if again:
-            work = partial(_unless, AlreadyExists, work, partial(self._found, parent, name))
         return self._in_turn(MKNOD, thread, work, parent)
 
-    def mkdir(
-        self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int, *, again: bool = False
-    ) -> Pending[Shown]:
+    def mkdir(self, thread: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Pending[Shown]:
         self._changing()
         self.metrics.fuse_change += 1
-        work = partial(self._fs.mkdir, parent, name, mode, uid, gid)
-        if again:
-            work = partial(_unless, AlreadyExists, work, partial(self._found, parent, name))
-        return self._in_turn(MKDIR, thread, work, parent)
+        return self._in_turn(MKDIR, thread, partial(self._fs.mkdir, parent, name, mode, uid, gid), parent)
 
-    def unlink(self, thread: int, parent: int, name: bytes, *, again: bool = False) -> Pending[None]:
+    def unlink(self, thread: int, parent: int, name: bytes) -> Pending[None]:
         self._changing()
         self.metrics.fuse_change += 1
-        work = partial(self._fs.unlink, parent, name)
-        return self._in_turn(
-            UNLINK, thread, partial(_unless, NotFound, work, _nothing) if again else work, parent
-        )
+        return self._in_turn(UNLINK, thread, partial(self._fs.unlink, parent, name), parent)
 
-    def rmdir(self, thread: int, parent: int, name: bytes, *, again: bool = False) -> Pending[None]:
+    def rmdir(self, thread: int, parent: int, name: bytes) -> Pending[None]:
         self._changing()
         self.metrics.fuse_change += 1
-        work = partial(self._fs.rmdir, parent, name)
-        return self._in_turn(
-            RMDIR, thread, partial(_unless, NotFound, work, _nothing) if again else work, parent
-        )
+        return self._in_turn(RMDIR, thread, partial(self._fs.rmdir, parent, name), parent)
 
     def rename(
-        self,
-        thread: int,
-        parent: int,
-        name: bytes,
-        new_parent: int,
-        new_name: bytes,
-        flags: int,
-        *,
-        again: bool = False,
+        self, thread: int, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
     ) -> Pending[None]:
         self._changing()
         self.metrics.fuse_change += 1
         work = partial(self._fs.rename, parent, name, new_parent, new_name, flags)
-        if again:
-            work = partial(_unless, NotFound, work, partial(self._is_there, new_parent, new_name))
         return self._in_turn(RENAME, thread, work, parent, new_parent)
 
-    async def _is_there(self, parent: int, name: bytes) -> None:
-        """Raises `NotFound` if it is not."""
-        await self._found(parent, name)
+    def made_again(self, pending: Pending[Shown], parent: int, name: bytes) -> Pending[Shown]:
+        """MKDIR or MKNOD, repeated by the kernel: a daemon that has died may have made the name, and that is the answer."""
+
+        async def work() -> Shown:
+            try:
+                return await pending.work()
+            except AlreadyExists:
+                return await self._found(parent, name)
+
+        return replace(pending, work=work)
+
+    def gone_again(self, pending: Pending[None], left: tuple[int, bytes] | None = None) -> Pending[None]:
+        """UNLINK, RMDIR or RENAME, repeated by the kernel: a daemon that has died may have removed the name. `left` is the
+        parent and the name that is there after that (None: there is none)."""
+
+        async def work() -> None:
+            try:
+                await pending.work()
+            except NotFound:
+                if left is not None:
+                    await self._found(*left)
+
+        return replace(pending, work=work)
 
     async def _found(self, parent: int, name: bytes) -> Shown:
-        """What a request that is repeated has made. Raises `NotFound`."""
+        """Raises `NotFound`."""
         attributes, ttl = await self._fs.lookup(parent, name)
         if attributes is None:
             raise NotFound("the name is not there")
@@ -548,19 +542,3 @@ class Operations:
             if not lock.statistics().tasks_waiting:
                 del self._turns[directory]
             lock.release()
-
-
-async def _unless(
-    done: type[CachefsError],
-    work: Callable[[], Awaitable[T]],
-    found: Callable[[], Awaitable[T]],
-) -> T:
-    """What `work` returns; where it fails because it was done before, what is `found` then."""
-    try:
-        return await work()
-    except done:
-        return await found()
-
-
-async def _nothing() -> None:
-    pass

@@ -24,8 +24,8 @@ writing down its id. The kernel numbers them one after the other. Guessed."""
 
 
 WRITES, READS = (1 << 64) - 1, (1 << 64) - 2
-"""In place of the size of a file that was opened to write it, or to read what is being written: what the next daemon has of
-it is not what the daemon had that has opened it."""
+"""In place of the size: the file was opened to write it, or to read what is being written. The next daemon may not have the
+bytes that this handle read."""
 
 
 class Records:

@@ -621,7 +621,7 @@ REPEATED: dict[str, tuple[int, bytes, Exception, int]] = {
     "mkdir": (Op.MKDIR, protocol.MKDIR_IN.pack(0o755, 0) + b"name\0", THERE, errno.EEXIST),
     "mknod": (Op.MKNOD, protocol.MKNOD_IN.pack(0o100644, 0, 0, 0) + b"name\0", THERE, errno.EEXIST),
 }
-"""Request → opcode, body, what it raises when it was carried out before, and what that is to the first who asks."""
+"""Request → opcode, body, what it raises when it was carried out before, and the errno of that where it is not repeated."""
 
 
 @pytest.mark.parametrize("name", REPEATED)

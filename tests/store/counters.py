@@ -188,7 +188,7 @@ def check_places(store: Store, copies: dict[Any, Copy]) -> None:
         )
     for tier in store.tiers:
         if order._seen_version != order.epochs.version:
-            continue  # the next search begins anew
+            continue  # the next search starts from the beginning
         for walk in (order._evictable[tier.number], order._any[tier.number]):
             assert not walk._held, "a flush leaves nothing for the next"
         walk = order._evictable[tier.number]

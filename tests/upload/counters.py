@@ -61,7 +61,7 @@ def check_dirty_file(dirty_file: DirtyFile) -> None:
 
 
 def check_content(dirty_file: DirtyFile) -> None:
-    """Its state says what it holds and who has its file, and its size is that of the file."""
+    """The state agrees with its content and with the owner of its file, and its size is the size of the file."""
     content, kernel, file, name = dirty_file.content, dirty_file.kernel, dirty_file.file, dirty_file.key
     assert content.state is State.ADOPTED or content.state is (
         State.DIRTY if content.dirty else State.CLEAN

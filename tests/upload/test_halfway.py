@@ -183,7 +183,7 @@ def test_where_nothing_can_be_kept_is_told(tmp_path: Path) -> None:
 async def test_a_row_is_waited_for_unless_a_disk_is_known_to_hang(
     tmp_path: Path, hangs: bool, within_s: float
 ) -> None:
-    """By those who have a deadline; it is written all the same."""
+    """A caller with a deadline does not wait then. The row is written all the same."""
     journal = Journal(tmp_path / "journal")
     journal.hangs_elsewhere = lambda: hangs
     try:
