@@ -9,6 +9,7 @@ dead mount where it is: only a stop that was asked for unmounts.
 
 from __future__ import annotations
 
+import enum
 import errno
 import gc
 import logging
@@ -142,6 +143,17 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return exc
 
 
+class End(enum.Enum):
+    """How a daemon ends."""
+
+    FAILED = enum.auto()
+    """By itself."""
+    STOPPED = enum.auto()
+    """By a signal, or by an umount."""
+    HANDED_OVER = enum.auto()
+    """Another daemon goes on with the mount."""
+
+
 class Daemon:
     """One mount."""
 
@@ -173,8 +185,7 @@ class Daemon:
         self._absent: dict[Origin, OriginFailed] = {}
         self._tuning: list[str] = []
         self._stopped_by = "umount"
-        self._ended = False  # as it was asked to: by a signal, or by an umount
-        self._handing_over = False
+        self._end = End.FAILED
         self._serving = trio.CancelScope()
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
@@ -213,7 +224,7 @@ class Daemon:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
                 self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
-                    if self._handing_over:
+                    if self._end is End.HANDED_OVER:
                         await self._store.hand_over()
                     else:
                         await self._store.aclose(SPILL_DEADLINE_S)
@@ -223,7 +234,7 @@ class Daemon:
                     if self._peers is not None:
                         await self._peers.aclose()
         log.info("stopped (%s)", self._stopped_by)
-        return HANDED_OVER if self._handing_over else 0
+        return HANDED_OVER if self._end is End.HANDED_OVER else 0
 
     async def _open_origins(self, beside: trio.Nursery) -> None:
         """Open all, and see that they answer: beside the rest in `beside` where programs wait already."""
@@ -398,28 +409,29 @@ class Daemon:
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
             with self._serving:
                 await backend.serve(lambda: nursery.start_soon(self._ready))
-            self._ended = not self._handing_over
+            if self._end is End.FAILED:  # so far
+                self._end = End.STOPPED
         finally:
             self._stopping.stage("taking the mount away")
-            crashed = (self._watch.ready or self._takes_over) and not self._ended
+            handed_over = self._end is End.HANDED_OVER
+            crashed = (self._watch.ready or self._takes_over) and self._end is End.FAILED
             self._watch.ready = False
-            if peers is not None and not self._handing_over:
+            if peers is not None and not handed_over:
                 with trio.move_on_after(3, shield=True):
                     await peers.leave()
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not go while a thread is inside of it
             # A bare directory in place of a mount would take what others write there, and lose it to them.
-            backend.close(unmount=not crashed)
-            if crashed and not self._handing_over:
+            backend.close(unmount=not (crashed or handed_over))
+            if crashed:
                 log.critical(
                     "a failure ends this daemon: the mount stays at %s, %s, until the next one",
                     config.mountpoint,
                     "and its programs wait" if self._held is not None and self._held.holds else "dead",
                 )
             with trio.move_on_after(5, shield=True):
-                await self._fs.aclose(
-                    unmounted=self._ended and self._stopped_by == "umount", handed_over=self._handing_over
-                )
+                unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
+                await self._fs.aclose(unmounted=unmounted, handed_over=handed_over)
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
@@ -536,7 +548,7 @@ class Daemon:
                 self._uploading.hurry()  # asked twice
             self._stopped_by = signal.Signals(number).name
             self._stopping.stage("ending requests under way")
-            self._ended = True
+            self._end = End.STOPPED
             stop()
 
     async def _reload(self, reread: Callable[[], Config]) -> None:
@@ -609,12 +621,18 @@ class Daemon:
         why = self._not_held() if self._config.restart else "it was not made with --restart"
         if why or self._held is None:
             raise MountError(f"this mount ends with its daemon ({why}): umount, and mount again")
+        if self._reread is not None:
+            fresh = await in_thread(self._reread)
+            if _but_ttls(fresh.sources) != _but_ttls(self._config.sources):
+                raise MountError(
+                    "the configuration has other sources than this mount: umount, and mount again"
+                )
         version = await self._held.renewed(LOADING_S)
         if self._uploading is not None:
             await self._until_nothing_is_written()
             self._uploading.hurry()
         log.info("handing the mount over to version %s", version)
-        self._handing_over, self._stopped_by = True, "upgrade"
+        self._end, self._stopped_by = End.HANDED_OVER, "upgrade"
         self._serving.cancel()
         return version
 

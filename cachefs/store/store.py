@@ -439,25 +439,25 @@ class Store:
             self.catalog.forget_tier(RAM)
             self.eviction.forget_tier(RAM)
             await trio.to_thread.run_sync(ram.remove)
+        await self._close_index(DISPOSAL_S)
+
+    async def hand_over(self) -> None:
+        """Instead of `aclose`: close the index for a daemon that goes on at once, with what is in memory, too."""
+        await self._close_index(0.0)
+
+    async def _close_index(self, disposal_s: float) -> None:
+        """Cleanly, unless files that are to go are still there after `disposal_s`: the next daemon looks for those."""
         for tier in self.tiers:
-            if not await trio.to_thread.run_sync(tier.disposal.idle, DISPOSAL_S, abandon_on_cancel=True):
+            if not await trio.to_thread.run_sync(tier.disposal.idle, disposal_s, abandon_on_cancel=True):
                 self.catalog.unfinished = True
         # A daemon that verifies no checksums relies on the files being as old as the index.
         trusted = self._trusting
         for tier in self.tiers if trusted else ():
-            trusted = tier is ram or await trio.to_thread.run_sync(tier.sync)
+            trusted = tier.number == RAM or await trio.to_thread.run_sync(tier.sync)
         with trio.CancelScope(shield=True):
             whole = not self.catalog.index_error
             await self.flush(closing=True)
             await self.catalog.aclose(whole=whole, trusted=trusted)
-        self._closed = True
-
-    async def hand_over(self) -> None:
-        """Instead of `aclose`: close the index for a daemon that goes on at once, with what is in memory, too."""
-        with trio.CancelScope(shield=True):
-            whole = not self.catalog.index_error
-            await self.flush(closing=True)
-            await self.catalog.aclose(whole=whole, trusted=False)
         self._closed = True
 
     def abandon(self) -> None:

@@ -689,3 +689,21 @@ def test_who_reads_what_waits_for_its_upload_goes_on(mounted: Mounted, bucket: B
         assert (mount.path / "file").read_bytes() == data
     assert mount.cli("flush", mount.path).returncode == 0
     assert stored(bucket, "file") == data
+
+
+def test_an_upgrade_does_not_change_what_is_mounted(mounted: Mounted, bucket: Bucket, tmp_path: Path) -> None:
+    """Open files are known by their place in the list of sources."""
+    bucket.put("file", b"1")
+    config = tmp_path / "sources.toml"
+    one = f'[[source]]\nname = "one"\nurl = "{bucket.url}"\n'
+    config.write_text(one)
+    mount = mounted(None, restart=True, config=config)
+    config.write_text(one + f'[[source]]\nname = "two"\nurl = "{bucket.url}/p"\n')
+    done = upgraded(mount)
+    assert done.returncode == 1 and "has other sources than this mount" in done.stderr
+    config.write_text("nonsense")
+    done = upgraded(mount)
+    assert done.returncode == 1 and "sources.toml" in done.stderr
+    config.write_text(one)
+    assert upgraded(mount).returncode == 0
+    assert (mount.path / "one" / "file").read_bytes() == b"1"

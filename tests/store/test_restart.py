@@ -306,3 +306,37 @@ async def test_after_a_crash_in_the_middle_of_transfers_scrub_makes_disk_and_cou
             assert await lab.read(i) == d
         await lab.quiet()
         lab.check_accounts()
+
+
+@pytest.mark.parametrize("verify", ["first", "none"])
+@in_trio
+async def test_what_is_handed_over_is_there_for_the_next_daemon_in_memory_too(
+    cache_dir: Path, verify: str
+) -> None:
+    origin = ScriptedOrigin()
+    data = [content(i, 3 * BLOCK) for i in range(20)]
+    ids = [origin.put(f"k{i}", d) for i, d in enumerate(data)]
+    async with running(cache_dir, origin, ssd=16 * MIB, ram=3 * MIB, verify=verify) as lab:
+        for i in ids:
+            await lab.read(i)
+        lab.closed = True
+        await lab.store.hand_over()
+        in_memory = lab.store.tiers[0].used_bytes
+        assert in_memory > MIB
+    fetched = origin.delivered
+    async with running(cache_dir, origin, ssd=16 * MIB, ram=3 * MIB, verify=verify) as lab:
+        assert lab.store.was_clean and lab.store.tiers[0].used_bytes == in_memory
+        assert [bytes(await lab.read(i)) for i in ids] == data
+    assert origin.delivered == fetched
+
+
+@in_trio
+async def test_files_that_are_still_to_go_when_it_is_handed_over_are_looked_for(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(cache_dir) as lab:
+        monkeypatch.setattr(lab.store.tiers[0].disposal, "idle", lambda within_s: within_s > 0)
+        lab.closed = True
+        await lab.store.hand_over()
+    async with running(cache_dir) as lab:
+        assert not lab.store.was_clean, "so the scrub runs"
