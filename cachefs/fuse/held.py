@@ -155,6 +155,8 @@ class Held:
     async def renewed(self, within_s: float) -> str:
         """Have another daemon stand by, as it is installed now; its version. Raises `MountError` if it cannot go on, or does
         not say within `within_s` that it could."""
+        if not self.holder:
+            raise MountError("the process that would start another daemon has died: umount, and mount again")
         before = STANDBY.unpack_from(self._state, STANDBY_AT)[0]
         os.kill(self.holder, RENEW)
         with trio.move_on_after(within_s):
@@ -172,7 +174,7 @@ class Held:
                 )
             return _text(version)
         raise MountError(
-            f"what is installed now was not ready within {within_s:g} s: the log says why, and the mount goes on as before"
+            f"what is installed now was not ready within {within_s:g} s: cachefs logs may say why; the mount goes on"
         )
 
     # -- pauses ------------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ LONG_S, MOST_SHORT = 10.0, 10
 STAND_BY_S = 2.0
 """How long a daemon has the machine to itself before the next one is loaded. Guessed: it opens its cache then."""
 
+LONGEST_WAIT_S = 60.0
+"""How long at most after one that cannot start another is loaded: the wait doubles each time. Guessed: a broken installation
+stays broken until a person mends it."""
+
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT}
 _WAITED_FOR = _FORWARDED | {signal.SIGCHLD, RENEW}
 _FROM_TERMINAL = 0x80
@@ -65,6 +69,7 @@ class Holder:
         self._usual = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         self._child, self._socket = self._load()
         self._standby: tuple[int, socket.socket] | None = None
+        self._wait_s, self._load_at = STAND_BY_S, 0.0  # for the one that stands by
         self._restarts = self._handed_over = self._short = 0
         self._stopping = self._aborting = False
 
@@ -94,6 +99,7 @@ class Holder:
             os.pwrite(self._state, DEATHS.pack(self._restarts, died, self._handed_over), 0)
             if not handed_over:
                 _say(f"the daemon has died ({_how(code)}): starting it again")
+            self._wait_s, self._load_at = STAND_BY_S, 0.0
             self._socket.close()
             (self._child, self._socket), self._standby = self._standby or self._load(), None
 
@@ -130,17 +136,26 @@ class Holder:
                 self._child = 0
                 return code if code >= 0 else 128 - code
             if pid:  # as process 1 of a container it gets the orphans of others
-                self._forget(pid)
+                self._forget(pid, status)
             elif (found := signal.sigtimedwait(_WAITED_FOR, STAND_BY_S)) is not None:
                 self._heed(found)
-            elif self._standby is None and not self._stopping and self._fuse_is_here():
-                self._standby = self._load()
+            elif self._standby is None and not self._stopping and time.monotonic() >= self._load_at:
+                self._stand_by()
 
-    def _forget(self, pid: int) -> None:
-        """A child has ended; if it was the one that stands by, another is loaded soon."""
+    def _stand_by(self) -> None:
+        """Load another daemon, if there is a connection to go on with."""
+        self._take()
+        if self._fuse >= 0:
+            self._standby = self._load()
+
+    def _forget(self, pid: int, status: int) -> None:
+        """A child has ended; if it was the one that stands by, another is loaded soon, or later if it ended by itself."""
         if self._standby is not None and self._standby[0] == pid:
             self._standby[1].close()
             self._standby = None
+            if os.WIFEXITED(status):
+                self._load_at = time.monotonic() + self._wait_s
+                self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
             said, _, _ = STANDBY.unpack(os.pread(self._state, STANDBY.size, STANDBY_AT))
             if said != pid:
                 os.pwrite(self._state, STANDBY.pack(pid, 0, b""), STANDBY_AT)
@@ -149,9 +164,9 @@ class Holder:
         if found.si_signo == signal.SIGCHLD:
             return
         if found.si_signo == RENEW:
-            if found.si_pid == self._child and self._fuse_is_here():
+            if found.si_pid == self._child:
                 self.end()
-                self._standby = self._load()
+                self._stand_by()
             return
         if found.si_signo in (signal.SIGABRT, signal.SIGQUIT):
             self._aborting = True  # a service manager ends what hangs, and starts it again by itself
@@ -178,10 +193,6 @@ class Holder:
             _, passed, _, _ = socket.recv_fds(self._socket, 16, 1)
             for fd in passed:
                 self._fuse = fd
-
-    def _fuse_is_here(self) -> bool:
-        self._take()
-        return self._fuse >= 0
 
     def _is_over(self) -> bool:
         """Whether the kernel has ended the connection: its mount is gone."""

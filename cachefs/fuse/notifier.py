@@ -18,35 +18,62 @@ import subprocess
 import sys
 
 LONGEST = 1 << 16
+"""Of a notification, in bytes. Derived: a name has 255 at most."""
+
 _ANSWER_BYTES = 4
 
 
 class Notifier:
-    """For one thread. Raises OSError where the process cannot be started."""
+    """For one thread. The process begins with the first notification, and again if it has died."""
 
     def __init__(self, fuse_fd: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(fuse_fd), str(theirs.fileno())],
-                pass_fds=(fuse_fd, theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,
-            )
-        self._socket = ours
+        self._fuse_fd = fuse_fd
+        self._socket: socket.socket | None = None
 
     def send(self, message: bytes) -> None:
-        """Blocks until the kernel has taken it. Raises the kernel's OSError; EPIPE once the process has ended."""
-        self._socket.sendall(message)
-        answer = self._socket.recv(_ANSWER_BYTES)
-        number = int.from_bytes(answer, sys.byteorder) if answer else errno.EPIPE
-        if number:
+        """Blocks until the kernel has taken it. Raises the kernel's OSError, or why the process cannot be started."""
+        number = self._sent(message)
+        if number is None:
+            number = self._sent(message)
+        if number != 0:
+            number = number or errno.EPIPE
             raise OSError(number, os.strerror(number))
+
+    def _sent(self, message: bytes) -> int | None:
+        """The kernel's errno, 0 for none; None if the process has died."""
+        if self._socket is None:
+            self._socket = self._start()
+        try:
+            self._socket.sendall(message)
+            if answer := self._socket.recv(_ANSWER_BYTES):
+                return int.from_bytes(answer, sys.byteorder)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        self.close()
+        return None
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = self._fuse_fd, theirs.fileno()
+            try:
+                subprocess.Popen(
+                    [sys.executable, "-I", "-S", __file__, *map(str, fds)],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return ours
 
     def close(self) -> None:
         """The process ends, unless the kernel has it wait. Does not wait for that."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 def serve(fuse_fd: int, channel: socket.socket) -> None:

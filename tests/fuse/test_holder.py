@@ -1,0 +1,87 @@
+"""The holder of a connection and the process that notifies the kernel, without a kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from cachefs.base.errors import MountError
+from cachefs.fuse import holder, notifier
+from cachefs.fuse.held import Held
+from cachefs.fuse.holder import LONGEST_WAIT_S, STAND_BY_S, Holder
+from tests.upload.scripted import in_trio
+
+
+def test_one_that_cannot_start_is_loaded_ever_later() -> None:
+    """One that was ended by a signal, as one is that has read an older configuration, is not waited for."""
+    keeps: Holder = object.__new__(Holder)
+    keeps._wait_s, keeps._load_at = STAND_BY_S, 0.0
+    keeps._state = os.memfd_create("state")
+    os.ftruncate(keeps._state, holder.MOUNTPOINT_AT)
+    waits = []
+    for status in (256, 256, signal.SIGKILL, 256, 256, 256, 256, 256):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        keeps._standby, keeps._load_at = (77, ours), 0.0
+        keeps._forget(78, status)
+        assert keeps._standby is not None, "another child"
+        keeps._forget(77, status)
+        assert keeps._standby is None
+        waits.append(round(keeps._load_at - time.monotonic()) if keeps._load_at else 0)
+    assert waits == [2, 4, 0, 8, 16, 32, 60, 60] and waits[-1] == LONGEST_WAIT_S
+    os.close(keeps._state)
+
+
+@in_trio
+async def test_without_its_holder_a_daemon_asks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal to process 0 would end the daemon itself."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kept = Held(os.memfd_create("state"), theirs.detach())
+    monkeypatch.setattr(kept, "_holder", os.getppid() + 1)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal is sent"))
+    with ours, pytest.raises(MountError, match="would start another daemon has died"):
+        await kept.renewed(1.0)
+    os.close(kept._state_fd)
+    kept._socket.close()
+
+
+def test_a_notifier_that_was_killed_begins_again_and_tells_the_errno(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "fuse", os.O_RDWR | os.O_CREAT)
+    tells = notifier.Notifier(fd)
+    assert not children(), "not before there is something to send"
+    tells.send(b"one ")
+    (first,) = children()
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    tells.send(b"two")
+    (second,) = children()
+    assert second != first and (tmp_path / "fuse").read_bytes() == b"one two"
+    tells.close()
+    os.waitpid(second, 0)
+    os.close(fd)
+    fd = os.open(tmp_path / "fuse", os.O_RDONLY)
+    tells = notifier.Notifier(fd)
+    with pytest.raises(OSError) as error:
+        tells.send(b"three")
+    assert error.value.errno == errno.EBADF
+    (third,) = children()
+    tells.close()
+    os.waitpid(third, 0)
+    os.close(fd)
+
+
+def children() -> set[int]:
+    """This process's, that run the notifier."""
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    named = (Path(f"/proc/{pid}/cmdline") for pid in found)
+    return {int(path.parent.name) for path in named if notifier.__file__.encode() in path.read_bytes()}
+
+
+def test_what_the_processes_share_does_not_overlap() -> None:
+    assert holder.STANDBY_AT + holder.STANDBY.size <= holder.MOUNTPOINT_AT
