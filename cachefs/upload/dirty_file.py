@@ -290,10 +290,15 @@ class DirtyFile:
     def write_now(self, offset: int, data: Buffer) -> bool:
         """The same if that takes no waiting: into memory. False: nothing has happened."""
         count, attempt = len(data), self.attempt
-        free = not self.lock.locked() and self.kernel.way is Way.HERE and self.content.is_ours
-        sent = attempt is not None and min(offset, self.size) < attempt.frozen
-        fits = offset + count <= self.origin.limits.largest_object and self._owner.admits(self, count)
-        if not (count and free and fits) or sent or not self.file.write_now(offset, data):
+        if not count or not self.file.ends_in_memory or self.kernel.way is not Way.HERE:
+            return False
+        if self.lock.locked() or not self.content.is_ours:
+            return False
+        if attempt is not None and min(offset, self.size) < attempt.frozen:
+            return False  # these bytes are being sent
+        if offset + count > self.origin.limits.largest_object or not self._owner.admits(self, count):
+            return False
+        if not self.file.write_now(offset, data):
             return False
         self.parts.wrote(offset, count)
         self._changed()

@@ -216,6 +216,11 @@ class StagingFile:
         """All of it, if it lies in memory."""
         return None if self._held is None or self._made else bytes(self._held)
 
+    @property
+    def ends_in_memory(self) -> bool:
+        """True if all of it, or its end, lies in memory: then `write_now` may take more."""
+        return self._held is not None
+
     async def source(self, size: int) -> Source:
         """The first `size` bytes, for who is a user and sends them: from memory if that takes no waiting."""
         data = self.read_now(0, size) if size <= HELD else None
