@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench import readers
@@ -439,7 +440,9 @@ def create_small(work: Workspace, rounds: int) -> Result:
     data = os.urandom(CREATED)
     work.lab.bucket(SAVED)
     raw = RawWriter(work.lab, SAVED)
-    costs: dict[str, list[float]] = {}
+    costs: list[float] = []
+    removed: list[float] = []
+    turns = itertools.count()
 
     def made(folder: Path, *, sync: bool = False) -> float:
         """ms a file."""
@@ -451,18 +454,22 @@ def create_small(work: Workspace, rounds: int) -> Result:
             if sync:
                 os.fsync(fd)
             os.close(fd)
-        seconds = time.perf_counter() - begun
+        return 1e3 * (time.perf_counter() - begun) / count
+
+    def remove(folder: Path) -> float:
+        """ms a file."""
         begun = time.perf_counter()
         for index in range(count):
             (folder / f"{index}.bin").unlink()
-        removed.append(1e3 * (time.perf_counter() - begun) / count)
-        return 1e3 * seconds / count
+        return 1e3 * (time.perf_counter() - begun) / count
 
     def own(*options: str) -> float:
         with mounted(work, *options) as mount:
             before = mount.cpu_s()
-            value = made(mount.path / f"made-{mount.pid}")
-            costs.setdefault(mount.name, []).append(1e3 * (mount.cpu_s() - before) / count)
+            folder = mount.path / f"made-{mount.pid}"
+            value = made(folder)
+            removed.append(remove(folder))
+            costs.append(1e3 * (mount.cpu_s() - before) / count)
         return value
 
     def ext4() -> float:
@@ -472,8 +479,6 @@ def create_small(work: Workspace, rounds: int) -> Result:
         finally:
             shutil.rmtree(folder)
 
-    removed: list[float] = []
-    turns = itertools.count()
     what = "files of 100 KB made one after another, store unshaped"
     for way, options, most in (("durable", (), 1.4), ("writeback", ("--writeback",), 1.5)):
         costs.clear()
@@ -486,11 +491,9 @@ def create_small(work: Workspace, rounds: int) -> Result:
             ),
         }
         series = interleave(rounds, contenders, result, what=f"{what}, {way}", unit="ms a file")
-        cost = sorted(costs[OWN])[len(costs[OWN]) // 2]
+        cost = median(costs)
         result.demand(f"{what}, {way}: processor time a file, its removal with it", cost, "≤", most, " ms")
         if options:
             result.demand(f"{what}, {way}: time a file", series.medians()[OWN], "≤", 1.5, " ms")
-        result.note(
-            f"{way}: removed in {number(sorted(removed)[len(removed) // 2])} ms a file (cachefs and ext4)"
-        )
+        result.note(f"{way}: removed in {number(median(removed))} ms a file")
     return result

@@ -392,7 +392,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "With `--restart` (native backend, Linux 6.9), when the daemon is killed or fails, no program that reads gets an "
     "errno: opens, reads, mappings, stats and directory streams wait, and get the right bytes from the next daemon. "
     "Changes of names are made once. Only a file that is open for writing fails, with EIO, and is then what it was "
-    "when it was last synced.": (
+    "when it was last synced; so does a read of a file that was made here in the last tenth of a second.": (
         "tests/mount/test_restart.py::test_a_file_that_is_being_written_fails_and_no_other_call_does",
         "tests/mount/test_restart.py::test_who_has_written_is_told_and_the_file_is_what_it_was",
         "tests/mount/test_restart.py::test_who_reads_what_waits_for_its_upload_goes_on",
