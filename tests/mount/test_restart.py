@@ -678,12 +678,15 @@ def test_an_upgrade_waits_for_files_that_are_being_written(mounted: Mounted, buc
 
 
 def test_who_reads_what_waits_for_its_upload_goes_on(mounted: Mounted, bucket: Bucket) -> None:
+    bucket.put("other", b"1")
     mount = restarting(mounted, bucket, read_only=None, writeback=True, upload_delay="1h")
     data = os.urandom(MIB)
     (mount.path / "file").write_bytes(data)
     with open(mount.path / "file", "rb", buffering=0) as reader:
         assert reader.read(10) == data[:10]
-        os.chmod(mount.path / "file", 0o640)  # returns when the names are on the disk
+        os.chmod(
+            mount.path / "other", 0o640
+        )  # of a file that is not written: returns when all names are on the disk
         kill(mount)
         assert reader.read() == data[10:]
         assert (mount.path / "file").read_bytes() == data
