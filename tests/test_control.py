@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -41,7 +42,22 @@ async def broken() -> None:
     raise ZeroDivisionError
 
 
-VERBS: dict[str, Callable[..., Any]] = {"status": status, "echo": echo, "missing": missing, "broken": broken}
+async def exhausted() -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/self/statm")
+
+
+async def silent() -> None:
+    raise TimeoutError("no answer\nfrom the disk")
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "status": status,
+    "echo": echo,
+    "missing": missing,
+    "broken": broken,
+    "exhausted": exhausted,
+    "silent": silent,
+}
 
 
 @asynccontextmanager
@@ -78,9 +94,15 @@ def test_verbs(path: Path) -> None:
     ("verb", "arguments", "words"),
     [
         ("missing", {}, "no such thing"),
-        ("frobnicate", {}, "unknown verb 'frobnicate': this daemon knows broken, echo, missing, status"),
+        (
+            "frobnicate",
+            {},
+            "unknown verb 'frobnicate': this daemon knows broken, echo, exhausted, missing, silent, status",
+        ),
         ("echo", {"nonsense": 1}, "unexpected keyword argument 'nonsense'"),
         ("broken", {}, "broken: internal error (ZeroDivisionError)"),
+        ("exhausted", {}, "exhausted: Too many open files: /proc/self/statm"),
+        ("silent", {}, "silent: no answer from the disk"),
     ],
 )
 def test_refusals(path: Path, verb: str, arguments: dict[str, Any], words: str) -> None:

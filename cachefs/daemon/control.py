@@ -117,6 +117,10 @@ async def _perform(line: bytes, verbs: Verbs) -> dict[str, Any]:
         return {"ok": False, "error": f"{name}: not done within {VERB_DEADLINE_S:.0f} s"}
     except CachefsError as exc:
         return {"ok": False, "error": str(exc)}
+    except OSError as exc:  # the machine refuses something, such as one more descriptor
+        reason = ": ".join(str(part) for part in (exc.strerror or exc, exc.filename) if part)
+        log.info("control verb %s: %s", name, reason)
+        return {"ok": False, "error": " ".join(f"{name}: {reason}".split())}
     except Exception as exc:
         log.exception("control verb %s failed", name)
         return {"ok": False, "error": f"{name}: internal error ({type(exc).__name__}): the log has more"}
