@@ -27,6 +27,7 @@ class Disk:
         self.answers.set()
         self.failures: list[Exception] = []
         self.commits = 0
+        self.committed = threading.Event()
         self.database = Database(path, TABLES, version="v1", fsync=False)
         write = self.database.write
 
@@ -36,6 +37,7 @@ class Disk:
                 raise self.failures.pop()
             self.commits += 1
             write(*rows)
+            self.committed.set()
 
         monkeypatch.setattr(self.database, "write", slow)
 
@@ -132,31 +134,49 @@ def test_after_a_caller_that_hurried_rows_are_gathered_again(
     rows.close()
 
 
-def test_the_thread_ends_when_no_row_waits_and_the_next_row_has_another(
+def test_rows_are_written_where_no_thread_can_be_started_any_more(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(behind, "IDLE_S", 0.01)
+    """Without another row, and without a caller."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     rows = WriteBehind(disk.database)
-    for number in range(3):
-        disk.answers.clear()
-        before = set(threading.enumerate())
-        rows.write([("a", b"k", b"%d" % number)], soon=True)
-        [thread] = set(threading.enumerate()) - before
-        disk.answers.set()
-        thread.join(10)
-        assert not thread.is_alive() and disk.database.get("a", b"k") == b"%d" % number
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for number in range(1, 3):
+        disk.committed.clear()
+        rows.write([("a", b"k", b"%d" % number)])
+        assert disk.committed.wait(10), "nothing was written"
+        assert disk.commits == number
     rows.close()
 
 
-def test_the_thread_ends_with_the_database(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(behind, "IDLE_S", 60.0)
-    rows = WriteBehind(disk.database)
+def test_a_database_without_its_thread_is_not_opened(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is free again."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(CacheUnusable, match="no thread can be started"):
+            WriteBehind(disk.database)
+    again(disk.database.path).close()
+
+
+def test_the_thread_ends_with_the_database(disk: Disk) -> None:
     before = set(threading.enumerate())
+    rows = WriteBehind(disk.database)
     rows.write([("a", b"k", b"v")])
     [thread] = set(threading.enumerate()) - before
     rows.close()
     thread.join(10)
     assert not thread.is_alive() and disk.commits == 1
+    rows.close()
+    rows.write([("a", b"k", b"late")])
+    with pytest.raises(CacheUnusable, match="closed"):
+        trio.run(rows.written)
 
 
 async def _written(rows: WriteBehind, within_s: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 import trio
 
 import cachefs
-from cachefs.base.behind import WriteBehind
-from cachefs.base.database import Database
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.tasks import contained, containing, in_thread
 from cachefs.upload.staging import StagingDisk, StagingFile
@@ -96,22 +93,8 @@ def test_no_task_of_a_file_can_end_its_nursery(room: str) -> None:
 # Where no thread can be started.
 
 
-def does_not_start(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The next thread of this name does not."""
-    left = [True]
-
-    def start(thread: threading.Thread) -> None:
-        if left and thread.name == name:
-            left.pop()
-            raise RuntimeError("can't start new thread")
-        started(thread)
-
-    started = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", start)
-
-
 def fails_to_start(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """So do trio's, so many times."""
+    """So many threads of trio do not."""
     begin = trio.lowlevel.start_thread_soon
     left = [True] * times
 
@@ -138,22 +121,6 @@ def test_a_thread_that_cannot_be_started_is_an_errno(monkeypatch: pytest.MonkeyP
         raise RuntimeError("mine")
 
     trio.run(main)
-
-
-def test_rows_written_behind_wait_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = WriteBehind(Database(tmp_path / "db", ("a",), version="v1", fsync=False))
-    with monkeypatch.context() as patch:
-        does_not_start(patch, "names")
-        rows.write([("a", b"1", b"one")])
-        rows.write([("a", b"2", b"two")], soon=True)
-
-    async def main() -> None:
-        with trio.fail_after(10):
-            await rows.written()
-
-    trio.run(main)
-    assert not rows.waiting_rows and rows.count("a") == 2
-    rows.close()
 
 
 def test_a_staging_file_goes_once_a_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

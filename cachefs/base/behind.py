@@ -47,9 +47,6 @@ HANGS_AFTER_S = 5.0
 RETRY_S = 1.0
 """How long after a failed commit the next is tried. Guessed."""
 
-IDLE_S = 5.0
-"""How long the thread waits for rows before it ends. Guessed."""
-
 _MISSING = object()
 
 
@@ -77,7 +74,8 @@ class _Rows:
 
 
 class WriteBehind:
-    """The tables of `database`, which it closes. Reads may run in any thread, and so may writes."""
+    """The tables of `database`, which it closes. Reads may run in any thread, and so may writes. Raises `CacheUnusable`
+    where its thread cannot be started; then the database is closed."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -86,10 +84,17 @@ class WriteBehind:
         # (what is written, what is being committed); replaced as a whole, because readers take no lock.
         self._waiting = _Rows({}), _Rows({})
         self._changed = threading.Condition()
-        self._running = self._closing = self._hurry = False
+        self._closing = self._hurry = False
+        self._running = True
         self._error: CachefsError | None = None
         self._callers: list[_Caller] = []
         self._since = math.inf  # when the commit under way began
+        # From the beginning until the end: a row never waits for a thread that cannot be started.
+        try:
+            threading.Thread(target=self._run, name="names", daemon=True).start()
+        except RuntimeError as exc:
+            database.close()
+            raise CacheUnusable(f"no thread can be started to write {self.path}") from exc
 
     @property
     def path(self) -> Path:
@@ -197,15 +202,7 @@ class WriteBehind:
             new.update(rows)
             self._hurry |= soon
             if wake:
-                self._wake()
-
-    def _wake(self) -> None:
-        if self._running:
-            self._changed.notify()
-            return
-        with suppress(RuntimeError):  # no thread can be started: the next row tries again
-            threading.Thread(target=self._run, name="names", daemon=True).start()
-            self._running = True
+                self._changed.notify()
 
     @property
     def crowded(self) -> bool:
@@ -226,9 +223,11 @@ class WriteBehind:
             return
         caller = _Caller()
         with self._changed:
+            if not self._running:
+                raise CacheUnusable(f"the database in {self.path} is closed")
             self._callers.append(caller)
             self._hurry = True
-            self._wake()
+            self._changed.notify()
         under_way_s = max(0.0, time.monotonic() - self._since)
         with trio.move_on_after(max(0.0, within_s - under_way_s)):
             await caller.done.wait()
@@ -260,18 +259,16 @@ class WriteBehind:
             self._closing |= closing
             self._hurry = True
             self._error = None
-            if self.waiting_rows:
-                self._wake()
             self._changed.notify_all()
             while self._running and self.waiting_rows and self._error is None:
-                self._changed.wait(IDLE_S)
+                self._changed.wait()
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work, IDLE_S)
+                self._changed.wait_for(self._has_work)
                 if not (self._waiting[0].values or self._callers):
                     self._running = False
                     return
@@ -292,13 +289,13 @@ class WriteBehind:
                 if error is not None and self._error is None and not self._closing:
                     log.warning("%s; trying again", error)
                 self._error = error
+                self._running = error is None or not self._closing
                 self._changed.notify_all()
             for caller in callers:
                 caller.tell(error)
+            if not self._running:
+                return
             if error is not None:
-                if self._closing:
-                    self._running = False
-                    return
                 time.sleep(RETRY_S)
 
     def _has_work(self) -> bool:
