@@ -55,6 +55,10 @@ of MiB, which must fit in the tenth of the tier that spilling keeps free; withou
 of it is fetched again. Measured, eight readers of single blocks at random in files of 256 MiB: 34 such ends of 2,400 with
 512 MiB (a thousandth of the bytes is fetched twice), none with 1 GiB."""
 
+LOOK_S, LOOK_AGAIN_S = 1.0, 0.01
+"""How long a daemon that begins waits for the lock of its tier, and between two tries. Derived: `remove_orphans` holds it
+for some microseconds, or while it takes the tier away; a daemon that has the tier is met before, at the index."""
+
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_NOATIME = 0x2, 0x4, 0x20, 0x400
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x2, 0x8
 
@@ -113,7 +117,7 @@ def claim(path: Path, cache_dir: Path) -> int:
     OSError if it was just taken away, or another daemon has it."""
     fd = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(path / OWNER)):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # noqa: TRY301 - as of a call
         said = {"cache_dir": os.path.realpath(cache_dir), "pid": os.getpid(), "started": time.time()}
@@ -123,6 +127,18 @@ def claim(path: Path, cache_dir: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _lock(fd: int) -> None:
+    """Take the lock of a tier. OSError if another daemon has it: one that only looks gives it back soon."""
+    until = time.monotonic() + LOOK_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(LOOK_AGAIN_S)
 
 
 def remove_orphans() -> list[Left]:
@@ -136,10 +152,11 @@ def remove_orphans() -> list[Left]:
         except OSError:
             continue  # of a daemon that is about to begin, or of another user
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             said = json.loads(os.pread(fd, 65536, 0))
             found = Left(path, Path(said["cache_dir"]), int(said["pid"]))
-            if os.path.exists(found.cache_dir):
+            used = os.path.exists(found.cache_dir)  # before the lock is taken: a disk may take long to answer
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if used:
                 left.append(found)
             else:
                 log.info(

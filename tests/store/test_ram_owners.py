@@ -194,7 +194,8 @@ def test_what_belongs_to_another_user_or_is_a_link_is_left_alone(tmp_path: Path)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_tier_has_one_daemon(killed: Path) -> None:
+def test_a_tier_has_one_daemon(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram, "LOOK_S", 0.05)
     where = ram.provide(killed, MIB).path
     claim = ram.claim(where, killed)
     before = len(os.listdir("/proc/self/fd"))
@@ -204,3 +205,22 @@ def test_a_tier_has_one_daemon(killed: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         os.close(claim)
+
+
+def test_a_look_at_a_tier_does_not_take_it_from_the_daemon_that_begins(
+    killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start, or `doctor`, holds its lock for a moment."""
+    where = ram.provide(killed, MIB).path
+    looking = os.open(where / ram.OWNER, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    waits: list[float] = []
+
+    def has_looked(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            os.close(looking)
+
+    monkeypatch.setattr(ram.time, "sleep", has_looked)
+    os.close(ram.claim(where, killed))
+    assert len(waits) == 3
