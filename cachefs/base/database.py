@@ -71,6 +71,9 @@ REWRITE_S = 120.0
 WAIT_S = 30.0
 """How long another thread's transaction is waited for. Guessed: far longer than one takes on a disk that answers."""
 
+LOCK = "lock.pid"
+"""A file that names the process which has the database open, and which keeps it locked (flock)."""
+
 MARK = "version"
 _MARK = re.compile(r"([ -~]+)\n((?:open|closed) [!-~]+)\n")
 
@@ -122,7 +125,7 @@ class Database:
         self._reading: list[None] = []  # an entry for each reader; appending and popping are atomic
         try:
             durable.make_directory(path)
-            self._lock_fd = _lock(path / "lock.pid")
+            self._locks = [_lock(path / LOCK)]
         except OSError as exc:
             raise CacheUnusable(f"cannot use {path}: {exc.strerror}") from exc
         try:
@@ -141,7 +144,7 @@ class Database:
                 self._create()
                 self._opened = self._open()
         except (lmdb.Error, OSError, CacheUnusable) as exc:
-            os.close(self._lock_fd)
+            self._unlock()
             if isinstance(exc, CacheUnusable):
                 raise
             raise CacheUnusable(f"cannot use the database in {path}: {exc}") from exc
@@ -414,6 +417,7 @@ class Database:
         try:
             self._check_length(self._opened)
             refuge.mkdir(durable.PRIVATE_DIRECTORY)
+            self._locks.append(_lock(refuge / LOCK))  # what has none is left by a daemon that was killed
             self._opened.env.copy(str(refuge), compact=True)
             opened = _Environment(refuge, self.tables, fsync=False)
         except (lmdb.Error, OSError, CacheUnusable) as exc:
@@ -464,7 +468,11 @@ class Database:
         except (lmdb.Error, OSError, CacheUnusable) as exc:
             log.warning("could not close the database in %s cleanly: %s", self.path, exc)
         finally:
-            os.close(self._lock_fd)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 class _CutShort(CacheUnusable):

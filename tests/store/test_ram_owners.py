@@ -125,6 +125,43 @@ def test_databases_of_a_killed_daemon_are_taken_away_from_shared_memory() -> Non
             shutil.rmtree(place, ignore_errors=True)
 
 
+FLED = """
+import sys, time
+from pathlib import Path
+from cachefs.base.database import Database
+from cachefs.base.errors import NoRoom
+place, refuge = map(Path, sys.argv[1:])
+database = Database(place, ("a",), version="1", fsync=False, refuge=refuge)
+def fail(*rows):
+    database._write = write
+    raise NoRoom("full")
+write, database._write = database._write, fail
+database.write([("a", b"k", b"v")])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_database_that_fled_to_shared_memory_goes_after_its_daemon(tmp_path: Path) -> None:
+    """Its disk failed while it was in use, and a kill left it in memory."""
+    refuge = ram.SHM / f"cachefs-{os.getuid()}-names-fedcba9876543210"
+    child = subprocess.Popen(
+        [sys.executable, "-c", FLED, tmp_path / "db", refuge], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        remove_orphans()
+        assert (refuge / "data.mdb").exists(), "its daemon is alive"
+        child.kill()
+        child.wait(30)
+        remove_orphans()
+        assert not refuge.exists()
+    finally:
+        child.kill()
+        child.communicate()
+        shutil.rmtree(refuge, ignore_errors=True)
+
+
 @pytest.mark.parametrize("name", [ram.OWNER, "lock.pid", "a/lock.pid"])
 def test_a_link_in_the_place_of_an_owner_or_a_lock_says_nothing(tmp_path: Path, name: str) -> None:
     """Any user can make a name in /dev/shm."""
