@@ -34,7 +34,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ import trio
 import xxhash
 from outcome import Outcome
 
+from cachefs.base import ownership
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import cached_lstat, libc
 from cachefs.base.tasks import in_thread, in_thread_at_last
@@ -198,11 +199,19 @@ class Disk:
 
 
 def _write_and_remove(path: Path) -> None:
-    """Return when the disk has answered. Errors are ignored: the tier meets them at its next write."""
+    """Return when the disk has answered: a new file was written out to it, and read back. Errors are ignored: the tier meets
+    them at its next write."""
     try:
-        with open(path, "wb") as file:
-            file.write(b"probe")
-            os.fsync(file.fileno())
+        path.unlink(missing_ok=True)  # to write an old one out may need no disk
+        fd = ownership.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            with suppress(OSError):  # a full disk says so without being asked; then the file is an inode
+                os.pwrite(fd, b"probe", 0)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would answer
+            os.pread(fd, PAGE, 0)
+        finally:
+            os.close(fd)
         path.unlink()
     except OSError as exc:
         log.debug("probing %s: %s", path, exc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -317,3 +318,43 @@ def test_what_is_punched_is_gone_and_the_rest_is_there(
     assert sum(sizes) == sum(length for _, length in ranges) and len(os.listdir("/proc/self/fd")) == before
     assert len(sizes) == sum(-(-length // (3 * page)) for _, length in ranges)
     assert path.stat().st_blocks * 512 == pages * page - sum(sizes)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_probe_asks_the_disk_for_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """It writes some out, and reads them back, not from the page cache. A full disk writes the file's inode."""
+    (tmp_path / "probe").touch()  # by a daemon that was killed: to write out an empty file takes no disk
+    left = os.stat(tmp_path / "probe").st_ino
+    os.link(tmp_path / "probe", tmp_path / "keeps its inode")
+    synced: list[tuple[bool, int]] = []
+    steps: list[str] = []
+    fsync, fadvise, pread = os.fsync, os.posix_fadvise, os.pread
+
+    def to_disk(fd: int) -> None:
+        about = os.fstat(fd)
+        synced.append((about.st_ino == left, about.st_size))
+        steps.append("fsync")
+        fsync(fd)
+
+    def forget(fd: int, *arguments: int) -> None:
+        assert arguments == (0, 0, os.POSIX_FADV_DONTNEED)
+        steps.append("drop pages")
+        fadvise(fd, *arguments)
+
+    def read(fd: int, *arguments: int) -> bytes:
+        data = pread(fd, *arguments)
+        steps.append(f"read {len(data)}")
+        return data
+
+    def no_room(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", to_disk)
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    monkeypatch.setattr(os, "pread", read)
+    if full:
+        monkeypatch.setattr(os, "pwrite", no_room)
+    tier._write_and_remove(tmp_path / "probe")
+    size = 0 if full else 5
+    assert synced == [(False, size)] and steps == ["fsync", "drop pages", f"read {size}"]
+    assert os.listdir(tmp_path) == ["keeps its inode"]
