@@ -389,6 +389,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "programs could write to.": (
         "tests/mount/test_dead_mount.py::test_a_daemon_that_a_failure_ends_leaves_no_bare_directory",
     ),
+    "A start over a dead mount that is refused, or fails before it is ready, leaves a dead mount.": (
+        "tests/mount/test_dead_mount.py::test_a_start_that_is_refused_leaves_the_dead_mount",
+        "tests/fuse/test_choice.py::test_the_mountpoint_is_cleared_when_only_mounting_is_left",
+    ),
     "With `--restart` (native backend, Linux 6.9), when the daemon is killed or fails, no program that reads gets an "
     "errno: opens, reads, mappings, stats and directory streams wait, and get the right bytes from the next daemon. "
     "Changes of names are made once. Only a file that is open for writing fails, with EIO, and is then what it was "

@@ -267,12 +267,13 @@ def _mount_in_background(arguments: list[str], config: Config) -> None:
         raise MountError(
             f"/dev/fd/{config.descriptor} is served in the foreground, by the process it was passed to: add -f"
         )
-    notes = mounting.check(config)
-    for line in notes:
-        say(f"cachefs: {line}", err=True)
+    mounting.check(config)
+    dead = mounting.dead_mount(config)
     # A caller that ends this process (timeout, a service manager) means the child too: unwind, and end it on the way.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    background.start(arguments, config, notes)
+    background.start(arguments, config, over_dead=dead is not None)
+    if dead is not None:
+        say(f"cachefs: {mounting.took_away(dead)}", err=True)
 
 
 def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) -> int:
@@ -296,7 +297,7 @@ def _serve(config: Config, ready: Any, reread: Callable[[], Config], held: Any) 
         held.stand_by(__version__)
         held.wait()
     if held is None or not held.taking_over:
-        for line in mounting.check(config, leave_dead=True):
+        for line in mounting.check(config):
             log.warning("%s", line)
     from cachefs.daemon import daemon
 

@@ -8,7 +8,6 @@ also waits until the mountpoint answers. When the parent gives up, it ends the c
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import select
 import signal
@@ -25,8 +24,6 @@ from cachefs.base.linux import mount_at, probe
 from cachefs.config.config import LOG_NAME, Config
 from cachefs.daemon.mounting import detach
 from cachefs.fuse import holder
-
-log = logging.getLogger(__name__)
 
 READY_FD = "CACHEFS_READY_FD"
 STOP_DEADLINE_S = 5.0
@@ -92,16 +89,13 @@ def open_log(config: Config) -> tuple[Path, int]:
     )
 
 
-def start(arguments: Sequence[str], config: Config, notes: Sequence[str] = ()) -> None:
+def start(arguments: Sequence[str], config: Config, *, over_dead: bool = False) -> None:
     """Run ``cachefs mount -f arguments`` in the background. Returns when its mount answers; else raises
-    `MountError` with the reason, and nothing is left running. `notes` go to the log first."""
+    `MountError` with the reason, and nothing is left running. With `over_dead` it takes the place of a dead mount, and
+    after a failure a dead mount is there."""
     until = time.monotonic() + config.mount_timeout
-    before = config.mountpoint.stat().st_dev
+    before = None if over_dead else config.mountpoint.stat().st_dev
     log_path, log_fd = open_log(config)
-    if notes:
-        logs.setup(config.log_level, config.log_format, log_path)
-        for note in notes:
-            log.warning("%s", note)
     log_start = os.fstat(log_fd).st_size
     read_fd, write_fd = os.pipe()
     try:
@@ -159,7 +153,7 @@ def _read_line(fd: int, until: float) -> str | None:
     return received.decode("utf-8", "replace").strip()
 
 
-def _wait_for_mount(config: Config, before: int, until: float, log_path: Path) -> None:
+def _wait_for_mount(config: Config, before: int | None, until: float, log_path: Path) -> None:
     while True:
         answer = probe(config.mountpoint, max(until - time.monotonic(), 0.05))
         if isinstance(answer, os.stat_result) and answer.st_dev != before:
@@ -191,8 +185,8 @@ def _let_end(child: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int) -> None:
-    """End the child's whole session, and take away what it mounted."""
+def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int | None) -> None:
+    """End the child's whole session, and take away what it mounted, unless a dead mount was there `before` (None)."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -203,6 +197,8 @@ def _stop(child: subprocess.Popen[bytes], mountpoint: Path, before: int) -> None
         except subprocess.TimeoutExpired:
             continue
     child.poll()
+    if before is None:
+        return
     mount = mount_at(mountpoint)
     if mount is not None and mount.is_cachefs:
         answer = probe(mountpoint, 1.0)

@@ -30,7 +30,7 @@ from cachefs.base import logs
 from cachefs.base.behind import WriteBehind
 from cachefs.base.client import control_path
 from cachefs.base.errors import CachefsError, ConfigError, MountError, OriginFailed
-from cachefs.base.linux import resident_bytes
+from cachefs.base.linux import mount_at, resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import in_thread
@@ -187,6 +187,7 @@ class Daemon:
         self._stopped_by = "umount"
         self._end = End.FAILED
         self._serving = trio.CancelScope()
+        self._replaces_dead = False
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
@@ -415,6 +416,9 @@ class Daemon:
             self._stopping.stage("taking the mount away")
             handed_over = self._end is End.HANDED_OVER
             crashed = (self._watch.ready or self._takes_over) and self._end is End.FAILED
+            as_before = (
+                self._replaces_dead and not self._watch.ready
+            )  # a start that fails leaves a dead mount
             self._watch.ready = False
             if peers is not None and not handed_over:
                 with trio.move_on_after(3, shield=True):
@@ -422,7 +426,7 @@ class Daemon:
             with trio.move_on_after(1, shield=True):
                 await notices.quiet()  # the session must not go while a thread is inside of it
             # A bare directory in place of a mount would take what others write there, and lose it to them.
-            backend.close(unmount=not (crashed or handed_over))
+            backend.close(unmount=not (crashed or as_before or handed_over))
             if crashed:
                 log.critical(
                     "a failure ends this daemon: the mount stays at %s, %s, until the next one",
@@ -462,8 +466,6 @@ class Daemon:
 
     def _mount(self) -> backends.Backend:
         config = self._config
-        for line in [] if self._takes_over else mounting.clear(config):
-            log.warning("%s", line)
         try:
             self._backend = backends.choose(
                 config,
@@ -473,11 +475,17 @@ class Daemon:
                 self._metrics,
                 writable=self._uploading is not None,
                 held=self._held if not config.zero_open else None,
+                clear=self._clear,
             )
         except MountError as exc:
             if config.descriptor is not None:
                 raise
-            raise mounting.translate_mount_failure(exc) from exc
+            reason = mounting.translate_mount_failure(exc)
+            if self._replaces_dead and mount_at(config.mountpoint) is None:
+                reason = MountError(
+                    f"{reason}; {config.mountpoint} is no dead mount any more, but a directory"
+                )
+            raise reason from exc
         backend = self._backend.backend
         if config.descriptor is None:
             self._stopping.mounted(config.mountpoint)
@@ -498,6 +506,20 @@ class Daemon:
         if config.restart and (why := self._not_held()):
             self._warn(f"--restart has no effect: {why}")
         return backend
+
+    def _clear(self) -> None:
+        """Take dead mounts away, now that only mounting is left to do."""
+        if self._takes_over:
+            return
+        try:
+            notes = mounting.clear(self._config)
+        except MountError as exc:
+            raise CachefsError(
+                str(exc)
+            ) from exc  # it says all, unlike what a failed mount is translated from
+        self._replaces_dead = bool(notes)
+        for line in notes:
+            log.warning("%s", line)
 
     def _not_held(self) -> str:
         """Why this mount would not outlive its daemon; "" if it would."""

@@ -60,22 +60,30 @@ def located(config: Config) -> Config:
     )
 
 
-def check(config: Config, *, leave_dead: bool = False) -> list[str]:
-    """Raise `MountError` for every reason known here that would make this mount fail or hang. A dead mount left at the
-    mountpoint is unmounted; the lines returned say so, for the log.
+def check(config: Config) -> list[str]:
+    """Raise `MountError` for every reason known here that would make this mount fail or hang; returns lines for the log.
 
-    With `leave_dead` it stays until `clear` is called, so that those who read go on getting an error, and not an empty
-    directory, until the new mount is about to be there."""
+    A dead mount at the mountpoint stays until `clear` is called, so that programs go on getting an error, and not a
+    directory that takes what they write, until the new mount is about to be there."""
     _check_descriptors()
     if config.descriptor is not None:
         return _check_passed(config, config.descriptor)
-    notes: list[str] = []
-    if not (leave_dead and is_dead(probe(config.mountpoint))):
-        notes = clear(config)
+    if dead_mount(config) is None:
+        clear(config)
     _check_overlap(config)
     _check_peers(config)
     check_rights(config.allow_other)
-    return notes
+    return []
+
+
+def dead_mount(config: Config) -> Mount | None:
+    """The mount at the mountpoint whose daemon has gone."""
+    return mount_at(config.mountpoint) if is_dead(probe(config.mountpoint)) else None
+
+
+def took_away(mount: Mount) -> str:
+    """The line that says so."""
+    return f"took away a dead mount of {mount.source} at {mount.path}"
 
 
 def _check_descriptors() -> None:
@@ -126,7 +134,8 @@ def clear(config: Config) -> list[str]:
     if config.descriptor is not None:
         return []
     notes = _clear_mountpoint(config.mountpoint)
-    _check_directory(config)
+    # What a dead mount covered is covered again: refusing it would leave it to programs that write.
+    _check_directory(config, nonempty=config.nonempty or bool(notes))
     if os.getuid() != 0 and not os.access(config.mountpoint, os.W_OK):
         raise MountError(
             f"{config.mountpoint} is not writable by this user, who may therefore not mount there: chown it"
@@ -150,7 +159,7 @@ def _clear_mountpoint(path: Path) -> list[str]:
         answer = probe(path)
         if is_dead(answer):
             detach(mount, lazy=True)
-            notes.append(f"took away a dead mount of {mount.source} at {path}")
+            notes.append(took_away(mount))
         elif isinstance(answer, OSError) and answer.errno == errno.ETIMEDOUT:
             raise MountError(f"{path} is mounted and does not answer: cachefs umount --lazy {path}")
         elif mount.is_cachefs:
@@ -160,7 +169,7 @@ def _clear_mountpoint(path: Path) -> list[str]:
     return notes
 
 
-def _check_directory(config: Config) -> None:
+def _check_directory(config: Config, *, nonempty: bool) -> None:
     path = config.mountpoint
     try:
         mode = path.stat().st_mode
@@ -174,7 +183,7 @@ def _check_directory(config: Config) -> None:
         raise MountError(f"{path} does not exist, and what is above it is a file") from None
     except OSError as exc:
         raise MountError(f"{path} cannot be used as a mountpoint: {exc.strerror}") from exc
-    if not empty and not config.nonempty:
+    if not empty and not nonempty:
         raise MountError(
             f"{path} is not empty: mount on an empty directory, or cover what is there with --nonempty"
         )

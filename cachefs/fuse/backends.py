@@ -83,9 +83,11 @@ def choose(
     *,
     writable: bool = False,
     held: Held | None = None,
+    clear: Callable[[], None] = lambda: None,
 ) -> Chosen:
     """The backend that `config.fuse` asks for, mounted. Files of the directories `places` may become backing files.
-    `writable`: `fs` has a writer. `held` is what a holder keeps for the next daemon. Raises `MountError`."""
+    `writable`: `fs` has a writer. `held` is what a holder keeps for the next daemon. `clear` is called before the mountpoint
+    is used, when nothing else is left to do. Raises `MountError`."""
     title = _plain(title)
     why = "as asked"
     if config.descriptor is not None and _serves_descriptor_natively(config):
@@ -98,6 +100,7 @@ def choose(
                 raise MountError(f"--fuse native cannot serve here: {exc}: leave the option out") from exc
             why = str(exc)
         else:
+            clear()
             try:
                 chosen.backend.mount(config.mountpoint, title, allow_other=config.allow_other)
             except OSError as exc:
@@ -111,6 +114,7 @@ def choose(
 
     backend = Pyfuse3Backend(fs, metrics, _deadline_s(config), writable=writable)
     if config.descriptor is None:
+        clear()
         backend.mount(config.mountpoint, title, allow_other=config.allow_other)
         return Chosen(backend, why, {}, passthrough=False)
     backend.take(config.descriptor, title)

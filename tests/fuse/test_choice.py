@@ -174,6 +174,26 @@ def test_no_connection(machine: Machine, places: list[Path], number: int) -> Non
     says_why_not(machine, places, os.strerror(number))
 
 
+def test_the_mountpoint_is_cleared_when_only_mounting_is_left(machine: Machine, places: list[Path]) -> None:
+    """What is refused before leaves a dead mount where it is."""
+    nothing: Any = None
+    cleared: list[bool] = []
+
+    def choose_cleared(name: str) -> str:
+        options = config(fuse=name)
+        return choose(
+            options, "s3://b/p", places, nothing, Metrics(), clear=lambda: cleared.append(True)
+        ).backend.name
+
+    assert [choose_cleared(name) for name in ("native", "auto", "pyfuse3")] == ["native", "native", "pyfuse3"]
+    assert len(cleared) == 3
+    machine.connects = lambda depth: failure(errno.EPERM)
+    with pytest.raises(MountError):
+        choose_cleared("native")
+    assert len(cleared) == 3
+    assert choose_cleared("auto") == "pyfuse3" and len(cleared) == 4
+
+
 def test_no_handshake(machine: Machine, places: list[Path]) -> None:
     machine.connects = lambda depth: MountError("the kernel speaks FUSE 7.23")
     says_why_not(machine, places, "FUSE 7.23")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
-from tests.mount.conftest import BOTH_BACKENDS, Bucket, Mounted
-from tests.mount.mounts import eventually, mounts_at
+from cachefs.base.client import control_path
+from tests.mount.conftest import BOTH_BACKENDS, ONE_BACKEND, Bucket, Mounted
+from tests.mount.mounts import COMMAND, Mount, eventually, mounts_at, run
 
 FAILING = """
 import sys
@@ -76,3 +80,67 @@ def test_a_daemon_that_a_failure_ends_leaves_no_bare_directory(mounted: Mounted,
     assert (mount.path / "written").read_bytes() == b"2" * 1000
     mount.stop()
     assert not mounts_at(mount.path) and os.listdir(mount.path) == []
+
+
+def is_dead(mount: Mount) -> bool:
+    """Whether one dead mount is there, and takes no file."""
+    with pytest.raises(OSError) as caught:
+        (mount.path / "lost").write_bytes(b"3")
+    return caught.value.errno in (errno.ENOTCONN, errno.ECONNABORTED) and len(mounts_at(mount.path)) == 1
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("how", ["directory", "origin", "bucket", "cache", "port", "socket"])
+@pytest.mark.parametrize("foreground", [False, True])
+def test_a_start_that_is_refused_leaves_the_dead_mount(
+    mounted: Mounted, bucket: Bucket, how: str, foreground: bool
+) -> None:
+    """A bare directory in its place would take what programs write. With `socket` the new mount is there already."""
+    data = bucket.put("file", 1000)
+    other = mounted(bucket)
+    mount = mounted(bucket)
+    mount.kill()
+    mount.allowed.append(".")
+    with ExitStack() as stack:
+        taken = stack.enter_context(socket.socket())
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]  # nothing listens there, and nothing else can
+        if how == "socket":
+            control_path(mount.path).unlink()
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(control_path(mount.path)))
+            listener.listen()
+        options: dict[str, Any] = {
+            "directory": {"cache_dir": mount.path / "cache"},
+            "origin": {"endpoint_url": f"http://127.0.0.1:{port}"},
+            "bucket": {},
+            "cache": {"cache_dir": other.cache},
+            "port": {"metrics": f"127.0.0.1:{port}"},
+            "socket": {},
+        }[how]
+        words = mount.arguments(**options, foreground=foreground)
+        if how == "bucket":
+            words[-2] = "s3://no-such-bucket"
+        before = mounts_at(mount.path)
+        done = run([*COMMAND, *words], env=mount.env)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert is_dead(mount)
+        assert how == "socket" or mounts_at(mount.path) == before
+    mount.start()
+    assert (mount.path / "file").read_bytes() == data and len(mounts_at(mount.path)) == 1
+    mount.stop()
+    assert os.listdir(mount.path) == []
+
+
+@ONE_BACKEND
+def test_what_a_dead_mount_covered_is_covered_again(mounted: Mounted, bucket: Bucket) -> None:
+    """Refusing it would uncover it."""
+    bucket.put("file", 10)
+    mount = mounted(bucket, start=False)
+    (mount.path / "mine").write_text("mine")
+    mount.start(nonempty=True)
+    mount.kill()
+    mount.start()
+    assert os.listdir(mount.path) == ["file"]
+    mount.stop()
+    assert (mount.path / "mine").read_text() == "mine"
