@@ -126,6 +126,48 @@ def test_the_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
         claim(tmp_path / "cache")
 
 
+@AS_ROOT
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+@pytest.mark.parametrize("name", ["cachefs.log", "held", "objects", "index"])
+def test_what_another_user_left_before_others_were_kept_out_is_refused(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    cache, target = tmp_path / "cache", tmp_path / "elsewhere"
+    claim(cache)
+    planted = cache / name
+    if kind == "link":
+        planted.symlink_to(target)
+    else:
+        planted.touch() if kind == "file" else planted.mkdir()
+    os.lchown(planted, UNSEEN, UNSEEN)
+    with pytest.raises(
+        ForeignDirectory, match=f"{planted} belongs to user nobody.*chown or remove it"
+    ) as caught:
+        claim(cache)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ForeignDirectory):
+        background.open_log(config(tmp_path))
+    with pytest.raises(ForeignDirectory):
+        cachedir.open_cache(config(tmp_path), Metrics())
+    assert os.listdir(cache) == [name] and not target.exists()
+    planted.unlink() if kind != "directory" else planted.rmdir()
+    claim(cache)
+
+
+@AS_ROOT
+def test_what_is_no_third_users_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system has root's lost+found, and root may have put a link for this user; other things are not looked at."""
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "objects").symlink_to("/elsewhere")
+    (tmp_path / "dataset").mkdir()
+    os.chown(tmp_path / "dataset", 1, 1)
+    os.chown(tmp_path, UNSEEN, UNSEEN)
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: UNSEEN)
+    claim(tmp_path)
+    assert (tmp_path / "objects").is_symlink()
+
+
 def test_the_log_is_for_its_owner(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/cachefs.log").touch()

@@ -1,8 +1,9 @@
 """What is ours on disks that others use, too: directories of mode 0700, files of mode 0600, and nothing behind a link.
 
 A directory of another user may hold links that were put there for us to write through, and its owner can replace what we
-wrote. So it is refused, whatever its mode: root does not use a user's directory, nor a user root's. Only the directory
-itself and what is below is looked at: above may be a place for everybody, such as /tmp.
+wrote. So it is refused, whatever its mode: root does not use a user's directory, nor a user root's. The same holds for what
+is in it under a name of ours, because others may have been able to write there once. Only the directory itself and what is
+below is looked at: above may be a place for everybody, such as /tmp.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def check(path: Path, *, links: bool = True) -> None:
 
 def claim(path: Path, *, whole: bool = False) -> None:
     """Make the directory, or take the one that is there: afterwards no other user can look into what is ours in it.
-    Raises `ForeignDirectory`; `OSError` where it cannot be made.
+    Raises `ForeignDirectory`, also for what a third user left there; `OSError` where it cannot be made.
 
     One that holds nothing but our files gets mode 0700. One that holds other things, too (a whole disk), keeps its mode,
     unless others can write there: then they could put links in place of our files. `whole`: a
@@ -98,6 +99,11 @@ def _take_entry(fd: int, path: Path, name: str, others_write: bool) -> None:
     if others_write and (stat.S_ISLNK(entry.st_mode) or entry.st_uid != os.geteuid()):
         raise ForeignDirectory(
             f"others can write to {path}, and {name!r} in it is a link or not ours: remove it"
+        )
+    # Others could write here once, or a link led here: root can replace what is ours anyway, a third user must not.
+    if entry.st_uid not in (0, os.geteuid()):
+        raise ForeignDirectory(
+            f"{path / name} belongs to {_user(entry.st_uid)}, and this is {_user(os.geteuid())}: chown or remove it"
         )
     plain = stat.S_ISDIR(entry.st_mode) or stat.S_ISREG(entry.st_mode)
     if plain and entry.st_uid == os.geteuid() and entry.st_mode & 0o077:

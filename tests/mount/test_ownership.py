@@ -74,6 +74,26 @@ def test_the_cache_of_another_user_is_refused(mounted: Mounted, bucket: Bucket) 
     assert not victim.exists()
 
 
+@ONE_BACKEND
+@pytest.mark.root
+def test_what_another_user_left_in_the_cache_is_refused(mounted: Mounted, bucket: Bucket) -> None:
+    """It was there before the directory was closed to others."""
+    data = bucket.put("file", 10)
+    mount = mounted(bucket, start=False, log_file=None)
+    victim = mount.place / "victim"
+    mount.cache.mkdir(0o700)
+    for name in ("cachefs.log", "objects"):
+        (mount.cache / name).symlink_to(victim)
+        os.lchown(mount.cache / name, 65534, 65534)
+        line = f"{mount.cache / name} belongs to user nobody, and this is user root: chown or remove it"
+        assert line in refused(mount)
+        assert line in refused(mount, words=mount.arguments(foreground=True))
+        assert not victim.exists()
+        (mount.cache / name).unlink()
+    mount.start()
+    assert (mount.path / "file").read_bytes() == data
+
+
 @pytest.mark.root
 def test_other_users_cannot_make_it_list_again(mounted: Mounted, bucket: Bucket) -> None:
     bucket.put("d/file", 10)
