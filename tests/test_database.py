@@ -1589,3 +1589,33 @@ def test_an_environment_whose_file_cannot_be_opened_closes_nothing_else(
             database._Environment(tmp_path / "db", TABLES, fsync=True)
     assert sorted(os.listdir("/proc/self/fd")) == before
     os.fstat(0)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    """Another user may have put it there, if the directory was ever open to others."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    victim.chmod(0o644)
+    (tmp_path / "db").mkdir()
+    (tmp_path / "db" / "lock.pid").symlink_to(victim)
+    with pytest.raises(CacheUnusable, match="cannot use"):
+        opened(tmp_path / "db")
+    assert victim.read_text() == "mine" and victim.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_in_the_place_of_the_data_is_not_followed(tmp_path: Path, there: bool) -> None:
+    db = opened(tmp_path / "db")
+    db.write([("a", b"k", b"v")])
+    db.close()
+    data, elsewhere = tmp_path / "db" / "data.mdb", tmp_path / "elsewhere"
+    data.rename(elsewhere)
+    before = elsewhere.read_bytes()
+    if not there:
+        elsewhere.unlink()
+    data.symlink_to(elsewhere)
+    db = opened(tmp_path / "db")
+    assert db.dropped == "its file is a link" and not data.is_symlink() and db.count("a") == 0
+    db.write([("a", b"l", b"v")])
+    db.close()
+    assert elsewhere.read_bytes() == before if there else not elsewhere.exists()

@@ -51,7 +51,7 @@ from typing import Any, TypeVar
 import lmdb
 import xxhash
 
-from cachefs.base import durable
+from cachefs.base import durable, ownership
 from cachefs.base.errors import CacheInUse, CacheUnusable, NoRoom
 
 log = logging.getLogger(__name__)
@@ -170,6 +170,8 @@ class Database:
 
     def _distrust(self) -> str | None:
         """Why what lies at `path` cannot be used, or None. One that was not closed is rewritten first."""
+        if self._data.is_symlink():  # LMDB would follow it
+            return "its file is a link"
         if not self._data.exists():
             return None
         found, state = read_mark(self.path)
@@ -545,9 +547,8 @@ def _open_lmdb(path: Path, tables: int, **options: Any) -> Any:
 
 def _lock(path: Path) -> int:
     """Take the lock that says this process uses the directory; the kernel gives it back however the process ends."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    fd = ownership.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        os.fchmod(fd, durable.PRIVATE_FILE)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
