@@ -88,7 +88,7 @@ async def _pause(cache: Path, gib: int, extents: int, how: str) -> float:
         copies = store.catalog.copies(obj, tier.number)
         if how == "unlink":
             os.truncate(tier.file_path(object_id.digest), object_id.size)
-            os.close(tier.seal(object_id.digest, object_id.size))
+            os.close(tier.make_immutable(object_id.digest, object_id.size))
             copies = copies[:2]
         longest = 0.0
         for copy in copies:

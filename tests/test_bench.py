@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as bench
-from bench import readers, report, training
+from bench import disposal, readers, report, training
 from bench.harness import SCENARIOS, Result, Series, interleave, show
 from bench.harness import run as measure
 from bench.mounts import Unavailable
@@ -98,6 +98,17 @@ def test_a_training_loop_reads_each_sample_once_an_epoch(tmp_path: Path) -> None
     epochs = said["epochs"]
     assert [(epoch["samples"], epoch["bytes"]) for epoch in epochs] == [(7, 7 * 1000 + 21)] * 3
     assert all(epoch["seconds"] >= 4 * 0.005 and 0 < epoch["utilisation"] <= 1 for epoch in epochs)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/loop-control"), reason="mounts an image, as root"
+)
+def test_files_are_dropped_while_the_loop_is_watched(tmp_path: Path) -> None:
+    found = disposal.measure(tmp_path, 1, 100)
+    assert found.keys() == {"unlink s", "punch s"}
+    assert all(0 < seconds < 60 for seconds in found.values())
+    assert not list((tmp_path / "disk").iterdir()), "the image is unmounted"
 
 
 def test_orders_are_the_same_for_whoever_knows_the_seed() -> None:
