@@ -537,17 +537,22 @@ class Catalog:
             return obj.copies[tier, extent]
         except KeyError:
             pass
-        keys = [(t, obj.id.digest, extent) for t in self._tier if (t, extent) not in obj.copies]
+        self._load(obj, [extent])
+        return obj.copies[tier, extent]
+
+    def _load(self, obj: CachedObject, extents: Iterable[int]) -> None:
+        """Load what all tiers hold of these extents and is not loaded yet, in one transaction."""
+        digest = obj.id.digest
+        keys = [(t, digest, e) for e in extents for t in self._tier if (t, e) not in obj.copies]
         listed = [key for key in keys if not self.unlisted(key)]
-        obj.copies.update(dict.fromkeys(((t, extent) for t, _, _ in keys), None))
+        obj.copies.update(dict.fromkeys(((t, e) for t, _, e in keys), None))
         for key, copy in zip(listed, self._index.load(listed), strict=True):
             if copy is not None:
                 self._found(obj, key, copy)
         if self._remembers(obj):
             for key in keys:
-                self._loaded += obj.copies[key[0], extent] is not None
+                self._loaded += obj.copies[key[0], key[2]] is not None
                 self._checked.discard(key)  # its bookkeeping says so from now on
-        return obj.copies[tier, extent]
 
     def _found(self, obj: CachedObject, key: CopyKey, copy: Copy) -> None:
         """The index has this copy."""
@@ -561,7 +566,9 @@ class Catalog:
         extents = {0, *(e for t, e in obj.copies if t == tier)}
         if obj.id.size > BLOCKS_PER_EXTENT * self._block_size:  # most are not, and need no search
             extents.update(self._index.extents_of(tier, obj.id.digest))
-        return [c for e in sorted(extents) if (c := self.copy(obj, tier, e)) is not None]
+        if any((tier, e) not in obj.copies for e in extents):
+            self._load(obj, extents)
+        return [c for e in sorted(extents) if (c := obj.copies[tier, e]) is not None]
 
     def extents(self, obj: CachedObject) -> Iterator[tuple[int, int]]:
         """(extent, a bit for each of its blocks) of all of a version."""
@@ -658,8 +665,9 @@ class Catalog:
         """It has no blocks any more."""
         if obj.copies.pop((copy.tier, copy.extent), None) is not None:
             self._loaded -= self._remembers(obj)
-        self._dirty.pop(copy.key, None)
-        self._removed[copy.key] = copy.stored_clock
+        key = copy.key
+        self._dirty.pop(key, None)
+        self._removed[key] = copy.stored_clock
 
     def damaged(self, key: CopyKey, clock: int) -> None:
         """There is a row in the order of eviction, but none of the copy: its row was damaged."""

@@ -973,9 +973,10 @@ class Eviction:
 
     def removed(self, copy: Copy) -> None:
         """It has gone."""
-        self._waiting.pop(copy.key, None)
-        self.remote_owned.discard(copy.key)
-        self._spent.discard(copy.key)
+        key = copy.key
+        self._waiting.pop(key, None)
+        self.remote_owned.discard(key)
+        self._spent.discard(key)
 
     def forget_tier(self, tier: int) -> None:
         self.remote_owned.clear(tier)

@@ -105,6 +105,7 @@ class Space:
         self.eviction = eviction
         self.tiers = tiers
         self.block_size = block_size
+        self._block_bytes = allocated(block_size)
         self.metrics = metrics
         self.heap = Heap()
         self._tiers = {tier.number: tier for tier in tiers}
@@ -307,7 +308,12 @@ class Space:
 
     def bytes(self, copy: Copy, bits: int) -> int:
         """What these blocks take on a disk."""
-        return sum(allocated(length) for _, length in self.catalog.ranges(copy, bits)) if bits else 0
+        count = bits.bit_count() * self._block_bytes
+        # Not block by block: a large file has hundreds of thousands, and the loop forgets them in one step.
+        last = (copy.object_size - 1) // self.block_size - copy.extent * BLOCKS_PER_EXTENT
+        if 0 <= last < BLOCKS_PER_EXTENT and bits >> last & 1:
+            count -= self._block_bytes - allocated((copy.object_size - 1) % self.block_size + 1)
+        return count
 
     # -- files -------------------------------------------------------------------------------------
 

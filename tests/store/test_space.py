@@ -8,18 +8,20 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachefs.base.names import ObjectId
+from cachefs.base.names import BLOCKS_PER_EXTENT, ObjectId, block_count, extent_bits
 from cachefs.store import space
 from cachefs.store import tier as tier_module
+from cachefs.store.catalog import Copy
 from cachefs.store.eviction import ANY, LOWEST, NOTHING, REMOTE_OWNED
 from tests.conftest import examples
 from tests.fetch.scripted import content, in_trio
-from tests.store.lab import BLOCK, EXTENT, MIB, PAGE, Lab, running
+from tests.store.lab import BLOCK, EXTENT, KIB, MIB, PAGE, Lab, running
 
 
 def put(lab: Lab, object_id: ObjectId) -> None:
@@ -220,3 +222,51 @@ async def test_ranges_that_touch_are_punched_at_once(
             assert all(start + length < later for (start, length), (later, _) in gaps), "one call each"
         assert len(os.listdir("/proc/self/fd")) == before
         monkeypatch.undo()
+
+
+@in_trio
+async def test_a_large_file_is_forgotten_with_one_transaction_and_not_block_by_block(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop does it in one step: what that costs for each block stands still for all readers."""
+    async with running(cache_dir) as lab:
+        origin, object_id = lab.origin, lab.origin.put("k", content(1, 5 * EXTENT + 100))
+        await lab.read(object_id)
+        await lab.quiet()
+        os.close(lab.store.tiers[0].make_immutable(object_id.digest, object_id.size))
+    async with running(cache_dir, origin) as lab:
+        catalog, (ssd,) = lab.store.catalog, lab.store.tiers
+        load, ranges = catalog._index.load, catalog.ranges
+        loaded: list[int] = []
+        counted: list[Any] = []
+
+        def loads(keys: list[Any]) -> list[Any]:
+            loaded.append(len(keys))
+            return load(keys)
+
+        def counts(*arguments: Any) -> Any:
+            counted.append(arguments)
+            return ranges(*arguments)
+
+        monkeypatch.setattr(catalog._index, "load", loads)
+        monkeypatch.setattr(catalog, "ranges", counts)
+        obj = lab.store.object(object_id)
+        assert lab.store.space.drop_file(obj, ssd) == 5 * BLOCKS_PER_EXTENT + 1
+        assert (loaded, counted) == ([6], [])
+        assert ssd.disposal.idle(10) and ssd.used_bytes == 0 and not obj.copies
+
+
+@pytest.mark.parametrize("block", [5000, 64 * KIB])
+@in_trio
+async def test_blocks_take_what_their_pages_take(tmp_path: Path, block: int) -> None:
+    sizes = [1, block - 1, block, block + 1, 16 * block - 1, 16 * block, 16 * block + 1, 40 * block + 4097]
+    async with running(tmp_path / "cache", block=block) as lab:
+        space = lab.store.space
+        for size in sizes:
+            blocks = block_count(size, block)
+            for extent in range(block_count(blocks, BLOCKS_PER_EXTENT)):
+                copy = Copy(1, b"", extent, size)
+                whole = extent_bits(blocks, extent)
+                for bits in (0, 1, whole, whole & 0x5555, whole & ~(whole >> 1)):
+                    pages = sum(-(-length // 4096) for _, length in lab.store.catalog.ranges(copy, bits))
+                    assert space.bytes(copy, bits) == pages * 4096
