@@ -16,7 +16,7 @@ from cachefs.base.errors import CachefsError, CacheUnusable, Conflict, NoRoom, O
 from cachefs.origin import Part
 from cachefs.upload import orphans, sending
 from cachefs.upload.content import Attempt, Row
-from cachefs.upload.journal import AGAIN_S, DIRTY_FILES, DiskHangs, Journal
+from cachefs.upload.journal import AGAIN_S, DIRTY_FILES, DiskHangs, Journal, kept
 from cachefs.upload.staging import LOOK_S, StagingDisk
 from tests.fetch.scripted import content
 from tests.upload.scripted import PART, desk, in_trio
@@ -341,3 +341,38 @@ async def test_a_row_that_could_not_be_removed_is_removed_later(
         await d.quiet()
         assert not d.uploads.journal.rows(DIRTY_FILES) and not d.uploads._records._stale
         await d.close(dirty_file)
+
+
+@pytest.mark.parametrize("unlinks", [True, False])
+@in_trio
+async def test_a_removal_that_the_disk_cannot_note_may_be_undone_by_a_crash_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unlinks: bool
+) -> None:
+    """Of what the origin does not have yet. Where the staging file goes, as it does unless the power fails, all is well."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1e6) as d:
+        dirty_file = await d.save("k", b"data")
+        write, unlink, broken = d.uploads.journal.write, Path.unlink, [True]
+
+        async def fails(table: str, key: str, row: Any, **how: Any) -> None:
+            if broken:
+                raise CacheUnusable("input/output error")
+            await write(table, key, row, **how)
+
+        def stays(path: Path, missing_ok: bool = False) -> None:
+            if path != dirty_file.file.path or unlinks:
+                unlink(path, missing_ok)
+
+        monkeypatch.setattr(d.uploads.journal, "write", fails)
+        monkeypatch.setattr(Path, "unlink", stays)
+        await d.uploads.discard(dirty_file)
+        await d.quiet()
+
+        def back() -> set[str]:
+            return kept(d.uploads.journal.rows(DIRTY_FILES), os.listdir(dirty_file.file.path.parent))
+
+        assert back() == (set() if unlinks else {dirty_file.id})
+        broken.clear()
+        await trio.sleep(AGAIN_S + 2)
+        await d.quiet()
+        assert not back() and not d.uploads.journal.rows(DIRTY_FILES)
+        unlink(dirty_file.file.path, missing_ok=True)
