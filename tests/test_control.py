@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,40 @@ def test_a_daemon_that_says_nothing(path: Path) -> None:
         listener.listen()
         with pytest.raises(ControlError, match=r"did not answer within 0\.1 s"):
             request(path, "status", timeout_s=0.1)
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """This process can open no more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_process_without_descriptors_answers(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One connection after the other; that one waits is logged once."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
+            clients = [trio.socket.from_stdlib_socket(client) for client in (one, two)]
+            async with serving(path):
+                await trio.testing.wait_all_tasks_blocked()
+                with without_descriptors(), trio.fail_after(10):
+                    for client in clients:
+                        await client.connect(str(path))
+                    for client in clients:
+                        await client.send(b'{"verb": "echo", "text": "alive"}\n')
+                        assert b"alive" in await client.recv(1000)
+                        assert await client.recv(1000) == b""
+
+    before = len(os.listdir("/proc/self/fd"))
+    trio.run(main)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (
+        "Traceback" not in caplog.text and caplog.text.count("a connection for the control socket waits") <= 1
+    )

@@ -23,6 +23,7 @@ import trio
 from cachefs.base import ownership
 from cachefs.base.client import MAX_REQUEST_BYTES, ControlError, NotRunning, connected
 from cachefs.base.errors import CachefsError
+from cachefs.base.listening import Listener
 from cachefs.base.tasks import containing
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ async def serve(path: Path, verbs: Verbs, *, task_status: Any = None) -> None:
     try:
         await trio.serve_listeners(
             containing("a control connection", handle),
-            [trio.SocketListener(trio.socket.from_stdlib_socket(listener))],
+            [Listener(trio.SocketListener(trio.socket.from_stdlib_socket(listener)), "the control socket")],
             task_status=task_status,
         )
     finally:

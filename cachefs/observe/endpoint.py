@@ -16,6 +16,7 @@ import trio
 
 from cachefs.base.errors import MountError
 from cachefs.base.http1 import MAX_HEAD_BYTES, NotHttp, Request, parse_request, spell_reply
+from cachefs.base.listening import Listener
 from cachefs.base.tasks import containing
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class Endpoint:
             finally:
                 self._room.release()
 
-        await trio.serve_listeners(containing("a request for metrics", handle), list(self._listeners))
+        listeners = [Listener(listener, "metrics") for listener in self._listeners]
+        await trio.serve_listeners(containing("a request for metrics", handle), listeners)
 
     async def _converse(self, stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
         request = None

@@ -29,6 +29,7 @@ import trio
 
 from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.http1 import NotHttp, Request, parse_request, spell_reply
+from cachefs.base.listening import Listener
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import containing
 from cachefs.peers.auth import Macs, Unauthorized, Verifier
@@ -390,7 +391,7 @@ class Server:
         """Serve until cancelled; then close the listeners."""
         await trio.serve_listeners(
             containing("serving a peer", self._accepted),
-            list(listeners),
+            [Listener(listener, "peers") for listener in listeners],
             task_status=task_status or trio.TASK_STATUS_IGNORED,
         )
 
