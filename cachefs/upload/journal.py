@@ -13,11 +13,11 @@ system.
 | row | file | then |
 |---|---|---|
 | acknowledged | there | pending again, its upload resumed |
-| acknowledged, of a file that another one was renamed over | either | as not acknowledged |
+| acknowledged, of a file that another one was renamed over | either | the upload is aborted, the file goes |
 | acknowledged | missing | said, as an error: it was removed from outside |
 | acknowledged, of a store that is not mounted | there | both stay for the mount that has it |
-| not acknowledged | either | the upload is aborted, the file goes: its writer was told nothing |
-| none | there | the file goes; one that says it was acknowledged, or is none of ours, is kept aside (`orphans.py`) |
+| not acknowledged | either | the upload is aborted, the file is treated as one without a row |
+| none | there | the file goes if its mark says that it was never acknowledged, else it is kept aside (`orphans.py`) |
 | no journal | there | all files are kept aside |
 """
 
@@ -311,7 +311,7 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[DirtyFil
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
     rows = journal.rows(DIRTY_FILES)
     wanted = kept(rows, files)
-    replaced = _replaced(rows)
+    replaced, going = _replaced(rows), set[str]()
     for name, row in rows.items():
         what = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])
@@ -324,19 +324,19 @@ async def look(records: Records, staging: Path, revive: Revive) -> list[DirtyFil
             log.info("%s waits for its upload since an earlier run (%d bytes)", what, dirty_file.size)
             found.append(dirty_file)
             continue
-        forget = None
         if name in replaced:
             log.info("%s was replaced by another file", what)
-            # Its staging file says that it was acknowledged, and without a row it would be kept aside.
-            forget = partial(orphans.forget, staging / row["file"])
+            going.add(row["file"])  # also if its mark says that it was acknowledged: this row knows more
         elif row["acknowledged"]:
             log.error("%s was to be uploaded, but %s was removed", what, staging / row["file"])
         else:
             log.info("%s was being written when an earlier run ended: given up", what)
         if row["upload"] is not None:
             await records.orphaned(row["source"], row["key"], row["upload"])
+        # Before its row goes, the file itself says that it need not be kept: the next start may come before it is removed.
+        forget = partial(orphans.forget, staging / row["file"]) if name in replaced else None
         await journal.write(DIRTY_FILES, name, None, first=forget)
-    kept_aside = [left for left in files if not orphans.accounted(staging, left)]
+    kept_aside = [left for left in files - going if not orphans.accounted(staging, left)]
     orphans.set_aside(staging, kept_aside, "the journal does not account for what was acknowledged")
     for left in files.difference(kept_aside):
         log.info("removing %s, which was never acknowledged", staging / left)

@@ -2,10 +2,12 @@
 
 The journal says which staging files hold something that was acknowledged. A file that it does not name was never
 acknowledged, unless the journal is another one than the file was written under: then it may be the only copy of what a user
-wrote. Such files are moved to `staging.orphaned-TIME` beside the staging directory; `cachefs recover` lists them and copies
-them to where they belong. So that it knows their names, an acknowledged file carries its row in extended attributes:
-`OBJECT` from before the row is in the journal, `ACKNOWLEDGED` from after it was until before it is removed. A file system
-without extended attributes costs names, and no bytes.
+wrote. Only the file's own mark tells the two apart, so a file without a mark is kept. Such files are moved to
+`staging.orphaned-TIME` beside the staging directory; `cachefs recover` lists them and copies them to where they belong.
+
+Both are extended attributes. `ACKNOWLEDGED` is the mark: `NO` from when the file is made, `YES` from after its row is in the
+journal until before that is removed. `OBJECT` is the row, from before it is in the journal, so that the file has its name. A
+file system without extended attributes costs names, and no bytes: what is left in its staging directory is kept.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from cachefs.base.errors import CacheUnusable
 log = logging.getLogger(__name__)
 
 OBJECT, ACKNOWLEDGED = "user.cachefs.object", "user.cachefs.acknowledged"
+NO, YES = b"0", b"1"
 
 _OURS = re.compile(r"[0-9a-f]{32}(\.[0-9]+)?")
 _DESCRIBED = ("source", "key", "mtime_ns")
@@ -49,32 +52,46 @@ class Orphan(NamedTuple):
 # -- what a staging file says of itself: blocking, never raises ------------------------------------------
 
 
+def begin(path: Path) -> None:
+    """It is a staging file now, and nothing of it was acknowledged."""
+    _put(path, ACKNOWLEDGED, NO)
+
+
 def describe(path: Path, row: Mapping[str, Any]) -> None:
     _put(path, OBJECT, json.dumps({name: row[name] for name in _DESCRIBED}).encode())
 
 
 def acknowledge(path: Path) -> None:
-    _put(path, ACKNOWLEDGED, b"1")
+    if not _put(path, ACKNOWLEDGED, YES):
+        _remove(path, ACKNOWLEDGED)  # or the file would say that it was never acknowledged
 
 
 def forget(path: Path) -> None:
-    for name in (ACKNOWLEDGED, OBJECT):
-        with suppress(OSError):
-            os.removexattr(path, name, follow_symlinks=False)
+    """The origin has it, or its name is gone: it need not be kept."""
+    _put(path, ACKNOWLEDGED, NO)
+    _remove(path, OBJECT)
 
 
-def is_acknowledged(path: Path) -> bool:
+def never_acknowledged(path: Path) -> bool:
+    """True if its mark says so. Without a mark it may have been: the disk takes none, or the file was copied here."""
     try:
-        return bool(os.getxattr(path, ACKNOWLEDGED, follow_symlinks=False))
+        return os.getxattr(path, ACKNOWLEDGED, follow_symlinks=False) == NO
     except OSError:
         return False
 
 
-def _put(path: Path, name: str, value: bytes) -> None:
+def _put(path: Path, name: str, value: bytes) -> bool:
     try:
         os.setxattr(path, name, value, follow_symlinks=False)
     except OSError as exc:
         log.debug("%s does not take an attribute: %s", path, exc.strerror)
+        return False
+    return True
+
+
+def _remove(path: Path, name: str) -> None:
+    with suppress(OSError):
+        os.removexattr(path, name, follow_symlinks=False)
 
 
 # -- at a start: blocking ------------------------------------------------------------------------------
@@ -82,7 +99,7 @@ def _put(path: Path, name: str, value: bytes) -> None:
 
 def accounted(staging: Path, name: str) -> bool:
     """True for a staging file that a journal without a row of it says enough about: it was not acknowledged."""
-    return bool(_OURS.fullmatch(name)) and not is_acknowledged(staging / name)
+    return bool(_OURS.fullmatch(name)) and never_acknowledged(staging / name)
 
 
 def set_aside(staging: Path, names: Collection[str], why: str) -> Path | None:

@@ -32,6 +32,7 @@ from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.tasks import in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
+from cachefs.upload import orphans
 
 log = logging.getLogger(__name__)
 
@@ -517,6 +518,7 @@ def translated(exc: OSError, directory: Path) -> CachefsError:
 def _written_file(path: Path, data: bytes) -> int:
     """A new file that holds `data`, open; on an error there is none."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    orphans.begin(path)
     try:
         _write(fd, 0, data)
     except OSError:

@@ -180,6 +180,7 @@ class Uploads:
         fd = self._store.take_out(backing, users, path) if self.takes else None
         if fd is None:
             return None
+        orphans.begin(path)
         file = StagingFile(self._disk, name, fd=fd)
         dirty_file = DirtyFile(
             self,

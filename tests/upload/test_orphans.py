@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from cachefs.daemon.uploading import left_behind
 from cachefs.upload import orphans
 from cachefs.upload.journal import Journal
 from tests.upload.scripted import SOURCE, Desk, ScriptedStore, desk, in_trio
+from tests.upload.test_passthrough import CacheFile
 
 DATA = b"1" * 300_000
 
@@ -96,7 +98,8 @@ async def test_what_is_none_of_ours_is_not_removed(tmp_path: Path) -> None:
     async with desk(tmp_path) as d:
         (d.staging / "notes.txt").write_bytes(b"mine")
         (d.staging / "directory").mkdir()
-        (d.staging / ("0" * 32)).write_bytes(b"never acknowledged")
+        (file := d.staging / ("0" * 32)).write_bytes(b"never acknowledged")
+        orphans.begin(file)
     async with desk(tmp_path) as d:
         assert await d.files() == []
     assert [file.name for file in aside(tmp_path)] == ["directory", "notes.txt"]
@@ -117,7 +120,7 @@ async def test_a_crash_leaves_nothing_aside(tmp_path: Path, writeback: bool) -> 
         last = await d.save("m", DATA)
         await d.uploads.flush()
         await d.quiet()
-        assert last.file.path.exists() and not orphans.is_acknowledged(last.file.path)
+        assert last.file.path.exists() and orphans.never_acknowledged(last.file.path)
         assert not again.file.path.exists()
         await d.create("open", DATA)
     async with desk(tmp_path, store, writeback=writeback) as d:
@@ -130,28 +133,109 @@ async def test_a_renamed_file_has_its_new_name(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
         dirty_file = await d.save("old", DATA)
         await d.rename(dirty_file, "new")
-        assert await trio.to_thread.run_sync(orphans.is_acknowledged, dirty_file.file.path)
+        assert not await trio.to_thread.run_sync(orphans.never_acknowledged, dirty_file.file.path)
     lose_journal(tmp_path)
     async with desk(tmp_path):
         pass
     assert [orphan.key for orphan in orphans.found(tmp_path, waiting=False)] == ["new"]
 
 
-@in_trio
-async def test_no_extended_attributes_cost_names_and_no_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache disk takes no extended attributes."""
+
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(95, "Operation not supported")
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     for name in ("setxattr", "getxattr", "removexattr"):
         monkeypatch.setattr(os, name, refuse)
+
+
+@pytest.mark.parametrize("another", [False, True])
+@in_trio
+async def test_no_extended_attributes_cost_names_and_no_bytes(
+    tmp_path: Path, no_attributes: None, caplog: pytest.LogCaptureFixture, another: bool
+) -> None:
+    """Without a journal, and with another one, which has no row of what was acknowledged."""
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+        before = {name: (d.staging / name).read_bytes() for name in await d.files()}
+    lose_journal(tmp_path)
+    if another:
+        Journal(tmp_path / "state" / "journal").close()
+    async with desk(tmp_path) as d:
+        assert await d.files() == []
+    assert {file.name: file.read_bytes() for file in aside(tmp_path)} == before and len(before) == 2
+    assert [r.levelname for r in caplog.records if "are kept in" in r.getMessage()] == ["WARNING"]
+    assert orphans.warning(tmp_path).startswith("2 files")
+
+
+@in_trio
+async def test_a_replaced_file_goes_also_without_extended_attributes(
+    tmp_path: Path, no_attributes: None
+) -> None:
+    """A file that another one was renamed over never comes back, and a row of the journal says so."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        replaced, new = await d.save("k", b"1" * 300_000), await d.save("l", DATA)
+        await d.uploads.rename(new, d.store, "k", over=replaced)
+        replaced.content.removed = True  # the crash comes before its row is removed
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
+        assert len(await d.files()) == 1
+    assert aside(tmp_path) == []
+
+
+@in_trio
+async def test_a_file_without_its_attributes_is_kept_aside(tmp_path: Path) -> None:
+    """For example in a copy of the cache directory: that a mark is absent shows nothing."""
+    async with desk(tmp_path, writeback=True) as d:
+        await written(d)
+        before = {name: (d.staging / name).read_bytes() for name in await d.files()}
+        for name in before:
+            for attribute in os.listxattr(d.staging / name):
+                os.removexattr(d.staging / name, attribute)
+    lose_journal(tmp_path)
+    Journal(tmp_path / "state" / "journal").close()
+    async with desk(tmp_path):
+        pass
+    assert {file.name: file.read_bytes() for file in aside(tmp_path)} == before
+
+
+@in_trio
+async def test_a_mark_that_cannot_be_renewed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an acknowledged file would go on saying that it was not."""
+    setxattr = os.setxattr
+
+    def refuse(path: Path, name: str, value: bytes, **how: bool) -> None:
+        if value == b"1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        setxattr(path, name, value, **how)
+
+    monkeypatch.setattr(os, "setxattr", refuse)
     async with desk(tmp_path, writeback=True) as d:
         await written(d)
     lose_journal(tmp_path)
+    Journal(tmp_path / "state" / "journal").close()
     async with desk(tmp_path):
         pass
-    assert len(aside(tmp_path)) == 2
+    assert [file.read_bytes() for file in aside(tmp_path)] == [DATA]
+
+
+@in_trio
+async def test_a_cached_file_that_is_opened_for_writing_leaves_nothing_aside(tmp_path: Path) -> None:
+    """The origin has its content until it is written."""
+    async with desk(tmp_path, writeback=True) as d:
+        d.uploads.enable_passthrough(lambda backing: None, lambda backing: None)
+        info = d.store.show("k", DATA)
+        dirty_file = d.uploads.take(d.store, info, CacheFile(tmp_path / "cached", DATA), 1, {})
+        assert dirty_file is not None
+        d.uploads.open(dirty_file)
+        assert len(await d.files()) == 1
+    async with desk(tmp_path) as d:
+        assert await d.files() == []
+    assert aside(tmp_path) == []
 
 
 def test_a_journal_that_cannot_be_read_names_the_verb(tmp_path: Path) -> None:
