@@ -16,6 +16,7 @@ from dataclasses import replace
 import trio
 
 from cachefs.base.errors import CachefsError, Conflict, NoSuchUpload, ObjectChanged, OriginFailed, Transient
+from cachefs.base.logs import Repeats
 from cachefs.base.metrics import Metrics
 from cachefs.base.tasks import contained
 from cachefs.origin import ObjectInfo, new_token
@@ -58,6 +59,7 @@ class Queue:
         self._metrics = metrics
         self._committed, self._settle = committed, settle
         self._conditional = conditional
+        self._repeats = Repeats(clock=trio.current_time)
         self._rng = random.Random()
         self._due: list[tuple[float, int, DirtyFile]] = []
         self._numbers = itertools.count()
@@ -200,7 +202,8 @@ class Queue:
             dirty_file.trying.unsure |= isinstance(error, ABOUT_THE_STORE)
             with trio.CancelScope(shield=True):
                 await self._failed(dirty_file, error)
-            self._again(dirty_file, error)
+            wait_s = self._again(dirty_file, error)
+            self.warn(dirty_file, exc, f"{error}; trying again in {wait_s:.1f} s")
         finally:
             dirty_file.content.end()
             attempt.begun.set()
@@ -265,16 +268,32 @@ class Queue:
         try:
             await self._records.acknowledge(dirty_file)
         except CachefsError as exc:
-            log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+            self.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
 
-    def _again(self, dirty_file: DirtyFile, error: CachefsError) -> None:
+    def _again(self, dirty_file: DirtyFile, error: CachefsError) -> float:
+        """Plan the next attempt; returns in how many seconds."""
         dirty_file.trying.failures += 1
         wait_s = LONGEST_RETRY_S
         if not in_vain(error):
             wait_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(dirty_file.trying.failures - 1, 32))
         wait_s *= self._rng.uniform(0.5, 1.0)
-        log.warning("%s; trying again in %.1f s", error, wait_s)
         self.plan(dirty_file, wait_s)
+        return wait_s
+
+    def warn(self, dirty_file: DirtyFile, exc: Exception, text: str) -> None:
+        """Log why a file is not at the origin, or not kept here: each kind of error of a source once a minute, or each time
+        at level debug. Else any user whose files fail could fill the log. The status counts all of them."""
+        left_out: int | None = 0
+        if not log.isEnabledFor(logging.DEBUG):
+            left_out = self._repeats.admit((dirty_file.origin.source, type(exc)))
+        if left_out is None:
+            return
+        if left_out:
+            text += f" ({left_out} more failures of this kind before it)"
+        if isinstance(exc, CachefsError):
+            log.warning("%s", text)
+        else:
+            log.error("%s", text, exc_info=exc)  # a bug
 
 
 def in_vain(error: CachefsError) -> bool:

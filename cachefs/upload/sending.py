@@ -233,7 +233,8 @@ class Sender:
             # Else the file was cut, or rewritten under it; and a commit sends by itself what did not land.
             if self.parts.is_current(piece) and not self._quiet:
                 self.failed = expected(exc)
-                log.info("%s; trying again at the commit", self.failed)
+                bug = None if isinstance(exc, CachefsError) else exc
+                log.info("%s; trying again at the commit", self.failed, exc_info=bug)
         finally:
             del self._early[piece.number]  # before those whom its end has woken go on
             self.push(nursery)
@@ -389,7 +390,6 @@ def expected(exc: Exception) -> CachefsError:
     """A failure as who commits is told it. One that is our bug ends neither the task's nursery nor the file."""
     if isinstance(exc, CachefsError):
         return exc
-    log.exception("an upload failed unexpectedly", exc_info=exc)
     return OriginFailed(f"unexpected {type(exc).__name__}")
 
 

@@ -286,7 +286,7 @@ class Uploads:
             try:
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
-                log.warning("%s", exc)
+                self._queue.warn(dirty_file, exc, str(exc))
         self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import pytest
 import trio
 
-from cachefs.base.errors import Conflict, NoRoom, NoSuchUpload, ObjectChanged, OriginFailed, TooLarge
+from cachefs.base.errors import (
+    Conflict,
+    NoRoom,
+    NoSuchUpload,
+    ObjectChanged,
+    OriginFailed,
+    PermissionDenied,
+    TooLarge,
+)
 from cachefs.base.names import ObjectId
 from cachefs.upload import room
 from cachefs.upload.staging import LOOK_S, SMALL
@@ -393,6 +402,60 @@ async def test_an_upload_that_vanishes_in_the_middle_is_begun_anew(tmp_path: Pat
         await add(dirty_file, data[10 * PART :])
         await d.close(dirty_file)
         assert d.store.content("k") == data and d.store.counts["begin"] == 2
+
+
+@in_trio
+async def test_the_log_names_a_failing_upload_once_a_minute_for_each_kind_of_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else any user could fill it: with many files that fail, or with one that is tried for ever. The status counts all."""
+
+    def said() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        caplog.clear()
+        return found
+
+    async with desk(tmp_path, writeback=True, upload_delay_s=0) as d:
+        d.store.fail("put", lambda: OriginFailed("down"), times=10_000)
+        for number in range(50):
+            await d.save(f"k{number}", b"data")
+        await d.quiet()
+        d.store.rules.clear()
+        d.store.fail("put", lambda: PermissionDenied("denied"), times=10_000)
+        await d.save("l", b"data")
+        await d.quiet()
+        down, denied = said()
+        assert down.startswith("down; trying again in") and denied.startswith("denied; trying again in")
+        assert d.uploads.status()["failed"] == d.metrics.upload_failures == 51
+        await trio.sleep(61)
+        await d.save("m", b"data")
+        await d.quiet()
+        assert d.metrics.upload_failures > 100
+        (again,) = said()
+        assert re.fullmatch(r"denied; trying again in .* \(\d+ more failures of this kind before it\)", again)
+        d.store.rules.clear()
+        assert await d.uploads.flush() == []
+
+
+@in_trio
+async def test_files_that_cannot_be_kept_are_named_once_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full, or fails, says so for each of them, and at each try."""
+    async with desk(tmp_path) as d:
+        d.store.fail("put", lambda: OriginFailed("down"), times=10_000)
+
+        async def full(*_: Any, **__: Any) -> None:
+            raise NoRoom("the journal is full")
+
+        write, d.uploads.journal.write = d.uploads.journal.write, full  # type: ignore[method-assign]
+        for number in range(20):
+            with pytest.raises(OriginFailed):
+                await d.save(f"k{number}", b"data")
+        assert sum("the journal is full" in record.getMessage() for record in caplog.records) == 1
+        d.uploads.journal.write = write  # type: ignore[method-assign]
+        d.store.rules.clear()
+        assert await d.uploads.flush() == []
 
 
 @in_trio
