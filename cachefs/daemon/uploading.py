@@ -131,6 +131,9 @@ class Uploading:
                 dirty_file.failure or "it takes too long",
             )
         there = [dirty_file for dirty_file in left if not isinstance(dirty_file.failure, Lost)]
+        if len(there) < len(left):
+            lost = about_files(len(left) - len(there))
+            log.error("lost: %s, removed from %s from outside", lost, self._staging)
         if there:
             log.warning(
                 "not at the origin: %s (%s) in %s, and the next mount of this cache that can be written sends it",

@@ -196,12 +196,15 @@ class Records:
                 await self._put(dirty_file, dirty_file.row(), within_s)
 
     async def acknowledge(self, dirty_file: DirtyFile) -> None:
-        """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`."""
+        """What it holds now is on the disk, and so is a row that says so. Raises `NoRoom`, `CacheUnusable`, of
+        which `Lost`."""
         dirty_file.look()
         generation = dirty_file.content.generation
         if dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough:
             await dirty_file.file.sync()
             dirty_file.content.synced = max(dirty_file.content.synced, generation)
+        if dirty_file.dirty and dirty_file.content.is_ours:
+            dirty_file.file.check_name()  # or the next mount would be promised a file that it cannot find
         async with dirty_file.record.turn:
             # What the origin has got meanwhile must not come back after a crash.
             if dirty_file.dirty and not dirty_file.acknowledged and not dirty_file.discarded:

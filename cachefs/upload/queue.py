@@ -24,7 +24,7 @@ from cachefs.upload.content import Attempt, Row, Stored
 from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.journal import Records
 from cachefs.upload.sending import Piece, Preconditions, expected
-from cachefs.upload.staging import LOOK_S
+from cachefs.upload.staging import LOOK_S, Lost
 
 log = logging.getLogger(__name__)
 
@@ -290,10 +290,8 @@ class Queue:
             return
         if left_out:
             text += f" ({left_out} more failures of this kind before it)"
-        if isinstance(exc, CachefsError):
-            log.warning("%s", text)
-        else:
-            log.error("%s", text, exc_info=exc)  # a bug
+        bug = None if isinstance(exc, CachefsError) else exc
+        log.log(logging.ERROR if bug or isinstance(exc, Lost) else logging.WARNING, "%s", text, exc_info=bug)
 
 
 def in_vain(error: CachefsError) -> bool:

@@ -185,10 +185,6 @@ class StagingFile:
             try:
                 return os.open(self.path, os.O_RDWR | flags), True
             except OSError as exc:
-                if exc.errno == errno.ENOENT and not self._removed:
-                    raise Lost(
-                        f"{self.path} was removed from outside: what was written to it is lost"
-                    ) from exc
                 if exc.errno != errno.EROFS:
                     raise  # else it became read-only after an error: what is there can be read and sent
         return os.open(self.path, os.O_RDONLY | flags), False
@@ -418,6 +414,12 @@ class StagingFile:
                 self._spoiled = True
                 raise
 
+    def check_name(self) -> None:
+        """Raises `Lost` if its name was removed from outside: users still have the file, and no other start finds it."""
+        if self._made and not self._removed:
+            with self._translated():
+                os.stat(self.path, follow_symlinks=False)
+
     def check(self) -> None:
         """Raises `CacheUnusable` if the file may hold other bytes than were written."""
         if self._spoiled:
@@ -443,6 +445,8 @@ class StagingFile:
         try:
             yield
         except OSError as exc:
+            if exc.errno == errno.ENOENT and self._made and not self._removed:
+                raise Lost(f"{self.path} was removed from outside: what was written to it is lost") from exc
             raise translated(exc, self.path.parent) from exc
 
 

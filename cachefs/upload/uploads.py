@@ -742,7 +742,8 @@ class Uploads:
             try:
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
-                log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
+                dirty_file.trying.failure = exc  # says whether the next mount finds it
+                self._queue.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
             while dirty_file.handles:
                 dirty_file.release()
         else:

@@ -16,7 +16,8 @@ from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.upload import staging
 from cachefs.upload.staging import HELD, Lost, StagingDisk, StagingFile
 from tests.fetch.scripted import content
-from tests.upload.scripted import in_trio
+from tests.upload.scripted import desk, in_trio
+from tests.upload.test_passthrough import Kernel, ends, in_passthrough
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,63 @@ async def test_a_file_that_cannot_be_opened_for_writing_is_read_or_told(
         with pytest.raises(CacheUnusable) as error:
             file.take()
         assert not isinstance(error.value, Lost), "it was removed here"
+
+
+@pytest.mark.parametrize("in_passthrough", [True, False])
+@in_trio
+async def test_a_file_that_was_removed_from_outside_is_lost(tmp_path: Path, in_passthrough: bool) -> None:
+    """Whoever writes it: each call that needs its name says so, and none does of one that was removed here."""
+    for name in ("f", "g"):
+        (tmp_path / name).write_bytes(b"data")
+    for name in ("f", "g"):
+        file = StagingFile(StagingDisk(tmp_path), name)
+        file.in_passthrough = in_passthrough
+        removed_here = name == "g"
+        if removed_here:
+            file.remove()
+            with trio.fail_after(10):
+                await file._disk.quiet()
+            file.check_name()
+        else:
+            (tmp_path / name).unlink()
+        calls = [file.take, file.shape] if removed_here else [file.take, file.shape, file.check_name]
+        for call in calls:
+            with pytest.raises(CacheUnusable) as error:
+                call()
+            assert isinstance(error.value, Lost) is not removed_here
+        assert (file._users, file._fd) == (0, -1)
+
+
+@pytest.mark.parametrize("when", ["open", "closed", "still written"])
+@in_trio
+async def test_a_passthrough_file_that_was_removed_from_outside_is_promised_to_no_mount(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    """Before its commit, right behind its close, and while a mapping keeps it in passthrough."""
+    async with desk(tmp_path, writeback=True, upload_delay_s=1000) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"data")
+        if when == "open":
+            dirty_file.file.path.unlink()
+            with pytest.raises(Lost):
+                await d.uploads.commit(dirty_file)
+            assert d.uploads.journal.rows("drafts") == {}
+            ends(d, dirty_file, fd)
+            await d.quiet()
+            assert d.uploads.journal.rows("drafts") == {} and "is lost" in caplog.text
+        else:
+            await d.uploads.commit(dirty_file)
+            mapping = os.dup(fd) if when == "still written" else -1
+            ends(d, dirty_file, fd)
+            assert dirty_file.kernel.in_passthrough is (when == "still written") and dirty_file.dirty
+            dirty_file.file.path.unlink()
+            if when == "still written":
+                os.close(mapping)
+        left = await d.uploads.aclose(0)
+        assert left == [dirty_file] and isinstance(dirty_file.failure, Lost), (
+            "it is not said to wait for the next mount"
+        )
+    assert [r.levelname for r in caplog.records if "is lost" in r.getMessage()][:1] == ["ERROR"]
 
 
 @in_trio
