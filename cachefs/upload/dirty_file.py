@@ -278,8 +278,7 @@ class DirtyFile:
                 appends = offset == before and self.kernel.way is Way.HERE and not self.acknowledged
                 await self._with_room(count, lambda: self.file.write(offset, data, appends=appends))
             except CachefsError:
-                # How much of it was written is unknown.
-                await self.file.truncate(before)
+                # How much of it was written is unknown, but for the end, which is where it was.
                 if offset < before:
                     self.parts.wrote(offset, min(count, before - offset))
                     self._changed()

@@ -161,6 +161,9 @@ class StagingFile:
         self._landing = trio.Lock()
         self._removed = False
         self._spoiled = False
+        self._cut_at: int | None = (
+            None  # where the file ends; the disk has something of a failed write behind that
+        )
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -235,7 +238,7 @@ class StagingFile:
             with self._translated():
                 if self._made:
                     with self._written_to() as fd:
-                        await self._disk.run(lambda: _write(fd, self._start, data))
+                        await self._disk.run(lambda: self._land(fd, data))
                 else:
                     self._fd = await self._disk.make(self.path, data)
             self._let_go()
@@ -316,6 +319,7 @@ class StagingFile:
         """The same, blocking."""
         with self._translated():
             if self._writes:
+                self._cut_off(self._fd)
                 fd = self.reader()
                 os.dup2(fd, self._fd, inheritable=False)
                 os.close(fd)
@@ -372,7 +376,7 @@ class StagingFile:
         return bytes(memoryview(self._held)[at : at + size])
 
     async def write(self, offset: int, data: Buffer, *, appends: bool = False) -> None:
-        """All of it, or an error after any part of it; with `appends`, of what was written at the end before, too. `appends`
+        """All of it, or an error after any part of it that lies before the file's end: this is then where it was. `appends`
         says that it begins where the file ends, and that no process has the file by itself."""
         if self.write_now(offset, data):
             return
@@ -383,7 +387,7 @@ class StagingFile:
                 self._start, self._held = offset, bytearray()
                 if self.write_now(offset, data):
                     return
-        await self._on_disk(lambda fd: _write(fd, offset, data))
+        await self._on_disk(lambda fd: self._grow(fd, lambda: _write(fd, offset, data)))
 
     def write_now(self, offset: int, data: Buffer) -> bool:
         """Write it in memory, if it belongs there and there is room; False: nothing has happened."""
@@ -394,20 +398,33 @@ class StagingFile:
         return True
 
     async def truncate(self, size: int) -> None:
-        if self._made and self._held is not None and size <= self._start and not self._landing.locked():
-            self._let_go()
-        if self._keep(size) is None:
+        if self._made and size <= self._start:
+            async with self._landing:  # meanwhile nothing is written in memory
+                # What is cut off needs no room on the disk first. It is dropped once it is cut: that may fail.
+                await self._on_disk(lambda fd: os.ftruncate(fd, size), lands=False)
+                self._let_go()
+        elif self._keep(size) is not None:
+            return
+        else:
             await self._on_disk(lambda fd: os.ftruncate(fd, size))
-            self._spoiled &= size > 0
+        self._spoiled &= size > 0
 
     async def allocate(self, offset: int, length: int) -> None:
-        await self._on_disk(lambda fd: os.posix_fallocate(fd, offset, length))
+        def allocated(fd: int) -> None:
+            os.posix_fallocate(fd, offset, length)
+
+        # A process that writes it by itself may have moved its end meanwhile: as on a local disk, zeros stay there.
+        others = self.in_passthrough
+        await self._on_disk(allocated if others else lambda fd: self._grow(fd, lambda: allocated(fd)))
 
     async def sync(self) -> None:
         """The bytes are on the disk. Its name may not be: `sync_names`."""
         self.check()
         with self.used(), self._translated():
             await self.land()
+            if self._cut_at is not None:
+                with self._written_to() as fd:
+                    await self._disk.run(lambda: self._cut_off(fd))
             try:
                 await self._disk.run(lambda: os.fdatasync(self._fd))
             except OSError:
@@ -434,11 +451,37 @@ class StagingFile:
             await other.land()
             await self._disk.run(partial(_copy, self._fd, other._fd, size))
 
-    async def _on_disk(self, change: Callable[[int], object]) -> None:
+    async def _on_disk(self, change: Callable[[int], object], *, lands: bool = True) -> None:
+        def changed(fd: int) -> None:
+            self._cut_off(fd)
+            change(fd)
+
         with self.used(), self._translated():
-            await self.land()
+            if lands:
+                await self.land()
             with self._written_to() as fd:
-                await self._disk.run(lambda: change(fd))
+                await self._disk.run(lambda: changed(fd))
+
+    def _grow(self, fd: int, change: Callable[[], object]) -> None:
+        """In a thread: a change that may move the file's end; one that fails does not."""
+        end = os.fstat(fd).st_size
+        try:
+            change()
+        except OSError:
+            self._cut_at = end
+            with suppress(OSError):  # else the next call does it
+                self._cut_off(fd)
+            raise
+
+    def _land(self, fd: int, data: bytes) -> None:
+        self._cut_off(fd)
+        self._grow(fd, lambda: _write(fd, self._start, data))
+
+    def _cut_off(self, fd: int) -> None:
+        """In a thread: the disk has nothing behind the end. A file that grows later would show it in place of zeros."""
+        if self._cut_at is not None:
+            os.ftruncate(fd, self._cut_at)
+            self._cut_at = None
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

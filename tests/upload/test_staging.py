@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ STEPS = st.lists(
         st.tuples(
             st.sampled_from(["sync", "land", "copy", "passthrough", "use", "give"]), st.just(0), st.just(0)
         ),
+        st.tuples(st.just("full"), st.integers(0, 60), st.integers(0, 1)),
     ),
     max_size=20,
 )
@@ -36,88 +38,187 @@ STEPS = st.lists(
 def test_it_holds_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]], left: int, at_once: int
 ) -> None:
-    """Whatever memory is left, though the disk takes a few bytes of each write and copies a few at a time."""
+    """Whatever memory is left, though the disk takes a few bytes of each write, is full now and then, and copies a few at a
+    time."""
     place = tmp_path_factory.mktemp("staging")
     with pytest.MonkeyPatch.context() as patch:
-        pwrite, copy, before = os.pwrite, os.copy_file_range, len(os.listdir("/proc/self/fd"))
-        patch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: 8 * at_once], at))
+        copy, before = os.copy_file_range, len(os.listdir("/proc/self/fd"))
+        full = Full(patch, 8 * at_once)
         patch.setattr(
             os, "copy_file_range", lambda fd, to, count, *at: copy(fd, to, min(count, at_once), *at)
         )
         patch.setattr(staging, "HELD", 64)
         patch.setattr(staging, "SMALL", 16)
-        trio.run(_hold, place, steps, left)
+        trio.run(_hold, place, steps, left, full)
         assert len(os.listdir("/proc/self/fd")) == before
     assert not list(place.iterdir())
 
 
-async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int) -> None:
+class Full:
+    """A disk that is full once it has taken `left` bytes more, and where a file cannot be cut `cuts_fail` times."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at_once: int) -> None:
+        self.left, self.cuts_fail = 1 << 30, 0
+        pwrite, ftruncate = os.pwrite, os.ftruncate
+
+        def write(fd: int, data: Any, at: int) -> int:
+            if not self.left:
+                raise OSError(errno.ENOSPC, "full")
+            count = pwrite(fd, data[: min(at_once, self.left)], at)
+            self.left -= count
+            return count
+
+        def cut(fd: int, size: int) -> None:
+            if self.cuts_fail:
+                self.cuts_fail -= 1
+                raise OSError(errno.EIO, "broken")
+            ftruncate(fd, size)
+
+        patch.setattr(os, "pwrite", write)
+        patch.setattr(os, "ftruncate", cut)
+
+    def end(self) -> None:
+        self.left, self.cuts_fail = 1 << 30, 0
+
+
+async def _hold(place: Path, steps: list[tuple[str, int, int]], left: int, full: Full) -> None:
     disk = StagingDisk(place, left)
     file, plain, users = StagingFile(disk, "f", new=True), bytearray(), 0
     file.take()
     for number, (what, at, length) in enumerate(steps):
-        match what:
-            case "write":
-                data = bytes([number + 1]) * length
-                await file.write(at, data)
-                plain.extend(bytes(max(0, at + length - len(plain))))
-                plain[at : at + length] = data
-            case "append":
-                data = bytes([number + 1]) * length
-                await file.write(len(plain), data, appends=True)
-                plain.extend(data)
-            case "truncate":
-                await file.truncate(at)
-                plain.extend(bytes(max(0, at - len(plain))))
-                del plain[at:]
-            case "allocate":
-                await file.allocate(at, length)
-                plain.extend(bytes(max(0, at + length - len(plain))))
-            case "sync":
-                await file.sync()
-                assert (place / "f").read_bytes() == plain
-            case "land":
-                await file.land()
-                assert file._held is None and (place / "f").read_bytes() == plain
-            case "copy":
-                copy = StagingFile(disk, "copy", new=True)
-                await file.copy_to(copy, len(plain))
-                assert await copy.read(0, 1000) == plain
-                copy.remove()
-                await disk.quiet()
-            case "passthrough":
-                await file.land()
-                shape = await file.open_backing()
-                assert shape == Shape(len(plain), staging.LONG_AGO_NS) == file.shape()
-                assert not file.written()
-                file.in_passthrough = False
-            case "use":
-                file.take()
-                users += 1
-            case "give" if users:
-                file.give_back()
-                users -= 1
+        if what == "full":
+            full.left, full.cuts_fail = at, length
+            continue
+        data = bytes([number + 1]) * length
+        if what == "append":
+            at = len(plain)
+        after = bytearray(plain)
+        if what in ("write", "append", "allocate"):
+            after.extend(bytes(max(0, at + length - len(plain))))
+        if what in ("write", "append"):
+            after[at : at + length] = data
+        elif what == "truncate":
+            after = after[:at] + bytes(max(0, at - len(plain)))
+        try:
+            match what:
+                case "write" | "append":
+                    await file.write(at, data, appends=what == "append")
+                case "truncate":
+                    await file.truncate(at)
+                case "allocate":
+                    await file.allocate(at, length)
+                case "sync":
+                    await file.sync()
+                    assert (place / "f").read_bytes() == plain
+                case "land":
+                    await file.land()
+                    assert file._held is None and (place / "f").read_bytes()[: len(plain)] == plain
+                case "copy":
+                    copy = StagingFile(disk, "copy", new=True)
+                    try:
+                        await file.copy_to(copy, len(plain))
+                        assert await copy.read(0, 1000) == plain
+                    finally:
+                        copy.remove()
+                        await disk.quiet()
+                case "passthrough":
+                    await file.land()
+                    shape = await file.open_backing()
+                    assert shape == Shape(len(plain), staging.LONG_AGO_NS) == file.shape()
+                    assert not file.written()
+                    file.in_passthrough = False
+                case "use":
+                    file.take()
+                    users += 1
+                case "give" if users:
+                    file.give_back()
+                    users -= 1
+        except (NoRoom, CacheUnusable):
+            assert full.left == 0 or full.cuts_fail == 0, "the disk has room"
+            full.end()
+            if what == "write":  # any part of it may be written, and nothing behind the end
+                found = await file.read(at, len(plain) - at) if at < len(plain) else b""
+                assert all(new in (old, number + 1) for new, old in zip(found, plain[at:], strict=True))
+                plain[at:] = found
+        else:
+            full.end()
+            plain = after
         held = len(file._held) if file._held is not None else 0
         assert disk.memory_left + held == left and held <= 64 and disk.memory_left >= 0
         assert (file._fd >= 0) is file._made and (file._made or file._held is not None)
         if number % 3:  # a reader has what it reads land
             for start, size in ((0, len(plain)), (len(plain) - 5, 5), (len(plain) // 2, 3)):
-                now = file.read_now(max(0, start), size)
-                assert now is None or now == plain[max(0, start) :][:size]
+                wanted = plain[max(0, start) :][:size]
+                now = file.read_now(max(0, start), len(wanted))
+                assert now is None or now == wanted
             continue
         assert bytes((await file.source(len(plain))).read(0, len(plain))) == plain
-        assert await file.read(0, 1000) == plain
-        assert await file.read(3, 5) == plain[3:8]
+        assert await file.read(0, len(plain)) == plain, "behind its end a file may still have what failed"
+        assert await file.read(3, max(0, min(5, len(plain) - 3))) == plain[3:8]
     while users:
         file.give_back()
         users -= 1
     file.remove()
     await disk.quiet()
     assert not (place / "f").exists()
-    assert await file.read(0, 1000) == plain, "its user has it"
+    assert await file.read(0, len(plain)) == plain, "its user has it"
     file.give_back()
     await disk.quiet()
     assert disk.memory_left == left and file._fd == -1
+
+
+@in_trio
+async def test_a_cut_that_fails_loses_nothing_of_what_waits_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = StagingDisk(tmp_path, 10 * staging.HELD)
+    file = StagingFile(disk, "f", new=True)
+    with file.used():
+        await file.write(0, b"1" * (staging.HELD + 1))
+        await file.write(staging.HELD + 1, b"the end", appends=True)
+        assert file.ends_in_memory
+        with monkeypatch.context() as patch:
+            Full(patch, 1 << 20).cuts_fail = 1
+            with pytest.raises(CacheUnusable):
+                await file.truncate(5)
+        assert await file.read(staging.HELD + 1, 100) == b"the end"
+        assert await file.read(0, 5) == b"11111"
+        with monkeypatch.context() as patch:  # there is no room for what is cut off
+            Full(patch, 1 << 20).left = 0
+            await file.truncate(5)
+        assert await file.read(0, 100) == b"11111" and disk.memory_left == 10 * staging.HELD
+    file.remove()
+    await disk.quiet()
+
+
+@pytest.mark.parametrize("cuts_fail", [0, 1])
+@pytest.mark.parametrize("waits", [False, True])
+@in_trio
+async def test_nothing_of_a_write_that_failed_comes_back_when_the_file_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool, cuts_fail: int
+) -> None:
+    """POSIX: what was never written is zeros. Of a write, and of a file's end that waits in memory."""
+    disk = StagingDisk(tmp_path, 10 * staging.HELD)
+    file, size = StagingFile(disk, "f", new=True), staging.HELD + 1
+    with file.used():
+        await file.write(0, b"1" * size)
+        if waits:
+            await file.write(size, b"2" * 100, appends=True)
+        with monkeypatch.context() as patch:
+            full = Full(patch, 1 << 20)
+            full.left, full.cuts_fail = 50, cuts_fail
+            with pytest.raises(NoRoom):
+                await (file.land() if waits else file.write(size, b"2" * 100))
+        if waits:
+            await file.truncate(size + 10)
+            await file.land()
+        await file.write(size + 80, b"3" * 10)
+        expected = b"2" * 10 * waits + bytes(80 - 10 * waits) + b"3" * 10
+        assert await file.read(size, 1000) == expected
+        await file.sync()
+        assert (tmp_path / "f").read_bytes() == b"1" * size + expected
+    file.remove()
+    await disk.quiet()
 
 
 @pytest.mark.parametrize(

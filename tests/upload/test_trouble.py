@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from cachefs.base.errors import (
+    CacheUnusable,
     Conflict,
     NoRoom,
     NoSuchUpload,
@@ -82,6 +83,33 @@ async def test_a_full_disk_is_an_error_to_who_writes_and_to_nobody_else(tmp_path
         await d.close(bad)
         assert d.store.content("good") == b"1" * 100 + b"!" * 10
         assert d.store.content("bad") == b"2" * 50 + b"5" * 50 + bytes(20), "nothing is left of what failed"
+
+
+@in_trio
+async def test_what_a_failed_write_left_before_the_end_is_sent(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what it left behind the end cannot be removed at once."""
+    async with desk(tmp_path) as d:
+        dirty_file = await d.create("k", b"1" * 100)
+        await dirty_file.file.land()
+        await d.uploads.commit(dirty_file)
+        disk.fill(dirty_file.file.path)
+
+        def broken(fd: int, size: int) -> None:
+            raise OSError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", broken)
+            with pytest.raises(CacheUnusable, match="broken"):
+                await dirty_file.write(50, b"2" * 100)
+        assert dirty_file.size == 100 and dirty_file.dirty
+        disk.full.clear()
+        await d.uploads.commit(dirty_file)
+        assert d.store.content("k") == b"1" * 50 + b"2" * 50
+        await dirty_file.write(150, b"3")
+        await d.close(dirty_file)
+        assert d.store.content("k") == b"1" * 50 + b"2" * 50 + bytes(50) + b"3"
 
 
 @in_trio
