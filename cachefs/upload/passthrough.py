@@ -15,6 +15,7 @@ stays their backing file (`DirtyFile.share`): then it is mapped past the daemon,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -26,6 +27,11 @@ from cachefs.upload.dirty_file import DirtyFile
 from cachefs.upload.staging import LOOK_S, can_lease, tells_of_mappings
 
 log = logging.getLogger(__name__)
+
+LOOKS, LETS_GO_S = 6, 0.0002
+"""Looks at a close whether the kernel has let the file go, and seconds between two. Measured on two processors with a load
+of 12: of 1,500 closes of a file that was not changed, 117 were refused a lease at the first look, and 1 at the sixth, 0.1 ms
+apart. The loop stands still meanwhile: about a millisecond at most."""
 
 
 class Passthrough:
@@ -118,7 +124,7 @@ class Passthrough:
         if dirty_file.kernel.writers or dirty_file.discarded:
             return
         try:
-            reclaimed = dirty_file.reclaim()
+            reclaimed = _let_go(dirty_file)
         except CachefsError as exc:
             log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
             reclaimed = False
@@ -145,6 +151,22 @@ class Passthrough:
                 await self._relieve()
                 await trio.sleep(LOOK_S)
             self._begun = trio.Event()
+
+
+def _let_go(dirty_file: DirtyFile) -> bool:
+    """`reclaim` at the close of its last writer.
+
+    The kernel sends RELEASE, and lets its own file go when the closing process returns to its program: until then it refuses
+    the lease. This waits, because who opens the name next is shown the origin's version of a file that was not changed, and
+    what a mapping might still change has to be said before that."""
+    for look in range(LOOKS):
+        if look:
+            time.sleep(LETS_GO_S)
+        if dirty_file.reclaim():
+            return True
+        if dirty_file.dirty:  # it is sent in any case, when it is let go
+            break
+    return False
 
 
 def _to_nobody(backing: BackingFile) -> None:

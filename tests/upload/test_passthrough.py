@@ -305,6 +305,58 @@ async def test_a_reader_stays_and_the_file_is_passthrough_again(tmp_path: Path) 
         assert kernel.backings == [] and list(d.cache.adopted.values()) == [b"again"]
 
 
+@pytest.mark.parametrize("after", [0, 1, passthrough.LOOKS - 1, passthrough.LOOKS])
+@in_trio
+async def test_the_kernel_lets_a_file_go_behind_its_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Its RELEASE can be here first. A file that no process has changed is not uploaded for that; one that a process still
+    has, after as many looks, may be changed."""
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        dirty_file, fd = await taken(d, tmp_path, b"data")
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        waits: list[float] = []
+
+        def let_go() -> None:
+            if len(waits) == after:
+                os.close(fd)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), let_go()))
+            let_go()
+            d.uploads.returned(dirty_file)
+            d.uploads.release(dirty_file)
+        kept = after == passthrough.LOOKS
+        assert waits == [passthrough.LETS_GO_S] * min(after, passthrough.LOOKS - 1)
+        assert dirty_file.dirty is dirty_file.kernel.in_passthrough is kept
+        if kept:
+            os.close(fd)
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.counts["put"] == kept and d.settled == ["k"] and kernel.backings == []
+        assert list(d.cache.adopted.values()) == [b"data"]
+
+
+@in_trio
+async def test_a_changed_file_that_a_process_still_has_is_not_waited_for_at_its_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent in any case, once it is let go."""
+    async with desk(tmp_path, writeback=True) as d:
+        Kernel(d)
+        dirty_file, fd = await in_passthrough(d, data=b"data")
+        await d.uploads.commit(dirty_file)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+            d.uploads.returned(dirty_file)
+        os.close(fd)
+        d.uploads.release(dirty_file)
+        await trio.sleep(5)
+        await d.quiet()
+        assert d.store.content("k") == b"data"
+
+
 @in_trio
 async def test_what_the_cache_has_is_not_passthrough(tmp_path: Path) -> None:
     async with desk(tmp_path, writeback=True) as d:
