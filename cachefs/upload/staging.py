@@ -144,9 +144,9 @@ class StagingFile:
     `NoRoom` when the disk is full, `CacheUnusable` when it fails. One that is `in_passthrough` is written by others, and
     open for reading only here: then `written` says whether they still are at it.
 
-    After a failed fsync it is *spoiled*: `sync` and `check` raise `CacheUnusable` until it was emptied. The kernel marks the
-    pages that it could not write as clean, and the next fsync answers 0; so the disk may hold other bytes than were written,
-    anywhere in the file."""
+    After a failed fsync, or a failed close of what was not synced, it is *spoiled*: `sync` and `check` raise `CacheUnusable`
+    until it was emptied. The kernel marks the pages that it could not write as clean, and the next fsync answers 0; so the
+    disk may hold other bytes than were written, anywhere in the file."""
 
     def __init__(self, disk: StagingDisk, name: str, *, new: bool = False, fd: int = -1) -> None:
         self.path = disk.directory / name
@@ -161,6 +161,7 @@ class StagingFile:
         self._landing = trio.Lock()
         self._removed = False
         self._spoiled = False
+        self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
         self._cut_at: int | None = (
             None  # where the file ends; the disk has something of a failed write behind that
         )
@@ -201,7 +202,7 @@ class StagingFile:
             if self._removed:
                 self._disk.later(partial(os.close, fd))
             else:
-                os.close(fd)
+                self._close(fd)
         if self._removed:
             self._let_go()
 
@@ -235,6 +236,7 @@ class StagingFile:
             if self._held is None:
                 return
             data = bytes(self._held)
+            self._changes += 1
             with self._translated():
                 if self._made:
                     with self._written_to() as fd:
@@ -302,7 +304,16 @@ class StagingFile:
             try:
                 yield fd
             finally:
-                os.close(fd)
+                self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        try:
+            os.close(fd)
+        except OSError as exc:
+            # It is closed all the same. A network file system says here, and only once, that it could not keep what was
+            # not synced.
+            log.info("%s: %s", self.path, exc.strerror)
+            self._spoiled |= self._synced < self._changes
 
     # -- passthrough, for its users ----------------------------------------------------------------
 
@@ -425,11 +436,13 @@ class StagingFile:
             if self._cut_at is not None:
                 with self._written_to() as fd:
                     await self._disk.run(lambda: self._cut_off(fd))
+            changes = self._changes
             try:
                 await self._disk.run(lambda: os.fdatasync(self._fd))
             except OSError:
                 self._spoiled = True
                 raise
+            self._synced = changes
 
     def check_name(self) -> None:
         """Raises `Lost` if its name was removed from outside: users still have the file, and no other start finds it."""
@@ -459,6 +472,7 @@ class StagingFile:
         with self.used(), self._translated():
             if lands:
                 await self.land()
+            self._changes += 1
             with self._written_to() as fd:
                 await self._disk.run(lambda: changed(fd))
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,39 @@ async def test_a_disk_that_does_not_say_how_full_it_is(
         await add(dirty_file, b"3")
         await d.close(dirty_file)
         assert d.store.content("k") == b"13"
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_close_that_fails_is_told_by_the_next_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writeback: bool
+) -> None:
+    """A network file system says at a close that it could not keep what was written, and an fsync after that answers 0."""
+    async with desk(tmp_path, writeback=writeback, upload_delay_s=1.0) as d:
+        dirty_file = await d.create("k", b"1" * LARGE)
+        close = os.close
+
+        def closed(fd: int) -> None:
+            close(fd)
+            raise OSError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", closed)
+            d.uploads.release(dirty_file)
+        await trio.sleep(10)
+        assert "k" not in d.store.objects and d.uploads.pending() == [dirty_file]
+        assert isinstance(dirty_file.failure, CacheUnusable) and not dirty_file.acknowledged
+        d.uploads.open(dirty_file)
+        await dirty_file.truncate(0)
+        await dirty_file.write(0, b"2" * LARGE)
+        with suppress(CacheUnusable):
+            await d.uploads.commit(dirty_file)  # tells of the upload that failed
+        await d.uploads.commit(dirty_file)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", closed)
+            d.uploads.release(dirty_file)
+        assert await d.uploads.flush() == []
+        assert d.store.content("k") == b"2" * LARGE, "what was synced before is safe"
 
 
 # -- failures that are bugs -------------------------------------------------------------------------------
