@@ -20,7 +20,7 @@ from cachefs.origin import ObjectInfo, Origin, Upload
 from cachefs.store.backing import BackingFile
 from cachefs.upload.content import Attempt, Content, Row
 from cachefs.upload.sending import Parts, Sender
-from cachefs.upload.staging import Buffer, Shape, StagingFile
+from cachefs.upload.staging import LONG_AGO_NS, Buffer, Shape, StagingFile
 
 TOKENS = 8
 """Attempts of unknown outcome that are remembered. Guessed: the last one, and a few that came late."""
@@ -93,13 +93,15 @@ class Way(enum.Enum):
 
 class Kernel:
     """The kernel's use of its file: the `backing` file as long as a process has it open, and the `writers`, open handles
-    whose process writes it in passthrough. `shape` is the file as it was looked at last."""
+    whose process writes it in passthrough. `shape` is the file as it was looked at last. `suspected` is the generation that
+    stands for a change which nothing has shown yet."""
 
     def __init__(self) -> None:
         self.way = Way.HERE
         self.backing: BackingFile | None = None
         self.writers = 0
         self.shape: Shape | None = None
+        self.suspected = -1
 
     @property
     def in_passthrough(self) -> bool:
@@ -412,6 +414,21 @@ class DirtyFile:
     def found_changed(self) -> None:
         self.content.changed()
         self._owner.on_changed(self)
+
+    def suspect_change(self, *, shows: bool) -> None:
+        """A process may still change it after its last close, through a mapping. `shows`: its time would show that."""
+        never_written = self.kernel.shape is not None and self.kernel.shape.mtime_ns == LONG_AGO_NS
+        self.found_changed()
+        if shows and never_written:  # a later time may be that of the next write, too
+            self.kernel.suspected = self.content.generation
+
+    def clear_suspicion(self) -> ObjectInfo | None:
+        """After `reclaim`: the store's version, if no process has changed the file after all. It is not dirty any more."""
+        stored = self.content.stored
+        if stored is None or self.kernel.suspected != self.content.generation:
+            return None
+        self.content.stored_as(replace(stored, generation=self.content.generation))
+        return self.committed
 
     def reclaim(self) -> bool:
         """True if no process writes it in passthrough any more. Then it changes only through this room."""

@@ -40,7 +40,7 @@ class Passthrough:
     def __init__(self, staging: Path, relieve: Callable[[], Awaitable[None]]) -> None:
         self._staging = staging
         self._relieve = relieve
-        self._possible = self._direct = False
+        self._possible = self._direct = self._tells = False
         self._tell: Callable[[BackingFile], None] = _to_nobody
         self._retire: Callable[[BackingFile], None] = _to_nobody
         self._writers = 0
@@ -57,9 +57,10 @@ class Passthrough:
         that there will be no more use for it. `direct` says that writers come through the daemon."""
         self._tell, self._retire, self._direct = tell, retire, direct
         self._possible = can_lease(self._staging)
+        self._tells = tells_of_mappings(self._staging)
         if not self._possible:
             log.info("%s has no leases: what is written comes through the daemon", self._staging)
-        elif direct and not tells_of_mappings(self._staging):
+        elif direct and not self._tells:
             self._possible = False  # what a mapping writes behind a commit would stay here
             log.info("%s is on a tmpfs, which does not tell what a mapping writes", self._staging)
 
@@ -129,7 +130,7 @@ class Passthrough:
             log.warning("%s: %s", dirty_file.origin.name(dirty_file.key), exc)
             reclaimed = False
         if not reclaimed and not dirty_file.dirty:
-            dirty_file.found_changed()  # it may still be, through a mapping
+            dirty_file.suspect_change(shows=self._tells)
 
     def released(self, dirty_file: DirtyFile) -> None:
         """No process has it open any more."""

@@ -145,12 +145,11 @@ class Queue:
         """The attempt under way, or a new one."""
         if dirty_file.attempt is None:
             async with dirty_file.trying.turn:  # not while it is being renamed
-                if (
-                    dirty_file.attempt is None
-                    and not dirty_file.discarded
-                    and self._is_quiet(dirty_file)
-                    and dirty_file.dirty
-                ):
+                if dirty_file.attempt is not None or dirty_file.discarded or not self._is_quiet(dirty_file):
+                    return dirty_file.attempt
+                if dirty_file.dirty and (info := dirty_file.clear_suspicion()) is not None:
+                    await self._unchanged(dirty_file, info)
+                if dirty_file.dirty:
                     dirty_file.trying.due, dirty_file.trying.overdue = math.inf, False
                     attempt = Attempt()
                     dirty_file.content.begin(attempt)
@@ -158,6 +157,13 @@ class Queue:
                         self.nursery, f"the upload of {dirty_file.key}", self._attempt, dirty_file, attempt
                     )
         return dirty_file.attempt
+
+    async def _unchanged(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
+        """No process has changed it after all: the origin has it."""
+        self._committed(dirty_file, info)
+        await self._records.forget(dirty_file)
+        if not dirty_file.handles and not dirty_file.dirty:
+            contained(self.nursery, f"settling {dirty_file.key}", self._settle, dirty_file)
 
     def _is_quiet(self, dirty_file: DirtyFile) -> bool:
         """False while a program writes it in passthrough; its last close, or time, brings it here again."""

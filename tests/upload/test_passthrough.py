@@ -334,8 +334,46 @@ async def test_the_kernel_lets_a_file_go_behind_its_close(
             os.close(fd)
         await trio.sleep(5)
         await d.quiet()
-        assert d.store.counts["put"] == kept and d.settled == ["k"] and kernel.backings == []
+        assert "put" not in d.store.counts and d.settled == ["k"] and kernel.backings == []
         assert list(d.cache.adopted.values()) == [b"data"]
+
+
+@pytest.mark.parametrize("open_still", [False, True])
+@pytest.mark.parametrize("what", ["unchanged", "mapped", "tmpfs"])
+@in_trio
+async def test_a_file_that_was_let_go_late_and_not_changed_is_not_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, open_still: bool
+) -> None:
+    """Beyond the looks at its close. What a mapping has written is; and where a file system does not tell, all is."""
+    monkeypatch.setattr(passthrough, "LETS_GO_S", 0.0)
+    if what == "tmpfs":
+        monkeypatch.setattr(passthrough, "tells_of_mappings", lambda staging: False)
+    async with desk(tmp_path, writeback=True) as d:
+        kernel = Kernel(d)
+        dirty_file, fd = await taken(d, tmp_path, b"data")
+        kernel.backings.append(dirty_file.backing)  # type: ignore[arg-type]
+        if open_still:
+            d.uploads.open(dirty_file)  # by a reader
+        mapping = mmap.mmap(fd, 4)
+        os.close(fd)
+        d.uploads.returned(dirty_file)
+        d.uploads.release(dirty_file)
+        assert dirty_file.dirty and d.uploads.pending() == [dirty_file]
+        await d.quiet()
+        if what == "mapped":
+            mapping[0] = ord("D")
+        mapping.close()
+        if open_still:
+            await trio.sleep(5)
+            assert dirty_file.dirty and d.settled == []
+            d.uploads.release(dirty_file)
+        await trio.sleep(5)
+        await d.quiet()
+        uploaded = what != "unchanged"
+        assert d.store.counts["put"] == uploaded and not dirty_file.dirty
+        assert d.told[-1][0] == "k" and d.uploads.journal.rows("drafts") == {}
+        assert d.settled == ["k"] and kernel.backings == []
+        assert list(d.cache.adopted.values()) == [b"Data" if what == "mapped" else b"data"]
 
 
 @in_trio
