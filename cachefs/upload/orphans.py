@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 from cachefs.base import durable
 from cachefs.base.errors import CacheUnusable
+from cachefs.upload.staging import ACKNOWLEDGED, NO
 
 log = logging.getLogger(__name__)
 
-OBJECT, ACKNOWLEDGED = "user.cachefs.object", "user.cachefs.acknowledged"
-NO, YES = b"0", b"1"
+OBJECT = "user.cachefs.object"
+YES = b"1"
 
 _OURS = re.compile(r"[0-9a-f]{32}(\.[0-9]+)?")
 _DESCRIBED = ("source", "key", "mtime_ns")
@@ -50,11 +51,6 @@ class Orphan(NamedTuple):
 
 
 # -- what a staging file says of itself: blocking, never raises ------------------------------------------
-
-
-def begin(path: Path) -> None:
-    """It is a staging file now, and nothing of it was acknowledged."""
-    _put(path, ACKNOWLEDGED, NO)
 
 
 def describe(path: Path, row: Mapping[str, Any]) -> None:

@@ -32,7 +32,6 @@ from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
 from cachefs.base.tasks import in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
-from cachefs.upload import orphans
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +58,9 @@ HELD_ALTOGETHER = 32 << 20
 LONG_AGO_NS = 10**9
 """The time of a file that was not written since it went into passthrough. Clocks of file systems tick in milliseconds, or
 seconds, so that a time of now could be that of the next write, too."""
+
+ACKNOWLEDGED, NO = "user.cachefs.acknowledged", b"0"
+"""The mark of a staging file (`orphans.py`), and what a new one says."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -576,10 +578,16 @@ def translated(exc: OSError, directory: Path) -> CachefsError:
     return CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}")
 
 
+def begin(path: Path) -> None:
+    """It is a staging file now, and nothing of it was acknowledged. Blocking; a disk without attributes takes no mark."""
+    with suppress(OSError):
+        os.setxattr(path, ACKNOWLEDGED, NO, follow_symlinks=False)
+
+
 def _written_file(path: Path, data: bytes) -> int:
     """A new file that holds `data`, open; on an error there is none."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    orphans.begin(path)
+    begin(path)
     try:
         _write(fd, 0, data)
     except OSError:

@@ -40,7 +40,7 @@ from cachefs.upload.journal import NOTES, Journal, Records, look
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
-from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, sync_names, touch
+from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, begin, sync_names, touch
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Uploads:
         fd = self._store.take_out(backing, users, path) if self.takes else None
         if fd is None:
             return None
-        orphans.begin(path)
+        begin(path)
         file = StagingFile(self._disk, name, fd=fd)
         dirty_file = DirtyFile(
             self,

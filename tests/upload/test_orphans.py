@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from cachefs.base.errors import CacheUnusable
 from cachefs.cli.writing import recover
 from cachefs.daemon.uploading import left_behind
-from cachefs.upload import orphans
+from cachefs.upload import orphans, staging
 from cachefs.upload.journal import Journal
 from tests.upload.scripted import SOURCE, Desk, ScriptedStore, desk, in_trio
 from tests.upload.test_passthrough import CacheFile
@@ -99,7 +99,7 @@ async def test_what_is_none_of_ours_is_not_removed(tmp_path: Path) -> None:
         (d.staging / "notes.txt").write_bytes(b"mine")
         (d.staging / "directory").mkdir()
         (file := d.staging / ("0" * 32)).write_bytes(b"never acknowledged")
-        orphans.begin(file)
+        staging.begin(file)
     async with desk(tmp_path) as d:
         assert await d.files() == []
     assert [file.name for file in aside(tmp_path)] == ["directory", "notes.txt"]
