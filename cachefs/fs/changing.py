@@ -117,6 +117,7 @@ class Changing:
         if inside.is_top:
             raise NotPermitted(f"{name.decode()} is a source of the mount")
         await self._must_be_empty(origin, inside)
+        await self._mark_last(origin, directory, name)
         with self._in_doubt(found, directory, name):
             await origin.delete(inside.prefix)
         async with self._local_changes.applying():
@@ -142,9 +143,9 @@ class Changing:
         found = await self._found(directory, name)
         if found.is_dir:
             raise IsADirectory(f"{directory.prefix}{name.decode()} is a directory")
+        # Also of a file that the origin does not have: it may have been here when the last key went.
+        await self._mark_last(origin, directory, name)
         node = self._node_of((directory, name), found)
-        if node is None or node.stored:
-            await self._mark_last(origin, directory, name)
         key = directory.prefix + name.decode()
         with self._in_doubt(found, directory, name):
             if node is None:

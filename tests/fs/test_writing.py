@@ -55,6 +55,25 @@ async def test_directories_come_and_go() -> None:
         assert bucket.counts == (1, 0) and bucket.writes == (2, 0, 2)
 
 
+@pytest.mark.parametrize("left", ["directory", "file that is being written"])
+async def test_a_directory_that_exists_by_its_keys_alone_outlives_what_was_in_it(left: str) -> None:
+    """As on a local disk: here, and for other nodes, who see a marker."""
+    bucket = WritableBucket(["a/b/c"])
+    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
+        await mount.walk()
+        await mount.unlink("a/b/c")
+        if left == "file that is being written":
+            fh = await mount.open("a/new", os.O_WRONLY | os.O_CREAT)
+        await mount.rmdir("a/b")
+        if left == "file that is being written":
+            await mount.unlink("a/new")
+            await mount.close_file(fh)
+        mount.clock.now += 3600
+        assert await mount.walk() == {b"a": None} and list(bucket.objects) == ["a/"]
+        await mount.rmdir("a")
+        assert await mount.walk() == {} == bucket.objects
+
+
 async def test_rewriting_a_file() -> None:
     bucket = WritableBucket(["f"])
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:

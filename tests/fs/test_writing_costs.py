@@ -78,6 +78,7 @@ COSTS: list[tuple[Any, tuple[int, int], tuple[int, int, int]]] = [
     (lambda mount: mount.mkdir("d/new"), (0, 0), (1, 0, 0)),
     (two_in_a_new_directory, (0, 0), (3, 0, 0)),
     (lambda mount: mount.rmdir("empty"), (1, 0), (0, 0, 1)),
+    (lambda mount: mount.rmdir("above/empty"), (1, 0), (1, 0, 1)),  # the marker of the directory above
     (remove_tree, (1, 0), (1, 0, 4)),
     (lambda mount: mount.rename("t", "u"), (2, 0), (0, 3, 3)),
 ]
@@ -87,7 +88,7 @@ COSTS: list[tuple[Any, tuple[int, int], tuple[int, int, int]]] = [
 async def test_costs_in_a_known_tree(
     call: Any, asked: tuple[int, int], written: tuple[int, int, int]
 ) -> None:
-    keys = ["d/f", "d/g", "only/f", "marked/", "marked/f", "empty/", *(f"t/{i}" for i in range(3))]
+    keys = ["d/f", "d/g", "only/f", "marked/", "marked/f", "empty/", "above/empty/", *(f"t/{i}" for i in range(3))]
     bucket = WritableBucket(keys)
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
         await mount.walk()
