@@ -404,9 +404,11 @@ class Uploads:
         self, dirty_file: DirtyFile, own: ObjectInfo, origin: Origin, key: str, over: DirtyFile | None
     ) -> None:
         info = await origin.copy(dirty_file.key, key, size=own.size, etag=own.etag)
-        await self.moved(own.version(dirty_file.origin.source), info.version(origin.source))
+        source = dirty_file.origin.source
         await self._move(dirty_file, origin, key, info.etag, over)
         dirty_file.copied(own, info)
+        # Behind `copied`: if the cache takes the file just now and has not got it yet, `_adopted_as` looks again.
+        await self.moved(own.version(source), info.version(origin.source))
         if not dirty_file.acknowledged:
             await self._records.forget(dirty_file)
         if dirty_file.stored is info:
@@ -581,7 +583,7 @@ class Uploads:
                 await dirty_file.sender.abandon()
             if not dirty_file.content.adopted:
                 dirty_file.content.settle()
-                await self._give_to_cache(dirty_file, info)
+                await self._give_to_cache(dirty_file)
                 # A removal that is under way may fail: then the file stays, or else `_drop` removes it.
                 gone = dirty_file.discarded and not dirty_file.trying.turn.locked()
                 if gone and not dirty_file.content.adopted:
@@ -599,28 +601,29 @@ class Uploads:
         if self._dirty_files.pop(dirty_file.id, None) is not None:
             self.on_settled(dirty_file)
 
-    async def _give_to_cache(self, dirty_file: DirtyFile, info: ObjectInfo) -> None:
-        adopted = False
+    async def _give_to_cache(self, dirty_file: DirtyFile) -> None:
+        adopted, stored = False, dirty_file.content.stored
         with ExitStack() as used:
             try:
                 with suppress(CachefsError):  # then the cache says why
                     used.enter_context(dirty_file.file.used())
-                adopted = await self._adopt(dirty_file, info)
+                adopted = await self._adopt(dirty_file, stored)
+                if adopted and stored is not None:
+                    await self._adopted_as(dirty_file, stored)
             finally:
                 dirty_file.content.settled(adopted)
             if not dirty_file.handles and self._shown_from_cache(dirty_file):
                 dirty_file.open()
                 self._release_later(dirty_file)
 
-    async def _adopt(self, dirty_file: DirtyFile, info: ObjectInfo) -> bool:
-        stored = dirty_file.content.stored
+    async def _adopt(self, dirty_file: DirtyFile, stored: Stored | None) -> bool:
         if stored is None or stored.overtaken or not dirty_file.size:
             return False
         if self._store.hangs or self._disk.hangs:
             return False
         try:
             dirty_file.file.check()
-            version = info.version(dirty_file.origin.source)
+            version = stored.info.version(dirty_file.origin.source)
             with dirty_file.file.used():
                 if (held := dirty_file.file.held) is not None:
                     if adopted := await self._store.adopt_bytes(version, held):
@@ -633,6 +636,13 @@ class Uploads:
         except Exception:
             log.exception("the cache failed to take %s", dirty_file.origin.name(dirty_file.key))
             return False
+
+    async def _adopted_as(self, dirty_file: DirtyFile, stored: Stored) -> None:
+        """The cache has it as `stored`. If it was renamed meanwhile, it is cached under its new name."""
+        while (now := dirty_file.content.stored) is not None and now is not stored:
+            source = dirty_file.origin.source
+            await self.moved(stored.info.version(source), now.info.version(source))
+            stored = now
 
     def _settle_later(self, dirty_file: DirtyFile) -> None:
         async def settle() -> None:

@@ -88,7 +88,8 @@ COSTS: list[tuple[Any, tuple[int, int], tuple[int, int, int]]] = [
 async def test_costs_in_a_known_tree(
     call: Any, asked: tuple[int, int], written: tuple[int, int, int]
 ) -> None:
-    keys = ["d/f", "d/g", "only/f", "marked/", "marked/f", "empty/", "above/empty/", *(f"t/{i}" for i in range(3))]
+    keys = ["d/f", "d/g", "only/f", "marked/", "marked/f", "empty/", "above/empty/"]
+    keys += [f"t/{i}" for i in range(3)]
     bucket = WritableBucket(keys)
     async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
         await mount.walk()

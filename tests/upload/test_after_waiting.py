@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from cachefs.base.errors import NoRoom
 from cachefs.base.names import ObjectId
@@ -85,6 +86,36 @@ async def test_a_file_that_a_name_shows_again_when_its_last_user_closes_it(
         shown[0] = False
         await trio.sleep(10 * LOOK_S)
         assert d.settled == ["k"] and d.store.content("k") == b"data and more"
+
+
+class TakenDuringRecast(Slow):
+    """The cache has taken a file before it answers whether it has one to recast."""
+
+    async def recast(self, old: ObjectId, new: ObjectId) -> bool:
+        found = await super().recast(old, new)
+        if not self.released.is_set():
+            self.released.set()
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        return found
+
+
+@pytest.mark.parametrize("cache", [Slow, TakenDuringRecast])
+@pytest.mark.parametrize("in_memory", [True, False])
+@in_trio
+async def test_a_file_that_is_renamed_while_the_cache_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool, cache: type[Slow]
+) -> None:
+    """It is cached under its new name, whenever the rename is done, and not under its old one."""
+    monkeypatch.setattr(staging, "HELD", staging.HELD if in_memory else 0)
+    taking = cache()
+    async with desk(tmp_path, cache=taking) as d:
+        dirty_file = await d.save("old", b"data")
+        await taking.reached.wait()
+        await d.rename(dirty_file, "new")
+        taking.released.set()
+        await trio.sleep(10 * LOOK_S)
+        assert d.settled == ["new"] and list(d.store.objects) == ["new"]
+        assert taking.adopted == {d.store.version("new"): b"data"}
 
 
 async def save_half(d: Desk) -> Any:
