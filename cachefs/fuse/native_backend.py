@@ -864,6 +864,8 @@ class NativeBackend:
             self._opener, self._several = thread, SEVERAL
         if self.direct and not flags & CHANGING and (known := self._fs.open_known(inode, thread)) is not None:
             self._opened_known(unique, *known)
+            if self.operations.walks.threads:
+                self.operations.walks.end(thread)
             return
         # The kernel says it of opens that empty the file; what is written in passthrough comes without a word.
         clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._user[0]))

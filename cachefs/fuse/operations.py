@@ -225,7 +225,7 @@ class Operations:
 
     def lookup(self, thread: int, parent: int, name: bytes) -> Looked | Pending[Looked]:
         self.metrics.fuse_lookup += 1
-        if self.walks.until and self.walks.again(thread):
+        if self.walks.threads and self.walks.again(thread):
             return Pending(LOOKUP, thread, partial(self.walks.lookup, thread, parent, name))
         found = self._fs.lookup_now(parent, name)
         if found is None:
@@ -296,7 +296,9 @@ class Operations:
             raise
         if opened is None:
             work = partial(self._fs.open, inode, flags, thread)
-            return Pending(OPEN, thread, partial(self._known, thread, work))
+            return Pending(OPEN, thread, partial(self._walked_to, thread, work))
+        if self.walks.threads:
+            self.walks.end(thread)
         return opened
 
     async def _known(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
@@ -307,8 +309,15 @@ class Operations:
             self.walks.begin(thread)
             raise
 
+    async def _walked_to(self, thread: int, work: Callable[[], Awaitable[T]]) -> T:
+        """The same where this was what the kernel walked for, and no question on its way."""
+        answer = await self._known(thread, work)
+        if self.walks.threads:
+            self.walks.end(thread)
+        return answer
+
     async def _open_to_write(self, thread: int, inode: int, flags: int, clear: bool) -> Opened:
-        opened = await self._known(thread, partial(self._fs.open, inode, flags, thread))
+        opened = await self._walked_to(thread, partial(self._fs.open, inode, flags, thread))
         self.writers.opened(opened[0], inode, thread)
         if clear:
             self._fs.clear_set_ids(opened[0], later=not flags & os.O_TRUNC)
@@ -368,7 +377,8 @@ class Operations:
     async def _create(
         self, thread: int, parent: int, name: bytes, flags: int, mode: int, uid: int, gid: int
     ) -> Created:
-        made = await self._fs.create(parent, name, flags, mode, thread, uid, gid)
+        work = partial(self._fs.create, parent, name, flags, mode, thread, uid, gid)
+        made = await self._walked_to(thread, work)
         attributes, _, opened = made
         self.writers.opened(opened[0], attributes.ino, thread)
         return made
@@ -456,7 +466,7 @@ class Operations:
         times = {"atime_ns": atime_ns, "mtime_ns": mtime_ns}
         wanted = {"size": size, "mode": mode, "uid": uid, "gid": gid, **times, "fh": fh}
         work = partial(self._fs.setattr, inode, **wanted, clear=clear)
-        return Pending(SETATTR, thread, partial(self._known, thread, work))
+        return Pending(SETATTR, thread, partial(self._walked_to, thread, work))
 
     def write(
         self, thread: int, fh: int, offset: int, data: Buffer, held_bytes: int, clear: bool

@@ -1,8 +1,10 @@
 """Paths that the kernel walks once more, because the file that it had looked up had lost its name before the open or stat.
 
 After ESTALE the kernel asks for each name again, once. Where a name is replaced often, the second open might come too late,
-too, and the program would be told ESTALE. So what the second walk finds is held open for a moment: an open file can be
-opened and looked at, whatever becomes of its name.
+too, and the program would be told ESTALE. So what the second walk finds is held open until the program's open is answered:
+an open file can be opened and looked at, whatever becomes of its name.
+
+No clock ends a walk: a lookup waits for the origin, and the kernel waits while others change names in the same directory.
 """
 
 from __future__ import annotations
@@ -15,37 +17,68 @@ from cachefs.base.errors import CachefsError, ObjectChanged
 from cachefs.base.tasks import run_contained
 from cachefs.fs import Attributes, FileSystem
 
-WALK_S = 1.0
-"""How long a walk takes at most, and how long what it finds is held open. Guessed: the kernel's next request comes within a
-millisecond, or when a rename in the same directory is done."""
+WALKS = 256
+"""Threads that walk again at a time. Of more, the one that was told first is forgotten. Guessed: few programs have as many
+threads that work on the same names."""
+
+ASKED = 8
+"""Names of files that are asked for in one walk. Derived: the kernel asks for the last name twice, and again if another
+process looks it up at the same time. This ends the walks of threads that open nothing (stat)."""
+
+HELD_S = 10.0
+"""How long a file is held open at most, if no open comes. Guessed: the kernel sends it within a millisecond, or when it may
+change the directory. A file that is held keeps its place on the disk."""
 
 ATTEMPTS = 8
 """How often a name is looked up that is replaced each time before it can be opened. Guessed."""
 
 
+class _Walk:
+    """`left` names may still be asked for. What was found is held open until it is `over`."""
+
+    def __init__(self) -> None:
+        self.left = ASKED
+        self.over = trio.Event()
+
+
 class WalksAgain:
-    """Threads that were lately told `ObjectChanged` of a file that they had looked up."""
+    """Threads that were told `ObjectChanged` of a file that they had looked up. 0 is all that have no number here."""
 
     def __init__(self, fs: FileSystem) -> None:
         self._fs = fs
-        self.until: dict[int, float] = {}  # by thread
+        self.threads: dict[int, _Walk] = {}  # the one that was told last comes last
 
     def begin(self, thread: int) -> None:
         """It walks again."""
-        now = trio.current_time()
-        self.until = {other: until for other, until in self.until.items() if until > now}
-        self.until[thread] = now + WALK_S
+        self.end(thread)
+        self.threads.pop(thread, None)
+        if len(self.threads) == WALKS:
+            del self.threads[next(iter(self.threads))]
+        self.threads[thread] = _Walk()
 
     def again(self, thread: int) -> bool:
         """Whether this is its second walk."""
-        return self.until.get(thread, 0.0) > trio.current_time()
+        walk = self.threads.get(thread)
+        return walk is not None and walk.left > 0
+
+    def end(self, thread: int) -> None:
+        """It has opened or changed what it walked to."""
+        if not thread:
+            return  # it may be another thread's walk
+        walk = self.threads.pop(thread, None)
+        if walk is not None:
+            walk.over.set()
 
     async def lookup(self, thread: int, parent: int, name: bytes) -> tuple[Attributes | None, float]:
         """Look up a name, and hold the file that it shows open."""
+        walk = self.threads.get(thread)
         for _ in range(ATTEMPTS):
             found = await self._fs.lookup(parent, name)
             attributes = found[0]
-            if attributes is None or attributes.is_dir:
+            if walk is None or (attributes is not None and attributes.is_dir):
+                break
+            if attributes is None:
+                walk.left -= 1
                 break
             try:
                 fh, _ = await self._fs.open(attributes.ino, os.O_RDONLY, thread)
@@ -53,12 +86,14 @@ class WalksAgain:
                 continue
             except CachefsError:
                 break  # the kernel's own open is told
-            trio.lowlevel.spawn_system_task(run_contained, "holding a file open", self._hold, fh)
+            walk.left -= 1
+            trio.lowlevel.spawn_system_task(run_contained, "holding a file open", self._hold, fh, walk)
             break
         return found
 
-    async def _hold(self, fh: int) -> None:
+    async def _hold(self, fh: int, walk: _Walk) -> None:
         try:
-            await trio.sleep(WALK_S)
+            with trio.move_on_after(HELD_S):
+                await walk.over.wait()
         finally:
             self._fs.release(fh)

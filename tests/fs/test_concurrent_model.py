@@ -30,7 +30,7 @@ from cachefs.base.names import ObjectId
 from cachefs.fs import FileSystem
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.errno_table import errno_of
-from cachefs.fuse.walks import WALK_S, WalksAgain
+from cachefs.fuse.walks import HELD_S, WalksAgain
 from cachefs.origin.protocol import ObjectInfo
 from tests.conftest import examples
 from tests.fs import linear
@@ -294,10 +294,13 @@ class Kernel:
         for attempt in (1, 2):
             self.sure = attempt == 2
             try:
-                return await work(*arguments)
+                answer = await work(*arguments)
             except ObjectChanged as exc:
                 if attempt == 2:
                     raise AssertionError(f"{work.__name__}{arguments}: ESTALE: {exc}") from exc
+            else:
+                self.walks.end(self.thread)
+                return answer
             finally:
                 self.inodes = {-1: ROOT, **self.where}
         raise AssertionError
@@ -319,7 +322,7 @@ class Kernel:
             async with self.shared.asking(parent):
                 if above in self.dead:
                     return 0, ""
-                if self.walks.until and self.walks.again(self.thread):
+                if self.walks.again(self.thread):
                     found, ttl = await self.walks.lookup(self.thread, parent, wanted)
                 else:
                     found, ttl = self.fs.lookup_now(parent, wanted) or await self.fs.lookup(parent, wanted)
@@ -724,12 +727,12 @@ async def play(seed: int, path: Path) -> list[Step]:
                 program = Program(kernel, random.Random(rng.random()), chance)
                 running.start_soon(program.run, rng.randrange(4, 14))
         chance.failing = 0.0
-        await trio.sleep(2 * WALK_S)
+        await trio.sleep(2 * HELD_S)
         last = Kernel(world, walks, inodes, history, 99)
         shown = await observe(last)
         if rng.random() < 0.5:
             assert not await world.uploads.flush()
-        await trio.sleep(2 * WALK_S)
+        await trio.sleep(2 * HELD_S)
         assert not world.mount.fs.status()["open_files"]
         used = [dirty_file.key for dirty_file in world.uploads._dirty_files.values() if dirty_file.handles]
         assert not used, f"all is closed, and dirty files are in use: {used}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.attributes import Attributes
 from cachefs.fuse.operations import Operations, Pending, Waiting
+from cachefs.fuse.walks import ASKED, HELD_S, WALKS, WalksAgain
 from cachefs.origin.protocol import ObjectInfo
 from tests.fs.bucket import Bucket, WritableBucket, content_of
 from tests.fs.mount import ROOT, Mount, mounted
@@ -293,50 +296,151 @@ async def test_an_open_file_is_opened_again_while_its_name_goes_to_another(mode:
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("stat", [False, True])
-async def test_what_a_second_walk_finds_can_be_opened(stat: bool) -> None:
-    """The kernel walks a path once more after ESTALE, and tells the program of the second one."""
-    bucket = WritableBucket()
-    async with mounted(bucket, writer=MemoryWriter(), **RW) as mount:
-        operations = Operations(mount.fs, mount.metrics, 5.0, writable=True)
+class Program:
+    """A thread whose calls the kernel passes on, at a file that other processes replace."""
 
-        async def answer(found: Any) -> Any:
-            return await Waiting(found, operations).answer() if isinstance(found, Pending) else found
+    def __init__(self, mount: Mount, operations: Operations, thread: int = 1) -> None:
+        self.mount, self.operations, self.thread = mount, operations, thread
 
-        async def replace(data: bytes) -> None:
-            await mount.write("new", data)
-            await mount.rename("new", "f")
+    async def _answer(self, found: Any) -> Any:
+        return await Waiting(found, self.operations).answer() if isinstance(found, Pending) else found
 
-        async def walk(thread: int) -> int:
-            return int((await answer(operations.lookup(thread, ROOT, b"f")))[0].ino)
+    async def walk(self, name: bytes = b"f") -> int:
+        """The number that the name leads to; 0 if there is none."""
+        found = (await self._answer(self.operations.lookup(self.thread, ROOT, name)))[0]
+        return int(found.ino) if found is not None else 0
 
+    async def open(self, ino: int, flags: int = os.O_RDONLY) -> int:
+        return int((await self._answer(self.operations.open(self.thread, ino, flags)))[0])
+
+    async def truncate(self, ino: int, size: int) -> None:
+        keep = dict.fromkeys(("mode", "uid", "gid", "atime_ns", "mtime_ns", "fh"))
+        pending = self.operations.setattr(self.thread, ino, size=size, clear=False, **keep)
+        await self._answer(pending)
+
+    async def stat(self, ino: int) -> Any:
+        return (await self._answer(self.operations.getattr(self.thread, ino)))[0]
+
+    async def create(self, name: bytes = b"f") -> int:
+        made = self.operations.create(self.thread, ROOT, name, os.O_RDWR, 0o644, 0, 0)
+        return int((await self._answer(made))[2][0])
+
+    async def replace(self, data: bytes) -> None:
+        """Another process does."""
+        await self.mount.write("new", data)
+        await self.mount.rename("new", "f")
+
+    @property
+    def files(self) -> int:
+        """Handles that are open."""
+        return len(self.mount.fs._files)
+
+
+@asynccontextmanager
+async def program(thread: int = 1, told: str = "open") -> AsyncIterator[Program]:
+    """It was told ESTALE of `f` just now, by an open or a stat."""
+    async with mounted(WritableBucket(), writer=MemoryWriter(), **RW) as mount:
+        program = Program(mount, Operations(mount.fs, mount.metrics, 5.0, writable=True), thread)
         await mount.write("f", b"0")
-        numbers = [await walk(1), await walk(2)]
-        await replace(b"1")
-        for thread, ino in enumerate(numbers, 1):
-            with pytest.raises(ObjectChanged):
-                if stat:
-                    await answer(operations.getattr(thread, ino))
-                else:
-                    await answer(operations.open(thread, ino, os.O_RDONLY))
-            if thread == 2:
-                await trio.sleep(10)  # this one does not walk again soon
-        assert len(mount.fs._files) == 0
-        number = await walk(1)
-        assert len(mount.fs._files) == 0
-        await replace(b"2")
+        ino = await program.walk()
+        await program.replace(b"1")
+        assert program.files == 0
         with pytest.raises(ObjectChanged):
-            await answer(operations.open(1, number, os.O_RDONLY))
-        number = await walk(1)
-        assert len(mount.fs._files) == 1
-        assert await mount.read("f") == b"2"  # from now on it is cached
-        await replace(b"3")
-        fh = (await answer(operations.open(1, number, os.O_RDONLY)))[0]
-        assert await mount.pread(fh) == b"2"
-        assert (await answer(operations.getattr(1, number)))[0].nlink == 0
-        operations.release(fh)
-        await trio.sleep(10)
-        assert len(mount.fs._files) == 0
+            await (program.open(ino) if told == "open" else program.stat(ino))
+        yield program
+        await trio.sleep(HELD_S + 1)
+        assert program.files == 0
+
+
+@pytest.mark.parametrize("late", ["walk", "open"])
+@pytest.mark.parametrize("how", ["read", "write", "truncate", "stat"])
+async def test_what_a_second_walk_finds_can_be_opened(how: str, late: str) -> None:
+    """The kernel walks a path once more after ESTALE, and tells the program of the second one. It may have to wait for the
+    directory, as long as others change names in it."""
+    async with program() as p:
+        await trio.sleep(60 if late == "walk" else 0)
+        ino = await p.walk()
+        assert p.files == 1
+        await trio.sleep(HELD_S - 1 if late == "open" else 0)
+        assert await p.mount.read("f") == b"1"  # from now on it is cached
+        await p.replace(b"2")
+        if how == "truncate":
+            await p.truncate(ino, 0)
+        elif how == "stat":
+            assert (await p.stat(ino)).nlink == 0
+            return
+        else:
+            fh = await p.open(ino, os.O_RDONLY if how == "read" else os.O_RDWR)
+            assert await p.mount.pread(fh) == b"1"
+            await trio.testing.wait_all_tasks_blocked()
+            assert p.files == 1, "it is held open no longer than until then"
+            p.operations.release(fh)
+        await trio.testing.wait_all_tasks_blocked()
+        assert p.files == 0
+        assert await p.walk() == await p.mount.ino("f") and p.files == 0, "and this is no second walk"
+
+
+@pytest.mark.parametrize("told", ["open", "stat"])
+async def test_the_kernel_asks_several_times_in_one_walk(told: str) -> None:
+    """It drops what it knows of a name that leads elsewhere, and asks again."""
+    async with program(told=told) as p:
+        for data in (b"2", b"3"):
+            ino = await p.walk()
+            await p.replace(data)
+        await p.mount.unlink("f")
+        assert await p.walk() == 0
+        await p.mount.write("f", b"4")
+        ino = await p.walk()
+        assert await p.mount.read("f") == b"4"
+        await p.replace(b"5")
+        fh = await p.open(ino)
+        assert await p.mount.pread(fh) == b"4"
+        p.operations.release(fh)
+
+
+async def test_a_thread_that_opens_nothing_is_not_taken_to_walk_for_ever() -> None:
+    async with program() as p:
+        for _ in range(2 * ASKED):
+            await p.walk()
+        assert p.files == ASKED
+        await trio.sleep(HELD_S + 1)
+        await p.walk()
+        assert p.files == 0
+
+
+async def test_threads_whose_numbers_are_unknown_leave_each_other_what_they_found() -> None:
+    """They are all 0: processes of another PID namespace."""
+    async with program(0) as p:
+        ino = await p.walk()
+        p.operations.release(await p.open(ino))  # of another one
+        assert await p.mount.read("f") == b"1"
+        await p.replace(b"2")
+        p.operations.release(await p.open(ino))
+
+
+async def test_a_create_that_is_told_estale_is_a_walk_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with program() as p:
+        p.operations.release(await p.create(b"other"))  # this ended the walk
+        await p.walk()
+        assert p.files == 0
+
+        async def stale(*_: Any) -> Any:
+            raise ObjectChanged("f is read in passthrough")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(p.mount.fs, "create", stale)
+            with pytest.raises(ObjectChanged):
+                await p.create()
+        await p.walk()
+        assert p.files == 1
+
+
+async def test_walks_are_bounded() -> None:
+    async with mounted(WritableBucket(["f"]), writer=MemoryWriter(), **RW) as mount:
+        walks = WalksAgain(mount.fs)
+        for thread in range(WALKS + 10):
+            walks.begin(thread)
+        assert len(walks.threads) == WALKS and not walks.again(9) and walks.again(10)
 
 
 class Cached(Reader):

@@ -16,10 +16,9 @@ import trio
 from trio._core import _run
 
 from cachefs.base.errors import CachefsError
-from cachefs.fuse import protocol
+from cachefs.fuse import protocol, walks
 from cachefs.fuse.native_backend import NativeBackend
 from cachefs.fuse.protocol import Op, Setattr
-from cachefs.fuse.walks import WALK_S
 from tests.fs.bucket import WritableBucket
 from tests.fs.mount import Clock
 from tests.fs.writers import MemoryWriter
@@ -28,6 +27,8 @@ from tests.fuse.test_writing import setattr_in
 
 FILES = ("a", "b", "d/a", "d/b")
 STEPS = 120
+HELD_S = 1.0
+"""Instead of ten seconds, in which the names would become too old to be opened directly."""
 
 
 class History:
@@ -51,7 +52,7 @@ class History:
             step = self.dice.choice(self.steps)
             self.told.append((step.__name__,))
             await step(self.dice.choice(FILES))
-            await trio.sleep(WALK_S + 0.5)  # what is held open for a second walk of the path is closed again
+            await trio.sleep(HELD_S + 0.5)  # what is held open for a second walk of the path is closed again
 
     async def ask(self, op: Op, ino: int, body: bytes) -> Any:
         reply = await self.asking.ask(op, ino, body)
@@ -175,6 +176,7 @@ async def played(
 ) -> tuple[History, int]:
     """What was told, and how many files were opened directly."""
     monkeypatch.setattr(NativeBackend, "direct", direct)
+    monkeypatch.setattr(walks, "HELD_S", HELD_S)
     _run._r.seed(seed)
     begun = trio.current_time()
     # To the millisecond, so that both histories have the same times.
