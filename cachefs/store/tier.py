@@ -684,7 +684,11 @@ class Tier:
         fd = os.open(self._file(digest), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.rename(self._file(digest), path)
-            os.fchmod(fd, 0o600)
+            try:
+                os.fchmod(fd, 0o600)
+            except OSError:
+                os.rename(path, self._file(digest))
+                raise
         except OSError:
             os.close(fd)
             raise

@@ -685,6 +685,29 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, how: str)
     assert (len(os.listdir("/proc/self/fd")), elsewhere.stat().st_mode) == before
 
 
+@pytest.mark.parametrize("call", ["rename", "fchmod"])
+def test_a_file_that_cannot_be_given_is_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Immutable, because the kernel has it, and of no name among the staging files."""
+    one = Tier(SSD, "ssd", tmp_path / "t", 1 << 20, blocking=True, keep_free_bytes=0, clock=lambda: 0.0)
+    aside, path = tmp_path / "aside", one.file_path(DIGEST)
+    assert one.put(DIGEST, b"content")
+    before, real = len(os.listdir("/proc/self/fd")), getattr(os, call)
+
+    def fails_once(*_: Any) -> None:
+        monkeypatch.setattr(os, call, real)
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, call, fails_once)
+    with pytest.raises(OSError):
+        one.give(DIGEST, aside)
+    assert path.read_bytes() == b"content" and one.immutable(DIGEST) and not aside.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(one.give(DIGEST, aside))
+    assert aside.read_bytes() == b"content" and not path.exists()
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("size", [1, tier.HUGE_PAGE + 1])
 def test_a_large_file_in_memory_has_its_length_at_once(tmp_path: Path, size: int, blocking: bool) -> None:
