@@ -7,8 +7,20 @@ import shutil
 
 import pytest
 
+from tests.mount import injecting
 from tests.mount.conftest import ONE_BACKEND, Bucket, Mounted
-from tests.mount.injecting import ALWAYS, CALLS, MODES, Injection
+from tests.mount.injecting import (
+    ALWAYS,
+    CALLS,
+    MODES,
+    NOT_MADE,
+    OWN_ERRORS,
+    Injection,
+    made,
+    series,
+    traced,
+    workload,
+)
 from tests.mount.mounts import eventually
 
 pytestmark = [
@@ -38,6 +50,34 @@ def test_a_call_that_fails_ends_no_daemon_and_loses_nothing(
     mount.allowed.append("WARNING|ERROR|Error|Traceback")  # each call that fails is said
     if call == "clone":  # a thread that is idle would do the work; after some seconds it ends
         eventually(lambda: len(os.listdir(f"/proc/{mount.pid}/task")) <= THREADS_AT_REST, "it is at rest", 60)
-    injection = Injection(mount, CALLS[call], error)
+    injection = Injection(mount, call, error)
     assert injection.once(number) > 0, "the call was made, and failed"
     injection.restart()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_workload_makes_each_call_that_is_to_fail(mounted: Mounted, bucket: Bucket, mode: str) -> None:
+    """But those that depend on which threads and connections there are already. A series of another would show nothing."""
+    mount = mounted(bucket, read_only=None, **MODES[mode])
+    output = mount.place / "strace"
+    calls = {
+        call: names
+        for call, names in CALLS.items()
+        if call not in OWN_ERRORS and (mode, call) not in NOT_MADE
+    }
+    with traced(mount.pid, ",".join(calls.values()), output):
+        workload(mount.path / "traced")
+        # The index is written once a second, and with writeback files are uploaded a little later.
+        eventually(lambda: all(made(output, names) for names in calls.values()), "all calls are made", 20)
+
+
+def test_a_series_of_a_call_that_is_never_made_has_shown_nothing(
+    mounted: Mounted, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(injecting.CALLS, "acct", "acct")
+    mount = mounted(bucket, read_only=None)
+    assert series(mount, "acct", "EIO", step=1, every=9, most=9) == (
+        1,
+        0,
+        "the workload never makes the call acct",
+    )
