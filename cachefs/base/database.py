@@ -323,7 +323,7 @@ class Database:
         with self._exclusive():
             broken = self._opened
             whole = broken is None or broken.length() >= broken.committed
-            if self._closed or whole or self._left is not None:
+            if whole or self._left is not None:
                 return False
             self._opened = None
             try:

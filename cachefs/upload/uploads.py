@@ -748,12 +748,13 @@ class Uploads:
                 dirty_file.release()
             await self._settle(dirty_file)
         elif dirty_file.acknowledged or not dirty_file.handles:
-            await self._queue.halt(dirty_file)
             try:
+                # Before its upload is waited for: that may hang, and the next run is promised all that is left.
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
                 dirty_file.trying.failure = exc  # says whether the next mount finds it
                 self._queue.warn(dirty_file, exc, f"{dirty_file.origin.name(dirty_file.key)}: {exc}")
+            await self._queue.halt(dirty_file)
             while dirty_file.handles:
                 dirty_file.release()
         else:

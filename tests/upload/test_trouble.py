@@ -113,6 +113,16 @@ async def test_what_a_failed_write_left_before_the_end_is_sent(
 
 
 @in_trio
+async def test_what_a_change_begins_with_needs_room_too(tmp_path: Path, disk: Disk) -> None:
+    async with desk(tmp_path, keep_free_bytes=1 << 20) as d:
+        d.store.show("k", b"1" * (2 * SMALL))
+        disk.free = 0
+        with pytest.raises(NoRoom):
+            await d.create("k", base=d.store.version("k"))
+        assert d.cache.asked and await d.files() == []
+
+
+@in_trio
 async def test_what_is_kept_free_stays_free_and_the_cache_gives_way(tmp_path: Path, disk: Disk) -> None:
     class Giving(Room):
         async def make_room(self, wanted: int) -> bool:

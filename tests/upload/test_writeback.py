@@ -382,6 +382,23 @@ async def test_a_stop_waits_until_its_deadline_and_leaves_the_rest_to_the_next_r
 
 
 @in_trio
+async def test_what_a_stop_leaves_behind_is_promised_to_the_next_run_in_every_mode(tmp_path: Path) -> None:
+    """Its close has not returned: until then no row says that there is something to send."""
+    store = ScriptedStore()
+    async with desk(tmp_path, store) as d:
+        held = store.hold("put", times=50)
+        async with trio.open_nursery() as writer:
+            writer.start_soon(d.save, "k", b"data")
+            await held.reached.wait()
+            writer.cancel_scope.cancel()  # its program is killed
+        assert [dirty_file.key for dirty_file in await d.uploads.aclose(1)] == ["k"]
+    store.rules.clear()
+    async with desk(tmp_path, store) as d:
+        assert [dirty_file.key for dirty_file in d.uploads.pending()] == ["k"]
+        assert await d.uploads.flush() == [] and store.content("k") == b"data"
+
+
+@in_trio
 async def test_a_stop_works_when_the_tasks_have_been_cancelled(tmp_path: Path) -> None:
     store = ScriptedStore()
     async with desk(tmp_path, store, writeback=True) as d, trio.open_nursery() as inner:
