@@ -25,6 +25,7 @@ import trio
 
 from cachefs.base.database import Database, Put
 from cachefs.base.errors import CachefsError, CacheUnusable
+from cachefs.base.shared_memory import RowLog
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +75,13 @@ class _Rows:
 
 
 class WriteBehind:
-    """The tables of `database`, which it closes. Reads may run in any thread, and so may writes. Raises `CacheUnusable`
-    where its thread cannot be started; then the database is closed."""
+    """The tables of `database`, which it closes. Reads may run in any thread, and so may writes. With `row_log`, whose
+    memory outlives this process, a kill loses no row: those that the process before has left there are committed first.
+    Raises `CacheUnusable` where its thread cannot be started; then the database is closed."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, row_log: RowLog | None = None) -> None:
         self._database = database
+        self._log = row_log
         self._tables = database.tables
         self._prefix = {name: bytes([number]) for number, name in enumerate(self._tables)}
         # (what is written, what is being committed); replaced as a whole, because readers take no lock.
@@ -89,6 +92,11 @@ class WriteBehind:
         self._error: CachefsError | None = None
         self._callers: list[_Caller] = []
         self._since = math.inf  # when the commit under way began
+        if row_log is not None and (left := dict(row_log.found())):
+            names = self._tables
+            if not database.dropped:  # else they would be a part of what was lost
+                database.write([(names[word[0]], word[1:], value) for word, value in left.items()])
+            row_log.clear()
         # From the beginning until the end: a row never waits for a thread that cannot be started.
         try:
             threading.Thread(target=self._run, name="names", daemon=True).start()
@@ -200,6 +208,8 @@ class WriteBehind:
             new = self._waiting[0].values
             wake = not new or (soon and not self._hurry)
             new.update(rows)
+            if self._log is not None:
+                self._log.append(rows)
             self._hurry |= soon
             if wake:
                 self._changed.notify()
@@ -277,6 +287,8 @@ class WriteBehind:
                 callers, self._callers = self._callers, []
                 going = self._waiting[0]
                 self._waiting = _Rows({}), going
+                if self._log is not None:
+                    self._log.swap()
             self._since = time.monotonic()
             error = self._commit(going)
             self._since = math.inf
@@ -284,6 +296,8 @@ class WriteBehind:
                 new = self._waiting[0]
                 if error is None:
                     self._waiting = new, _Rows({})
+                    if self._log is not None:
+                        self._log.committed()
                 else:
                     self._waiting = _Rows({**going.values, **new.values}), _Rows({})
                 if error is not None and self._error is None and not self._closing:

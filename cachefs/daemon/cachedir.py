@@ -13,6 +13,7 @@ from cachefs.base.database import Database
 from cachefs.base.errors import CacheUnusable
 from cachefs.base.linux import memory_limit
 from cachefs.base.metrics import Metrics
+from cachefs.base.shared_memory import RowLog
 from cachefs.config.config import Config
 from cachefs.fs import FORMAT, TABLES
 from cachefs.store import SHM, Opened, Store, open_store, remove_orphans
@@ -61,17 +62,18 @@ def _held_bytes(cache_dir: Path) -> int:
         return 0
 
 
-def open_names(opened: Opened) -> WriteBehind:
-    """Beside the cache, or wherever there is room for it: names can always be learnt again."""
+def open_names(opened: Opened, row_log: RowLog | None = None) -> WriteBehind:
+    """Beside the cache, or wherever there is room for it: names can always be learnt again. For `row_log` see
+    `WriteBehind`."""
     # A random name: every user can make a directory there.
     refuge = SHM / f"cachefs-{os.getuid()}-names-{secrets.token_hex(8)}"
     opened.temporary.append(refuge)
     try:
         names = opened.state_dir / "names"
-        return WriteBehind(Database(names, TABLES, version=FORMAT, fsync=False, refuge=refuge))
+        return WriteBehind(Database(names, TABLES, version=FORMAT, fsync=False, refuge=refuge), row_log)
     except CacheUnusable as exc:
         opened.warnings.append(f"{exc}; keeping names in {refuge} until the mount ends")
-        return WriteBehind(Database(refuge, TABLES, version=FORMAT, fsync=False))
+        return WriteBehind(Database(refuge, TABLES, version=FORMAT, fsync=False), row_log)
 
 
 def keep_free_bytes(config: Config) -> int:

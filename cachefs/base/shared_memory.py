@@ -1,0 +1,289 @@
+"""Memory that outlives this process: what the next daemon goes on from.
+
+It is a part of a memory file that another process keeps (the holder of a mount). It survives the death of this process, not
+that of the machine. Three tables lie in it: rows of a database that wait for their commit (`RowLog`), records of files that
+are being written (`Records`), and the ends of such files that wait in memory (`Tails`).
+
+A process may be killed between any two instructions. So each table writes the bytes first, and then one word that makes them
+count: what was torn is never read. One thread at a time uses a table.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+LOG_BYTES = 16 << 20
+"""Each half of the row log. Derived: as much as half of the rows that may wait for a disk that does not answer."""
+
+MOST_RECORDS, RECORD_BYTES = 16_384, 4096
+"""Files that are being written, 4 KiB of address space each; a key has 1 KiB at most. Guessed: more than any job has open.
+Only records that were ever in use at once take memory."""
+
+MOST_TAILS, TAIL_BYTES = 1024, 256 << 10
+"""Files whose end waits in memory, and the longest such end (`staging.HELD`). What has no place here goes to the disk at
+once. Guessed: more than the files that are written at the same time."""
+
+GIVE_BACK_BYTES = 64 << 10
+"""Memory beyond so many bytes is given back to the machine after its use. Guessed: a system call costs as much as filling so
+much again."""
+
+_HALF = struct.Struct("=QQ")
+"""Of the row log: its number (the larger one is the newer half), and how many bytes of it count."""
+_ROW = struct.Struct("=Ii")
+"""Bytes of the word and of the value (-1: the row is deleted), which follow."""
+
+_RECORD = struct.Struct("=Q32sQq")
+"""Number (0: no record; of two with one name the larger one counts), name, bytes of the text, mtime_ns. The text follows."""
+_MTIME_AT = 48
+
+_TAIL, _TAIL_STRIDE = struct.Struct("=Q32sQQ"), 64
+"""Whether it is in use, the name of the file, where in it the bytes begin, and how many there are."""
+_LENGTH_AT = 48
+
+_WORD = struct.Struct("=Q")
+_SIGNED = struct.Struct("=q")
+
+_HALVES_AT = mmap.PAGESIZE
+_RECORDS_AT = _HALVES_AT + 2 * LOG_BYTES
+_TAIL_HEADS_AT = _RECORDS_AT + MOST_RECORDS * RECORD_BYTES
+_TAILS_AT = _TAIL_HEADS_AT + MOST_TAILS * _TAIL_STRIDE
+_USED_AT = 2 * _HALF.size
+"""How many records there were at most, so that the next daemon does not touch the pages behind them."""
+
+LENGTH = _TAILS_AT + MOST_TAILS * TAIL_BYTES
+
+
+class SharedMemory:
+    """The part at `offset` (a multiple of the page size) of the file `fd`, which this makes long enough (sparse)."""
+
+    def __init__(self, fd: int, offset: int) -> None:
+        if os.fstat(fd).st_size < offset + LENGTH:
+            os.ftruncate(fd, offset + LENGTH)
+        memory = mmap.mmap(fd, LENGTH, offset=offset)
+        self.rows = RowLog(memory)
+        self.records = Records(memory)
+        self.tails = Tails(memory)
+
+
+def _give_back(memory: mmap.mmap, at: int, length: int) -> None:
+    """[at, at + length) is zeros, and takes no memory. `at` is a multiple of the page size."""
+    if length > GIVE_BACK_BYTES:
+        memory.madvise(mmap.MADV_REMOVE, at, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+class RowLog:
+    """Rows that were written and are not committed: one half takes new ones while the other one is being committed. A group
+    that is appended is read as a whole or not at all. A full half takes no more until it is empty: the rows behind are those
+    of the present commit period, which a kill then undoes, as without this log."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        numbers = [self._head(half)[0] for half in (0, 1)]
+        self._active = int(numbers[1] > numbers[0])
+        self._length = self._head(self._active)[1]
+        self._full = False
+
+    def _head(self, half: int) -> tuple[int, int]:
+        number, length = _HALF.unpack_from(self._memory, half * _HALF.size)
+        return number, length
+
+    def _set_length(self, half: int, length: int) -> None:
+        _WORD.pack_into(self._memory, half * _HALF.size + 8, length)
+
+    def found(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """What the process before has left, in its order."""
+        for half in (1 - self._active, self._active):
+            at = _HALVES_AT + half * LOG_BYTES
+            end = at + self._head(half)[1]
+            while at < end:
+                word, value = _ROW.unpack_from(self._memory, at)
+                at += _ROW.size
+                key, at = self._memory[at : at + word], at + word
+                yield key, None if value < 0 else self._memory[at : at + value]
+                at += max(value, 0)
+
+    def clear(self) -> None:
+        """All that was found is committed."""
+        for half in (1 - self._active, self._active):  # the older one first
+            self._empty(half)
+        self._length = 0
+
+    def _empty(self, half: int) -> None:
+        length = self._head(half)[1]
+        self._set_length(half, 0)
+        _give_back(self._memory, _HALVES_AT + half * LOG_BYTES, length)
+
+    def append(self, rows: Mapping[bytes, bytes | None]) -> None:
+        """These are written, together."""
+        pieces: list[bytes] = []
+        for word, value in rows.items():
+            pieces += [_ROW.pack(len(word), -1 if value is None else len(value)), word, value or b""]
+        data = b"".join(pieces)
+        end = self._length + len(data)
+        self._full |= end > LOG_BYTES
+        if self._full:
+            return
+        at = _HALVES_AT + self._active * LOG_BYTES
+        self._memory[at + self._length : at + end] = data
+        self._length = end
+        self._set_length(self._active, end)
+
+    def swap(self) -> None:
+        """What was appended is being committed. While rows of a commit that failed are in the other half, this one goes on:
+        a row may be found there after its commit, and writing it again changes nothing."""
+        other = 1 - self._active
+        if self._head(other)[1]:
+            return
+        number, _ = self._head(self._active)
+        self._active, self._length, self._full = other, 0, False
+        _WORD.pack_into(self._memory, other * _HALF.size, number + 1)
+
+    def committed(self) -> None:
+        """What was swapped is on the disk."""
+        self._empty(1 - self._active)
+
+
+class Records:
+    """JSON objects by name (32 characters), each with a time that is written in place."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        (self._used,) = _WORD.unpack_from(memory, _USED_AT)
+        self._places: dict[str, int] = {}
+        self._free: list[int] = []
+        self._number = 0
+
+    def found(self) -> dict[str, tuple[int, dict[str, Any]]]:
+        """mtime_ns and object by name, as the process before has left them. Once, before anything is put."""
+        numbers: dict[str, int] = {}
+        found: dict[str, tuple[int, dict[str, Any]]] = {}
+        for at in range(_RECORDS_AT, _RECORDS_AT + self._used * RECORD_BYTES, RECORD_BYTES):
+            number, text, length, mtime_ns = _RECORD.unpack_from(self._memory, at)
+            name = text.decode()
+            if number <= numbers.get(name, 0):  # none, or the one that was about to be replaced
+                self._forget(at)
+                continue
+            if name in self._places:
+                self._forget(self._places[name])
+            start = at + _RECORD.size
+            numbers[name], self._places[name] = number, at
+            found[name] = mtime_ns, json.loads(self._memory[start : start + length])
+            self._number = max(self._number, number)
+        return found
+
+    def _forget(self, at: int) -> None:
+        _WORD.pack_into(self._memory, at, 0)
+        self._free.append(at)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def put(self, name: str, mtime_ns: int, row: Mapping[str, Any]) -> bool:
+        """Write a record, or replace it; False if it is too long, or there are too many. Then there is none."""
+        data = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        if _RECORD.size + len(data) > RECORD_BYTES or not (self._free or self._extend()):
+            self.drop(name)
+            return False
+        at, before = self._free.pop(), self._places.get(name)
+        self._number += 1
+        _RECORD.pack_into(self._memory, at, 0, name.encode(), len(data), mtime_ns)
+        self._memory[at + _RECORD.size : at + _RECORD.size + len(data)] = data
+        _WORD.pack_into(self._memory, at, self._number)
+        self._places[name] = at
+        if before is not None:
+            self._forget(before)
+        return True
+
+    def _extend(self) -> bool:
+        if self._used == MOST_RECORDS:
+            return False
+        self._free.append(_RECORDS_AT + self._used * RECORD_BYTES)
+        self._used += 1
+        _WORD.pack_into(self._memory, _USED_AT, self._used)
+        return True
+
+    def touch(self, name: str, mtime_ns: int) -> None:
+        """The time alone, if there is such a record."""
+        at = self._places.get(name)
+        if at is not None:
+            _SIGNED.pack_into(self._memory, at + _MTIME_AT, mtime_ns)
+
+    def drop(self, name: str) -> None:
+        at = self._places.pop(name, None)
+        if at is not None:
+            self._forget(at)
+
+
+class Tail:
+    """Bytes of a file from `start` on. It is used like a bytearray."""
+
+    def __init__(self, tails: Tails, index: int, name: str, start: int, length: int) -> None:
+        self.name, self.start = name, start
+        self._tails, self._index = tails, index
+        self._memory = tails.memory
+        self._head, self._at = _TAIL_HEADS_AT + index * _TAIL_STRIDE, _TAILS_AT + index * TAIL_BYTES
+        self._length = self._most = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __bytes__(self) -> bytes:
+        return self._memory[self._at : self._at + self._length]
+
+    def view(self) -> memoryview:
+        """Until the next change."""
+        return memoryview(self._memory)[self._at : self._at + self._length]
+
+    def _resize(self, length: int) -> None:
+        self._length, self._most = length, max(self._most, length)
+        _WORD.pack_into(self._memory, self._head + _LENGTH_AT, length)
+
+    def extend(self, data: bytes) -> None:
+        end = self._length + len(data)
+        self._memory[self._at + self._length : self._at + end] = data
+        self._resize(end)
+
+    def __delitem__(self, cut: slice) -> None:
+        """From `cut.start` to the end."""
+        self._resize(min(cut.start, self._length))
+
+    def __setitem__(self, where: slice, data: bytes | bytearray | memoryview) -> None:
+        self._memory[self._at + where.start : self._at + where.stop] = data
+
+    def release(self) -> None:
+        """It is not needed any more."""
+        _WORD.pack_into(self._memory, self._head, 0)
+        _give_back(self._memory, self._at, self._most)
+        self._tails.free.append(self._index)
+
+
+class Tails:
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.free = list(range(MOST_TAILS - 1, -1, -1))  # those that were in use last are used again first
+
+    def found(self) -> list[Tail]:
+        """Those that the process before has left. Once, before any is made. Each has to be released."""
+        found = []
+        for index in range(MOST_TAILS):
+            used, name, start, length = _TAIL.unpack_from(self.memory, _TAIL_HEADS_AT + index * _TAIL_STRIDE)
+            if used:
+                found.append(Tail(self, index, name.decode(), start, length))
+        taken = {tail._index for tail in found}
+        self.free = [index for index in self.free if index not in taken]
+        return found
+
+    def make(self, name: str, start: int) -> Tail | None:
+        """An empty one, of the file of this name (32 characters); None: there are too many."""
+        if not self.free:
+            return None
+        index = self.free.pop()
+        head = _TAIL_HEADS_AT + index * _TAIL_STRIDE
+        _TAIL.pack_into(self.memory, head, 0, name.encode(), start, 0)
+        _WORD.pack_into(self.memory, head, 1)
+        return Tail(self, index, name, start, 0)
