@@ -393,20 +393,27 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/mount/test_dead_mount.py::test_a_start_that_is_refused_leaves_the_dead_mount",
         "tests/fuse/test_choice.py::test_the_mountpoint_is_cleared_when_only_mounting_is_left",
     ),
-    "With `--restart` (native backend, Linux 6.9), when the daemon is killed or fails, no program that reads gets an "
-    "errno: opens, reads, mappings, stats and directory streams wait, and get the right bytes from the next daemon. "
-    "Changes of names are made once. Only a file that is open for writing fails, with EIO, and is then what it was "
-    "when it was last synced; so does a read of a file that was made here in the last tenth of a second.": (
-        "tests/mount/test_restart.py::test_a_file_that_is_being_written_fails_and_no_other_call_does",
-        "tests/mount/test_restart.py::test_who_has_written_is_told_and_the_file_is_what_it_was",
+    "With `--restart` (native backend, Linux 6.9), when the daemon is killed or fails, no program gets an errno: "
+    "opens, reads, writes, mappings, stats and directory streams wait, and go on with the next daemon. Changes of "
+    "names are made once. A file that is being written has all that was written, and a close or fsync that was not "
+    "answered is made again.": (
+        "tests/mount/test_restart.py::test_no_writer_notices",
+        "tests/mount/test_restart.py::test_a_file_that_is_being_written_goes_on",
+        "tests/mount/test_restart.py::test_a_call_that_waits_for_the_upload_is_answered_by_the_next_daemon",
+        "tests/mount/test_restart.py::test_a_file_that_has_lost_its_name_goes_on",
+        "tests/mount/test_restart.py::test_a_mapping_that_is_written_goes_on",
+        "tests/test_shared_memory.py::test_a_kill_loses_no_row",
+        "tests/upload/test_outliving.py::test_killed_at_each_request_and_each_commit_of_the_journal",
         "tests/mount/test_restart.py::test_who_reads_what_waits_for_its_upload_goes_on",
         "tests/mount/test_restart.py::test_no_reader_notices_that_the_daemon_was_killed",
         "tests/mount/test_restart.py::test_a_read_that_waits_for_the_origin_is_answered_by_the_next_daemon",
         "tests/mount/test_restart.py::test_a_failure_in_the_daemon_is_a_death_like_any_other",
     ),
     "`cachefs upgrade` has the version that is installed now go on with a mount that was made with `--restart`: "
-    "no program gets an errno, what is cached stays, in memory too. If that version does not start, or cannot "
-    "go on with what is open, nothing changes.": (
+    "no program gets an errno, also none that writes, and what is cached stays, in memory too. If that version does "
+    "not start, or cannot go on with what is open, nothing changes.": (
+        "tests/mount/test_restart.py::test_no_writer_notices",
+        "tests/mount/test_restart.py::test_what_the_next_daemon_would_not_find_is_not_handed_over",
         "tests/mount/test_restart.py::test_no_reader_notices_an_upgrade_and_what_is_in_memory_stays",
         "tests/mount/test_restart.py::test_an_upgrade_runs_what_is_installed_now_or_changes_nothing",
         "tests/mount/test_restart.py::test_a_mount_that_ends_with_its_daemon_is_not_upgraded",

@@ -297,5 +297,19 @@ def test_a_commit_that_fails_leaves_its_rows_in_the_log(
     rows.close()
 
 
+def test_rows_that_cannot_be_committed_at_the_start_wait(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again(fd).rows.append({b"\0k": b"v"})
+    database = Database(tmp_path / "db", ("a",), version="v1", fsync=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "write", fails)
+        rows = WriteBehind(database, again(fd).rows)
+    assert rows.get("a", b"k") == b"v" and dict(again(fd).rows.found()) == {b"\0k": b"v"}
+    rows.flush()
+    assert database.get("a", b"k") == b"v" and list(again(fd).rows.found()) == []
+    rows.close()
+
+
 def fails(puts: Any) -> None:
     raise NoRoom("full")

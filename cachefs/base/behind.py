@@ -94,9 +94,13 @@ class WriteBehind:
         self._since = math.inf  # when the commit under way began
         if row_log is not None and (left := dict(row_log.found())):
             names = self._tables
-            if not database.dropped:  # else they would be a part of what was lost
-                database.write([(names[word[0]], word[1:], value) for word, value in left.items()])
-            row_log.clear()
+            try:
+                if not database.dropped:  # else they would be a part of what was lost
+                    database.write([(names[word[0]], word[1:], value) for word, value in left.items()])
+                row_log.clear()
+            except CachefsError as exc:  # the disk is full, perhaps: with the next rows
+                log.warning("%s; trying again", exc)
+                self._waiting[0].values.update(left)
         # From the beginning until the end: a row never waits for a thread that cannot be started.
         try:
             threading.Thread(target=self._run, name="names", daemon=True).start()

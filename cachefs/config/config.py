@@ -286,7 +286,7 @@ class Config:
         value=False,
     )
     restart: bool = SWITCH(
-        "Start the daemon again when it dies, so that programs only wait; what is being written then fails with EIO. Needs "
+        "Start the daemon again when it dies, so that programs only wait, also those that write. Needs "
         "--fuse native or auto, and Linux 6.9.",
         value=False,
     )

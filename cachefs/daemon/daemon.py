@@ -34,7 +34,6 @@ from cachefs.base.linux import mount_at, resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
 from cachefs.base.tasks import in_thread
-from cachefs.base.units import about_files
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
 from cachefs.daemon.locating import Locator
@@ -49,7 +48,7 @@ from cachefs.fetch.upstream import Upstream
 from cachefs.fs import FileSystem, Options, Ttls, Volume
 from cachefs.fuse import backends
 from cachefs.fuse.connection import tune
-from cachefs.fuse.held import LOOK_S, Held
+from cachefs.fuse.held import Held
 from cachefs.fuse.holder import HANDED_OVER
 from cachefs.fuse.notices import Notices
 from cachefs.observe import Endpoint, Pauses, Watch, open_endpoint
@@ -90,9 +89,6 @@ GARBAGE_THRESHOLDS = (50_000, 20, 50)
 LOADING_S = 30.0
 """How long another daemon may take to load what it needs, beside this one. Guessed: a node's disk may be slow."""
 
-CLOSED_S = 5.0
-"""How long `cachefs upgrade` waits for files that are being written. Guessed: small ones are closed by then."""
-
 LIVE = ("log_level", "download_limit", "upload_limit", "metadata_ttl", "negative_ttl", "pin_budget")
 """Options that SIGHUP changes while the mount is in use."""
 
@@ -121,7 +117,8 @@ def run(
         made.callback(stopping.done)
         opened = cachedir.open_cache(config, metrics)
         made.callback(opened.close)
-        names = cachedir.open_names(opened)
+        memory = None if held is None or config.zero_open else held.memory
+        names = cachedir.open_names(opened, None if memory is None else memory.rows)
         made.callback(names.close)
         made.callback(stopping.stage, "closing the names database")
         for line in opened.warnings:
@@ -186,8 +183,8 @@ class Daemon:
         self._tuning: list[str] = []
         self._stopped_by = "umount"
         self._end = End.FAILED
-        self._serving = trio.CancelScope()
         self._replaces_dead = False
+        self._served = False  # whether programs have used the mount
         self._prefetcher: Prefetcher | None = None
         self._peers: PeerNode | None = None
         self._uploading: Uploading | None = None
@@ -213,7 +210,9 @@ class Daemon:
                             await self._serve(nursery, lasting)
                             nursery.cancel_scope.cancel()
                     finally:
-                        if self._uploading is not None:
+                        if self._goes_on:
+                            lasting.cancel_scope.cancel()  # the next daemon uploads
+                        elif self._uploading is not None:
                             self._stopping.stage("uploading what was written", self._config.flush_deadline)
                             self._notifier.stopping("uploading what was written")
                             if not await self._uploading.finish():
@@ -225,6 +224,8 @@ class Daemon:
                 self._stopping.stage("saving memory to disk", SPILL_DEADLINE_S)
                 self._notifier.stopping("saving memory to disk")
                 with trio.CancelScope(shield=True):
+                    if self._goes_on and self._uploading is not None:
+                        await self._uploading.uploads.hand_over()
                     if self._end is End.HANDED_OVER:
                         await self._store.hand_over()
                     else:
@@ -284,6 +285,15 @@ class Daemon:
         """Whether programs wait for this daemon already, because another one has died."""
         return self._held is not None and self._held.taking_over
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether another daemon goes on with the mount when this one ends."""
+        if self._held is None or not self._held.holds or not self._held.holder:
+            return False
+        return self._end is End.HANDED_OVER or (
+            self._end is End.FAILED and (self._served or self._takes_over)
+        )
+
     def _do_without(self) -> None:
         """Start without origins that do not answer, if names of them are known from earlier. Raises `OriginFailed`."""
         for origin, exc in self._absent.items():
@@ -322,9 +332,10 @@ class Daemon:
             fetcher,
             self._metrics,
             lasting,
+            None if self._held is None or self._config.zero_open else self._held.memory,
         )
         self._uploading = uploading
-        await uploading.recover()
+        await uploading.recover({record.ino for record in self._held.open} if self._held is not None else ())
         return uploading
 
     async def _serve(self, nursery: trio.Nursery, lasting: trio.Nursery) -> None:
@@ -408,8 +419,8 @@ class Daemon:
             gc.collect()
             gc.set_threshold(*GARBAGE_THRESHOLDS)
             gc.freeze()  # what is alive now stays alive: no need to look at it again and again
-            with self._serving:
-                await backend.serve(lambda: nursery.start_soon(self._ready))
+            self._served = True
+            await backend.serve(lambda: nursery.start_soon(self._ready))
             if self._end is End.FAILED:  # so far
                 self._end = End.STOPPED
         finally:
@@ -435,7 +446,7 @@ class Daemon:
                 )
             with trio.move_on_after(5, shield=True):
                 unmounted = self._end is End.STOPPED and self._stopped_by == "umount"
-                await self._fs.aclose(unmounted=unmounted, handed_over=handed_over)
+                await self._fs.aclose(unmounted=unmounted, handed_over=self._goes_on)
 
     def _open_prefetcher(self, volumes: list[Volume], fetcher: Fetcher) -> Prefetcher | None:
         config = self._config
@@ -650,24 +661,15 @@ class Daemon:
                     "the configuration has other sources than this mount: umount, and mount again"
                 )
         version = await self._held.renewed(LOADING_S)
-        if self._uploading is not None:
-            await self._until_nothing_is_written()
-            self._uploading.hurry()
+        if self._opened.state_dir in self._opened.temporary and self._backend.backend.operations.writers:
+            raise MountError(
+                "the cache directory cannot be used, and the next daemon would not find files that are open for writing: "
+                "try again when they are closed"
+            )
         log.info("handing the mount over to version %s", version)
         self._end, self._stopped_by = End.HANDED_OVER, "upgrade"
-        self._serving.cancel()
+        self._backend.backend.pause()
         return version
-
-    async def _until_nothing_is_written(self) -> None:
-        """Return at a moment at which no request waits, and no file is open to be written. Raises `MountError`."""
-        operations = self._backend.backend.operations
-        with trio.move_on_after(CLOSED_S):
-            while operations.writers or operations.admission.held_bytes:  # noqa: ASYNC110 (rare)
-                await trio.sleep(LOOK_S)
-            return
-        count = len(operations.writers)
-        what = f"{about_files(count)} open for writing" if count else "requests wait for the origin"
-        raise MountError(f"{what}, and programs would get errors: try again when that is done")
 
     async def _refresh(self, path: str = "") -> str:
         await self._fs.refresh(path)

@@ -7,7 +7,7 @@ mount away and then waits for what is still on its way, as long as it was told t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import trio
 
 from cachefs.base.errors import CacheUnusable, NotFound
 from cachefs.base.metrics import Metrics
+from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.units import about_bytes, about_files
 from cachefs.config.config import Config
 from cachefs.fetch import Fetcher
@@ -68,6 +69,7 @@ class Uploading:
         fetcher: Fetcher,
         metrics: Metrics,
         nursery: trio.Nursery,
+        memory: SharedMemory | None = None,
     ) -> None:
         if config.writeback and state_dir != config.cache_dir:
             raise CacheUnusable(
@@ -91,11 +93,12 @@ class Uploading:
             upload_delay_s=config.upload_delay,
             on_conflict=config.on_conflict,
             keep_free_bytes=keep_free_bytes,
+            memory=memory,
         )
 
-    async def recover(self) -> None:
+    async def recover(self, open_inos: Container[int] = frozenset()) -> None:
         """Go on with uploads of an earlier daemon, before the mount: readers then see these files from the start."""
-        found = await self.uploads.recover()
+        found = await self.uploads.recover(open_inos)
         if found:
             of = f"{about_files(len(found))} ({about_bytes(_bytes(found))}) of an earlier mount"
             log.info("on their way to the origin: %s", of)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -26,7 +27,7 @@ from cachefs.base.errors import (
 )
 from cachefs.base.ledger import about
 from cachefs.fs.keys import MAX_NAME, nameable, text_of
-from cachefs.fs.local_changes import LocalChanges, Node
+from cachefs.fs.local_changes import DIRTY_FILE_ETAG, LocalChanges, Node
 from cachefs.fs.name_locks import NameLocks
 from cachefs.fs.overrides import written
 from cachefs.fs.reader import Buffer
@@ -65,6 +66,7 @@ class DirtyFiles:
         self._files = files
         self._writer = writer
         self._wall = wall
+        self._resumed: dict[int, Node] = {}  # by inode: those that the daemon before was writing
         writer.on_committed = local_changes.committed
         writer.on_settling = local_changes.settling
         writer.on_settled = local_changes.settled
@@ -395,17 +397,69 @@ class DirtyFiles:
     async def recover(self, find: Callable[[Origin, str], Any]) -> None:
         """Show the dirty files of an earlier daemon. `find` gives the directory and the name of a key, made if they must
         be."""
+        for dirty_file in self._writer.nameless():
+            self._resumed[dirty_file.ino] = self._local_changes.resumed_nameless(dirty_file)
         for dirty_file in self._writer.pending():
             if self._local_changes.of_dirty_file(dirty_file) is not None:
                 continue
             directory, name = await find(dirty_file.origin, dirty_file.key)
-            node = Node(directory, name, self._local_changes.inode_at(directory, name), stored=True)
+            if ino := dirty_file.ino:
+                self._local_changes.leave_other_place(directory, name, ino)
+            else:
+                ino = self._local_changes.inode_at(directory, name)
+            node = Node(directory, name, ino, stored=True)
             self._local_changes.give(node, dirty_file)
             await self._local_changes.hold(node)
             if kept := self._kept.get(node.ino):  # set after the file was closed
                 if kept.get("ctime_ns", 0) < dirty_file.mtime_ns:
                     written(kept)
                 node.attrs.update(kept)
+            if dirty_file.ino:
+                self._resumed[dirty_file.ino] = node
+
+    def resume(
+        self,
+        fh: int,
+        ino: int,
+        origin: Origin,
+        version: ObjectId,
+        mtime_ns: int,
+        backing_id: int,
+        *,
+        writes: bool,
+    ) -> bool:
+        """A handle that the daemon before has opened, if its inode is being written; False: it is not. `version` is what it
+        was opened of."""
+        node = self._resumed.get(ino)
+        if node is not None:
+            number, _ = self._open_dirty_file(node, 0)
+        elif writes and not version.etag.startswith(DIRTY_FILE_ETAG):
+            node, number = self._resume_unchanged(ino, origin, version, mtime_ns)
+        else:
+            return False
+        self._files.renumber(number, fh)
+        if node.removed:
+            self._files.lose_name(ino, removed=True)
+        if writes:
+            self._writes((fh, 0), node)
+        if backing_id and node.dirty_file is not None:
+            backing = self._writer.resume_backing(node.dirty_file, backing_id, writes=writes)
+            self._files.handles[fh].backing = backing
+        return True
+
+    def _resume_unchanged(
+        self, ino: int, origin: Origin, version: ObjectId, mtime_ns: int
+    ) -> tuple[Node, int]:
+        """A handle to write a file that was not changed yet. Raises `ObjectChanged`, `NotFound` if no name leads to it."""
+        node = self._local_changes.nodes.get(ino)
+        if node is None:
+            directory, name = self._local_changes.place_of(ino)
+            node = Node(directory, name, ino, stored=True)
+            node.attrs = self._kept.get(ino)
+        obj = replace(version, key=node.key)  # it may have been renamed since
+        number, _ = self._files.open(ino, origin, obj, mtime_ns, 0, writes=True)
+        self._local_changes.add(node)
+        return node, number
 
 
 def writable(directory: Directory) -> Origin:

@@ -174,16 +174,39 @@ class FileSystem:
         """A handle that an earlier daemon has opened to read this version."""
         version = ObjectId(origin.source, key, etag, size)
         if self._writing is not None:
+            resume = self._writing.dirty_files.resume
+            if resume(fh, ino, origin, version, mtime_ns, backing_id, writes=False):
+                return
             # Pages of what was written, and is lost, must not be read with those of the version that is there.
             self.on_invalidate(ino, 0, b"")
             if not backing_id and self._restore_present(fh, ino):
                 return
         self._files.restore(fh, ino, origin, version, mtime_ns, backing_id)
 
-    def restore_unsaved(self, fh: int, ino: int, key: str, *, writes: bool) -> None:
-        """A handle that an earlier daemon has opened to write this file, or to read what was written."""
-        if writes or not self._restore_present(fh, ino):
-            self._files.handles.unsaved[fh] = key
+    def restore_written(
+        self,
+        fh: int,
+        ino: int,
+        origin: Origin,
+        key: str,
+        etag: str,
+        size: int,
+        mtime_ns: int,
+        backing_id: int,
+        *,
+        writes: bool,
+    ) -> bool:
+        """A handle that an earlier daemon has opened to write this file, or to read what was written; False: what was not
+        synced is lost, and the handle fails."""
+        version = ObjectId(origin.source, key, etag, size)
+        with suppress(ObjectChanged, NotFound):
+            resume = self._write.dirty_files.resume
+            if resume(fh, ino, origin, version, mtime_ns, backing_id, writes=writes):
+                return True
+            if not writes and self._restore_present(fh, ino):
+                return True
+        self._files.handles.unsaved[fh] = key
+        return False
 
     def _restore_present(self, fh: int, ino: int) -> bool:
         """A handle that reads what its inode is now, which may be what was written here; False if that is not known."""

@@ -11,13 +11,13 @@ What is done at the store is written down here as an answer of the store would b
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from cachefs.base.errors import ObjectChanged
+from cachefs.base.errors import NotFound, ObjectChanged
 from cachefs.base.names import ObjectId
 from cachefs.fs.files import DIRTY_FILE
 from cachefs.fs.inodes import inode_key
@@ -149,20 +149,47 @@ class LocalChanges:
         self._by_dirty_file[dirty_file.id] = node
         for handle in self._files.under(node.ino):
             self.attach(handle, node)
+        self._writer.outlive(dirty_file, node.ino, named=False)
 
     def nameless(self, handle: FileHandle, attrs: dict[str, Any]) -> Node:
         """A node for a file that is open and has lost its name."""
-        top = next(top for top in self._tree.tops() if top.origin is handle.origin)
-        name = handle.object.key[len(top.prefix) :].encode()
-        node = Node(top, name, handle.ino, stored=False)
-        node.removed, node.attrs = True, attrs
+        node = self._nameless(handle.ino, handle.origin, handle.object.key)
+        node.attrs = attrs
         self.nodes[node.ino] = node
+        return node
+
+    def resumed_nameless(self, dirty_file: DirtyFile) -> Node:
+        """The same, of a file that handles of the daemon before have open."""
+        node = self._nameless(dirty_file.ino, dirty_file.origin, dirty_file.key)
+        self.give_nameless(node, dirty_file)
+        return node
+
+    def _nameless(self, ino: int, origin: Origin, key: str) -> Node:
+        top = next(top for top in self._tree.tops() if top.origin is origin)
+        node = Node(top, key[len(top.prefix) :].encode(), ino, stored=False)
+        node.removed = True
         return node
 
     def info(self, directory: Directory, name: bytes, obj: ObjectId) -> ObjectInfo:
         """The store's object that is at a name, as it is known here."""
         row = self._tree.row(directory, name)
         return ObjectInfo(obj.key, obj.size, row.mtime_ns if row is not None else 0, obj.etag)
+
+    def place_of(self, ino: int) -> Place:
+        """Where an inode that is a file is. Raises `NotFound`."""
+        directory, mark = self._tree.locate(ino)
+        row = self._tree.row(directory, mark)
+        if row is None or row.ino != ino or mark.endswith(b"/"):
+            raise NotFound(f"no name leads to inode {ino}")
+        return directory, mark
+
+    def leave_other_place(self, directory: Directory, name: bytes, ino: int) -> None:
+        """The daemon before has died in a rename: the inode is here, whatever its old place says."""
+        with suppress(NotFound):
+            above, mark = self._tree.locate(ino)
+            row = self._tree.row(above, mark)
+            if (above, mark) != (directory, name) and row is not None and row.ino == ino:
+                self._tree.database.write([("names", above.key + mark, None)])
 
     def inode_at(self, directory: Directory, name: bytes) -> int:
         """The inode that is written down for the file of this name; 0 where there is none."""
@@ -194,6 +221,8 @@ class LocalChanges:
         for handle in handles:
             self.attach(handle, node)
             handle.backing = dirty_file.backing
+        if not node.removed:
+            self._writer.outlive(dirty_file, node.ino, named=True)
         self._files.forget_warm()
 
     async def hold(self, node: Node) -> None:
@@ -213,6 +242,7 @@ class LocalChanges:
             self._files.turn(node.ino, self.version(node), node.dirty_file.mtime_ns)
             for handle in self._files.under(node.ino):
                 self.attach(handle, node)
+            self._writer.outlive(node.dirty_file, node.ino, named=True)
 
     def _held(self, node: Node) -> None:
         node.held = True

@@ -24,6 +24,11 @@ class DirtyFile(Protocol):
     @property
     def key(self) -> str: ...
     @property
+    def ino(self) -> int:
+        """The inode that it had for the daemon before, if this one resumes it; else 0."""
+        ...
+
+    @property
     def size(self) -> int: ...
     @property
     def mtime_ns(self) -> int: ...
@@ -118,6 +123,15 @@ class Writer(Protocol):
     def returned(self, dirty_file: Any) -> None:
         """Never raises, never waits."""
 
+    def outlive(self, dirty_file: Any, ino: int, *, named: bool) -> None:
+        """It is of this inode. Where the connection to the kernel outlives this process, the next daemon has it again: as
+        one of `pending`, or of `nameless`, with the number as `ino`. Not `named`: it is discarded next."""
+
+    def resume_backing(self, dirty_file: Any, backing_id: int, *, writes: bool) -> Backing:
+        """The same as `open_backing` for a handle of the daemon before, which has this backing id. If it only reads
+        (`writes`), it is not `returned`."""
+        ...
+
     async def commit(self, dirty_file: Any) -> None:
         """What close(2) and fsync(2) promise. Raises why it cannot be kept; the dirty file stays."""
 
@@ -154,6 +168,10 @@ class Writer(Protocol):
 
     def notes(self) -> dict[str, dict[str, Any]]:
         """What earlier runs have noted and not removed."""
+        ...
+
+    def nameless(self) -> list[Any]:
+        """Before the first request: dirty files that were removed while the daemon before had them open."""
         ...
 
     def pending(self) -> list[Any]:

@@ -38,6 +38,9 @@ class Backend(Protocol):
     async def serve(self, ready: Callable[[], None]) -> None:
         """Call `ready` when the kernel has connected, then answer it until the mount is gone or this is cancelled."""
 
+    def pause(self) -> None:
+        """Have `serve` return once what it has read is answered: another daemon goes on. Only where there is a holder."""
+
     def close(self, *, unmount: bool = True) -> None:
         """Unmount (lazily, if it is still mounted) and end the session; requests that wait fail with ENOTCONN. Without
         `unmount` a dead mount stays, where every access fails with ENOTCONN."""

@@ -81,7 +81,11 @@ class Writers:
         return fh in self._opened
 
     def opened(self, fh: int, inode: int, thread: int) -> None:
-        self._opened[fh] = inode, _process_of(thread)
+        self.resumed(fh, inode, _process_of(thread))
+
+    def resumed(self, fh: int, inode: int, process: int) -> None:
+        """A handle of the daemon before, which has seen that this process opened it."""
+        self._opened[fh] = inode, process
         self._count[inode] = self._count.get(inode, 0) + 1
 
     def released(self, fh: int) -> None:

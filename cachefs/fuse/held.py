@@ -1,11 +1,11 @@
 """What outlives the daemon where a holder keeps its connection (`cachefs.fuse.holder`), and how a daemon takes it over.
 
-The holder's memory file has four parts: what the holder says of deaths, what the daemon has agreed with the kernel, what the
-daemon that stands by says of itself, and the table of open files. The table has a record of fixed length for each handle
-that the kernel has, written before the reply to its OPEN and cleared before the reply to its RELEASE. A record names the
-request (`unique`) that it answers. If the kernel repeats that request, it never got the reply, and does not have the handle.
-Before the records, the table has the backing ids that are registered. Readers of a directory need no record: the kernel
-sends inode and position with each request.
+The holder's memory file has five parts: what the holder says of deaths, what the daemon has agreed with the kernel, what the
+daemon that stands by says of itself, the table of open files, and what is being written (`cachefs.base.shared_memory`). The
+table has a record of fixed length for each handle that the kernel has, written before the reply to its OPEN and cleared
+before the reply to its RELEASE. A record names the request (`unique`) that it answers. If the kernel repeats that request,
+it never got the reply, and does not have the handle. Before the records, the table has the backing ids that are registered.
+Readers of a directory need no record: the kernel sends inode and position with each request.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import trio
 
 from cachefs.base.errors import MountError
+from cachefs.base.shared_memory import SharedMemory
 from cachefs.fuse.holder import (
     DEATHS,
     DESCRIPTORS,
@@ -36,7 +37,7 @@ from cachefs.fuse.holder import (
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of all that a daemon leaves here for the next one."""
 
 _CONNECTION_AT, _CONNECTION = 24, struct.Struct("=IIQd32s")
@@ -57,12 +58,15 @@ _USED = struct.Struct("=QQ")
 """At the beginning: how many records, and how many backing ids, there is room for so far."""
 _HANDLE = struct.Struct("=QQ")
 """A record begins with unique and fh (0: no record). Then comes what it tells of the file."""
-_FILE = struct.Struct("=QQqIHH")
-"""ino, size, mtime_ns, backing id, volume, bytes of the text, which follows: the key, a zero and the etag."""
+_FILE = struct.Struct("=QQqIIHHH")
+"""ino, size, mtime_ns, backing id, process, use, volume, bytes of the text, which follows: the key, a zero and the etag."""
 _NO_FH = bytes(8)
 _BACKING = struct.Struct("=I")  # 0: none
 _RECORDS_AT = RECORD_BYTES * -(-(_USED.size + MOST_HANDLES * _BACKING.size) // RECORD_BYTES)
 _LENGTH = _RECORDS_AT + MOST_HANDLES * RECORD_BYTES
+
+_SHARED_AT = mmap.PAGESIZE * -(-(_TABLE_AT + _LENGTH) // mmap.PAGESIZE)
+"""What files that are being written need (`SharedMemory`)."""
 
 
 class Held:
@@ -72,6 +76,7 @@ class Held:
         for passed in (state_fd, socket_fd):
             os.set_inheritable(passed, False)
         self.fd = -1  # the connection of the daemon before
+        self.open: list[HandleRecord] = []  # its handles
         self.holds = False  # whether the connection outlives this daemon
         self.restarts, self._died_at, self.handed_over = 0, 0.0, 0
         self.pause_s = 0.0  # before this daemon went on
@@ -111,6 +116,8 @@ class Held:
             self.fd, self.holds = fd, True
         self.restarts, self._died_at, self.handed_over = DEATHS.unpack_from(self._state)
         self.table = HandleTable(self._state_fd, _TABLE_AT)
+        self.open = list(self.table.records())
+        self.memory = SharedMemory(self._state_fd, _SHARED_AT)
         os.close(self._state_fd)
 
     @property
@@ -201,7 +208,8 @@ def _text(version: bytes) -> str:
 
 
 class HandleRecord(NamedTuple):
-    """`volume` is the index of the mount's volume that the object is in. `backing_id` is 0 without passthrough."""
+    """`volume` is the index of the mount's volume that the object is in. `backing_id` is 0 without passthrough. `use` is
+    `READS`, `READS_WRITTEN` or `WRITES`; `process` has opened it to write (0: unknown)."""
 
     fh: int
     unique: int
@@ -209,18 +217,34 @@ class HandleRecord(NamedTuple):
     size: int
     mtime_ns: int
     backing_id: int
+    process: int
+    use: int
     volume: int
     key: str
     etag: str
 
 
-def described(ino: int, size: int, mtime_ns: int, backing_id: int, volume: int, key: str, etag: str) -> bytes:
+READS, READS_WRITTEN, WRITES = range(3)
+"""A handle was opened to read a version of the store, to read what is being written, or to write."""
+
+
+def described(
+    ino: int,
+    size: int,
+    mtime_ns: int,
+    backing_id: int,
+    process: int,
+    use: int,
+    volume: int,
+    key: str,
+    etag: str,
+) -> bytes:
     """What a record tells of an open file; b"" if its name is too long for one. See `HandleRecord`."""
     text = f"{key}\0{etag}".encode("utf-8", "surrogatepass")
     if _HANDLE.size + _FILE.size + len(text) > RECORD_BYTES:
         log.debug("no record of the open file %s: its name is too long", key)
         return b""
-    return _FILE.pack(ino, size, mtime_ns, backing_id, volume, len(text)) + text
+    return _FILE.pack(ino, size, mtime_ns, backing_id, process, use, volume, len(text)) + text
 
 
 class HandleTable:
@@ -247,12 +271,14 @@ class HandleTable:
                 self._free.append(at)
                 continue
             self._slots[fh] = at
-            ino, size, mtime_ns, backing, volume, length = _FILE.unpack_from(memory, at + _HANDLE.size)
+            ino, size, mtime_ns, backing, process, use, volume, length = _FILE.unpack_from(
+                memory, at + _HANDLE.size
+            )
             text_at = at + _HANDLE.size + _FILE.size
             key, _, etag = (
                 memory[text_at : text_at + length].decode("utf-8", "surrogatepass").rpartition("\0")
             )
-            yield HandleRecord(fh, unique, ino, size, mtime_ns, backing, volume, key, etag)
+            yield HandleRecord(fh, unique, ino, size, mtime_ns, backing, process, use, volume, key, etag)
 
     def backing_ids(self) -> set[int]:
         """Those that the daemon before had registered. Once, before any is added."""

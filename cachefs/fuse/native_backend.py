@@ -36,6 +36,7 @@ from cachefs.fs.filesystem import Opened
 from cachefs.fs.reader import Buffer
 from cachefs.fuse import callers, connection, protocol
 from cachefs.fuse.connection import CONGESTION, DETACH, FORCE, MAX_BACKGROUND
+from cachefs.fuse.held import LOOK_S
 from cachefs.fuse.notifier import Notifier
 from cachefs.fuse.operations import (
     CHANGING,
@@ -426,6 +427,10 @@ SIGNALS_EVERY_S = 0.2
 """How often the calling process of an interrupted request that went on is examined. The kernel reports only the first
 signal, and a later one may end the process. Guessed."""
 
+FINISH_S = 2.0
+"""How long requests that wait may take before the mount is handed over: all programs wait meanwhile. Guessed: names are
+changed and small files are sent in that time. What takes longer is repeated."""
+
 COPIED = 64 << 10
 """Writes up to this are copied out of the request's buffer, larger ones keep the buffer. Measured: 1 µs for this one, 24 to
 100 µs for 1 MiB."""
@@ -479,6 +484,7 @@ class NativeBackend:
         self._keep_listings = keep_listings
         self._writer_flags = int(Flags.DIRECT_IO) if direct_writers else 0
         self._user = (0, 0)  # uid and gid of the request that is being handled
+        self._reading = trio.CancelScope()
         self._waiting: dict[int, Waiting[Any]] = {}  # by unique
         self._signalled: set[int] = set()  # those of them that had a signal and went on
         # With one processor, looking for the next request would keep its sender from running.
@@ -537,17 +543,27 @@ class NativeBackend:
 
     async def serve(self, ready: Callable[[], None]) -> None:
         if self._records is not None and self._records.follows:
-            self._records.take_over(self._device)
+            self._records.take_over(self._device, self.operations.writers)
             self._records.answering()
         ready()
         async with trio.open_nursery() as self._nursery:
-            while True:
-                await trio.lowlevel.wait_readable(self._device.fd)
-                while (more := self._serve_burst()) is True:
-                    await trio.lowlevel.checkpoint()
-                if more is None:
-                    break
+            with self._reading:
+                while True:
+                    await trio.lowlevel.wait_readable(self._device.fd)
+                    while (more := self._serve_burst()) is True:
+                        await trio.lowlevel.checkpoint()
+                    if more is None:
+                        break
+            if self._reading.cancelled_caught:
+                with trio.move_on_after(FINISH_S):
+                    while self._waiting:  # noqa: ASYNC110 (rare)
+                        await trio.sleep(LOOK_S)
             self._nursery.cancel_scope.cancel()
+
+    def pause(self) -> None:
+        """Read no more requests; `serve` returns once those that were read are answered, or after `FINISH_S`. The kernel
+        repeats what was not answered to the next daemon."""
+        self._reading.cancel()
 
     def close(self, *, unmount: bool = True) -> None:
         self._device.close(unmount=unmount)
@@ -756,7 +772,7 @@ class NativeBackend:
         taken = False
         try:
             if self._records is not None:
-                self._records.opened(fh, unique, backing)
+                self._records.opened(fh, unique, backing, self.operations.writers.process(fh))
             taken = self._write(reply.pack(reply.size, 0, unique, *fields, fh, flags, backing))
         finally:
             if not taken:
@@ -850,8 +866,9 @@ class NativeBackend:
 
     def _open(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         flags, more = protocol.OPEN_IN.unpack_from(body)
-        if unique & RESENT and self._records is not None:
-            self._records.asked_again(unique)
+        repeated = bool(unique & RESENT) and self._records is not None
+        if repeated and not flags & WRITING:
+            self._asked_again(unique)
         if self._zero_open:
             self._metrics.fuse_open += 1
             self._done(
@@ -870,6 +887,8 @@ class NativeBackend:
         # The kernel says it of opens that empty the file; what is written in passthrough comes without a word.
         clear = bool(more & protocol.OPEN_KILL_SUIDGID or (flags & WRITING and self._user[0]))
         opened = self.operations.open(thread, inode, flags, clear)
+        if repeated and flags & WRITING and isinstance(opened, Pending):
+            opened = self._in_place_of(unique, opened)
         if isinstance(opened, Pending):
             self._begin(unique, opened, self._opened_to_write if flags & WRITING else self._opened)
         else:
@@ -880,10 +899,25 @@ class NativeBackend:
         name = name_of(body[protocol.CREATE_IN.size :])
         if unique & RESENT:
             flags &= ~os.O_EXCL  # the file may be there because of it
-            if self._records is not None:
-                self._records.asked_again(unique)
         pending = self.operations.create(thread, inode, name, flags, mode, *self._user)
+        if unique & RESENT and self._records is not None:
+            pending = self._in_place_of(unique, pending)
         self._begin(unique, pending, self._created)
+
+    def _asked_again(self, unique: int) -> None:
+        assert self._records is not None
+        self.operations.writers.released(self._records.asked_again(unique))
+
+    def _in_place_of(self, unique: int, pending: Pending[T]) -> Pending[T]:
+        """An OPEN that the kernel repeats, after which the handle that an earlier daemon has made for it goes."""
+
+        async def work() -> T:
+            try:
+                return await pending.work()
+            finally:
+                self._asked_again(unique)
+
+        return replace(pending, work=work)
 
     def _read(self, unique: int, inode: int, thread: int, body: memoryview) -> None:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)

@@ -99,6 +99,9 @@ class Pyfuse3Backend(pyfuse3.Operations):
     def init(self) -> None:
         self._ready()
 
+    def pause(self) -> None:
+        raise NotImplementedError("no holder keeps this connection")
+
     def close(self, *, unmount: bool = True) -> None:
         if self._device:
             # As in Device.close: without this, a notification under way can keep the rest from ending. libfuse does not

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachefs.fs import FileSystem
 from cachefs.fuse import protocol
-from cachefs.fuse.held import Held, described
+from cachefs.fuse.callers import Writers
+from cachefs.fuse.held import READS, READS_WRITTEN, WRITES, Held, described
 from cachefs.fuse.protocol import RESENT, Init
 from cachefs.origin import Origin
 
@@ -21,11 +23,6 @@ log = logging.getLogger(__name__)
 UNRECORDED_IDS = 8
 """Backing ids behind the largest known one that are released, too: the daemon may have died between registering a file and
 writing down its id. The kernel numbers them one after the other. Guessed."""
-
-
-WRITES, READS = (1 << 64) - 1, (1 << 64) - 2
-"""In place of the size: the file was opened to write it, or to read what is being written. The next daemon may not have the
-bytes that this handle read."""
 
 
 class Records:
@@ -47,31 +44,31 @@ class Records:
             device.held = True
             device.notify_beside()
 
-    def take_over(self, device: Device) -> None:
+    def take_over(self, device: Device, writers: Writers) -> None:
         """Go on with the handles of the daemon before, and have the kernel repeat what it did not answer."""
         self._fs.follow(self._held.restarts)
         used = set()
         count = 0
-        for record in list(self._table.records()):
-            if record.size in (WRITES, READS):
-                writes = record.size == WRITES
-                if writes:
-                    log.warning("%s was open for writing: what was not synced of it is lost", record.key)
-                self._fs.restore_unsaved(record.fh, record.ino, record.key, writes=writes)
-                self._unanswered[record.unique] = record.fh
-                continue
+        for record in self._held.open:
+            restore: Callable[..., bool | None] = self._fs.restore_file
+            if record.use != READS:
+                restore = partial(self._fs.restore_written, writes=record.use == WRITES)
             try:
-                origin = self._origins[record.volume]
-                self._fs.restore_file(
+                restored = restore(
                     record.fh,
                     record.ino,
-                    origin,
+                    self._origins[record.volume],
                     record.key,
                     record.etag,
                     record.size,
                     record.mtime_ns,
                     record.backing_id,
                 )
+                if restored:
+                    if record.use == WRITES:
+                        writers.resumed(record.fh, record.ino, record.process)
+                elif record.use == WRITES:
+                    log.warning("%s was open for writing: what was not synced of it is lost", record.key)
             except Exception:
                 log.exception("the open file %s is given up", record.key)
                 self._table.drop(record.fh)
@@ -102,16 +99,18 @@ class Records:
 
     # -- handles -----------------------------------------------------------------------------------
 
-    def opened(self, fh: int, unique: int, backing_id: int) -> None:
+    def opened(self, fh: int, unique: int, backing_id: int, process: int = 0) -> None:
         """Before the reply."""
         handle = self._fs.open_file(fh)
         if not handle.record or handle.node is not None:
             obj = handle.object
             handle.record = described(
                 handle.ino,
-                obj.size if handle.node is None else WRITES if handle.writes else READS,
+                obj.size,
                 handle.mtime_ns,
                 backing_id,
+                process,
+                READS if handle.node is None else WRITES if handle.writes else READS_WRITTEN,
                 self._volumes[handle.origin],
                 obj.key,
                 obj.etag,
@@ -119,12 +118,15 @@ class Records:
         if handle.record:
             self._table.add(fh, unique & ~RESENT, handle.record)
 
-    def asked_again(self, unique: int) -> None:
-        """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it."""
+    def asked_again(self, unique: int) -> int:
+        """The kernel repeats an OPEN: it never heard of the handle that the daemon before had made for it. Of one that
+        writes, this is called once there is another handle: the last close of a file would bring it to the store. Returns
+        the handle that is gone, 0 if there was none."""
         fh = self._unanswered.pop(unique & ~RESENT, None)
         if fh is not None:
             self.released(fh)
             self._fs.release(fh)
+        return fh or 0
 
     def released(self, fh: int) -> None:
         """Before the reply to RELEASE, or when the kernel has not taken the handle."""

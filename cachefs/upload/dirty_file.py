@@ -35,6 +35,9 @@ class Owner(Protocol):
     async def orphaned(self, dirty_file: DirtyFile, upload: Upload) -> None:
         """This upload will not be completed."""
 
+    def noted(self, dirty_file: DirtyFile) -> None:
+        """What a next daemon would go on from is another by now."""
+
     def admits(self, dirty_file: DirtyFile, count: int) -> bool:
         """Whether as many bytes may be written now."""
 
@@ -69,13 +72,15 @@ class Trying:
 
 class Record:
     """What its row in the journal remembers: `tokens` of attempts whose outcome is unknown, the `upload` in parts, and the
-    dirty file that had its name before (`over`), which does not come back. The holder of the `turn` writes the row."""
+    dirty file that had its name before (`over`), which does not come back. The holder of the `turn` writes the row. What the
+    next daemon goes on from has the inode `ino` (0: there is no such thing), and may say that the origin has its content."""
 
     def __init__(self) -> None:
         self.turn = trio.Lock()
         self.tokens: list[str] = []
         self.upload: dict[str, Any] | None = None
         self.over: DirtyFile | None = None
+        self.ino, self.says_clean = 0, False
 
 
 class Way(enum.Enum):
@@ -161,6 +166,11 @@ class DirtyFile:
         return self.content.dirty
 
     @property
+    def ino(self) -> int:
+        """Its inode, where the next daemon could go on with it; else 0."""
+        return self.record.ino
+
+    @property
     def discarded(self) -> bool:
         return self.content.removed
 
@@ -229,6 +239,7 @@ class DirtyFile:
         self.origin, self.key, self.base = origin, key, base
         self.sender = Sender(self, self.parts)
         self.record.upload, self.record.tokens = None, []
+        self._owner.noted(self)
 
     def row(self) -> dict[str, Any]:
         """What the journal keeps of it."""
@@ -246,9 +257,25 @@ class DirtyFile:
             "over": None if over is None else over.id,
         }
 
+    def resumed_row(self) -> dict[str, Any]:
+        """What the next daemon needs of it, if this one dies."""
+        return {
+            **self.row(),
+            "ino": self.ino,
+            "dirty": self.content.dirty,
+            "way": self.kernel.way.name,
+            "spoiled": self.file.spoiled,
+            "removed": self.discarded,
+        }
+
+    def noted(self) -> None:
+        """See `Owner.noted`."""
+        self._owner.noted(self)
+
     def has_token(self, token: str) -> None:
         """An object with this token is an earlier attempt's."""
         self.record.tokens = [*self.record.tokens[1 - TOKENS :], token]
+        self._owner.noted(self)
 
     # -- content -----------------------------------------------------------------------------------
 
@@ -357,6 +384,7 @@ class DirtyFile:
             self.file.give_back()
         self.file = file
         self.content.renewed()
+        self._owner.noted(self)
 
     def _changed(self) -> None:
         if self.kernel.shared:
@@ -378,6 +406,7 @@ class DirtyFile:
         if not self.kernel.in_passthrough:
             self.kernel.shape = await self.file.open_backing()
             self.kernel.way = Way.PASSTHROUGH
+            self._owner.noted(self)
 
     def share(self) -> None:
         """From now on all who have it open read and map its file by themselves, and write it here. What one writes through
@@ -399,6 +428,22 @@ class DirtyFile:
         self.kernel.way, self.file.in_passthrough = Way.PASSTHROUGH, True
         self.kernel.shape = self.file.shape()
 
+    def resumed(self, row: Mapping[str, Any]) -> None:
+        """Go on from what a daemon that has died says of it (`resumed_row`). What it holds is not compared with what the
+        store has: it may have been written since, so it is dirty."""
+        self.record.ino = row["ino"]
+        self.content.removed = row["removed"]
+        self.file.resumed(spoiled=row["spoiled"], removed=row["removed"])
+        self.record.tokens, self.record.upload = row["tokens"], row["upload"]
+        if row["upload"] is not None:
+            self.sender.resume(self.origin.resume_upload(self.key, row["upload"]))
+            self.parts.resumed()
+        if row["way"] != Way.HERE.name:
+            self.may_be_written()
+            self.kernel.way = Way[row["way"]]
+            if self.kernel.shape is not None and self.kernel.shape.mtime_ns != LONG_AGO_NS:
+                self.mtime_ns = self.kernel.shape.mtime_ns
+
     def look(self) -> bool:
         """True if passthrough writers have changed it since the last look. `size` and `mtime_ns` are right after it."""
         if self.discarded and not self.handles:  # its file is removed, while its name is still shown
@@ -413,6 +458,7 @@ class DirtyFile:
 
     def found_changed(self) -> None:
         self.content.changed()
+        self._owner.noted(self)
         self._owner.on_changed(self)
 
     def suspect_change(self, *, shows: bool) -> None:

@@ -201,7 +201,11 @@ class Records:
         dirty_file.look()
         generation = dirty_file.content.generation
         if dirty_file.content.synced < generation or dirty_file.kernel.in_passthrough:
-            await dirty_file.file.sync()
+            try:
+                await dirty_file.file.sync()
+            except CacheUnusable:
+                dirty_file.noted()  # that its file is spoiled
+                raise
             dirty_file.content.synced = max(dirty_file.content.synced, generation)
         if dirty_file.dirty and dirty_file.content.is_ours:
             dirty_file.file.check_name()  # or the next mount would be promised a file that it cannot find
@@ -307,15 +311,30 @@ class Records:
 Revive = Callable[[str, Mapping[str, Any], Origin], DirtyFile]
 
 
-async def look(records: Records, staging: Path, revive: Revive) -> list[DirtyFile]:
-    """The dirty files that come back. Asks the stores nothing. Raises `NoRoom`, `CacheUnusable`."""
+async def look(
+    records: Records, staging: Path, revive: Revive, resumed: Mapping[str, DirtyFile], over: Collection[str]
+) -> list[DirtyFile]:
+    """The dirty files that come back. Asks the stores nothing. Raises `NoRoom`, `CacheUnusable`. Those that are `resumed`
+    are there already; those that are `over` were replaced by one of them."""
     journal, found = records.journal, list[DirtyFile]()
     records.orphans.update(journal.rows(ORPHANS))
     files = set(await trio.to_thread.run_sync(os.listdir, staging))
     rows = journal.rows(DIRTY_FILES)
-    wanted = kept(rows, files)
+    files -= {dirty_file.file.path.name for dirty_file in resumed.values()}
     replaced, going = _replaced(rows), set[str]()
+    replaced |= set(over)
+    wanted = kept(rows, files) - replaced
     for name, row in rows.items():
+        if (going_on := resumed.get(name)) is not None:
+            if going_on.discarded:
+                await journal.write(
+                    DIRTY_FILES, name, None, first=partial(orphans.forget, going_on.file.path)
+                )
+                continue
+            going_on.content.row = Row.ACKNOWLEDGED if row["acknowledged"] else Row.NOTED
+            if {**row, "mtime_ns": going_on.mtime_ns} != going_on.row():
+                await records.keep(going_on)
+            continue
         what = f"{row['source']}/{row['key']}"
         origin = records.origin(row["source"], row["key"])
         if name in wanted:

@@ -98,6 +98,19 @@ class Passthrough:
         if self._direct:
             dirty_file.share()
 
+    def resume(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
+        """A handle of a daemon that has died has its file in passthrough."""
+        backing = dirty_file.kernel.backing
+        if backing is None:
+            backing = dirty_file.kernel.backing = BackingFile(-1)
+            backing.id = backing_id
+        if writes:
+            dirty_file.kernel.writers += 1
+            if not self._direct:
+                self._writers += 1
+                self._begun.set()
+        return backing
+
     def _told(self, dirty_file: DirtyFile) -> BackingFile | None:
         backing = BackingFile(dirty_file.file.reader())
         try:

@@ -261,6 +261,7 @@ class Queue:
         dirty_file.base = info.etag
         trying.failure, trying.failures, trying.unsure, trying.told = None, 0, False, False
         dirty_file.record.tokens, dirty_file.record.upload = [], None
+        dirty_file.noted()
         self._metrics.uploaded_files += 1
         self._committed(dirty_file, info)
         if dirty_file.record.over is not None:

@@ -103,6 +103,10 @@ class Parts:
         self.size = size
         self._rewrites += 1
 
+    def resumed(self) -> None:
+        """An earlier run has sent parts of it: those that are whole now are left to the commit, which compares them."""
+        self._frontier, self._next = self.size, self._number(self.size)
+
     # What is to be sent.
 
     @property

@@ -30,6 +30,7 @@ import trio
 from cachefs.base import ownership
 from cachefs.base.behind import HANGS_AFTER_S
 from cachefs.base.errors import CachefsError, CacheUnusable, NoRoom, TooLarge
+from cachefs.base.shared_memory import TAIL_BYTES, SharedMemory, Tail
 from cachefs.base.tasks import in_thread, in_thread_at_last
 from cachefs.origin import FileRange, InMemory, Source
 
@@ -48,6 +49,7 @@ its close, a name that still shows a file. Guessed."""
 HELD = 256 << 10
 """The largest file, or end of one, that stays in memory. Derived: its copies and digests take 0.2 ms altogether, as long as
 each turn of a thread that they save."""
+assert HELD == TAIL_BYTES
 
 SMALL = HELD // 4
 """The largest write that a file's end waits in memory for. Derived: at least four of them share a turn of a thread."""
@@ -75,9 +77,12 @@ class Shape(NamedTuple):
 class StagingDisk:
     """The directory of the staging files, worker threads for calls on its disk, and what is left of the memory for small
     files (`memory_left`). A disk that is frozen holds up any call that changes it, also the last close of a file that was
-    removed: none is made on the loop."""
+    removed: none is made on the loop. With `shared` memory, what lies in memory outlives this
+    process."""
 
-    def __init__(self, directory: Path, memory: int = HELD_ALTOGETHER) -> None:
+    def __init__(
+        self, directory: Path, memory: int = HELD_ALTOGETHER, shared: SharedMemory | None = None
+    ) -> None:
         """Makes the directory, readable by its owner alone. Raises `CacheUnusable`."""
         try:
             ownership.claim(directory, whole=True)
@@ -85,10 +90,20 @@ class StagingDisk:
             raise CacheUnusable(f"cannot keep what is written in {directory}: {exc.strerror}") from exc
         self.directory = directory
         self.memory_left = memory
+        self.shared = shared
         self._limiter = trio.CapacityLimiter(THREADS)
         self._begun = 0
         self._new: dict[object, float] = {}  # when the files under way were begun to be made
         self._quiet = trio.lowlevel.ParkingLot()
+
+    def tail(self, name: str, start: int) -> bytearray | Tail | None:
+        """Memory for the bytes of a file from `start` on, none so far; None: they go to the disk at once."""
+        return bytearray() if self.shared is None else self.shared.tails.make(name, start)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether files that are open are to outlive this process, also those whose names are gone."""
+        return self.shared is not None
 
     @property
     def busy(self) -> int:
@@ -159,7 +174,8 @@ class StagingFile:
         self._users = 0
         self._made = not new  # there is a file
         self._start = 0  # where the file on the disk ends, if there is more in memory
-        self._held = bytearray() if new else None  # what is from there on in memory, until it lands
+        # What is from there on in memory, until it lands.
+        self._held = disk.tail(name, 0) if new else None
         self._landing = trio.Lock()
         self._removed = False
         self._spoiled = False
@@ -207,6 +223,8 @@ class StagingFile:
                 self._close(fd)
         if self._removed:
             self._let_go()
+            if self._disk.outlives and self._made:
+                self._unlink()
 
     @property
     def fd(self) -> int:
@@ -235,9 +253,9 @@ class StagingFile:
     async def land(self) -> None:
         """All of it is in a file, for who is a user."""
         async with self._landing:
-            if self._held is None:
+            if self._held is None and self._made:
                 return
-            data = bytes(self._held)
+            data = bytes(self._held or b"")
             self._changes += 1
             with self._translated():
                 if self._made:
@@ -248,7 +266,7 @@ class StagingFile:
             self._let_go()
             if not self._made:
                 self._made = True
-                if self._removed:  # meanwhile, or before
+                if self._removed and not self._disk.outlives:  # meanwhile, or before
                     self._unlink()
 
     async def lands(self) -> bool:
@@ -278,9 +296,11 @@ class StagingFile:
 
     def _let_go(self) -> None:
         self._disk.memory_left += len(self._held or b"")
+        if isinstance(self._held, Tail):
+            self._held.release()
         self._held = None
 
-    def _keep(self, size: int) -> bytearray | None:
+    def _keep(self, size: int) -> bytearray | Tail | None:
         """What is in memory, of a file that is to have `size` bytes; None: it has to land, or has."""
         held, size = self._held, size - self._start
         if held is None or not 0 <= size <= HELD or self._landing.locked():
@@ -354,9 +374,10 @@ class StagingFile:
     # -- content -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it."""
+        """Remove the name, in a thread; users keep the file. Where the disk refuses, the next start removes it. Where the
+        file is to outlive this process, its name goes with its last user."""
         self._removed = True
-        if self._made:
+        if self._made and not (self._users and self._disk.outlives):
             self._unlink()
         if not self._users:
             self._let_go()
@@ -386,7 +407,8 @@ class StagingFile:
     def _in_memory(self, offset: int, size: int) -> bytes:
         assert self._held is not None
         at = offset - self._start
-        return bytes(memoryview(self._held)[at : at + size])
+        held = self._held.view() if isinstance(self._held, Tail) else memoryview(self._held)
+        return bytes(held[at : at + size])
 
     async def write(self, offset: int, data: Buffer, *, appends: bool = False) -> None:
         """All of it, or an error after any part of it that lies before the file's end: this is then where it was. `appends`
@@ -397,7 +419,7 @@ class StagingFile:
             with self.used():
                 await self.land()
             if self._held is None:
-                self._start, self._held = offset, bytearray()
+                self._start, self._held = offset, self._disk.tail(self.path.name, offset)
                 if self.write_now(offset, data):
                     return
         await self._on_disk(lambda fd: self._grow(fd, lambda: _write(fd, offset, data)))
@@ -451,6 +473,14 @@ class StagingFile:
         if self._made and not self._removed:
             with self._translated():
                 os.stat(self.path, follow_symlinks=False)
+
+    @property
+    def spoiled(self) -> bool:
+        return self._spoiled
+
+    def resumed(self, *, spoiled: bool, removed: bool) -> None:
+        """Of an earlier run: a failed fsync was seen, it is only there for its users."""
+        self._spoiled, self._removed = spoiled, removed
 
     def check(self) -> None:
         """Raises `CacheUnusable` if the file may hold other bytes than were written."""
@@ -597,6 +627,21 @@ def _written_file(path: Path, data: bytes) -> int:
             path.unlink()
         raise
     return fd
+
+
+def land_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
+    """Bring to the disk what a daemon that has died had in memory of a file. Blocking. Raises OSError; FileNotFoundError if
+    the file was removed from outside."""
+    made = os.O_CREAT if not tail.start else 0
+    fd = os.open(directory / tail.name, os.O_RDWR | os.O_NOFOLLOW | made, 0o600)
+    try:
+        if os.fstat(fd).st_size < tail.start:
+            raise FileNotFoundError(errno.ENOENT, "the file is shorter than it was")
+        _write(fd, tail.start, bytes(tail))
+        os.ftruncate(fd, tail.start + len(tail))
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
+    finally:
+        os.close(fd)
 
 
 def _write(fd: int, offset: int, data: Buffer) -> None:

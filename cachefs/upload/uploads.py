@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -27,20 +27,30 @@ from uuid import uuid4
 import trio
 
 from cachefs.base.behind import HANGS_AFTER_S
-from cachefs.base.errors import CachefsError, NotFound, OriginFailed
+from cachefs.base.errors import CachefsError, CacheUnusable, NotFound, OriginFailed
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
+from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.tasks import contained, run_contained
 from cachefs.origin import ObjectInfo, Origin, Upload, each
 from cachefs.store.backing import BackingFile
 from cachefs.upload import orphans
 from cachefs.upload.content import Row, Stored
-from cachefs.upload.dirty_file import DirtyFile
+from cachefs.upload.dirty_file import DirtyFile, Way
 from cachefs.upload.journal import NOTES, Journal, Records, look
 from cachefs.upload.passthrough import Passthrough
 from cachefs.upload.queue import Queue, in_vain
 from cachefs.upload.room import UNASKED, Cache, StagingRoom
-from cachefs.upload.staging import LOOK_S, Buffer, StagingDisk, StagingFile, begin, sync_names, touch
+from cachefs.upload.staging import (
+    LOOK_S,
+    Buffer,
+    StagingDisk,
+    StagingFile,
+    begin,
+    land_tail,
+    sync_names,
+    touch,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +65,10 @@ SHOWN = 20
 
 GIVING_UP_S = 3.0
 """How long a stop may take for each file that is being written. Guessed."""
+
+REPEATED_S = 2.0
+"""How long what was not open when a daemon died waits for its upload: an open that was not answered is repeated meanwhile.
+Guessed: the kernel repeats all requests at once."""
 
 PIECE = 1 << 20
 """Read at once: a block."""
@@ -75,7 +89,8 @@ class Uploads:
     version that the store has from now on, before its waiters wake (its `mtime_ns` is the dirty file's, where the store's
     would cost a request). `on_settling` is asked before a dirty file is settled, which waits while it says False.
     `on_settled` is told that a dirty file's content is the cache's or the store's alone: until then it can be opened.
-    `on_changed` is told that one in passthrough was written.
+    `on_changed` is told that one in passthrough was written. With `memory`, which outlives this process, files that are
+    being written do so, too.
 
     Opens the journal, which blocks: make it before the mount is. Raises `CacheUnusable`."""
 
@@ -94,6 +109,7 @@ class Uploads:
         on_conflict: OnConflict = "overwrite",
         keep_free_bytes: int = 0,
         now_ns: Callable[[], int] = time.time_ns,
+        memory: SharedMemory | None = None,
     ) -> None:
         self.on_committed: Callable[[DirtyFile, ObjectInfo], None] = lambda dirty_file, info: None
         self.on_settling: Callable[[DirtyFile], bool] = lambda dirty_file: True
@@ -103,7 +119,7 @@ class Uploads:
         self._reader = reader
         self._writeback = writeback
         self._now_ns = now_ns
-        self._disk = StagingDisk(staging_dir)
+        self._disk = StagingDisk(staging_dir, shared=memory)
         orphans.without_journal(staging_dir, state_dir / "journal")
         self.journal = Journal(state_dir / "journal", partial(sync_names, staging_dir))
         self.journal.hangs_elsewhere = self._hangs
@@ -151,6 +167,9 @@ class Uploads:
             attrs=attrs or {},
         )
         try:
+            if not dirty_file.file.ends_in_memory:  # too many do
+                with dirty_file.file.used():
+                    await dirty_file.file.land()
             if base is not None and count:
                 with dirty_file.file.used():
                     await self._fill(dirty_file, base, count)
@@ -202,6 +221,8 @@ class Uploads:
     def open(self, dirty_file: DirtyFile) -> None:
         """One user more, reader or writer."""
         dirty_file.open()
+        if dirty_file.handles == 1:
+            self.noted(dirty_file)
 
     def release(self, dirty_file: DirtyFile) -> None:
         """One user less. Behind the last one a dirty dirty file goes to the store by itself."""
@@ -211,11 +232,13 @@ class Uploads:
         dirty_file.release()
         if dirty_file.handles:
             return
+        self._forget_acknowledged(dirty_file)
         if dirty_file.backing is not None:
             self._passthrough.released(dirty_file)
         if dirty_file.discarded:
             if not dirty_file.trying.turn.locked():  # or its name is still going, and may stay
                 self._dirty_files.pop(dirty_file.id, None)
+                self._forget(dirty_file)
         elif not dirty_file.dirty:
             self._settle_soon(dirty_file)
         elif dirty_file.waits:
@@ -287,6 +310,7 @@ class Uploads:
                 await self._records.acknowledge(dirty_file)
             except CachefsError as exc:
                 self._queue.warn(dirty_file, exc, str(exc))
+            self._forget_acknowledged(dirty_file)
         self._queue.plan(dirty_file, self._queue.delay_s if self._writeback else 0.0)
 
     async def commit(self, dirty_file: DirtyFile) -> None:
@@ -318,6 +342,10 @@ class Uploads:
         if not self._hangs():
             await self._store.recast(old, new)
 
+    def nameless(self) -> list[DirtyFile]:
+        """Those that were removed, and that handles of the daemon before have open."""
+        return [dirty_file for dirty_file in self._dirty_files.values() if dirty_file.discarded]
+
     def pending(self) -> list[DirtyFile]:
         """All that the store does not have as it is."""
         return [
@@ -339,8 +367,92 @@ class Uploads:
         """What an earlier run has noted and not removed."""
         return self.journal.rows(NOTES)
 
+    # -- what outlives this process ------------------------------------------------------------------
+
+    def outlive(self, dirty_file: DirtyFile, ino: int, *, named: bool) -> None:
+        """It is of this inode: where the connection to the kernel outlives this process, the next daemon goes on with it.
+        One that no name shows is about to be discarded."""
+        if self._disk.shared is not None:
+            dirty_file.record.ino = ino
+            if named:
+                self.noted(dirty_file)
+
+    def noted(self, dirty_file: DirtyFile) -> None:
+        if self._disk.shared is None or not dirty_file.ino or dirty_file.discarded:
+            return
+        if dirty_file.handles or not dirty_file.acknowledged:  # else the journal has it
+            self._put_record(dirty_file)
+
+    def _put_record(self, dirty_file: DirtyFile) -> None:
+        assert self._disk.shared is not None
+        dirty_file.record.says_clean = not dirty_file.dirty
+        if not self._disk.shared.records.put(dirty_file.id, dirty_file.mtime_ns, dirty_file.resumed_row()):
+            log.info("%s: too many files are being written to outlive this process", dirty_file.key)
+
+    def _forget_acknowledged(self, dirty_file: DirtyFile) -> None:
+        """The journal has it, and no process has it open: many may wait for their upload."""
+        if dirty_file.acknowledged and not dirty_file.handles:
+            self._forget(dirty_file)
+
+    def resume_backing(self, dirty_file: DirtyFile, backing_id: int, *, writes: bool) -> BackingFile:
+        """The kernel has its file for a handle of the daemon before: to write it until `returned`, or to read it."""
+        return self._passthrough.resume(dirty_file, backing_id, writes=writes)
+
+    async def _resume(self, open_inos: Container[int]) -> tuple[dict[str, DirtyFile], set[str]]:
+        """What the daemon before was writing: the dirty files by id, and the ids of those that they have replaced. What was
+        in memory lies on the disk then. `open_inos` are the inodes that the kernel has open."""
+        assert self._disk.shared is not None
+        records, found = self._disk.shared.records, dict[str, DirtyFile]()
+        rows = records.found()
+        files = {row["file"]: mtime_ns for mtime_ns, row in rows.values()}
+        lost = dict[str, str]()
+        for tail in self._disk.shared.tails.found():
+            if tail.name in files:
+                land = partial(land_tail, self._disk.directory, tail, files[tail.name])
+                try:
+                    await trio.to_thread.run_sync(land)
+                except OSError as exc:
+                    lost[tail.name] = str(exc)
+            tail.release()
+        over = {row["over"] for _, row in rows.values() if row["over"] is not None}
+        for name, (mtime_ns, row) in rows.items():
+            origin = self._records.origin(row["source"], row["key"])
+            row["removed"] |= name in over
+            # What is written in passthrough, or through a mapping, may not be known to be.
+            is_new = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
+            if origin is None or not (is_new or row["ino"] in open_inos):
+                records.drop(name)
+                continue
+            try:
+                if row["file"] in lost:
+                    raise CacheUnusable(lost[row["file"]])
+                found[name] = self._resumed(name, row, mtime_ns, origin)
+            except (OSError, CachefsError) as exc:
+                records.drop(name)
+                if row["dirty"]:
+                    log.error("%s was being written, and is lost: %s", origin.name(row["key"]), str(exc))  # noqa: TRY400
+        return found, over
+
+    def _resumed(self, name: str, row: Mapping[str, Any], mtime_ns: int, origin: Origin) -> DirtyFile:
+        file = StagingFile(self._disk, row["file"])
+        size, base, attrs = file.path.stat().st_size, row["base"], row["attrs"]
+        dirty_file = DirtyFile(
+            self, name, origin, row["key"], file, size, base=base, mtime_ns=mtime_ns, attrs=attrs
+        )
+        dirty_file.resumed(row)
+        return dirty_file
+
+    def _forget(self, dirty_file: DirtyFile) -> None:
+        """It is not needed any more."""
+        if self._disk.shared is not None:
+            self._disk.shared.records.drop(dirty_file.id)
+
     def _drop(self, dirty_file: DirtyFile) -> None:
         """It was removed. Handles that are open keep the file."""
+        if self._disk.shared is not None and dirty_file.ino and dirty_file.handles:
+            self._put_record(dirty_file)
+        else:
+            self._forget(dirty_file)
         if dirty_file.content.is_ours:
             dirty_file.file.remove()
         if not dirty_file.handles:
@@ -378,7 +490,8 @@ class Uploads:
             before = dirty_file.origin, dirty_file.key, dirty_file.base, dirty_file.record.tokens
             if first:
                 await self._records.acknowledge(dirty_file)
-            if own is not None and leaves is not None and dirty_file.dirty and dirty_file.acknowledged:
+            comes_back = dirty_file.acknowledged or self._disk.shared is not None
+            if own is not None and leaves is not None and dirty_file.dirty and comes_back:
                 await leaves(own)
             if own is None or first:
                 await self._move(dirty_file, origin, key, base, over)
@@ -420,13 +533,13 @@ class Uploads:
         before = dirty_file.origin, dirty_file.key, dirty_file.base
         await dirty_file.sender.abandon()  # of what was written meanwhile, too
         try:
-            dirty_file.moved(origin, key, base)
             dirty_file.record.over = over
+            dirty_file.moved(origin, key, base)
             if dirty_file.acknowledged:
                 await self._records.keep(dirty_file, HANGS_AFTER_S)
         except BaseException:
-            dirty_file.moved(*before)
             dirty_file.record.over = None
+            dirty_file.moved(*before)
             if dirty_file.acknowledged:
                 with trio.CancelScope(shield=True):
                     await self._records.keep(dirty_file, HANGS_AFTER_S)
@@ -526,6 +639,11 @@ class Uploads:
 
     def wrote(self, dirty_file: DirtyFile) -> None:
         dirty_file.mtime_ns = self._now_ns()
+        if self._disk.shared is not None:
+            if dirty_file.record.says_clean:
+                self.noted(dirty_file)
+            else:
+                self._disk.shared.records.touch(dirty_file.id, dirty_file.mtime_ns)
         self._push(dirty_file)
 
     def _push(self, dirty_file: DirtyFile) -> None:
@@ -598,6 +716,7 @@ class Uploads:
             self._settled(dirty_file)
 
     def _settled(self, dirty_file: DirtyFile) -> None:
+        self._forget(dirty_file)
         if self._dirty_files.pop(dirty_file.id, None) is not None:
             self.on_settled(dirty_file)
 
@@ -695,10 +814,26 @@ class Uploads:
             await each(one, chosen, FLUSHED_AT_ONCE)
         return [dirty_file for dirty_file in chosen if dirty_file.dirty and not dirty_file.discarded]
 
-    async def recover(self) -> list[DirtyFile]:
+    async def recover(self, open_inos: Container[int] = frozenset()) -> list[DirtyFile]:
         """What an earlier run has left: call once, before anything else. Acknowledged dirty files are pending again, and are
-        returned; the rest is cleared away, where the store has a part of it in the background."""
-        found = await look(self._records, self._disk.directory, self._revive)
+        returned; the rest is cleared away, where the store has a part of it in the background. What was being written goes
+        on where there is `memory`; `open_inos` are the inodes that the kernel has open."""
+        resumed, over = (
+            (dict[str, DirtyFile](), set[str]())
+            if self._disk.shared is None
+            else await self._resume(open_inos)
+        )
+        found = await look(self._records, self._disk.directory, self._revive, resumed, over)
+        for dirty_file in resumed.values():
+            self._dirty_files[dirty_file.id] = dirty_file
+            if dirty_file.discarded:
+                self._put_record(dirty_file)  # the one that has replaced it will not be there to say so
+            elif dirty_file.ino not in open_inos:
+                # Its last close is repeated; or the kernel repeats its open, meanwhile.
+                if self._writeback:
+                    with suppress(CachefsError):  # its upload says why
+                        await self._records.acknowledge(dirty_file)
+                self._queue.plan(dirty_file, max(REPEATED_S, self._queue.delay_s if self._writeback else 0.0))
         for dirty_file in found:
             self._dirty_files[dirty_file.id] = dirty_file
             self._queue.plan(dirty_file, self._queue.delay_s)
@@ -724,6 +859,13 @@ class Uploads:
         if row["upload"] is not None:
             dirty_file.sender.resume(origin.resume_upload(row["key"], row["upload"]))
         return dirty_file
+
+    async def hand_over(self) -> None:
+        """Instead of `aclose`, once all tasks have ended: another daemon goes on with all that there is."""
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(GIVING_UP_S):
+                await self._disk.quiet()
+            await trio.to_thread.run_sync(self.journal.close)
 
     async def aclose(self, deadline_s: float) -> list[DirtyFile]:
         """Upload what can be uploaded until the deadline; returns what is left for the next run. What is being written and

@@ -34,6 +34,7 @@ class MemoryDirtyFile:
         self.data = bytearray(data)
         self.mtime_ns = mtime_ns
         self.attrs = dict(attrs)
+        self.ino = 0
         self.handles = 0
         self.dirty, self.discarded, self.conflicts = True, False, False
         self.changed: Callable[[MemoryDirtyFile], None] = lambda dirty_file: None
@@ -170,6 +171,12 @@ class MemoryWriter:
         if self.settles and not dirty_file.handles and (dirty_file.discarded or not dirty_file.dirty):
             self.dirty_files.remove(dirty_file)
             self.on_settled(dirty_file)
+
+    def nameless(self) -> list[MemoryDirtyFile]:
+        return []
+
+    def outlive(self, dirty_file: MemoryDirtyFile, ino: int, *, named: bool) -> None:
+        """Nothing of this outlives the test."""
 
     async def commit(self, dirty_file: MemoryDirtyFile) -> None:
         dirty_file.look()

@@ -10,6 +10,7 @@ import pytest
 
 from cachefs.base.names import ObjectId
 from cachefs.fuse import held
+from cachefs.fuse.callers import Writers
 from cachefs.fuse.held import HandleRecord, HandleTable, described
 from cachefs.fuse.protocol import RESENT
 from cachefs.fuse.records import Records
@@ -23,7 +24,7 @@ def memory() -> Any:
 
 
 def record(fh: int, key: str = "a/ü\udcff", etag: str = '"e"') -> HandleRecord:
-    return HandleRecord(fh, fh + 100, fh | 1 << 47, 1 << 40, -5, 3, 2, key, etag)
+    return HandleRecord(fh, fh + 100, fh | 1 << 47, 1 << 40, -5, 3, 1234, held.WRITES, 2, key, etag)
 
 
 def add(table: HandleTable, one: HandleRecord) -> None:
@@ -135,8 +136,10 @@ def test_a_handle_that_the_kernel_never_heard_of_goes_when_it_asks_again(memory:
 
     after, device = _Files(), _Device()
     table = HandleTable(memory, 0)
-    reader = Records(after, SimpleNamespace(table=table, restarts=1), [after.origin])  # type: ignore[arg-type]
-    reader.take_over(device)  # type: ignore[arg-type]
+    reader = Records(
+        after, SimpleNamespace(table=table, open=list(table.records()), restarts=1), [after.origin]
+    )  # type: ignore[arg-type]
+    reader.take_over(device, Writers())  # type: ignore[arg-type]
     assert after.followed == 1
     assert after.open == {fh: (40 + fh, "key", "etag", 10, 5, fh) for fh in (1, 2)}
     assert device.released >= {7}

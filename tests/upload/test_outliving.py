@@ -1,0 +1,425 @@
+"""Files that are being written when their daemon dies, and the next one goes on (`cachefs.base.shared_memory`).
+
+A test copies what outlives a daemon (its memory, the staging directory, the journal, the origin) at some moment, and goes on
+from the copy as the next daemon would: as if the first one had been killed at that moment."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import trio
+
+from cachefs.base.errors import CacheUnusable
+from cachefs.base.shared_memory import SharedMemory
+from cachefs.upload import DirtyFile, journal, sending
+from cachefs.upload.staging import HELD
+from tests.upload.scripted import KIB, MIB, PART, Desk, ScriptedStore, add, desk, in_trio
+
+INO = 77
+SIZES = (0, 100, 200 * KIB, 300 * KIB, 2 * MIB + 100)
+
+
+class Daemon:
+    """What outlives one."""
+
+    opened: ClassVar[list[int]] = []
+
+    def __init__(self, path: Path, store: ScriptedStore) -> None:
+        self.path, self.store = path, store
+        self.fd = os.memfd_create("test")
+        self.opened.append(self.fd)
+        os.ftruncate(self.fd, mmap.PAGESIZE)
+        path.mkdir(exist_ok=True)
+
+    def memory(self) -> SharedMemory:
+        return SharedMemory(self.fd, mmap.PAGESIZE)
+
+    def killed(self, path: Path) -> Daemon:
+        """As it is now."""
+        shutil.copytree(self.path, path)
+        store = copy.copy(self.store)
+        store.rules, store.uploads = [], copy.deepcopy(self.store.uploads)
+        store.objects, store.tokens = dict(self.store.objects), dict(self.store.tokens)
+        after = Daemon(path, store)
+        os.ftruncate(after.fd, os.fstat(self.fd).st_size)
+        at = 0
+        while True:
+            try:
+                at = os.lseek(self.fd, at, os.SEEK_DATA)
+            except OSError:
+                return after
+            end = os.lseek(self.fd, at, os.SEEK_HOLE)
+            os.pwrite(after.fd, os.pread(self.fd, end - at, at), at)
+            at = end
+
+    @asynccontextmanager
+    async def alive(self, *open_inos: int, **how: Any) -> AsyncIterator[tuple[Desk, list[DirtyFile]]]:
+        """The next daemon, and the dirty files that it goes on with; `open_inos` are open."""
+        async with (
+            trio.open_nursery() as nursery,
+            desk(self.path, self.store, recover=False, memory=self.memory(), **how) as d,
+        ):
+            await d.uploads.recover(set(open_inos))
+            nursery.start_soon(d.uploads.run)
+            resumed = sorted(d.uploads._dirty_files.values(), key=lambda one: one.key)
+            for one in resumed:
+                if one.ino in open_inos:
+                    d.uploads.open(one)
+            yield d, resumed
+            nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    yield Daemon(tmp_path / "first", ScriptedStore())
+    while Daemon.opened:
+        os.close(Daemon.opened.pop())
+
+
+async def create(d: Desk, key: str = "k", ino: int = INO) -> DirtyFile:
+    dirty_file = await d.create(key)
+    d.uploads.outlive(dirty_file, ino, named=True)
+    return dirty_file
+
+
+async def content(dirty_file: DirtyFile) -> bytes:
+    return bytes(await dirty_file.read(0, dirty_file.size + 1))
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@in_trio
+async def test_what_was_written_is_there_and_more_can_be_written(
+    daemon: Daemon, tmp_path: Path, size: int, writeback: bool
+) -> None:
+    """Of files in memory, on the disk, and with their end in memory."""
+    data = os.urandom(size)
+    async with daemon.alive(writeback=writeback) as (d, _):
+        first = await create(d)
+        for at in range(0, size, 30_000):
+            await add(first, data[at : at + 30_000])
+        after = daemon.killed(tmp_path / "second")
+        mtime_ns = first.mtime_ns
+        await d.close(first)
+    async with after.alive(INO, writeback=writeback) as (d, (second,)):
+        assert (second.ino, second.mtime_ns) == (INO, mtime_ns)
+        assert await content(second) == data
+        await add(second, b"more")
+        third = after.killed(tmp_path / "third")
+        await d.close(second)
+        assert await d.uploads.flush() == []
+        assert after.store.content("k") == data + b"more"
+    async with third.alive(INO, writeback=writeback) as (d, (dirty_file,)):
+        assert await content(dirty_file) == data + b"more"
+        await d.close(dirty_file)
+        assert await d.uploads.flush() == []
+        await d.quiet()
+        assert third.store.content("k") == data + b"more"
+        assert third.store.uploads == {} and await d.files() == []
+        assert d.uploads.journal.rows(journal.ORPHANS) == {}
+    assert third.memory().records.found() == {} and third.memory().tails.found() == []
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_killed_at_each_request_and_each_commit_of_the_journal(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writeback: bool
+) -> None:
+    """A large file is written, synced, and written on: at the end the origin has it as it was written, and nothing else."""
+    monkeypatch.setattr(sending, "PUT_BYTES", 2 * PART)
+    data = os.urandom(10 * PART + 1000)
+    numbers = itertools.count()
+    copies: list[tuple[Daemon, int]] = []
+    written = [0]
+
+    def copy_now() -> None:
+        copies.append((daemon.killed(tmp_path / f"copy{next(numbers)}"), written[0]))
+
+    request, write = daemon.store.request, journal.Journal._write
+
+    @asynccontextmanager
+    async def copying(kind: str, key: str) -> AsyncIterator[None]:
+        copy_now()
+        async with request(kind, key):
+            yield
+        copy_now()
+
+    def committing(self: Any, *rows: Any) -> None:
+        copy_now()
+        write(self, *rows)
+        copy_now()
+
+    async with daemon.alive(writeback=writeback) as (d, _):
+        first = await create(d)
+        monkeypatch.setattr(daemon.store, "request", copying)
+        monkeypatch.setattr(journal.Journal, "_write", committing)
+        for at in range(0, len(data), 50_000):
+            await add(first, data[at : at + 50_000])
+            written[0] = first.size
+            copy_now()
+            if at == 400_000:
+                await d.uploads.commit(first)
+        await d.uploads.commit(first)
+        copy_now()
+        monkeypatch.undo()
+        monkeypatch.setattr(sending, "PUT_BYTES", 2 * PART)
+        d.uploads.release(first)
+    assert len(copies) > (15 if writeback else 40)
+    for after, count in copies:
+        vars(after.store).pop("request", None)
+        async with after.alive(INO, writeback=writeback) as (d, (dirty_file,)):
+            assert dirty_file.size >= count
+            assert (await content(dirty_file))[:count] == data[:count]
+            for at in range(count, len(data), 50_000):
+                await dirty_file.write(at, data[at : at + 50_000])
+            await d.close(dirty_file)
+            assert await d.uploads.flush() == []
+            await d.quiet()
+            await trio.sleep(100)
+            assert after.store.content("k") == data
+            assert await d.files() == []
+            assert d.uploads.journal.rows(journal.DIRTY_FILES) == {}
+
+
+@in_trio
+async def test_parts_that_were_sent_are_not_sent_again(daemon: Daemon, tmp_path: Path) -> None:
+    data = os.urandom(20 * MIB)
+    async with daemon.alive() as (d, _):
+        first = await create(d)
+        for at in range(0, len(data), MIB):
+            await add(first, data[at : at + MIB])
+        await d.quiet()
+        sent = daemon.store.counts["part"]
+        assert sent > 10
+        after = daemon.killed(tmp_path / "second")
+        await d.close(first)
+    after.store.counts = type(after.store.counts)()
+    async with after.alive(INO) as (d, (dirty_file,)):
+        await add(dirty_file, b"x" * 100)
+        await d.close(dirty_file)
+        assert after.store.content("k") == data + b"x" * 100
+        assert after.store.counts["begin"] == 0
+        assert after.store.counts["part"] <= dirty_file.parts.count - sent + 1
+        assert after.store.uploads == {}
+
+
+@pytest.mark.parametrize("writeback", [False, True])
+@in_trio
+async def test_a_close_that_was_not_answered_is_made_again(
+    daemon: Daemon, tmp_path: Path, writeback: bool
+) -> None:
+    async with daemon.alive(writeback=writeback) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        after = daemon.killed(tmp_path / "second")
+        await d.close(first)
+    async with after.alive(writeback=writeback) as (d, (second,)):
+        assert second.handles == 0
+        await trio.sleep(10)
+        assert after.store.content("k") == b"data"
+        assert d.settled == ["k"] and await d.files() == []
+
+
+@in_trio
+async def test_an_open_that_is_repeated_comes_before_the_upload(daemon: Daemon, tmp_path: Path) -> None:
+    """Nobody is shown an empty file, because the daemon died between making a file and the answer to that."""
+    async with daemon.alive() as (d, _):
+        first = await create(d)
+        after = daemon.killed(tmp_path / "second")
+        await d.close(first)
+    async with after.alive() as (d, (second,)):
+        d.uploads.open(second)
+        await add(second, b"data")
+        await trio.sleep(10)
+        assert after.store.objects == {}
+        await d.close(second)
+        assert after.store.seen["k"][-1:] == [b"data"]
+
+
+@pytest.mark.parametrize("size", [100, HELD + 1000])
+@in_trio
+async def test_what_was_removed_is_there_for_its_users(daemon: Daemon, tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    async with daemon.alive(writeback=True) as (d, _):
+        first = await create(d)
+        await add(first, data)
+        await d.uploads.commit(first)
+        await d.uploads.discard(first)
+        await add(first, b"more")
+        after = daemon.killed(tmp_path / "second")
+        d.uploads.release(first)
+        assert await d.files() == []
+    assert daemon.memory().records.found() == {}
+    unused = after.killed(tmp_path / "third")
+    async with after.alive(INO, writeback=True) as (d, (second,)):
+        assert d.uploads.pending() == [] and d.uploads.nameless() == [second]
+        assert await content(second) == data + b"more"
+        await add(second, b"x")
+        await d.uploads.commit(second)
+        d.uploads.release(second)
+        await d.quiet()
+        assert await d.files() == [] and after.store.objects == {}
+        assert d.uploads.journal.rows(journal.DIRTY_FILES) == {}
+    assert after.memory().records.found() == {}
+    async with unused.alive(writeback=True) as (d, found):
+        assert found == [] and await d.files() == []
+
+
+@in_trio
+async def test_a_file_that_another_one_was_renamed_over_does_not_come_back(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    async with daemon.alive(writeback=True) as (d, _):
+        old, new = await create(d, "k", 1), await create(d, "new", 2)
+        await add(old, b"old")
+        await d.uploads.commit(old)
+        await add(new, b"new")
+        await d.uploads.rename(new, d.store, "k", over=old)
+        after = daemon.killed(tmp_path / "second")
+        await d.uploads.discard(old, replaced=True)
+        d.uploads.release(old)
+        await d.close(new)
+    async with after.alive(1, 2, writeback=True) as (d, found):
+        assert {one.ino: one.discarded for one in found} == {1: True, 2: False}
+        assert [one.key for one in d.uploads.pending()] == ["k"]
+        third = after.killed(tmp_path / "third")
+        for one in found:
+            await d.close(one)
+        assert await d.uploads.flush() == []
+        assert after.store.content("k") == b"new"
+    async with third.alive(2, writeback=True) as (d, (one,)):
+        assert await content(one) == b"new"
+        await d.close(one)
+
+
+@in_trio
+async def test_what_the_origin_has_is_dropped_unless_it_is_open(daemon: Daemon, tmp_path: Path) -> None:
+    """An open one counts as dirty: it may have been written just now."""
+    async with daemon.alive() as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        await d.uploads.commit(first)
+        after, closed = daemon.killed(tmp_path / "second"), daemon.killed(tmp_path / "third")
+        await add(first, b"more")
+        written = daemon.killed(tmp_path / "fourth")
+        await d.close(first)
+    async with closed.alive() as (d, found):
+        assert found == [] and await d.files() == []
+    async with after.alive(INO) as (d, (dirty_file,)):
+        assert dirty_file.dirty and await content(dirty_file) == b"data"
+        await d.close(dirty_file)
+        assert after.store.content("k") == b"data"
+    async with written.alive() as (d, (dirty_file,)):
+        assert await content(dirty_file) == b"datamore"
+
+
+@in_trio
+async def test_a_file_that_was_removed_from_outside_is_lost_alone(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with daemon.alive() as (d, _):
+        files = [await create(d, key, ino) for key, ino in (("a", 1), ("b", 2), ("c", 3))]
+        for one in files:
+            await add(one, b"x" * (HELD + 1))
+        await add(files[2], b"in memory")
+        after = daemon.killed(tmp_path / "second")
+        for one in files:
+            await d.close(one)
+    for one in (files[0], files[2]):
+        (after.path / "staging" / one.file.path.name).unlink()
+    with caplog.at_level(logging.ERROR):
+        async with after.alive(1, 2, 3) as (d, (left,)):
+            assert left.key == "b"
+            await d.close(left)
+    assert sum("is lost" in line for line in caplog.messages) == 2
+
+
+@in_trio
+async def test_a_failed_fsync_is_remembered(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    async with daemon.alive(writeback=True) as (d, _):
+        first = await create(d)
+        await add(first, b"data")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", fails)
+            with pytest.raises(CacheUnusable):
+                await d.uploads.commit(first)
+        after = daemon.killed(tmp_path / "second")
+        await first.truncate(0)
+        await d.close(first)
+    async with after.alive(INO, writeback=True) as (d, (second,)):
+        with pytest.raises(CacheUnusable):
+            await d.uploads.commit(second)
+        await second.truncate(0)
+        await d.close(second)
+
+
+@in_trio
+async def test_what_has_no_place_in_memory_goes_to_the_disk(daemon: Daemon, tmp_path: Path) -> None:
+    async with daemon.alive() as (d, _):
+        assert d.uploads._disk.shared is not None
+        d.uploads._disk.shared.tails.free.clear()
+        first = await create(d)
+        await add(first, b"data")
+        after = daemon.killed(tmp_path / "second")
+        await d.close(first)
+        assert daemon.store.content("k") == b"data"
+    async with after.alive(INO) as (d, (second,)):
+        assert await content(second) == b"data"
+        await d.close(second)
+
+
+@in_trio
+async def test_closed_files_that_wait_for_their_upload_need_no_memory(daemon: Daemon) -> None:
+    async with daemon.alive(writeback=True, upload_delay_s=3600) as (d, _):
+        for number in range(5):
+            one = await create(d, f"{number}", number + 1)
+            await add(one, b"data")
+            await d.close(one)
+        await d.quiet()
+        assert daemon.memory().records.found() == {} and daemon.memory().tails.found() == []
+        again = next(iter(d.uploads._dirty_files.values()))
+        d.uploads.open(again)
+        assert set(daemon.memory().records.found()) == {again.id}
+        d.uploads.release(again)
+        assert daemon.memory().records.found() == {}
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+@in_trio
+async def test_what_a_rename_leaves_at_the_origin_is_told_before(daemon: Daemon, outlives: bool) -> None:
+    """Else the rename would be repeated with that, over the file that has moved already."""
+    old = daemon.store.show("k", b"old")
+    told: list[tuple[str, str]] = []
+    async with desk(daemon.path, daemon.store, memory=daemon.memory() if outlives else None) as d:
+        first = await create_of(d, "k")
+        await add(first, b"more")
+
+        async def leaves(info: Any) -> None:
+            told.append((info.etag, first.key))
+
+        assert await d.uploads.rename(first, d.store, "new", leaves=leaves)
+        await d.close(first)
+        assert daemon.store.content("new") == b"oldmore"
+    assert told == [(old.etag, "k")] * outlives
+
+
+async def create_of(d: Desk, key: str) -> DirtyFile:
+    """Of a file that the origin has."""
+    dirty_file = await d.create(key, base=d.store.version(key))
+    d.uploads.outlive(dirty_file, INO, named=True)
+    return dirty_file
