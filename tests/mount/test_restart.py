@@ -23,6 +23,7 @@ import pytest
 import cachefs
 from bench.lab.client import LabStore
 from cachefs.fuse import holder
+from tests.mount import restarting
 from tests.mount.conftest import Bucket, Mounted, why_no_native_backend
 from tests.mount.mounts import Completed, Mount, alive, eventually, mounts_at, processes_with, run
 from tests.mount.written import stored
@@ -809,6 +810,15 @@ def test_what_set_times_and_modes_of_a_file_that_is_being_written_stays(
     assert [os.fstat(fd).st_mode & 0o777 for fd in fds] == [0o640] * 2
     for fd in fds:
         os.close(fd)
+
+
+@pytest.mark.parametrize("mode", sorted(restarting.MODES))
+def test_programs_of_all_kinds_go_on(tmp_path: Path, mode: str) -> None:
+    """`scripts/restarts` does it for longer, with more of them."""
+    programs = ("loader, spawned", "mapping", "untar", "find", "checkpoint", "log", "table")
+    rounds, pauses, wrong = restarting.series(mode, 2, 1, 1, tmp_path / "series", programs)
+    assert wrong == []
+    assert len(pauses) == 3 and set(rounds) == set(programs)
 
 
 def test_what_the_next_daemon_would_not_find_is_not_handed_over(mounted: Mounted, bucket: Bucket) -> None:

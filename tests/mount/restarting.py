@@ -1,0 +1,354 @@
+"""Programs of all kinds use a mount with `--restart` while its daemon is killed and upgraded (`scripts/restarts`).
+
+Each program is a process of its own and compares every byte that it reads with what it wrote, or with what the dataset is
+made of. No call may fail. Afterwards the origin has what was written, and the daemon's log is clean."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from bench.lab.client import LabStore
+from cachefs.fuse import holder
+from tests.mount.mounts import Mount, alive, eventually
+
+KIB, MIB = 1 << 10, 1 << 20
+
+FILES, FILE_BYTES = 300, 60_000
+LARGE_BYTES = 24 * MIB
+"""Larger than a tier, so that it is never read in passthrough only."""
+
+CHECKPOINT_BYTES = 6 * MIB + 12_345
+
+MODES = {"durable": {}, "writeback": {"writeback": True, "upload_delay": "100ms"}}
+
+ALLOWED = [
+    "the daemon has died",
+    "was left by process",
+    "not at the origin",
+    "fails its checksum",  # the index does not know of the last second's evictions
+]
+
+ANSWERS_S = 60.0
+"""How long the next daemon may take on a machine that does other things. Guessed."""
+
+
+def content(name: str, size: int) -> bytes:
+    return random.Random(name).randbytes(size)
+
+
+def small(number: int) -> str:
+    return f"{number:04d}"
+
+
+# -- programs: each makes one round ------------------------------------------------------------------
+
+
+def load(root: Path, state: dict[str, Any]) -> None:
+    """As a loader's worker: files in random order."""
+    name = small(state["random"].randrange(FILES))
+    assert (root / "data" / name).read_bytes() == content(name, FILE_BYTES), name
+
+
+def mapped(root: Path, state: dict[str, Any]) -> None:
+    if "pages" not in state:
+        with open(root / "large", "rb") as file:
+            state["pages"] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        state["content"] = content("large", LARGE_BYTES)
+    pages, at = state["pages"], state["random"].randrange(LARGE_BYTES - MIB)
+    pages.madvise(mmap.MADV_DONTNEED)
+    assert pages[at : at + MIB] == state["content"][at : at + MIB], at
+
+
+def tar(root: Path, state: dict[str, Any]) -> None:
+    with subprocess.Popen(["tar", "-C", root, "-cf", "-", "data"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        found = 0
+        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+            for member in archive:
+                if member.isfile():
+                    file = archive.extractfile(member)
+                    assert file is not None
+                    assert file.read() == content(os.path.basename(member.name), FILE_BYTES), member.name
+                    found += 1
+    assert (process.returncode, found) == (0, FILES)
+
+
+def untar(root: Path, state: dict[str, Any]) -> None:
+    """Unpack files, compare them, remove them."""
+    place = root / f"unpacked{state['round']}"
+    place.mkdir()
+    names = [small(number) for number in range(40)]
+    done = subprocess.run(["tar", "-C", place, "-xf", state["archive"]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        assert (place / name).read_bytes() == content(name, FILE_BYTES), name
+    assert sorted(os.listdir(place)) == names
+    shutil.rmtree(place)
+
+
+def find(root: Path, state: dict[str, Any]) -> None:
+    command = ["find", root / "data", "-type", "f", "-size", f"{FILE_BYTES}c"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == FILES, len(done.stdout.splitlines())
+
+
+def checkpoint(root: Path, state: dict[str, Any]) -> None:
+    """A temporary file in pieces, synced and renamed over the last one; read back by its name."""
+    data = random.Random(state["round"]).randbytes(CHECKPOINT_BYTES)
+    temporary, final = root / "checkpoint.tmp", root / "checkpoint"
+    with open(temporary, "wb", buffering=0) as file:
+        for at in range(0, len(data), 100_000):
+            assert file.write(data[at : at + 100_000]) == min(100_000, len(data) - at)
+        os.fsync(file.fileno())
+    os.rename(temporary, final)
+    assert final.read_bytes() == data
+
+
+def append(root: Path, state: dict[str, Any]) -> None:
+    """A log that stays open."""
+    if "log" not in state:
+        state["log"] = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    line = b"%011d\n" % state["round"]
+    assert os.write(state["log"], line) == len(line)
+    assert os.fstat(state["log"]).st_size == len(line) * (state["round"] + 1)
+    time.sleep(0.002)
+
+
+def patch(root: Path, state: dict[str, Any]) -> None:
+    """A file that stays open, is patched, cut and lengthened."""
+    if "table" not in state:
+        state["table"], state["content"] = os.open(root / "table", os.O_RDWR | os.O_CREAT), bytearray()
+    table, expected, chance = state["table"], state["content"], state["random"]
+    data, at = chance.randbytes(chance.choice([10, 5000, 300_000])), chance.randrange(MIB)
+    os.pwrite(table, data, at)
+    expected.extend(bytes(max(0, at + len(data) - len(expected))))
+    expected[at : at + len(data)] = data
+    if chance.random() < 0.05:
+        size = chance.randrange(2 * MIB)
+        os.ftruncate(table, size)
+        del expected[size:]
+        expected.extend(bytes(size - len(expected)))
+    assert os.pread(table, 4 * MIB, 0) == expected
+
+
+def fio(root: Path, state: dict[str, Any]) -> None:
+    place = root / "fio"
+    place.mkdir(exist_ok=True)
+    command = ["fio", "--name=verified", f"--directory={place}", "--rw=randwrite", "--bs=16k", "--size=4m"]
+    command += ["--ioengine=psync", "--verify=crc32c", "--do_verify=1", "--fsync=32", "--thread"]
+    command += [f"--randseed={state['round'] + 1}", "--allow_file_create=1", "--unlink=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=state["place"])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+PROGRAMS: dict[str, tuple[str, Callable[[Path, dict[str, Any]], None]]] = {
+    "loader, forked": ("fork", load),
+    "loader, spawned": ("spawn", load),
+    "mapping": ("fork", mapped),
+    "tar": ("fork", tar),
+    "untar": ("fork", untar),
+    "find": ("fork", find),
+    "checkpoint": ("fork", checkpoint),
+    "log": ("fork", append),
+    "table": ("fork", patch),
+    "fio": ("fork", fio),
+}
+
+
+def live(
+    name: str,
+    work: Callable[[Path, dict[str, Any]], None],
+    root: Path,
+    place: Path,
+    seed: int,
+    stop: Event,
+    said: Queue[tuple[str, int, str, bytes]],
+) -> None:
+    """Rounds of a program until told to stop, or until one fails: then (name, rounds, what failed, what it has open)."""
+    state: dict[str, Any] = {"random": random.Random(f"{seed}/{name}"), "round": 0, "place": place}
+    state["archive"] = place / "archive.tar"
+    try:
+        while not stop.is_set():
+            work(root, state)
+            state["round"] += 1
+        for fd in (state.get("log"), state.get("table")):
+            if fd is not None:
+                os.close(fd)
+        said.put((name, state["round"], "", bytes(state["content"]) if name == "table" else b""))
+    except BaseException as exc:
+        said.put((name, state["round"], f"{type(exc).__name__}: {exc}"[:2000], b""))
+
+
+# -- a series ------------------------------------------------------------------------------------------
+
+
+def fill(store: LabStore, place: Path) -> None:
+    store.put("restarts", "large", content("large", LARGE_BYTES))
+    with tarfile.open(place / "archive.tar", "w") as archive:
+        for number in range(FILES):
+            name = small(number)
+            data = content(name, FILE_BYTES)
+            store.put("restarts", f"data/{name}", data)
+            if number < 40:
+                path = place / name
+                path.write_bytes(data)
+                archive.add(path, name)
+                path.unlink()
+
+
+def end(mount: Mount, *, upgrade: bool) -> float:
+    """Kill the daemon or upgrade it; how long programs waited, in seconds."""
+    before = mount.ask("status")["holder"]["restarts"]
+    if upgrade:
+        done = mount.cli("upgrade", mount.path)
+        assert done.returncode == 0, done.stderr
+    else:
+        mount.killed = True
+        os.kill(mount.pid, signal.SIGKILL)
+    pause: list[float] = []
+
+    def back() -> bool:
+        try:
+            status = mount.ask("status")
+        except Exception:
+            return False
+        mount.pids.append(status["pid"])
+        pause.append(status["holder"]["pause_s"])
+        return bool(status["holder"]["restarts"] == before + 1)
+
+    eventually(back, "the next daemon", ANSWERS_S)
+    return pause[-1]
+
+
+def series(
+    mode: str, kills: int, upgrades: int, seed: int, place: Path, programs: Sequence[str] = tuple(PROGRAMS)
+) -> tuple[dict[str, int], list[float], list[str]]:
+    """(rounds of each program, pauses in seconds, what is wrong)."""
+    place.mkdir()
+    chance = random.Random(seed)
+    ends = [False] * kills + [True] * upgrades
+    chance.shuffle(ends)
+    rounds: dict[str, int] = {}
+    pauses: list[float] = []
+    wrong: list[str] = []
+    stop = multiprocessing.get_context("spawn").Event()
+    said: Queue[Any] = multiprocessing.get_context("spawn").Queue()
+    with LabStore(place / "objects") as store:
+        store.bucket("restarts")
+        fill(store, place)
+        options = {"read_only": None, "restart": True, "ram": "16M", "cache_size": "64M", "keep_free": "16M"}
+        mount = Mount(place, "s3://restarts", dict(store.env), {**options, "timeout": 20, **MODES[mode]})
+        mount.allowed += ALLOWED
+        mount.start()
+        processes = [
+            multiprocessing.get_context(PROGRAMS[name][0]).Process(
+                target=live, args=(name, PROGRAMS[name][1], mount.path, place, seed, stop, said), daemon=True
+            )
+            for name in programs
+        ]
+        try:
+            for process in processes:
+                process.start()
+            time.sleep(2)
+            short = 0  # lives, one after the other
+            for upgrade in ends:
+                time.sleep(chance.uniform(0.1, 2.0))
+                if short == holder.MOST_SHORT - 1 and not upgrade:
+                    time.sleep(holder.LONG_S)  # else this is a crash loop, and ends the mount
+                    short = 0
+                pauses.append(end(mount, upgrade=upgrade))
+                short = 0 if upgrade else short + 1
+            time.sleep(1)
+            stop.set()
+            table = b""
+            for _ in processes:
+                name, rounds[name], failure, held = said.get(timeout=120)
+                wrong += [f"{name}: {failure}"] if failure else []
+                table = held or table
+            wrong += [f"{name}: it made no round" for name, count in rounds.items() if not count]
+            flushed = mount.cli("flush", mount.path, timeout=120)
+            wrong += [f"flush: {flushed.stderr}"] if flushed.returncode else []
+            wrong += differences(store, rounds, table)
+        except Exception as exc:
+            wrong.append(f"{type(exc).__name__}: {exc}")
+        finally:
+            stop.set()
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+            wrong += mount.finish()
+            if wrong:
+                shutil.copy(mount.log_file, f"{tempfile.gettempdir()}/restarts-{mode}.log")
+            for pid in mount.pids:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+    return rounds, pauses, wrong
+
+
+def differences(store: LabStore, rounds: dict[str, int], table: bytes) -> list[str]:
+    """What the origin has otherwise than it was written."""
+    expected: dict[str, bytes] = {}
+    if rounds.get("checkpoint"):
+        expected["checkpoint"] = random.Random(rounds["checkpoint"] - 1).randbytes(CHECKPOINT_BYTES)
+    if "log" in rounds:
+        expected["log"] = b"".join(b"%011d\n" % number for number in range(rounds["log"]))
+    if "table" in rounds:
+        expected["table"] = table
+    wrong = []
+    for key, data in expected.items():
+        with urllib.request.urlopen(f"{store.endpoint}/restarts/{key}") as reply:
+            found = reply.read()
+        if found != data:
+            wrong.append(f"{key} differs at the origin: {len(found)} bytes instead of {len(data)}")
+    return wrong
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/restarts", description=__doc__)
+    parser.add_argument("--mode", nargs="+", choices=sorted(MODES), default=list(MODES))
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--upgrades", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args(arguments)
+    programs = [name for name in PROGRAMS if name != "fio" or shutil.which("fio")]
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="restarts-") as place:
+        os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CACHE_HOME"] = place
+        for mode in chosen.mode:
+            rounds, pauses, wrong = series(
+                mode, chosen.kills, chosen.upgrades, chosen.seed, Path(place) / mode, programs
+            )
+            failed |= bool(wrong)
+            ordered = sorted(pauses) or [0.0]
+            print(
+                f"{mode}: {chosen.kills} kills, {chosen.upgrades} upgrades, {len(wrong)} wrong; pauses: median "
+                f"{ordered[len(ordered) // 2]:.2f} s, worst {ordered[-1]:.2f} s",
+                flush=True,
+            )
+            print("  rounds: " + ", ".join(f"{name} {count}" for name, count in rounds.items()), flush=True)
+            for line in wrong[:20]:
+                print(f"  {line}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
