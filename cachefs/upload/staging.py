@@ -632,8 +632,12 @@ def _written_file(path: Path, data: bytes) -> int:
 def land_tail(directory: Path, tail: Tail, mtime_ns: int) -> None:
     """Bring to the disk what a daemon that has died had in memory of a file. Blocking. Raises OSError; FileNotFoundError if
     the file was removed from outside."""
+    path = directory / tail.name
     made = os.O_CREAT if not tail.start else 0
-    fd = os.open(directory / tail.name, os.O_RDWR | os.O_NOFOLLOW | made, 0o600)
+    is_new = bool(made) and not path.exists()
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | made, 0o600)
+    if is_new:
+        begin(path)
     try:
         if os.fstat(fd).st_size < tail.start:
             raise FileNotFoundError(errno.ENOENT, "the file is shorter than it was")

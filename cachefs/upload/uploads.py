@@ -404,25 +404,28 @@ class Uploads:
         assert self._disk.shared is not None
         records, found = self._disk.shared.records, dict[str, DirtyFile]()
         rows = records.found()
-        files = {row["file"]: mtime_ns for mtime_ns, row in rows.values()}
+        over = {row["over"] for _, row in rows.values() if row["over"] is not None}
+        going_on = dict[str, tuple[int, dict[str, Any], Origin]]()
+        for name, (mtime_ns, row) in rows.items():
+            origin = self._records.origin(row["source"], row["key"])
+            row["removed"] |= name in over
+            # What is written in passthrough, or through a mapping, may not be known to be.
+            is_new = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
+            if origin is not None and (is_new or row["ino"] in open_inos):
+                going_on[name] = mtime_ns, row, origin
+            else:
+                records.drop(name)
+        files = {row["file"]: mtime_ns for mtime_ns, row, _ in going_on.values()}
         lost = dict[str, str]()
         for tail in self._disk.shared.tails.found():
-            if tail.name in files:
+            if tail.name in files:  # else it is not needed, and its file would be nobody's
                 land = partial(land_tail, self._disk.directory, tail, files[tail.name])
                 try:
                     await trio.to_thread.run_sync(land)
                 except OSError as exc:
                     lost[tail.name] = str(exc)
             tail.release()
-        over = {row["over"] for _, row in rows.values() if row["over"] is not None}
-        for name, (mtime_ns, row) in rows.items():
-            origin = self._records.origin(row["source"], row["key"])
-            row["removed"] |= name in over
-            # What is written in passthrough, or through a mapping, may not be known to be.
-            is_new = (row["dirty"] or row["way"] != Way.HERE.name) and not row["removed"]
-            if origin is None or not (is_new or row["ino"] in open_inos):
-                records.drop(name)
-                continue
+        for name, (mtime_ns, row, origin) in going_on.items():
             try:
                 if row["file"] in lost:
                     raise CacheUnusable(lost[row["file"]])

@@ -38,7 +38,7 @@ CASES = [
 ]
 """Mode, call, error, n: calls that the workload is certain to make."""
 
-THREADS_AT_REST = 5
+THREADS_AT_REST = 6
 """Of a daemon that has had nothing to do for ten seconds."""
 
 

@@ -20,10 +20,11 @@ import pytest
 import trio
 
 from cachefs.base.errors import CacheUnusable
+from cachefs.base.names import ObjectId
 from cachefs.base.shared_memory import SharedMemory
 from cachefs.upload import DirtyFile, journal, sending
 from cachefs.upload.staging import HELD
-from tests.upload.scripted import KIB, MIB, PART, Desk, ScriptedStore, add, desk, in_trio
+from tests.upload.scripted import KIB, MIB, PART, Desk, Room, ScriptedStore, add, desk, in_trio
 
 INO = 77
 SIZES = (0, 100, 200 * KIB, 300 * KIB, 2 * MIB + 100)
@@ -397,6 +398,29 @@ async def test_closed_files_that_wait_for_their_upload_need_no_memory(daemon: Da
         assert set(daemon.memory().records.found()) == {again.id}
         d.uploads.release(again)
         assert daemon.memory().records.found() == {}
+
+
+@in_trio
+async def test_a_small_file_that_the_origin_has_leaves_no_file_behind(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in memory alone, and the daemon dies before the cache has it."""
+    copies: list[Daemon] = []
+
+    async def adopt_bytes(self: Room, object_id: ObjectId, data: bytes) -> bool:
+        copies.append(daemon.killed(tmp_path / "second"))
+        return False
+
+    monkeypatch.setattr(Room, "adopt_bytes", adopt_bytes)
+    async with daemon.alive() as (d, _):
+        dirty_file = await create(d)
+        await add(dirty_file, b"small")
+        await d.close(dirty_file)
+        await d.quiet()
+    (after,) = copies
+    async with after.alive() as (d, resumed):
+        assert resumed == [] and await d.files() == []
+    assert [path.name for path in after.path.iterdir() if "orphaned" in path.name] == []
 
 
 @pytest.mark.parametrize("outlives", [False, True])
