@@ -418,7 +418,7 @@ class Uploads:
         files = {row["file"]: mtime_ns for mtime_ns, row, _ in going_on.values()}
         lost = dict[str, str]()
         for tail in self._disk.shared.tails.found():
-            if tail.name in files:  # else it is not needed, and its file would be nobody's
+            if tail.name in files:  # else it is not needed, and no row would name its file
                 land = partial(land_tail, self._disk.directory, tail, files[tail.name])
                 try:
                     await trio.to_thread.run_sync(land)
