@@ -45,8 +45,9 @@ CALLS = {
 ON_DATABASES = ("writev",)
 """Calls that fail on databases alone: the daemon answers the kernel with them, too."""
 
-NOT_MADE = (("durable", "fsync"),)
-"""Modes and calls that the workload does not make in them: without a row in the journal no directory is synced."""
+NOT_MADE = (("durable", "fsync"), ("durable", "fdatasync"))
+"""Modes and calls that the workload does not make in them: without a row in the journal no directory is synced, and of
+databases only the index, a moment after a run."""
 
 ERRORS = ("EIO", "ENOSPC", "EMFILE")
 OWN_ERRORS = {"clone": ("EAGAIN",), "socket": ("EMFILE",)}
@@ -264,7 +265,9 @@ def series(
         injection.restart()
     except (Damage, AssertionError) as exc:
         return runs, failed, f"n={number}: {exc}"
-    return runs, failed, "" if failed else f"the workload never makes the call {call}"
+    # Calls with errors of their own depend on the threads and connections that there are.
+    made_it = failed or call in OWN_ERRORS
+    return runs, failed, "" if made_it else f"the workload never makes the call {call}"
 
 
 def main(arguments: Sequence[str]) -> int:
