@@ -2,7 +2,7 @@
 
 It is a part of a memory file that another process keeps (the holder of a mount). It survives the death of this process, not
 that of the machine. Three tables lie in it: rows of a database that wait for their commit (`RowLog`), records of files that
-are being written (`Records`), and the ends of such files that wait in memory (`Tails`).
+are being written (`FileRecords`), and the ends of such files that wait in memory (`Tails`).
 
 A process may be killed between any two instructions. So each table writes the bytes first, and then one word that makes them
 count: what was torn is never read. One thread at a time uses a table.
@@ -66,7 +66,7 @@ class SharedMemory:
             os.ftruncate(fd, offset + LENGTH)
         memory = mmap.mmap(fd, LENGTH, offset=offset)
         self.rows = RowLog(memory)
-        self.records = Records(memory)
+        self.records = FileRecords(memory)
         self.tails = Tails(memory)
 
 
@@ -148,7 +148,7 @@ class RowLog:
         self._empty(1 - self._active)
 
 
-class Records:
+class FileRecords:
     """JSON objects by name (32 characters), each with a time that is written in place."""
 
     def __init__(self, memory: mmap.mmap) -> None:

@@ -427,9 +427,8 @@ class Daemon:
             self._stopping.stage("taking the mount away")
             handed_over = self._end is End.HANDED_OVER
             crashed = (self._watch.ready or self._takes_over) and self._end is End.FAILED
-            as_before = (
-                self._replaces_dead and not self._watch.ready
-            )  # a start that fails leaves a dead mount
+            # A start over a dead mount that fails leaves a dead mount.
+            as_before = self._replaces_dead and not self._watch.ready
             self._watch.ready = False
             if peers is not None and not handed_over:
                 with trio.move_on_after(3, shield=True):
@@ -525,9 +524,8 @@ class Daemon:
         try:
             notes = mounting.clear(self._config)
         except MountError as exc:
-            raise CachefsError(
-                str(exc)
-            ) from exc  # it says all, unlike what a failed mount is translated from
+            # Not a `MountError`: those are failures of mount(2), which `_mount` explains.
+            raise CachefsError(str(exc)) from exc
         self._replaces_dead = bool(notes)
         for line in notes:
             log.warning("%s", line)

@@ -82,7 +82,7 @@ def dead_mount(config: Config) -> Mount | None:
 
 
 def took_away(mount: Mount) -> str:
-    """The line that says so."""
+    """What the log says of a dead mount that was unmounted."""
     return f"took away a dead mount of {mount.source} at {mount.path}"
 
 

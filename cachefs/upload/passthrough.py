@@ -171,8 +171,8 @@ def _let_go(dirty_file: DirtyFile) -> bool:
     """`reclaim` at the close of its last writer.
 
     The kernel sends RELEASE, and lets its own file go when the closing process returns to its program: until then it refuses
-    the lease. This waits, because who opens the name next is shown the origin's version of a file that was not changed, and
-    what a mapping might still change has to be said before that."""
+    the lease. This waits, because a program that opens the name next is shown the origin's version of a file that was not
+    changed, and what a mapping might still change has to be said before that."""
     for look in range(LOOKS):
         if look:
             time.sleep(LETS_GO_S)

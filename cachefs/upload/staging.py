@@ -180,9 +180,8 @@ class StagingFile:
         self._removed = False
         self._spoiled = False
         self._changes = self._synced = 0  # on the disk, and how many of them a sync has covered
-        self._cut_at: int | None = (
-            None  # where the file ends; the disk has something of a failed write behind that
-        )
+        # Where the file ends, if the disk has bytes of a failed write behind that.
+        self._cut_at: int | None = None
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -233,7 +233,7 @@ async def test_a_close_that_was_not_answered_is_made_again(
 
 @in_trio
 async def test_an_open_that_is_repeated_comes_before_the_upload(daemon: Daemon, tmp_path: Path) -> None:
-    """Nobody is shown an empty file, because the daemon died between making a file and the answer to that."""
+    """No reader is shown an empty file because the daemon died between making a file and the answer to that."""
     async with daemon.alive() as (d, _):
         first = await create(d)
         after = daemon.killed(tmp_path / "second")

@@ -153,7 +153,7 @@ async def test_a_file_that_cannot_be_opened_for_writing_is_read_or_told(
 @pytest.mark.parametrize("in_passthrough", [True, False])
 @in_trio
 async def test_a_file_that_was_removed_from_outside_is_lost(tmp_path: Path, in_passthrough: bool) -> None:
-    """Whoever writes it: each call that needs its name says so, and none does of one that was removed here."""
+    """Each call that needs its name says so; none does for a file that was removed through the mount."""
     for name in ("f", "g"):
         (tmp_path / name).write_bytes(b"data")
     for name in ("f", "g"):
