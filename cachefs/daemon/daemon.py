@@ -33,6 +33,7 @@ from cachefs.base.errors import CachefsError, ConfigError, MountError, OriginFai
 from cachefs.base.linux import mount_at, resident_bytes
 from cachefs.base.metrics import Metrics
 from cachefs.base.names import ObjectId
+from cachefs.base.shared_memory import SharedMemory
 from cachefs.base.tasks import in_thread
 from cachefs.config.config import ROWS, Config, Source
 from cachefs.daemon import cachedir, control, mounting
@@ -117,7 +118,7 @@ def run(
         made.callback(stopping.done)
         opened = cachedir.open_cache(config, metrics)
         made.callback(opened.close)
-        memory = None if held is None or config.zero_open else held.memory
+        memory = _outlives(config, held)
         names = cachedir.open_names(opened, None if memory is None else memory.rows)
         made.callback(names.close)
         made.callback(stopping.stage, "closing the names database")
@@ -130,6 +131,11 @@ def run(
                 return trio.run(daemon.main)
         except BaseExceptionGroup as group:
             raise _first(group) from group
+
+
+def _outlives(config: Config, held: Held | None) -> SharedMemory | None:
+    """The memory in which the next daemon finds what was written; None where no daemon can go on with this mount."""
+    return None if held is None or config.zero_open else held.memory
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -332,7 +338,7 @@ class Daemon:
             fetcher,
             self._metrics,
             lasting,
-            None if self._held is None or self._config.zero_open else self._held.memory,
+            _outlives(self._config, self._held),
         )
         self._uploading = uploading
         await uploading.recover({record.ino for record in self._held.open} if self._held is not None else ())

@@ -214,15 +214,8 @@ def fill(store: LabStore, place: Path) -> None:
                 path.unlink()
 
 
-def end(mount: Mount, *, upgrade: bool) -> float:
-    """Kill the daemon or upgrade it; how long programs waited, in seconds."""
-    before = mount.ask("status")["holder"]["restarts"]
-    if upgrade:
-        done = mount.cli("upgrade", mount.path)
-        assert done.returncode == 0, done.stderr
-    else:
-        mount.killed = True
-        os.kill(mount.pid, signal.SIGKILL)
+def next_daemon(mount: Mount, before: int, seconds: float) -> float:
+    """Wait until a daemon answers that was started after `before` restarts; how long programs waited, in seconds."""
     pause: list[float] = []
 
     def back() -> bool:
@@ -234,8 +227,20 @@ def end(mount: Mount, *, upgrade: bool) -> float:
         pause.append(status["holder"]["pause_s"])
         return bool(status["holder"]["restarts"] == before + 1)
 
-    eventually(back, "the next daemon", ANSWERS_S)
+    eventually(back, "the next daemon", seconds)
     return pause[-1]
+
+
+def end(mount: Mount, *, upgrade: bool) -> float:
+    """Kill the daemon or upgrade it; how long programs waited, in seconds."""
+    before = mount.ask("status")["holder"]["restarts"]
+    if upgrade:
+        done = mount.cli("upgrade", mount.path)
+        assert done.returncode == 0, done.stderr
+    else:
+        mount.killed = True
+        os.kill(mount.pid, signal.SIGKILL)
+    return next_daemon(mount, before, ANSWERS_S)
 
 
 def series(

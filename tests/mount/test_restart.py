@@ -53,16 +53,7 @@ def kill(mount: Mount) -> None:
     before = held(mount)["restarts"]
     mount.killed = True
     os.kill(mount.pid, signal.SIGKILL)
-
-    def back() -> bool:
-        try:
-            status = mount.ask("status")
-        except Exception:
-            return False
-        mount.pids.append(status["pid"])
-        return bool(status["holder"]["restarts"] == before + 1)
-
-    eventually(back, "the next daemon")
+    restarting.next_daemon(mount, before, 30.0)
 
 
 class Readers:
